@@ -1,0 +1,33 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
+INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   train a small language model in FP4 four ways and print the table"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff (lint and format)"
+	@echo "make clean  remove .venv and runs/"
+
+# torch first and alone: its CPU build must be in place before anything asks for "torch".
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/metis-hf demo $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) runs
