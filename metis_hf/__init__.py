@@ -1,1 +1,22 @@
 """Train Hugging Face language models in four bits, emulated exactly on any device."""
+
+from metis_hf.config import MetisConfig
+from metis_hf.hub import register as _register
+from metis_hf.linear import MetisLinear, QuantLinear
+from metis_hf.model import get_metis_model, metis_layers, to_dense
+from metis_hf.schemes import register_scheme, scheme_names
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MetisConfig",
+    "MetisLinear",
+    "QuantLinear",
+    "get_metis_model",
+    "metis_layers",
+    "register_scheme",
+    "scheme_names",
+    "to_dense",
+]
+
+_register()

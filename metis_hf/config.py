@@ -1,0 +1,178 @@
+"""MetisConfig: everything that decides how a model is quantized. Frozen, checked once, JSON both ways.
+
+Standard library only; what a scheme does with these values is said in `schemes/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+DECOMPOSABLE = ("weight", "activation", "gradient")
+OPERAND_MODES = ("shared", "contraction")
+ROUNDINGS = ("nearest", "stochastic")
+SCALE_ROUNDINGS = ("nearest", "up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetisConfig:
+    """Configuration of a quantized model.
+
+    Args:
+        scheme: a registered scheme: "metis", "metis-paper", "nvidia", "nvfp4", "bf16", ...
+        rank_frac: share of min(in_features, out_features) directions kept apart (paper: 1.5 %).
+        rank_multiple: the rank is rounded up to a multiple of this; None takes the scheme's own
+            (16 for "metis": an FP4 GEMM pads to the block anyway; 1 for "metis-paper").
+        sample_frac: share of token rows that the activation and gradient subspaces are estimated
+            from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
+        oversample: extra columns of the random sketch.
+        n_iter: power iterations of the range finder.
+        decompose: which tensors are split: any of "weight", "activation", "gradient".
+        operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
+            "contraction", one per GEMM with blocks along its contraction dimension (hardware);
+            None takes the scheme's own.
+        forward_rounding: element rounding in the forward pass, overriding the scheme's.
+        backward_rounding: element rounding of gradients, overriding the scheme's.
+        scale_rounding: rounding of block scales, overriding the scheme's.
+        two_level: one fp32 scale per tensor above the block scales.
+        target_modules: "all-linear", a regular expression for full names, or a list of name
+            suffixes; as in PEFT.
+        exclude_modules: what to leave out, in the same two forms; the output head always stays.
+        keep_first_blocks: transformer blocks at the start that stay in high precision.
+        keep_last_blocks: transformer blocks at the end that stay in high precision.
+        refresh_interval: optimizer steps between re-decompositions of the weights by
+            MetisCallback; 0 never refreshes, as the paper.
+        seed: seed of all noise (stochastic rounding, sampled rows, sketches, sign vectors).
+
+    Raises:
+        ValueError: a value out of range; the message names it and the choices.
+    """
+
+    scheme: str = "metis"
+    rank_frac: float = 0.015
+    rank_multiple: int | None = None
+    sample_frac: float = 0.01
+    oversample: int = 8
+    n_iter: int = 1
+    decompose: tuple[str, ...] = DECOMPOSABLE
+    operand_mode: str | None = None
+    forward_rounding: str | None = None
+    backward_rounding: str | None = None
+    scale_rounding: str | None = None
+    two_level: bool = True
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+    keep_first_blocks: int = 0
+    keep_last_blocks: int = 0
+    refresh_interval: int = 0
+    seed: int = 0
+
+    quant_method: ClassVar[str] = "metis"
+    format_version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("decompose", "target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, list | set):
+                object.__setattr__(self, name, tuple(sorted(value) if name != "decompose" else value))
+        self._check()
+
+    def _check(self) -> None:
+        def require(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected {expected}")
+
+        def is_int(value: object) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        require(isinstance(self.scheme, str) and bool(self.scheme), "scheme", "a scheme's name")
+        for name in ("rank_frac", "sample_frac"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(number and 0 < value <= 1, name, "a share, 0 < share <= 1")
+        require(
+            self.rank_multiple is None or (is_int(self.rank_multiple) and self.rank_multiple >= 1),
+            "rank_multiple",
+            "None or an integer >= 1",
+        )
+        for name in (
+            "oversample",
+            "n_iter",
+            "keep_first_blocks",
+            "keep_last_blocks",
+            "refresh_interval",
+        ):
+            value = getattr(self, name)
+            require(is_int(value) and value >= 0, name, "an integer >= 0")
+        require(is_int(self.seed), "seed", "an integer")
+        require(isinstance(self.two_level, bool), "two_level", "True or False")
+        require(
+            isinstance(self.decompose, tuple) and set(self.decompose) <= set(DECOMPOSABLE),
+            "decompose",
+            f"any of {', '.join(DECOMPOSABLE)}",
+        )
+        for name, choices in (
+            ("operand_mode", OPERAND_MODES),
+            ("forward_rounding", ROUNDINGS),
+            ("backward_rounding", ROUNDINGS),
+            ("scale_rounding", SCALE_ROUNDINGS),
+        ):
+            value = getattr(self, name)
+            require(value is None or value in choices, name, f"None or one of {choices}")
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            names = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+            optional = name == "exclude_modules" and value is None
+            require(optional or isinstance(value, str) or names, name, "a string or a list of names")
+            require(value not in ((), ""), name, "at least one name")
+
+    def replace(self, **changes: Any) -> MetisConfig:
+        """A copy with some values changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the keys transformers looks for in `quantization_config`."""
+        values = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
+        }
+        return {"quant_method": self.quant_method, "format_version": self.format_version, **values}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MetisConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown key (the nearest known one is named), or a config written by a
+                newer version of this package.
+        """
+        values = dict(values)
+        method = values.pop("quant_method", cls.quant_method)
+        if method != cls.quant_method:
+            raise ValueError(f"quant_method={method!r} is not a Metis config; expected 'metis'")
+        version = values.pop("format_version", cls.format_version)
+        if version > cls.format_version:
+            raise ValueError(
+                f"this config has format_version {version}, the installed metis_hf reads up to "
+                f"{cls.format_version}; upgrade metis_hf"
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ValueError(f"unknown key {key!r} in a Metis config{hint}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """The config as a JSON object, keys in declaration order."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> MetisConfig:
+        """The inverse of `to_json`; errors as in `from_dict`."""
+        return cls.from_dict(json.loads(text))

@@ -1,0 +1,21 @@
+"""How far a quantized tensor is from the original."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sqnr_db(x: Tensor, x_hat: Tensor) -> Tensor:
+    """Signal-to-quantization-noise ratio, 10 log10(|x|^2 / |x - x_hat|^2), in dB; 0-dim.
+
+    Infinite where they are equal, NaN where `x` is zero and `x_hat` is not finite.
+    """
+    x, x_hat = x.detach().double(), x_hat.detach().double()
+    return 10 * torch.log10(x.square().sum() / (x - x_hat).square().sum())
+
+
+def relative_error(x: Tensor, x_hat: Tensor) -> Tensor:
+    """|x - x_hat| / |x| in the Frobenius norm; 0-dim."""
+    x, x_hat = x.detach().double(), x_hat.detach().double()
+    return torch.linalg.vector_norm(x - x_hat) / torch.linalg.vector_norm(x)

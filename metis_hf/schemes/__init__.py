@@ -1,0 +1,24 @@
+"""The published methods, one short file each; importing this package registers them."""
+
+from metis_hf.schemes import bf16, metis, nvfp4, nvidia  # noqa: F401
+from metis_hf.schemes.base import (
+    Role,
+    Scheme,
+    SchemeInfo,
+    build_scheme,
+    layer_rank,
+    register_scheme,
+    scheme_info,
+    scheme_names,
+)
+
+__all__ = [
+    "Role",
+    "Scheme",
+    "SchemeInfo",
+    "build_scheme",
+    "layer_rank",
+    "register_scheme",
+    "scheme_info",
+    "scheme_names",
+]

@@ -1,0 +1,74 @@
+"""What scheme files share: quantizers from a config, spectral operands, the two operand modes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metis_hf.config import MetisConfig
+from metis_hf.numerics import NVFP4, Quantizer, Rounding, ScaleRounding, Tile
+from metis_hf.operands import IDENTITY, Operand, Spectral
+from metis_hf.schemes.base import Scheme
+
+
+def quantizer(
+    config: MetisConfig, *, rounding: str, scale_rounding: str, backward: bool = False
+) -> Quantizer:
+    """NVFP4 with the scheme's roundings, unless the config overrides them."""
+    override = config.backward_rounding if backward else config.forward_rounding
+    return Quantizer(
+        NVFP4,
+        rounding=Rounding(override or rounding),
+        scale_rounding=ScaleRounding(config.scale_rounding or scale_rounding),
+        two_level=config.two_level,
+    )
+
+
+def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
+    """The dynamic split of activations and gradients."""
+    return Spectral(
+        rank=rank,
+        sample_frac=config.sample_frac,
+        oversample=config.oversample,
+        n_iter=config.n_iter,
+        compensated=compensated,
+    )
+
+
+def in_mode(scheme: Scheme, mode: str) -> Scheme:
+    """A scheme with three operands, in one of the operand modes.
+
+    "shared" leaves it as it is: one copy of each tensor for all its GEMMs. "contraction" gives
+    each GEMM its own copy, blocked along its contraction dimension, and square tiles to the
+    weight, whose blocks are then the same for fprop and dgrad.
+    """
+    if mode == "shared":
+        return scheme
+    weight = scheme.fprop_weight
+    if weight.quantizer is not None:
+        weight = replace(weight, quantizer=replace(weight.quantizer, tile=Tile.SQUARE))
+    return replace(
+        scheme,
+        fprop_weight=weight,
+        wgrad_grad_output=scheme.dgrad_grad_output,
+        wgrad_input=scheme.fprop_input,
+    )
+
+
+def metis_scheme(
+    config: MetisConfig,
+    rank: int,
+    *,
+    forward: Quantizer,
+    backward: Quantizer,
+    compensated: bool,
+) -> Scheme:
+    """Spectral split of the tensors named in `config.decompose`, direct quantization of others."""
+    split = spectral(config, rank, compensated=compensated)
+    scheme = Scheme(
+        fprop_input=Operand(forward, split if "activation" in config.decompose else IDENTITY),
+        fprop_weight=Operand(forward),
+        dgrad_grad_output=Operand(backward, split if "gradient" in config.decompose else IDENTITY),
+        split_weight="weight" in config.decompose,
+        compensated=compensated,
+    )
+    return in_mode(scheme, config.operand_mode or "shared")

@@ -1,0 +1,165 @@
+"""What a scheme is: an operand for each place in the three GEMMs, and how the weight is stored.
+
+Schemes register by name; tests, command-line choices and tables read the registry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from metis_hf.config import MetisConfig
+from metis_hf.numerics import Rounding
+from metis_hf.operands import HIGH_PRECISION, Operand
+
+
+class Role(enum.IntEnum):
+    """The six places a tensor takes in the GEMMs of a linear layer."""
+
+    FPROP_INPUT = 0
+    FPROP_WEIGHT = 1
+    DGRAD_GRAD_OUTPUT = 2
+    DGRAD_WEIGHT = 3
+    WGRAD_GRAD_OUTPUT = 4
+    WGRAD_INPUT = 5
+
+
+_REUSED = {
+    Role.DGRAD_WEIGHT: Role.FPROP_WEIGHT,
+    Role.WGRAD_GRAD_OUTPUT: Role.DGRAD_GRAD_OUTPUT,
+    Role.WGRAD_INPUT: Role.FPROP_INPUT,
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Six operands; None in the last three reuses the quantized copy of the first three.
+
+    Args:
+        fprop_input: x, blocks along in_features.
+        fprop_weight: w, blocks along in_features.
+        dgrad_grad_output: dy, blocks along out_features.
+        dgrad_weight: w, blocks along out_features; None: the very values of fprop.
+        wgrad_grad_output: dy, blocks along tokens; None: the very values of dgrad.
+        wgrad_input: x, blocks along tokens; None: the very values of fprop.
+        split_weight: store the weight as u, s, vh and residual.
+        compensated: the weight's residual makes up for the rounding of its factors.
+        rank: k as a function of (in_features, out_features).
+    """
+
+    fprop_input: Operand = HIGH_PRECISION
+    fprop_weight: Operand = HIGH_PRECISION
+    dgrad_grad_output: Operand = HIGH_PRECISION
+    dgrad_weight: Operand | None = None
+    wgrad_grad_output: Operand | None = None
+    wgrad_input: Operand | None = None
+    split_weight: bool = False
+    compensated: bool = True
+
+    def operand(self, role: Role) -> Operand | None:
+        """The operand at `role`, None if another's copy is reused there."""
+        return getattr(self, role.name.lower())
+
+    def reuses(self, role: Role) -> bool:
+        """Whether `role` takes the quantized copy made for an earlier GEMM."""
+        return self.operand(role) is None
+
+    def resolve(self, role: Role) -> tuple[Role, Operand]:
+        """The role whose copy is used at `role`, and its operand."""
+        operand = self.operand(role)
+        if operand is None:
+            role = _REUSED[role]
+            operand = self.operand(role)
+        assert operand is not None
+        return role, operand
+
+    @property
+    def is_high_precision(self) -> bool:
+        """No operand is quantized: a plain linear layer."""
+        return all(self.resolve(role)[1].quantizer is None for role in Role)
+
+    def deterministic(self) -> Scheme:
+        """The same with nearest rounding everywhere: what a layer in eval mode uses."""
+        changes = {}
+        for role in Role:
+            operand = self.operand(role)
+            if operand is not None and operand.quantizer is not None:
+                quantizer = replace(operand.quantizer, rounding=Rounding.NEAREST)
+                changes[role.name.lower()] = replace(operand, quantizer=quantizer)
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class SchemeInfo:
+    """A registered scheme: its builder and what a table says of it."""
+
+    name: str
+    summary: str
+    source: str
+    rank_multiple: int
+    build: Callable[[MetisConfig, int], Scheme]
+
+
+_REGISTRY: dict[str, SchemeInfo] = {}
+
+
+def register_scheme(
+    name: str, *, summary: str, source: str, rank_multiple: int = 1
+) -> Callable[[Callable[[MetisConfig, int], Scheme]], Callable[[MetisConfig, int], Scheme]]:
+    """Registers a function (config, rank) -> Scheme under `name`.
+
+    Args:
+        name: what `MetisConfig.scheme` says.
+        summary: one line for tables.
+        source: arXiv id, specification or code base.
+        rank_multiple: what the rank is rounded up to unless the config says.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(build):
+        if name in _REGISTRY:
+            raise ValueError(f"a scheme named {name!r} is already registered")
+        _REGISTRY[name] = SchemeInfo(name, summary, source, rank_multiple, build)
+        return build
+
+    return register
+
+
+def scheme_names() -> list[str]:
+    """Registered names, in order of registration."""
+    return list(_REGISTRY)
+
+
+def scheme_info(name: str) -> SchemeInfo:
+    """Looks a scheme up.
+
+    Raises:
+        ValueError: not registered; the message lists the names and the nearest one.
+    """
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        near = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"scheme {name!r} is not registered{hint} Registered: {', '.join(_REGISTRY)}. "
+            "A scheme of your own must be registered before the model is converted or loaded."
+        ) from None
+
+
+def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
+    """k of a layer: rank_frac of its smaller side, rounded up, at most that side."""
+    smaller = min(in_features, out_features)
+    multiple = config.rank_multiple or scheme_info(config.scheme).rank_multiple
+    rank = -(-round(config.rank_frac * smaller * 1e6) // 10**6)  # ceil, immune to 0.1 * 30
+    return min(smaller, -(-rank // multiple) * multiple)
+
+
+def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Scheme:
+    """The scheme of one layer."""
+    info = scheme_info(config.scheme)
+    return info.build(config, layer_rank(config, in_features, out_features))

@@ -1,0 +1,48 @@
+"""NVIDIA's NVFP4 recipe as TransformerEngine ships it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metis_hf.config import MetisConfig
+from metis_hf.noise import key_of
+from metis_hf.numerics import Tile
+from metis_hf.operands import Hadamard, Operand
+from metis_hf.schemes._parts import quantizer
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "nvidia",
+    summary="square-tile weights, stochastic gradients, Hadamard in wgrad",
+    source="arXiv 2509.25149; TransformerEngine NVFP4BlockScaling",
+)
+def nvidia(config: MetisConfig, rank: int) -> Scheme:
+    """Per-GEMM operands, each cast from the high-precision tensor.
+
+    | GEMM  | operand     | blocks            | Hadamard | rounding   |
+    | fprop | input       | 1x16 along in     | no       | nearest    |
+    | fprop | weight      | 16x16             | no       | nearest    |
+    | dgrad | grad_output | 1x16 along out    | no       | stochastic |
+    | dgrad | weight      | the same values   | no       | nearest    |
+    | wgrad | grad_output | 1x16 along tokens | yes      | stochastic |
+    | wgrad | input       | 1x16 along tokens | yes      | nearest    |
+
+    Raises:
+        ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.
+    """
+    if config.operand_mode == "shared":
+        raise ValueError(
+            'scheme "nvidia" casts a copy per GEMM; operand_mode="shared" would be another '
+            'scheme. Leave operand_mode unset, or use scheme "nvfp4"'
+        )
+    forward = quantizer(config, rounding="nearest", scale_rounding="nearest")
+    backward = quantizer(config, rounding="stochastic", scale_rounding="nearest", backward=True)
+    hadamard = Hadamard(seed=key_of("hadamard", config.seed))
+    return Scheme(
+        fprop_input=Operand(forward),
+        fprop_weight=Operand(replace(forward, tile=Tile.SQUARE)),
+        dgrad_grad_output=Operand(backward),
+        wgrad_grad_output=Operand(backward, hadamard),
+        wgrad_input=Operand(forward, hadamard),
+    )

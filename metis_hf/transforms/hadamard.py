@@ -1,0 +1,46 @@
+"""Randomized Hadamard rotation in blocks of 16, as NVIDIA's recipe applies it (arXiv 2509.25149)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metis_hf.noise import random_bits
+
+SIZE = 16
+
+
+@functools.lru_cache(maxsize=32)
+def hadamard_matrix(seed: int) -> Tensor:
+    """Sylvester's 16 x 16 matrix / 4, columns multiplied by one random sign vector; orthonormal."""
+    h = torch.ones(1, 1)
+    while h.shape[0] < SIZE:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = 1.0 - 2.0 * (random_bits(SIZE, seed) & 1)
+    return h / SIZE**0.5 * signs
+
+
+def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
+    n = x.shape[dim]
+    blocks = F.pad(x.movedim(dim, 0), [0, 0] * (x.dim() - 1) + [0, -n % SIZE])
+    out = torch.einsum("hj,bjc->bhc", matrix.to(x), blocks.reshape(-1, SIZE, x.numel() // n))
+    return out.reshape(blocks.shape).movedim(0, dim)
+
+
+def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
+    """Rotates every block of 16 along `dim`, zero-padded to whole blocks.
+
+    Returns:
+        `x` rotated; its size along `dim` rounded up to a multiple of 16.
+    """
+    return x if x.numel() == 0 else _apply(x, hadamard_matrix(seed), dim)
+
+
+def unrotate(x: Tensor, *, dim: int, seed: int, size: int) -> Tensor:
+    """Inverse of `rotate`; drops the padding, so that dimension `dim` has `size` entries again."""
+    if x.numel() == 0:
+        return x
+    return _apply(x, hadamard_matrix(seed).T, dim).narrow(dim, 0, size)

@@ -1,0 +1,199 @@
+"""Spectral split: a matrix as a thin dominant part plus a residual (arXiv 2509.00404, section 3).
+
+Activations and gradients: the dominant right subspace is found from a few sampled rows, then the
+whole matrix is projected on it. Weights: the same with every row, more power iterations and an
+exact SVD of the thin part. Nothing here quantizes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.noise import Key, fold, uniform
+
+
+class SpectralSplit(NamedTuple):
+    """x = (u * s) @ vh + residual."""
+
+    u: Tensor  # [t k] unit columns
+    s: Tensor  # [k] >= 0, descending
+    vh: Tensor  # [k c] orthonormal rows
+    residual: Tensor  # [t c]
+
+
+def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:
+    """Picks `count` rows of `x`, one at random out of each of `count` equal stretches.
+
+    Args:
+        x: [t c]
+        count: rows to pick; all of them, in order, if there are no more than that.
+        key: noise key.
+        row_mask: [t] bool; rows with False (padding) are never picked. If every row is False,
+            the mask is ignored.
+
+    Returns:
+        [min(count, t) c]; with a mask that leaves fewer than `count` rows, rows repeat.
+    """
+    t = x.shape[0]
+    if row_mask is None:
+        if count >= t:
+            return x
+        starts = torch.arange(count, device=x.device, dtype=torch.float64)
+        picks = (starts + uniform((count,), key, x.device)) * (t / count)
+        return x[picks.long().clamp_(max=t - 1)]
+    # Stretches of the kept rows only, counted by a running sum: no host synchronization.
+    mask = row_mask | ~row_mask.any()
+    position = mask.to(torch.int64).cumsum(0)
+    starts = torch.arange(min(count, t), device=x.device, dtype=torch.float64)
+    picks = (starts + uniform(starts.shape, key, x.device)) * (position[-1] / starts.numel())
+    picks = picks.floor().to(torch.int64).clamp_(max=position[-1] - 1) + 1
+    return x[torch.searchsorted(position, picks)]
+
+
+def dominant_subspace(
+    sample: Tensor, rank: int, *, oversample: int = 8, n_iter: int = 2, key: Key = 0
+) -> Tensor:
+    """Orthonormal basis of the leading right singular vectors (randomized range finder).
+
+    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1. Non-finite entries count
+    as zero here: they show in the projection, and the basis stays usable.
+
+    Args:
+        sample: [n c]
+        rank: k, at most min(n, c).
+        oversample: extra sketch columns, dropped at the end.
+        n_iter: power iterations; each sharpens the spectrum by a square.
+        key: noise key of the sketch.
+
+    Returns:
+        [c k], fp32 (fp64 for an fp64 sample), columns ordered by decreasing singular value.
+    """
+    dtype = torch.float64 if sample.dtype is torch.float64 else torch.float32
+    n, c = sample.shape
+    sample = torch.nan_to_num(sample.detach().to(dtype), nan=0.0, posinf=0.0, neginf=0.0)
+    # Products of huge or tiny values must not leave the fp32 range.
+    sample = sample / sample.abs().amax().clamp_min(torch.finfo(dtype).tiny)
+    width = min(rank + oversample, n, c)
+    sketch = uniform((n, width), key, sample.device).sub_(0.5).to(dtype)  # [n w]
+    q = torch.linalg.qr(sample.T @ sketch).Q  # [c w]
+    for _ in range(n_iter):
+        q = torch.linalg.qr(sample.T @ (sample @ q)).Q
+    thin = sample @ q  # [n w]
+    _, vectors = torch.linalg.eigh(thin.T @ thin)  # ascending
+    return q @ vectors.flip(1)[:, :rank]
+
+
+def default_rows(rank: int, oversample: int) -> int:
+    """Fewest rows from which a rank-k subspace is worth estimating: 4 (k + oversample)."""
+    return 4 * (rank + oversample)
+
+
+def find_subspace(
+    x: Tensor,
+    rank: int,
+    *,
+    sample_frac: float = 1.0,
+    min_rows: int = 0,
+    oversample: int = 8,
+    n_iter: int = 2,
+    key: Key = 0,
+    row_mask: Tensor | None = None,
+) -> Tensor:
+    """The dominant right subspace of `x` [t c] from sampled rows: v [c k]; see `spectral_split`."""
+    count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
+    sample = sample_rows(x, count, fold(key, 1), row_mask)
+    return dominant_subspace(
+        sample, rank, oversample=oversample, n_iter=n_iter, key=fold(key, 2)
+    )
+
+
+def spectral_split(
+    x: Tensor,
+    rank: int,
+    *,
+    sample_frac: float = 1.0,
+    min_rows: int = 0,
+    oversample: int = 8,
+    n_iter: int = 2,
+    key: Key = 0,
+    row_mask: Tensor | None = None,
+) -> SpectralSplit:
+    """Splits x [t c] into (u * s) @ vh + residual (eq. "X = A Lambda B^T + X_R").
+
+    The subspace comes from sampled rows; every row is then projected on it, so the split is exact
+    whatever was sampled. With `sample_frac=1` and full rank it is the SVD.
+
+    Args:
+        x: [t c], any float dtype.
+        rank: k directions kept.
+        sample_frac: share of rows that the subspace is estimated from.
+        min_rows: floor on that number of rows.
+        oversample: extra columns of the sketch.
+        n_iter: power iterations.
+        key: noise key of sampling and sketch; equal keys give equal results.
+        row_mask: [t] bool, False for rows (padding) that must not be sampled.
+
+    Returns:
+        u [t k], s [k], vh [k c], residual [t c], in fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: `x` is not a matrix, or `rank` is not between 1 and min(t, c).
+    """
+    if x.dim() != 2:
+        raise ValueError(f"spectral_split needs a matrix [t c], got shape {tuple(x.shape)}")
+    if not 1 <= rank <= min(x.shape):
+        raise ValueError(
+            f"rank={rank} of a {x.shape[0]} x {x.shape[1]} matrix; choose 1 to {min(x.shape)}"
+        )
+    if not 0 < sample_frac <= 1:
+        raise ValueError(f"sample_frac={sample_frac} is not a share of the rows; choose 0 < f <= 1")
+    v = find_subspace(
+        x,
+        rank,
+        sample_frac=sample_frac,
+        min_rows=min_rows,
+        oversample=oversample,
+        n_iter=n_iter,
+        key=key,
+        row_mask=row_mask,
+    )
+    x = x.detach().to(v.dtype)
+    u, s = project(x, v)
+    order = s.argsort(descending=True, stable=True)
+    u, s, vh = u[:, order], s[order], v.T[order]
+    return SpectralSplit(u, s, vh, x - (u * s) @ vh)
+
+
+def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates of x [t c] in the basis v [c k], as unit columns [t k] and their lengths [k]."""
+    p = x @ v  # [t c] @ [c k] -> [t k]
+    length = torch.linalg.vector_norm(p, dim=0)
+    return p / torch.where(length == 0, torch.ones_like(length), length), length
+
+
+def decompose_weight(w: Tensor, rank: int, key: Key = 0) -> SpectralSplit:
+    """The rank-k SVD of a weight [o i] plus residual, exact or nearly so.
+
+    Up to 1024 on the short side: a full SVD. Larger: the randomized range finder over all rows
+    with four power iterations, then an exact SVD of the thin part; singular values agree with
+    the full SVD to about 1e-3 where the spectrum has no gap, better where it has one.
+
+    Returns:
+        u [o k], s [k], vh [k i] (both factors orthonormal), residual [o i]; fp32 or fp64.
+    """
+    dtype = torch.float64 if w.dtype is torch.float64 else torch.float32
+    w = w.detach().to(dtype)
+    if not torch.isfinite(w).all():
+        raise ValueError("the weight has NaN or infinite entries; it cannot be decomposed")
+    if min(w.shape) <= 1024:
+        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        u, s, vh = u[:, :rank], s[:rank], vh[:rank]
+    else:
+        v = dominant_subspace(w, rank, oversample=max(8, rank // 4), n_iter=4, key=key)
+        u, s, rotation = torch.linalg.svd(w @ v, full_matrices=False)  # [o k] [k] [k k]
+        vh = rotation @ v.T
+    u, s, vh = u.contiguous(), s.contiguous(), vh.contiguous()
+    return SpectralSplit(u, s, vh, w - (u * s) @ vh)
