@@ -1,5 +1,6 @@
 """Train Hugging Face language models in four bits, emulated exactly on any device."""
 
+from metis_hf.callback import MetisCallback
 from metis_hf.config import MetisConfig
 from metis_hf.hub import register as _register
 from metis_hf.linear import MetisLinear, QuantLinear
@@ -9,6 +10,7 @@ from metis_hf.schemes import register_scheme, scheme_names
 __version__ = "0.1.0"
 
 __all__ = [
+    "MetisCallback",
     "MetisConfig",
     "MetisLinear",
     "QuantLinear",

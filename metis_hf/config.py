@@ -1,6 +1,7 @@
-"""MetisConfig: everything that decides how a model is quantized. Frozen, checked once, JSON both ways.
+"""MetisConfig: everything that decides how a model is quantized.
 
-Standard library only; what a scheme does with these values is said in `schemes/`.
+Frozen, checked once, JSON both ways. What a scheme does with these values is said in `schemes/`.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class MetisConfig:
         for name in ("decompose", "target_modules", "exclude_modules"):
             value = getattr(self, name)
             if isinstance(value, list | set):
-                object.__setattr__(self, name, tuple(sorted(value) if name != "decompose" else value))
+                object.__setattr__(self, name, tuple(value))
         self._check()
 
     def _check(self) -> None:
@@ -127,7 +128,9 @@ class MetisConfig:
             value = getattr(self, name)
             names = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
             optional = name == "exclude_modules" and value is None
-            require(optional or isinstance(value, str) or names, name, "a string or a list of names")
+            require(
+                optional or isinstance(value, str) or names, name, "a string or a list of names"
+            )
             require(value not in ((), ""), name, "at least one name")
 
     def replace(self, **changes: Any) -> MetisConfig:

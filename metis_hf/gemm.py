@@ -10,7 +10,7 @@ w_hat alone. Parameters are saved, never their quantized copies: w_hat is made a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,10 @@ class GemmPlan:
     scheme: Scheme
     weight: WeightForm
     dtype: torch.dtype  # of the GEMMs and the output
-    keys: dict[Role, Key]
+    keys: Mapping[Role, Key]
     row_mask: Tensor | None = None
 
-    def weight_operand(
-        self, role: Role, params: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight_operand(self, role: Role, params: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
         role, operand = self.scheme.resolve(role)
         dim = -1 if role is Role.FPROP_WEIGHT else 0
@@ -43,9 +41,7 @@ class GemmPlan:
         """x_hat or dy_hat, for the GEMM that `role` names."""
         role, operand = self.scheme.resolve(role)
         dim = 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
-        return operand(
-            x, dim=dim, key=self.keys[role], dtype=self.dtype, row_mask=self.row_mask
-        )
+        return operand(x, dim=dim, key=self.keys[role], dtype=self.dtype, row_mask=self.row_mask)
 
 
 def _rescale(out: Tensor, *scales: Tensor | None) -> Tensor:

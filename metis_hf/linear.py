@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.gemm import GemmPlan, QuantizedGemm
-from metis_hf.noise import Key, fingerprint, fold, key_of
+from metis_hf.noise import Key, fingerprint, key_of
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.transforms import decompose_weight
 from metis_hf.weights import DenseWeight, SplitWeight, WeightForm
@@ -53,15 +53,13 @@ class CallKeys:
     tensors give equal noise, so a recomputed forward pass repeats the original exactly.
     """
 
-    _SALT = (0x1F83D9AB, 0x5BE0CD19, 0x3C6EF372, 0x510E527F, 0x6A09E667, 0x2B0B4F1D)
-
-    def __init__(self, seed: int, x: Tensor, weight: Tensor) -> None:
-        self.weight_key = fold(seed, fingerprint(weight))
-        self.call_key = fold(self.weight_key, fingerprint(x))
+    def __init__(self, layer_key: Key, x: Tensor, weight: Tensor) -> None:
+        self.weight_key = layer_key.with_data(fingerprint(weight))
+        self.call_key = self.weight_key.with_data(fingerprint(x))
 
     def __getitem__(self, role: Role) -> Key:
         is_weight = role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
-        return (self.weight_key if is_weight else self.call_key) ^ self._SALT[role]
+        return (self.weight_key if is_weight else self.call_key).fold(16 + role)
 
 
 class MetisLayer(nn.Module):
@@ -85,7 +83,7 @@ class MetisLayer(nn.Module):
         self.conv1d = conv1d
         self.scheme = build_scheme(config, in_features, out_features)
         self.eval_scheme = self.scheme.deterministic()
-        self.seed = key_of("layer", config.seed, name)
+        self.key = key_of("layer", config.seed, name)
         self.token_mask: TokenMask | None = None
 
     def weight_params(self) -> tuple[Tensor, ...]:
@@ -96,10 +94,10 @@ class MetisLayer(nn.Module):
         """The scheme of the current mode: eval rounds to nearest everywhere."""
         return self.scheme if self.training else self.eval_scheme
 
-    def noise_seed(self) -> int:
+    def noise_key(self) -> Key:
         """The static part of this layer's noise keys: config seed, layer name, process rank."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return self.seed ^ (rank * 0x9E3779B1 & 0xFFFFFFFF)
+        return self.key.fold(rank)
 
     def forward(self, x: Tensor) -> Tensor:
         scheme = self.active_scheme()
@@ -113,7 +111,7 @@ class MetisLayer(nn.Module):
             scheme,
             self.weight_form,
             dtype,
-            CallKeys(self.noise_seed(), x, params[-1]),
+            CallKeys(self.noise_key(), x, params[-1]),
             self.token_mask.rows(x) if self.token_mask is not None else None,
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
@@ -182,7 +180,7 @@ class MetisLinear(MetisLayer):
             shapes = ((w.shape[0], self.rank), (self.rank,), (self.rank, w.shape[1]), w.shape)
             factors = tuple(w.new_empty(shape) for shape in shapes)
         else:
-            factors = decompose_weight(w, self.rank, key=self.seed)
+            factors = decompose_weight(w, self.rank, key=self.key)
         requires_grad = weight.requires_grad
         self.u, self.s, self.vh, self.weight_residual = (
             nn.Parameter(f.to(w.dtype).contiguous(), requires_grad=requires_grad) for f in factors
@@ -206,7 +204,7 @@ class MetisLinear(MetisLayer):
         """
         before = self.weight.float()
         for param, value in zip(
-            self.weight_params(), decompose_weight(before, self.rank, key=self.seed)
+            self.weight_params(), decompose_weight(before, self.rank, key=self.key)
         ):
             param.copy_(value)
         drift = torch.linalg.vector_norm(self.weight.float() - before)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from metis_hf.noise import Key, fold
+from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.transforms.hadamard import rotate, unrotate
 from metis_hf.transforms.spectral import default_rows, find_subspace, project
@@ -96,14 +96,14 @@ class Spectral:
         if x.numel() == 0:
             return x
         low, residual = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)[:2]
-        return quantizer(residual, dim=dim, key=fold(key, 3)).to(low.dtype).add_(low)
+        return quantizer(residual, dim=dim, key=key.fold(3)).to(low.dtype).add_(low)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         _, residual, a, v = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         return [
             Part("a", *a),
             Part("v", *v),
-            Part("residual", residual, quantizer(residual, dim=dim, key=fold(key, 3))),
+            Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
         ]
 
     def _split(self, x, quantizer, *, dim, key, row_mask):
@@ -122,8 +122,8 @@ class Spectral:
         x = x.to(v.dtype)
         a, lam = project(x, v)  # [t k] [k]
         # Row blocks of every part run along the dimension that the GEMM contracts.
-        a_hat = quantizer(a, dim=dim, key=fold(key, 1)).to(x.dtype)
-        vh_hat = quantizer(v.T, dim=dim, key=fold(key, 2)).to(x.dtype)
+        a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(x.dtype)
+        vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(x.dtype)
         low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
         exact = low if self.compensated else (a * lam) @ v.T
         return low, x - exact, (a, a_hat), (v.T, vh_hat)

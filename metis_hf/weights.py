@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from metis_hf.noise import Key, fold
+from metis_hf.noise import Key
 from metis_hf.operands import Operand
 
 
@@ -72,7 +72,7 @@ class SplitWeight:
         low = (u_hat * s) @ vh_hat  # [o k] @ [k i] -> [o i]
         if self.compensated:
             residual = torch.addmm(residual, u * s, vh).sub_(low)
-        w_hat = operand.quantizer(residual, dim=dim, key=fold(key, 3)).to(low.dtype) + low
+        w_hat = operand.quantizer(residual, dim=dim, key=key.fold(3)).to(low.dtype) + low
         return w_hat.to(dtype), None
 
     def gradients(self, params, dw, operand, *, key):
@@ -87,6 +87,6 @@ class SplitWeight:
     def _factors(self, u, vh, operand, *, dim, key):
         if operand.quantizer is None:
             return u, vh
-        u_hat = operand.quantizer(u, dim=dim, key=fold(key, 1)).to(u.dtype)
-        vh_hat = operand.quantizer(vh, dim=dim, key=fold(key, 2)).to(vh.dtype)
+        u_hat = operand.quantizer(u, dim=dim, key=key.fold(1)).to(u.dtype)
+        vh_hat = operand.quantizer(vh, dim=dim, key=key.fold(2)).to(vh.dtype)
         return u_hat, vh_hat

@@ -66,7 +66,8 @@ def round_stochastic(y: Tensor, fmt: FloatFormat, noise: Tensor) -> Tensor:
     step = _binade(y, fmt).mul_(2.0**-fmt.mantissa_bits)
     scaled = y.abs().div_(step)
     lower = scaled.floor()
-    round_up = noise < scaled.sub_(lower)
+    # ceil(fraction - noise) is 1 where noise < fraction, else 0; as floats, without a mask.
+    round_up = scaled.sub_(lower).sub_(noise).ceil_()
     return lower.add_(round_up).mul_(step).copysign_(y)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from metis_hf.config import MetisConfig
-from metis_hf.numerics import Rounding
 from metis_hf.operands import HIGH_PRECISION, Operand
 
 
@@ -86,7 +85,7 @@ class Scheme:
         for role in Role:
             operand = self.operand(role)
             if operand is not None and operand.quantizer is not None:
-                quantizer = replace(operand.quantizer, rounding=Rounding.NEAREST)
+                quantizer = operand.quantizer.deterministic()
                 changes[role.name.lower()] = replace(operand, quantizer=quantizer)
         return replace(self, **changes)
 

@@ -38,7 +38,7 @@ def nvidia(config: MetisConfig, rank: int) -> Scheme:
         )
     forward = quantizer(config, rounding="nearest", scale_rounding="nearest")
     backward = quantizer(config, rounding="stochastic", scale_rounding="nearest", backward=True)
-    hadamard = Hadamard(seed=key_of("hadamard", config.seed))
+    hadamard = Hadamard(seed=key_of("hadamard", config.seed).static)
     return Scheme(
         fprop_input=Operand(forward),
         fprop_weight=Operand(replace(forward, tile=Tile.SQUARE)),

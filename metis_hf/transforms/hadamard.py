@@ -1,4 +1,4 @@
-"""Randomized Hadamard rotation in blocks of 16, as NVIDIA's recipe applies it (arXiv 2509.25149)."""
+"""Randomized Hadamard rotation in blocks of 16, as in NVIDIA's recipe (arXiv 2509.25149)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hadamard_matrix(seed: int) -> Tensor:
     h = torch.ones(1, 1)
     while h.shape[0] < SIZE:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = 1.0 - 2.0 * (random_bits(SIZE, seed) & 1)
+    signs = 1.0 - 2.0 * (random_bits(SIZE, seed) < 0)
     return h / SIZE**0.5 * signs
 
 

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metis_hf.noise import Key, fold, uniform
+from metis_hf.noise import Key, uniform
+
+_DEFAULT_KEY = Key(0)
 
 
 class SpectralSplit(NamedTuple):
@@ -54,7 +56,7 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
 
 
 def dominant_subspace(
-    sample: Tensor, rank: int, *, oversample: int = 8, n_iter: int = 2, key: Key = 0
+    sample: Tensor, rank: int, *, oversample: int = 8, n_iter: int = 2, key: Key = _DEFAULT_KEY
 ) -> Tensor:
     """Orthonormal basis of the leading right singular vectors (randomized range finder).
 
@@ -99,15 +101,13 @@ def find_subspace(
     min_rows: int = 0,
     oversample: int = 8,
     n_iter: int = 2,
-    key: Key = 0,
+    key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
 ) -> Tensor:
     """The dominant right subspace of `x` [t c] from sampled rows: v [c k]; see `spectral_split`."""
     count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
-    sample = sample_rows(x, count, fold(key, 1), row_mask)
-    return dominant_subspace(
-        sample, rank, oversample=oversample, n_iter=n_iter, key=fold(key, 2)
-    )
+    sample = sample_rows(x, count, key.fold(4), row_mask)
+    return dominant_subspace(sample, rank, oversample=oversample, n_iter=n_iter, key=key.fold(5))
 
 
 def spectral_split(
@@ -118,7 +118,7 @@ def spectral_split(
     min_rows: int = 0,
     oversample: int = 8,
     n_iter: int = 2,
-    key: Key = 0,
+    key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
 ) -> SpectralSplit:
     """Splits x [t c] into (u * s) @ vh + residual (eq. "X = A Lambda B^T + X_R").
@@ -174,7 +174,7 @@ def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return p / torch.where(length == 0, torch.ones_like(length), length), length
 
 
-def decompose_weight(w: Tensor, rank: int, key: Key = 0) -> SpectralSplit:
+def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralSplit:
     """The rank-k SVD of a weight [o i] plus residual, exact or nearly so.
 
     Up to 1024 on the short side: a full SVD. Larger: the randomized range finder over all rows

@@ -1,0 +1,212 @@
+"""Spectral and quantization statistics of tensors and layers; used by the callback and by analyses.
+
+Nothing here runs in a normal training step. Statistics are floats by name:
+  stable_rank   |x|_F^2 / sigma_1^2
+  energy        share of |x|_F^2 in the kept low-rank part
+  narrowing     max |x| / max |residual|: how much range the split takes away
+  orthogonality max of |u^T u - I| and |vh vh^T - I|, entrywise (split weights only)
+  sqnr_db       signal to quantization noise of the operand as the GEMM gets it
+  zeroed        share of non-zero elements that the quantizer turns to zero
+  saturated     share of elements beyond the largest value their block can hold
+  nonfinite     share of NaN and inf elements
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metis_hf.linear import MetisLayer, MetisLinear
+from metis_hf.noise import Key, uniform
+from metis_hf.numerics import Quantizer, sqnr_db
+from metis_hf.operands import Operand, Spectral
+from metis_hf.schemes import Role, layer_rank
+from metis_hf.transforms import spectral_split
+
+Stats = dict[str, float]
+
+
+def spectral_norm(x: Tensor, n_iter: int = 12) -> Tensor:
+    """Largest singular value of x [t c], by power iteration from a fixed start; 0-dim.
+
+    A lower bound, within about 1 % of the value where sigma_1/sigma_2 > 1.1.
+    """
+    v = uniform((x.shape[1],), Key(7), x.device).sub_(0.5).to(x.dtype)
+    for _ in range(n_iter):
+        v = x.T @ (x @ v)
+        v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(x.dtype).tiny)
+    return torch.linalg.vector_norm(x @ v)
+
+
+def stable_rank(x: Tensor) -> Tensor:
+    """|x|_F^2 / sigma_1^2 of x [t c]: between 1 and the rank; small means anisotropic."""
+    x = x.float()
+    return (torch.linalg.vector_norm(x) / spectral_norm(x)).square()
+
+
+def element_fates(x: Tensor, quantizer: Quantizer, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """(zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
+
+    Rounding is to nearest here whatever the quantizer's, so that the figures have no noise.
+    """
+    x_hat = quantizer.deterministic()(x, dim=dim)
+    zeroed = ((x_hat == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
+    return zeroed, quantizer.saturated(x, dim=dim)
+
+
+def operand_health(
+    x: Tensor, operand: Operand, *, rank: int, key: Key, row_mask: Tensor | None = None
+) -> Stats:
+    """Statistics of an activation or gradient [t c] on its way into a GEMM.
+
+    Args:
+        x: [t c]
+        operand: as its scheme quantizes it.
+        rank: directions of the split that `energy` and `narrowing` refer to, where the operand
+            itself does not split.
+        key: noise key.
+    """
+    x = x.detach().float()
+    finite = torch.isfinite(x)
+    stats = {"nonfinite": 1 - finite.float().mean()}
+    if not bool(finite.all()) or not x.numel():
+        return {name: float(value) for name, value in stats.items()}
+    stats["stable_rank"] = stable_rank(x)
+    split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
+    rank = min(rank if split is None else split.rank, *x.shape)
+    low_rank = spectral_split(
+        x,
+        rank,
+        sample_frac=1.0 if split is None else split.sample_frac,
+        min_rows=0 if split is None else 4 * (rank + split.oversample),
+        key=key,
+        row_mask=row_mask,
+    )
+    stats |= _split_stats(x, low_rank.residual)
+    if operand.quantizer is not None:
+        options = {"dim": -1, "key": key, "row_mask": row_mask}
+        x_hat = operand.conditioner(x, operand.quantizer, **options)
+        stats["sqnr_db"] = sqnr_db(x, x_hat)
+        last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]
+        stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer)
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
+    total = x.square().sum()
+    tiny = torch.finfo(x.dtype).tiny
+    return {
+        "energy": 1 - residual.square().sum() / total.clamp_min(tiny),
+        "narrowing": x.abs().amax() / residual.abs().amax().clamp_min(tiny),
+    }
+
+
+@torch.no_grad()
+def weight_health(layer: MetisLayer) -> Stats:
+    """Statistics of a layer's weight."""
+    weight = layer.weight_form.dense(layer.weight_params()).float()
+    finite = torch.isfinite(weight)
+    stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
+    if not bool(finite.all()):
+        return {name: float(value) for name, value in stats.items()}
+    stats["stable_rank"] = stable_rank(weight)
+    if isinstance(layer, MetisLinear):
+        u, _, vh, residual = (p.detach().float() for p in layer.weight_params())
+        stats |= _split_stats(weight, residual)
+        eye = torch.eye(layer.rank, device=u.device)
+        stats["orthogonality"] = torch.maximum(
+            (u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax()
+        )
+    else:
+        rank = layer_rank(layer.config, layer.in_features, layer.out_features)
+        stats |= _split_stats(weight, spectral_split(weight, rank).residual)
+        residual = weight
+    operand = layer.active_scheme().fprop_weight
+    if operand.quantizer is not None:
+        key = layer.noise_key()
+        w_hat, scale = layer.weight_form.quantize(
+            layer.weight_params(), operand, dim=-1, key=key, dtype=torch.float32
+        )
+        assert scale is None
+        stats["sqnr_db"] = sqnr_db(weight, w_hat)
+        stats["zeroed"], stats["saturated"] = element_fates(residual, operand.quantizer)
+    return {name: float(value) for name, value in stats.items()}
+
+
+class LayerProbe:
+    """Measures inputs and output gradients of layers during one step, then takes itself out.
+
+    Each layer is measured once, at its first call (and first backward) after `attach`; so with
+    gradient accumulation the first micro-batch counts, and recomputed passes do not count twice.
+    """
+
+    def __init__(self) -> None:
+        self.stats: dict[str, dict[str, Stats]] = {}  # layer -> tensor kind -> statistics
+        self._handles: list = []
+
+    def attach(self, layers: dict[str, MetisLayer]) -> None:
+        """Starts measuring."""
+        self.detach()
+        self.stats = {}
+        for name, layer in layers.items():
+            hook = _ProbeHook(name, self.stats.setdefault(name, {}))
+            self._handles.append(layer.register_forward_hook(hook))
+
+    def detach(self) -> None:
+        """Stops measuring; the statistics stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _ProbeHook:
+    def __init__(self, name: str, stats: dict[str, Stats]) -> None:
+        self.name, self.stats, self.armed = name, stats, True
+
+    def __call__(self, layer: MetisLayer, args: tuple[Tensor], output: Tensor) -> None:
+        if not layer.training:
+            return
+        if "activation" not in self.stats:
+            self.stats["activation"] = self._measure(layer, args[0], Role.FPROP_INPUT)
+        if self.armed and output.requires_grad:
+            self.armed = False
+            output.register_hook(lambda grad: self._on_gradient(layer, grad))
+
+    def _on_gradient(self, layer: MetisLayer, grad: Tensor) -> None:
+        self.stats.setdefault("gradient", self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT))
+
+    @torch.no_grad()
+    def _measure(self, layer: MetisLayer, x: Tensor, role: Role) -> Stats:
+        with torch.autocast(x.device.type, enabled=False):
+            mask = layer.token_mask.rows(x) if layer.token_mask is not None else None
+            return operand_health(
+                x.reshape(-1, x.shape[-1]),
+                layer.active_scheme().operand(role),
+                rank=layer_rank(layer.config, layer.in_features, layer.out_features),
+                key=layer.noise_key(),
+                row_mask=mask,
+            )
+
+
+def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
+    """Means over the layers of a group, named "<tensor>/<group>/<statistic>".
+
+    A group is the last part of a layer's name: q_proj, down_proj, c_attn, ...
+    """
+    sums: dict[str, list[float]] = {}
+    for name, kinds in per_layer.items():
+        group = name.rsplit(".", 1)[-1]
+        for kind, stats in kinds.items():
+            for stat, value in stats.items():
+                sums.setdefault(f"{kind}/{group}/{stat}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def nonfinite_layers(per_layer: dict[str, dict[str, Stats]]) -> list[str]:
+    """ "layer (activation)" for each tensor with NaN or inf, in forward order."""
+    return [
+        f"{name} ({kind})"
+        for name, kinds in per_layer.items()
+        for kind, stats in kinds.items()
+        if stats["nonfinite"] > 0
+    ]
