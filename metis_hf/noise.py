@@ -62,7 +62,7 @@ def _signed(h: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _odd_weights(count: int, device: torch.device) -> Tensor:
-    return (torch.arange(1, 2 * count, 2, device=device) * _signed(0x9E3779B1)).to(torch.int32)
+    return (torch.arange(1, 2 * count + 1, 2, device=device) * _signed(0x9E3779B1)).to(torch.int32)
 
 
 def fingerprint(x: Tensor) -> Tensor:

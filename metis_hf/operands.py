@@ -61,12 +61,12 @@ class Hadamard:
     seed: int = 0
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None) -> Tensor:
-        rotated = rotate(x.float(), dim=dim, seed=self.seed)
+        rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
         quantized = quantizer(rotated, dim=dim, key=key)
         return unrotate(quantized, dim=dim, seed=self.seed, size=x.shape[dim])
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        rotated = rotate(x.float(), dim=dim, seed=self.seed)
+        rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
         return [Part("rotated", rotated, quantizer(rotated, dim=dim, key=key))]
 
 
@@ -127,6 +127,10 @@ class Spectral:
         low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
         exact = low if self.compensated else (a * lam) @ v.T
         return low, x - exact, (a, a_hat), (v.T, vh_hat)
+
+
+def _fp32(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
 
 
 IDENTITY = Identity()

@@ -5,7 +5,8 @@ The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the e
     scale = e4m3(amax_block * (S * (1/6)))                     one rounding; (amax/6)*S rounds twice
     code  = e2m1(clamp(x * min(1 / (scale * (1/S)), FLT_MAX), -6, 6))
     value = (code * scale) * (1/S)                             code * scale is exact
-A block whose scale rounds to zero becomes zero; a NaN or inf anywhere makes the tensor NaN.
+A block whose scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its
+block where there is no tensor scale.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class Quantizer:
         amax = x32.abs().amax(block_dims, keepdim=True)
         if self.two_level:
             amax_tensor = amax.amax()
-            encode = (fmt.element.max * fmt.scale.max / amax_tensor).clamp_(max=_FLT_MAX)
+            # Not `number / tensor`: torch computes that as reciprocal times number, two roundings.
+            encode = torch.full_like(amax_tensor, fmt.element.max * fmt.scale.max)
+            encode = encode.div_(amax_tensor).clamp_(max=_FLT_MAX)
             encode.masked_fill_(amax_tensor == 0, 1.0)
             decode = encode.reciprocal()
             scale = round_scale(

@@ -75,10 +75,10 @@ def round_scale(value: Tensor, fmt: FloatFormat, rounding: ScaleRounding) -> Ten
     """Casts non-negative fp32 block scales to `fmt` (saturating) and back to fp32.
 
     Args:
-        value: fp32 >= 0; NaN stays NaN.
+        value: fp32 >= 0; NaN stays NaN, and inf becomes NaN rather than the largest scale.
     """
     assert fmt.dtype is not None
-    value = value.clamp(max=fmt.max)
+    value = value.clamp(max=fmt.max).masked_fill_(value.isinf(), torch.nan)
     cast = value.to(fmt.dtype)
     scale = cast.float()
     if rounding is ScaleRounding.UP:

@@ -37,7 +37,8 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
             the mask is ignored.
 
     Returns:
-        [min(count, t) c]; with a mask that leaves fewer than `count` rows, rows repeat.
+        [min(count, t) c]; with a mask that leaves fewer than `count` rows, rows repeat, and a
+        `count` of all rows gives zeros for the masked ones.
     """
     t = x.shape[0]
     if row_mask is None:
@@ -48,8 +49,10 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
         return x[picks.long().clamp_(max=t - 1)]
     # Stretches of the kept rows only, counted by a running sum: no host synchronization.
     mask = row_mask | ~row_mask.any()
+    if count >= t:
+        return torch.where(mask[:, None], x, torch.zeros_like(x))
     position = mask.to(torch.int64).cumsum(0)
-    starts = torch.arange(min(count, t), device=x.device, dtype=torch.float64)
+    starts = torch.arange(count, device=x.device, dtype=torch.float64)
     picks = (starts + uniform(starts.shape, key, x.device)) * (position[-1] / starts.numel())
     picks = picks.floor().to(torch.int64).clamp_(max=position[-1] - 1) + 1
     return x[torch.searchsorted(position, picks)]
@@ -170,8 +173,11 @@ def spectral_split(
 def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Coordinates of x [t c] in the basis v [c k], as unit columns [t k] and their lengths [k]."""
     p = x @ v  # [t c] @ [c k] -> [t k]
+    # In units of each column's largest entry, whose square stays in the fp32 range.
+    largest = p.abs().amax(0)
+    p = p / torch.where(largest == 0, torch.ones_like(largest), largest)
     length = torch.linalg.vector_norm(p, dim=0)
-    return p / torch.where(length == 0, torch.ones_like(length), length), length
+    return p / length.clamp_min(1.0), length * largest
 
 
 def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralSplit:

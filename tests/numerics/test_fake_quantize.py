@@ -1,0 +1,594 @@
+"""fake_quantize against the slow reference: bit for bit where it is deterministic, else by moments.
+
+The reference itself is held to ml_dtypes' casts first, so that three implementations agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference as ref
+import torch
+from torch import Tensor
+
+from metis_hf.numerics import NVFP4, fake_quantize
+
+# SQNR in dB on N(0, 1), measured with prototypes and peer libraries that agree code for code.
+SQNR_NVFP4_NORMAL_NEAREST = 20.4
+SQNR_NVFP4_NORMAL_UP = 20.0
+SQNR_NVFP4_NORMAL_STOCHASTIC = 17.4
+SQNR_NVFP4_NORMAL_SQUARE = 19.1
+# Sampling error of one 2^20-element draw is under 0.02 dB; 0.3 dB still tells the modes apart.
+SQNR_TOLERANCE = 0.3
+
+SIGMAS = 4.0  # seeds are fixed, so this is a bound on the chosen draws, not a flaky rate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SCALE_ROUNDINGS = ["nearest", "up"]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gaussian rows whose sizes differ, so that block scales use many E4M3 exponents."""
+    x = torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+    if len(shape) > 1:
+        rows = torch.rand((*shape[:-1], 1), generator=seeded(seed + 1), dtype=torch.float64)
+        x = x * torch.exp2(10 * rows - 8)
+    return x.to(dtype)
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """The fp32 array that the quantizer computes with."""
+    return x.detach().to(torch.float32).numpy()
+
+
+def expected(x: Tensor, **options) -> Tensor:
+    return torch.from_numpy(ref.fake_quantize(to_numpy(x), **options).values).to(x.dtype)
+
+
+def assert_bitwise(actual: Tensor, wanted: Tensor) -> None:
+    """Same shape, dtype and values. 0 == -0: the sign of a zero carries no information here."""
+    assert actual.shape == wanted.shape
+    assert actual.dtype == wanted.dtype
+    same = (actual == wanted) | (actual.isnan() & wanted.isnan())
+    bad = (~same).nonzero()
+    assert bool(same.all()), (
+        f"{len(bad)} of {same.numel()} differ, first at {bad[0].tolist()}: "
+        f"{actual[~same][0].item()!r} instead of {wanted[~same][0].item()!r}"
+    )
+
+
+def assert_matches_reference(x: Tensor, **options) -> None:
+    before = x.detach().clone()
+    actual = fake_quantize(x, fmt=NVFP4, **options)
+    assert_bitwise(actual, expected(x, **options))
+    assert_bitwise(x.detach(), before)  # the input is left alone
+
+
+# --- the reference's own casts -------------------------------------------------------------------
+
+
+def probes(grid: list[float]) -> np.ndarray:
+    """Every grid point, every tie, and the fp32 neighbours of both, with both signs."""
+    points = np.array(grid + ref.midpoints(grid), np.float32)
+    below = np.nextafter(points, np.float32(-np.inf))
+    above = np.nextafter(points, np.float32(np.inf))
+    near = np.concatenate([points, below, above])
+    return np.concatenate([near, -near])
+
+
+def test_reference_e4m3_grid_is_every_finite_code_of_ml_dtypes() -> None:
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    assert codes.tolist() == ref.E4M3_GRID
+    assert ref.E4M3_MAX == 448.0
+
+
+def test_reference_e2m1_grid_is_every_code_of_ml_dtypes() -> None:
+    codes = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    assert codes.tolist() == ref.E2M1_GRID
+
+
+def test_reference_e2m1_nearest_agrees_with_ml_dtypes() -> None:
+    x = probes(ref.E2M1_GRID)
+    wanted = x.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    actual = np.array([ref.e2m1_nearest(v) for v in x])
+    np.testing.assert_array_equal(actual, wanted)
+
+
+def test_reference_e4m3_nearest_agrees_with_ml_dtypes() -> None:
+    x = probes(ref.E4M3_GRID)
+    wanted = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    actual = np.array([ref.e4m3_nearest(v) for v in x])
+    np.testing.assert_array_equal(actual, wanted)
+
+
+def test_reference_casts_saturate() -> None:
+    for big in (449.0, 464.0, 1e9, 3e38):
+        assert ref.e4m3_nearest(big) == ref.e4m3_up(big) == 448
+        assert ref.e2m1_nearest(big) == 6
+        assert ref.e2m1_nearest(-big) == -6
+    for bad in (math.nan, math.inf):
+        assert np.isnan(ref.e4m3_nearest(bad))
+        assert np.isnan(ref.e4m3_up(bad))
+
+
+def test_reference_e4m3_up_is_the_next_point_at_or_above() -> None:
+    for low, high in itertools.pairwise(ref.E4M3_GRID):
+        assert ref.e4m3_up(high) == high
+        assert ref.e4m3_up(np.nextafter(np.float32(low), np.float32(np.inf))) == high
+
+
+# --- nearest: bit for bit ------------------------------------------------------------------------
+
+SHAPES = [(1,), (5,), (16,), (17,), (3, 33), (2, 3, 40)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_rows_equal_reference(shape, dtype, two_level, scale_rounding) -> None:
+    x = normal(*shape, seed=len(shape), dtype=dtype)
+    assert_matches_reference(x, two_level=two_level, scale_rounding=scale_rounding)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_any_dim_equals_reference(dim, scale_rounding) -> None:
+    x = normal(18, 5, 35, seed=3)
+    assert_matches_reference(x, dim=dim, scale_rounding=scale_rounding)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dim_of_a_matrix_equals_reference(dim, dtype) -> None:
+    assert_matches_reference(normal(19, 33, seed=4, dtype=dtype), dim=dim)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (5, 40), (33, 17), (2, 18, 20)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_square_tiles_equal_reference(shape, dtype, two_level, scale_rounding) -> None:
+    x = normal(*shape, seed=5, dtype=dtype)
+    assert_matches_reference(x, tile="square", two_level=two_level, scale_rounding=scale_rounding)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (3, 0)], ids=str)
+def test_empty_in_empty_out(shape, rounding) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    actual = fake_quantize(x, rounding=rounding)
+    assert actual.shape == x.shape
+    assert actual.dtype == x.dtype
+
+
+@pytest.mark.parametrize("tile", ["row", "square"])
+def test_strides_do_not_matter(tile) -> None:
+    base = normal(40, 36, seed=6)
+    assert_matches_reference(base.t(), tile=tile)
+    assert_matches_reference(base[::2, 1::3], tile=tile)
+    assert_matches_reference(base[:1].expand(17, -1), tile=tile)
+    assert_matches_reference(base[:, :1].expand(-1, 33), tile=tile)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_strides_do_not_matter_along_dim(dim) -> None:
+    base = normal(40, 36, seed=7)
+    assert_matches_reference(base.t(), dim=dim)
+    assert_matches_reference(base[:1].expand(17, -1), dim=dim)
+
+
+@pytest.mark.parametrize(
+    "size", [1e-5, 1e-20, 1e-36, 1e-40, 1e-45, 1e20, 1e30, 3e37], ids=lambda v: f"{v:g}"
+)
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("tile", ["row", "square"])
+def test_tiny_and_huge_values_equal_reference(size, two_level, scale_rounding, tile) -> None:
+    x = torch.randn(4, 35, generator=seeded(8), dtype=torch.float64) * size
+    x = x.clamp(-3e38, 3e38).to(torch.float32)
+    assert_matches_reference(x, two_level=two_level, scale_rounding=scale_rounding, tile=tile)
+
+
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_wide_range_within_a_tensor_equals_reference(two_level, scale_rounding) -> None:
+    """Rows from 2^-30 to 2^12: scales that are normal, subnormal and zero in one tensor."""
+    rows = torch.exp2(torch.arange(-30, 13, dtype=torch.float32))[:, None]
+    x = torch.randn(43, 32, generator=seeded(9)) * rows
+    assert_matches_reference(x, two_level=two_level, scale_rounding=scale_rounding)
+
+
+def test_scale_product_is_rounded_once() -> None:
+    """amax * (S_enc / 6), not (amax / 6) * S_enc: the second form rounds some scales elsewhere.
+
+    The block maxima sit within a few fp32 steps of ties between two E4M3 scales.
+    """
+    ties = np.array(ref.midpoints(ref.E4M3_GRID)[40:], np.float32)
+    amax = np.float32(1.7)
+    s_enc = np.float32(2688) / amax
+    near = ties * np.float32(6) / s_enc
+    blocks = []
+    for step in range(-3, 4):
+        shifted = (near.view(np.int32) + step).view(np.float32)
+        blocks.append(shifted[:, None] * np.linspace(0, 1, 16, dtype=np.float32))
+    x = torch.from_numpy(np.concatenate([*blocks, np.full((1, 16), amax)]))
+    other = (to_numpy(x).max(axis=1) / np.float32(6)) * s_enc
+    scales = ref.fake_quantize(to_numpy(x)).scales[:, 0]
+    assert any(ref.e4m3_nearest(v) != s for v, s in zip(other, scales)), "inputs do not tell"
+    assert_matches_reference(x)
+
+
+def tie_blocks() -> Tensor:
+    """[b 16] with block scale 1 and global scale 1: what is written is what gets rounded."""
+    x = probes(ref.E2M1_GRID)
+    x = x[np.abs(x) < 6]
+    x = np.concatenate([x, np.zeros(-len(x) % 15, np.float32)]).reshape(-1, 15)
+    blocks = np.concatenate([np.full((len(x), 1), 6, np.float32), x], axis=1)
+    return torch.from_numpy(blocks)
+
+
+TIES = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}
+
+
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+def test_ties_and_their_neighbours(two_level, scale_rounding) -> None:
+    x = tie_blocks()
+    if two_level:  # a row of 2688 = 448 * 6 makes S_enc exactly 1
+        x = torch.cat([x, torch.full((1, 16), 2688.0)])
+    scales = ref.fake_quantize(to_numpy(x), two_level=two_level).scales
+    assert (scales[x.abs().amax(dim=-1) == 6] == 1).all()
+    assert_matches_reference(x, two_level=two_level, scale_rounding=scale_rounding)
+    actual = fake_quantize(x, two_level=two_level, scale_rounding=scale_rounding)
+    for tie, wanted in TIES.items():  # stated without the reference as well
+        assert (x == tie).any()
+        assert (actual[x == tie] == wanted).all()
+        assert (actual[x == -tie] == -wanted).all()
+
+
+@pytest.mark.parametrize("tile", ["row", "square"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_zero_tensor_is_zero(tile, rounding, two_level, scale_rounding, dtype) -> None:
+    x = torch.zeros(3, 20, dtype=dtype)
+    x[1] = -0.0
+    actual = fake_quantize(
+        x, tile=tile, rounding=rounding, two_level=two_level, scale_rounding=scale_rounding
+    )
+    assert_bitwise(actual, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_zero_block_beside_others_is_zero(rounding, scale_rounding) -> None:
+    x = normal(4, 48, seed=10)
+    x[:, 16:32] = 0
+    x[0, 16] = -0.0
+    actual = fake_quantize(x, rounding=rounding, scale_rounding=scale_rounding)
+    assert (actual[:, 16:32] == 0).all()
+    assert (actual[:, :16] != 0).any()
+    if rounding == "nearest":
+        assert_bitwise(actual, expected(x, scale_rounding=scale_rounding))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_block_whose_scale_underflows_is_zero(rounding) -> None:
+    """Nearest scale: amax_block * 448 / amax under 2^-10 has no E4M3 value; nothing is clamped."""
+    x = torch.ones(2, 16)
+    x[1] = 2.0**-19
+    actual = fake_quantize(x, rounding=rounding)
+    assert (actual[1] == 0).all()
+    assert (actual[0] == 1).all()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_scale_up_with_two_levels_never_clips(size) -> None:
+    """A block's largest element is never made smaller: it lands on 6, which is at or above it."""
+    x = torch.randn(512, 16, generator=seeded(11)) * size
+    top = x.abs().amax(dim=-1)
+    fp32_noise = 2.0**-20  # three fp32 products and a quotient
+    up = fake_quantize(x, scale_rounding="up").abs().amax(dim=-1)
+    assert (up >= top * (1 - fp32_noise)).all()
+    nearest = fake_quantize(x, scale_rounding="nearest").abs().amax(dim=-1)
+    assert (nearest < top * (1 - fp32_noise)).any()  # the property is not vacuous
+
+
+# --- what must not be hidden ---------------------------------------------------------------------
+
+BAD_VALUES = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_inf_reach_the_whole_tensor_with_two_levels(
+    bad, rounding, scale_rounding, dtype
+) -> None:
+    x = normal(3, 40, seed=12, dtype=dtype)
+    x[1, 17] = bad
+    actual = fake_quantize(x, rounding=rounding, scale_rounding=scale_rounding)
+    assert actual.isnan().all()
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_nan_and_inf_reach_their_block_with_one_level(bad, rounding, scale_rounding) -> None:
+    x = normal(3, 40, seed=13)
+    x[1, 17] = bad
+    actual = fake_quantize(x, rounding=rounding, scale_rounding=scale_rounding, two_level=False)
+    assert not actual[1, 16:32].isfinite().any()
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES)
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+def test_nan_and_inf_reach_their_tile(bad, two_level) -> None:
+    x = normal(20, 40, seed=14)
+    x[3, 17] = bad
+    actual = fake_quantize(x, tile="square", two_level=two_level)
+    assert not actual[:16, 16:32].isfinite().any()
+
+
+def test_fp64_beyond_fp32_is_not_hidden() -> None:
+    x = torch.ones(16, dtype=torch.float64)
+    x[3] = 1e300
+    assert not fake_quantize(x).isfinite().any()
+
+
+# --- stochastic rounding -------------------------------------------------------------------------
+
+
+def stochastic_cases() -> list[dict]:
+    return [
+        {"scale_rounding": scale_rounding, "two_level": two_level}
+        for scale_rounding in SCALE_ROUNDINGS
+        for two_level in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", stochastic_cases(), ids=str)
+def test_stochastic_gives_one_of_the_two_neighbours(dtype, options) -> None:
+    """Stronger than "within one grid step" and than "on the grid", in each dtype."""
+    x = normal(12, 40, seed=15, dtype=dtype)
+    wanted = ref.stochastic(to_numpy(x), **options)
+    toward = torch.from_numpy(wanted.toward).to(dtype)
+    away = torch.from_numpy(wanted.away).to(dtype)
+    for seed in range(5):
+        actual = fake_quantize(x, rounding="stochastic", generator=seeded(seed), **options)
+        assert actual.dtype == dtype
+        assert ((actual == toward) | (actual == away)).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"dim": 0}, {"dim": 1}, {"tile": "square"}], ids=["dim0", "dim1", "square"]
+)
+def test_stochastic_layouts_give_one_of_the_two_neighbours(options) -> None:
+    x = normal(19, 35, seed=16)
+    wanted = ref.stochastic(to_numpy(x), **options)
+    actual = fake_quantize(x, rounding="stochastic", generator=seeded(0), **options)
+    low, high = torch.from_numpy(wanted.toward), torch.from_numpy(wanted.away)
+    assert ((actual == low) | (actual == high)).all()
+    assert (actual != fake_quantize(x, **options)).any()  # it did draw
+
+
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_on_the_grid(dtype, rounding, scale_rounding, two_level) -> None:
+    """Each result is an E2M1 value times its block's scale, rounded to the dtype just once."""
+    x = normal(8, 32, seed=17, dtype=dtype)
+    options = {"scale_rounding": scale_rounding, "two_level": two_level}
+    quantized = ref.fake_quantize(to_numpy(x), **options)
+    grid = [(np.float32(code) * quantized.scales) * quantized.inv_global for code in ref.E2M1_GRID]
+    points = torch.from_numpy(np.stack(grid)).to(dtype)
+    actual = fake_quantize(x, rounding=rounding, generator=seeded(18), **options)
+    assert (actual.abs() == points).any(dim=0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stochastic_leaves_grid_points_alone(dtype) -> None:
+    grid = torch.tensor([*ref.E2M1_GRID, *(-v for v in ref.E2M1_GRID)], dtype=dtype)
+    # The last row makes S_enc 1; powers of two as scales have exact reciprocals.
+    x = torch.stack([grid, grid * 256, torch.full_like(grid, 2688)])
+    for seed in range(20):
+        actual = fake_quantize(x, rounding="stochastic", generator=seeded(seed))
+        assert_bitwise(actual[:2], x[:2])
+
+
+DRAWS = 3000
+
+
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_stochastic_mean_and_variance(scale_rounding, two_level) -> None:
+    """DRAWS copies of one small tensor: the moments are those of the two neighbours."""
+    x = torch.randn(24, 16, generator=seeded(19))
+    options = {"scale_rounding": scale_rounding, "two_level": two_level}
+    wanted = ref.stochastic(to_numpy(x), **options)
+    if scale_rounding == "up":  # nothing clips, so the mean is x itself, block maxima included
+        np.testing.assert_allclose(wanted.mean, x.numpy(), rtol=1e-6)
+    copies = x.expand(DRAWS, -1, -1).contiguous()
+    draws = fake_quantize(copies, rounding="stochastic", generator=seeded(20), **options)
+    error = draws.numpy().astype(np.float64) - wanted.mean
+    bias = error.mean(axis=0)
+    variance = wanted.variance / DRAWS
+    random = wanted.variance > 0
+    weight = x.numpy().astype(np.float64)
+    is_top = np.abs(weight) == np.abs(weight).max(axis=1, keepdims=True)
+
+    # No element on its own: 384 normal deviates exceed 4.5 sigma with probability 0.003.
+    assert np.abs(bias[random] / np.sqrt(variance[random])).max() < 4.5
+    assert np.abs(bias[~random]).max(initial=0.0) <= 1e-6 * np.abs(weight).max()
+    # Nor all together, nor the gain sum(x q) / sum(x x), nor the block maxima.
+    for pick in (np.ones_like(weight), weight, weight * is_top):
+        assert abs(np.sum(pick * bias)) < SIGMAS * np.sqrt(np.sum(pick**2 * variance))
+    # Spread: each element's variance, and that of the sum, which correlated noise would change.
+    ratio = (error[:, random] ** 2).mean() / wanted.variance[random].mean()
+    assert abs(ratio - 1) < SIGMAS * np.sqrt(2 / (DRAWS * random.sum()))
+    ratio = (error.sum(axis=(1, 2)) ** 2).mean() / wanted.variance.sum()
+    assert abs(ratio - 1) < SIGMAS * np.sqrt(2 / DRAWS)
+
+
+def test_stochastic_with_scale_up_keeps_the_gain_of_block_maxima() -> None:
+    """The nearest scale clips some maxima and so shrinks them on average; up does not."""
+    x = torch.randn(1 << 15, 16, generator=seeded(21))
+    top = x.abs().argmax(dim=-1, keepdim=True)
+    gains = {}
+    for scale_rounding in SCALE_ROUNDINGS:
+        q = fake_quantize(
+            x, rounding="stochastic", scale_rounding=scale_rounding, generator=seeded(22)
+        )
+        a, b = x.gather(-1, top).double(), q.gather(-1, top).double()
+        gains[scale_rounding] = float((a * b).sum() / (a * a).sum())
+    # In the top interval (4, 6) a step is a third of the maximum, so one draw's deviation is at
+    # most a sixth of it; 2^15 maxima of near-equal size average that to under 0.001.
+    assert abs(gains["up"] - 1) < SIGMAS * (1 / 6) / math.sqrt(1 << 15)
+    assert gains["nearest"] < 0.995
+
+
+def test_stochastic_is_reproducible_from_a_generator() -> None:
+    x = normal(16, 64, seed=23)
+    first = fake_quantize(x, rounding="stochastic", generator=seeded(1))
+    again = fake_quantize(x, rounding="stochastic", generator=seeded(1))
+    other = fake_quantize(x, rounding="stochastic", generator=seeded(2))
+    assert_bitwise(first, again)
+    assert (first != other).any()
+
+
+def test_stochastic_advances_its_generator() -> None:
+    x, generator = normal(16, 64, seed=24), seeded(3)
+    first = fake_quantize(x, rounding="stochastic", generator=generator)
+    second = fake_quantize(x, rounding="stochastic", generator=generator)
+    assert (first != second).any()
+
+
+def test_stochastic_without_a_generator_follows_the_global_seed() -> None:
+    x = normal(16, 64, seed=25)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        first = fake_quantize(x, rounding="stochastic")
+        torch.manual_seed(7)
+        again = fake_quantize(x, rounding="stochastic")
+    assert_bitwise(first, again)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_global_rng_is_not_consumed(rounding) -> None:
+    """A BF16 control run must not change because a quantizer with its own generator exists."""
+    before = torch.get_rng_state()
+    fake_quantize(normal(8, 32, seed=26), rounding=rounding, generator=seeded(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nearest_consumes_no_randomness() -> None:
+    before = torch.get_rng_state()
+    fake_quantize(normal(8, 32, seed=27))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- quality -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, SQNR_NVFP4_NORMAL_NEAREST),
+        ({"two_level": False}, SQNR_NVFP4_NORMAL_NEAREST),
+        ({"dim": 0}, SQNR_NVFP4_NORMAL_NEAREST),
+        ({"scale_rounding": "up"}, SQNR_NVFP4_NORMAL_UP),
+        ({"scale_rounding": "up", "two_level": False}, SQNR_NVFP4_NORMAL_UP),
+        ({"rounding": "stochastic"}, SQNR_NVFP4_NORMAL_STOCHASTIC),
+        ({"tile": "square"}, SQNR_NVFP4_NORMAL_SQUARE),
+    ],
+    ids=str,
+)
+def test_sqnr_on_a_normal_tensor(options, wanted) -> None:
+    x = torch.randn(1024, 1024, generator=seeded(28))
+    actual = ref.sqnr_db(x.numpy(), fake_quantize(x, generator=seeded(29), **options).numpy())
+    assert actual == pytest.approx(wanted, abs=SQNR_TOLERANCE)
+
+
+def test_sqnr_in_bf16_is_that_of_fp32() -> None:
+    """bf16 storage rounds at 2^-9, some 30 dB under the quantization error."""
+    x = torch.randn(1024, 1024, generator=seeded(30)).bfloat16()
+    actual = ref.sqnr_db(to_numpy(x), to_numpy(fake_quantize(x)))
+    assert actual == pytest.approx(SQNR_NVFP4_NORMAL_NEAREST, abs=SQNR_TOLERANCE)
+
+
+def test_gradient_sized_tensors_need_the_second_level() -> None:
+    x = torch.randn(1024, 256, generator=seeded(31)) * 1e-5
+    assert (fake_quantize(x, two_level=False) == 0).all()  # E4M3 has nothing under 2^-9
+    actual = ref.sqnr_db(x.numpy(), fake_quantize(x).numpy())
+    assert actual == pytest.approx(SQNR_NVFP4_NORMAL_NEAREST, abs=SQNR_TOLERANCE)
+
+
+# --- gradient, metadata, errors ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", ["row", "square"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_is_straight_through(dtype, rounding, tile) -> None:
+    x = normal(5, 33, seed=32, dtype=dtype).requires_grad_()
+    upstream = normal(5, 33, seed=33, dtype=dtype)
+    fake_quantize(x, rounding=rounding, tile=tile, generator=seeded(5)).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    x.grad = None
+    fake_quantize(x, rounding=rounding, tile=tile, generator=seeded(5)).backward(upstream)
+    assert torch.equal(x.grad, upstream)
+
+
+def test_gradient_passes_through_clipped_and_zero_blocks() -> None:
+    x = torch.full((2, 16), 1e6)
+    x[1] = 0
+    x.requires_grad_()
+    fake_quantize(x, two_level=False).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_without_grad_there_is_no_graph() -> None:
+    assert not fake_quantize(normal(2, 16)).requires_grad
+    x = normal(2, 16).requires_grad_()
+    with torch.no_grad():
+        assert not fake_quantize(x).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        ({"rounding": "floor"}, ["floor", "nearest", "stochastic"]),
+        ({"scale_rounding": "down"}, ["down", "nearest", "up"]),
+        ({"tile": "hexagon"}, ["hexagon", "row", "square"]),
+    ],
+    ids=str,
+)
+def test_unknown_choice_is_refused_by_name(options, choices) -> None:
+    with pytest.raises(ValueError, match=choices[0]) as error:
+        fake_quantize(torch.ones(2, 16), **options)
+    for choice in choices[1:]:
+        assert choice in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_integers_are_refused(dtype) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        fake_quantize(torch.ones(2, 16, dtype=dtype))
+
+
+def test_square_tiles_need_a_matrix() -> None:
+    with pytest.raises(ValueError, match="square"):
+        fake_quantize(torch.ones(16), tile="square")
