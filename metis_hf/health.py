@@ -203,10 +203,15 @@ def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
 
 
 def nonfinite_layers(per_layer: dict[str, dict[str, Stats]]) -> list[str]:
-    """ "layer (activation)" for each tensor with NaN or inf, in forward order."""
+    """ "layer (tensor)" for each tensor with NaN or inf, the likely origin first.
+
+    Activations in forward order, then gradients in the order of the backward pass, then weights.
+    """
+    forward = list(per_layer)
+    order = [("activation", forward), ("gradient", forward[::-1]), ("weight", forward)]
     return [
         f"{name} ({kind})"
-        for name, kinds in per_layer.items()
-        for kind, stats in kinds.items()
-        if stats["nonfinite"] > 0
+        for kind, names in order
+        for name in names
+        if per_layer[name].get(kind, {}).get("nonfinite", 0) > 0
     ]

@@ -1,0 +1,186 @@
+"""The demo: a small Llama trained from scratch on Python's own sources, in FP4 four ways.
+
+No download and no GPU. Text, tokenizer and tasks come from the running interpreter's standard
+library; training, evaluation, table and plots are those that real experiments use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from metis_hf import plots, tables
+from metis_hf.corpus import pack, split_documents, stdlib_documents, train_tokenizer
+from metis_hf.experiment import (
+    CONTROL,
+    Experiment,
+    SchemeResult,
+    environment,
+    open_directory,
+    run_scheme,
+    write_json,
+)
+from metis_hf.progress import ExperimentProgress, quiet
+from metis_hf.schemes import scheme_info
+from metis_hf.tasks import write_tasks
+
+SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
+STEPS, QUICK_STEPS = 260, 12
+
+
+def demo_experiment(steps: int | None, seed: int, quick: bool) -> Experiment:
+    """The demo's settings: 10 minutes on two cores, or a minute with `quick`."""
+    steps = steps or (QUICK_STEPS if quick else STEPS)
+    width, layers = (64, 2) if quick else (192, 4)
+    sequence = 64 if quick else 128
+    return Experiment(
+        model={
+            "vocab_size": 512 if quick else 1024,
+            "hidden_size": width,
+            "intermediate_size": width * 8 // 3 // 16 * 16,
+            "num_hidden_layers": layers,
+            "num_attention_heads": width // 48 if not quick else 2,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+        steps=steps,
+        batch_size=4 if quick else 16,
+        sequence_length=sequence,
+        learning_rate=4e-3,
+        warmup_steps=max(1, steps // 10),
+        seed=seed,
+        health_interval=max(2, steps // 10),
+        save_interval=max(2, steps // 8),
+    )
+
+
+def run_demo(
+    *,
+    out: Path,
+    steps: int | None = None,
+    schemes: Sequence[str] = SCHEMES,
+    seed: int = 0,
+    quick: bool = False,
+    console: Console | None = None,
+) -> list[SchemeResult]:
+    """Runs the demo, or the part of it that `out` does not hold yet.
+
+    Args:
+        out: directory for checkpoints, `results.json`, `table.md`, `loss.png`, `spectra.png`.
+        steps: optimizer steps per scheme; None takes the default.
+        schemes: registered schemes, in the order of the table.
+        seed: of everything random.
+        quick: a minute instead of ten: a smaller model, few steps, few items.
+        console: where progress and table are shown.
+
+    Raises:
+        ValueError: an unknown scheme, or `out` holds a run with other settings.
+    """
+    console = console or Console()
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}; expected at least 1")
+    for scheme in schemes:
+        scheme_info(scheme)
+    experiment = demo_experiment(steps, seed, quick)
+    open_directory(out, experiment)
+    with quiet():
+        return _run(experiment, list(schemes), out, quick, console)
+
+
+def _run(
+    experiment: Experiment, schemes: list[str], out: Path, quick: bool, console: Console
+) -> list[SchemeResult]:
+    splits = split_documents(stdlib_documents())
+    tokenizer = train_tokenizer(
+        splits.train,
+        experiment.model["vocab_size"],
+        max_chars=300_000 if quick else 3_000_000,
+    )
+    tokenizer.save_pretrained(out / "tokenizer")
+    tokens = experiment.steps * experiment.batch_size * experiment.sequence_length
+    dataset = pack(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
+    tasks_dir = out / "tasks"
+    task_names = write_tasks(
+        splits.test, tasks_dir, items=40 if quick else 250, seed=experiment.seed
+    )
+    loss_task, *tasks = task_names
+    megabytes = sum(len(document.text) for document in splits.train) / 1e6
+    where = environment()
+    console.print(
+        f"Corpus: {megabytes:.1f} MB of Python's standard library, {len(splits.test)} files held "
+        f"out. {tokens / 1e3:.0f}k tokens per scheme, {where['device']}, {where['precision']}."
+    )
+
+    results = []
+    with ExperimentProgress(console, schemes, experiment.steps) as progress:
+        for scheme in schemes:
+            progress.begin(scheme)
+            result = run_scheme(
+                experiment,
+                scheme,
+                dataset,
+                tokenizer,
+                out=out,
+                tasks=tasks,
+                tasks_dir=tasks_dir,
+                loss_task=loss_task,
+                on_step=progress.step,
+                on_evaluate=progress.evaluating,
+            )
+            results.append(result)
+            progress.finish(scheme, f"held-out loss {result.loss:.4f}")
+    _report(experiment, results, out, where, tokens, console)
+    return results
+
+
+def _report(
+    experiment: Experiment,
+    results: list[SchemeResult],
+    out: Path,
+    where: dict,
+    tokens: int,
+    console: Console,
+) -> None:
+    label = CONTROL if where["precision"] == "bf16" else f"{CONTROL} (run in fp32)"
+    parameters = _parameter_count(experiment)
+    sentence = tables.verdict(results, parameters, tokens)
+    shown = Table(title="Loss: nats per held-out token. Tasks: %, chance 0 and 25.")
+    for i, title in enumerate(tables.header(results)):
+        shown.add_column(title, justify="right" if i else "left")
+    for row in tables.rows(results, label):
+        shown.add_row(*row)
+    console.print(shown)
+    console.print(sentence)
+
+    markdown = tables.markdown(results, label)
+    (out / "table.md").write_text(f"{markdown}\n{sentence}\n")
+    title = f"Llama, {parameters / 1e6:.1f}M parameters, Python's standard library"
+    plots.plot_loss(results, out / "loss.png", title)
+    plots.plot_spectra(results, out / "spectra.png", f"Spectral health: {title}")
+    record = {
+        "experiment": asdict(experiment),
+        "parameters": parameters,
+        "tokens": tokens,
+        **where,
+        "verdict": sentence,
+        "results": [asdict(result) for result in results],
+    }
+    write_json(out / "results.json", record)
+    names = "table.md, results.json, loss.png, spectra.png, <scheme>/model"
+    console.print(f"Written to {out}/: {names}")
+
+
+def _parameter_count(experiment: Experiment) -> int:
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**experiment.model))
+    return sum(p.numel() for p in model.parameters())

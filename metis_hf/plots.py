@@ -1,0 +1,116 @@
+"""Pictures of a comparison: loss curves with the gap to the control, spectral health over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from metis_hf.experiment import CONTROL, SchemeResult
+
+# Okabe and Ito's palette, told apart by people with any colour vision; the control is black.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+
+HEALTH_PANELS = (
+    ("stable_rank", "stable rank"),
+    ("energy", "energy in the kept part"),
+    ("narrowing", "max|x| / max|residual|"),
+    ("sqnr_db", "SQNR of the operand (dB)"),
+    ("zeroed", "share of elements zeroed"),
+)
+TENSORS = ("weight", "activation", "gradient")
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float], **kwargs):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
+
+
+def _colors(results: Sequence[SchemeResult]) -> dict[str, str]:
+    others = [r.scheme for r in results if r.scheme != CONTROL]
+    return {CONTROL: "black"} | {s: COLORS[i % len(COLORS)] for i, s in enumerate(others)}
+
+
+def smooth(values: Sequence[float], span: int) -> list[float]:
+    """Centred moving average over at most `span` values, shorter at the ends."""
+    half = span // 2
+    windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
+    """Training loss by step, and below it the gap to the control in percent, on equal batches."""
+    figure, axes = _figure(2, 1, (8, 7), sharex=True, height_ratios=[3, 2])
+    (top,), (bottom,) = axes
+    colors = _colors(results)
+    control = next((r for r in results if r.scheme == CONTROL), None)
+    span = max(1, len(results[0].history) // 20)
+    ends = []
+    for result in results:
+        steps = [entry["step"] for entry in result.history]
+        losses = [entry["loss"] for entry in result.history]
+        color = colors[result.scheme]
+        top.plot(steps, smooth(losses, span), color=color, label=result.scheme, lw=1.5)
+        ends += smooth(losses, span)[len(losses) // 10 :]
+        if control is not None and result is not control:
+            pairs = zip(losses, (entry["loss"] for entry in control.history))
+            gaps = smooth([100 * (loss / base - 1) for loss, base in pairs], 2 * span)
+            bottom.plot(steps[: len(gaps)], gaps, color=color, lw=1.5)
+            bottom.annotate(
+                f" {result.scheme}", (steps[len(gaps) - 1], gaps[-1]), color=color, fontsize=8,
+                va="center", annotation_clip=False,
+            )  # fmt: skip
+    margin = 0.05 * (max(ends) - min(ends))
+    top.set_ylim(min(ends) - margin, max(ends) + margin)
+    top.set_ylabel("training loss (nats per token)")
+    top.legend(frameon=False)
+    top.set_title(title)
+    bottom.axhline(0, color="black", lw=1)
+    bottom.set_ylabel(f"gap to {CONTROL} (%)")
+    bottom.set_xlabel(f"optimizer step (moving averages of {span} and {2 * span} steps)")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[int], list[float]]:
+    """(steps, mean over layer groups) of one statistic."""
+    steps, means = [], []
+    for entry in result.history:
+        prefix, suffix = f"metis/{tensor}/", f"/{stat}"
+        values = [v for k, v in entry.items() if k.startswith(prefix) and k.endswith(suffix)]
+        if values:
+            steps.append(entry["step"])
+            means.append(sum(values) / len(values))
+    return steps, means
+
+
+def plot_spectra(results: Sequence[SchemeResult], path: Path, title: str) -> None:
+    """Spectral health over training: a row per tensor, a column per statistic."""
+    figure, axes = _figure(len(TENSORS), len(HEALTH_PANELS), (16, 8), sharex=True)
+    colors = _colors(results)
+    for row, tensor in zip(axes, TENSORS):
+        for axis, (stat, label) in zip(row, HEALTH_PANELS):
+            for result in results:
+                steps, means = health_series(result, tensor, stat)
+                if steps:
+                    axis.plot(steps, means, "o-", ms=3, lw=1.3, color=colors[result.scheme],
+                              label=result.scheme)  # fmt: skip
+            if tensor == TENSORS[0]:
+                axis.set_title(label, fontsize=10)
+            if tensor == TENSORS[-1]:
+                axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel(tensor)
+    handles = {}
+    for axis in axes.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path)

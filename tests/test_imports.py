@@ -1,0 +1,76 @@
+"""Imports point one way, and `import metis_hf` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import metis_hf
+
+ROOT = Path(metis_hf.__file__).parent
+
+# module -> what of metis_hf it may import; a package stands for its modules.
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "noise": set(),
+    "numerics": {"noise"},
+    "transforms": {"noise"},
+    "operands": {"noise", "numerics", "transforms"},
+    "weights": {"noise", "operands"},
+    "schemes": {"config", "noise", "numerics", "operands"},
+    "gemm": {"noise", "schemes", "weights"},
+    "linear": {"config", "gemm", "noise", "schemes", "transforms", "weights"},
+    "matching": {"config"},
+    "model": {"config", "linear", "matching", "numerics", "schemes"},
+    "hub": {"config", "model"},
+    "health": {"linear", "noise", "numerics", "operands", "schemes", "transforms"},
+    "callback": {"health", "linear", "model"},
+    "corpus": set(),
+    "tasks": {"corpus"},
+    "evaluation": {"corpus"},
+    "experiment": {"callback", "config", "evaluation", "model"},
+    "tables": {"experiment"},
+    "plots": {"experiment"},
+    "progress": set(),
+    "demo": {"corpus", "experiment", "plots", "progress", "schemes", "tables", "tasks"},
+    "cli": {"demo", "schemes"},
+    "__init__": {"callback", "config", "hub", "linear", "model", "schemes"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level parts of metis_hf that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            base = node.module or ""
+            names = [f"{base}.{a.name}" for a in node.names] if base == "metis_hf" else [base]
+        elif isinstance(node, ast.ImportFrom):
+            raise AssertionError(f"{path}: relative import; write metis_hf.x")
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("metis_hf.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert part in ALLOWED, f"{part} is new: say here what it may import"
+    assert imported(path) - {part} <= ALLOWED[part]
+
+
+def test_import_is_light():
+    code = (
+        "import sys, metis_hf\n"
+        "heavy = ['lm_eval', 'datasets', 'matplotlib', 'rich', 'typer', 'triton']\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
