@@ -9,7 +9,7 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 help:
 	@echo "make demo   train a small language model in FP4 four ways and print the table"
 	@echo "make test   run the tests"
-	@echo "make lint   ruff (lint and format)"
+	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove .venv and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
@@ -28,6 +28,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) runs

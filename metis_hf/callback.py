@@ -80,7 +80,7 @@ class MetisCallback(TrainerCallback):
         if self.refresh_interval is None:
             self.refresh_interval = next(iter(self._layers.values())).config.refresh_interval
         if state.is_world_process_zero and self.health_interval:
-            _drop_after(Path(args.output_dir) / HEALTH_FILE, state.global_step)
+            _drop_after(_health_path(args), state.global_step)
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         step = state.global_step + 1
@@ -138,7 +138,7 @@ class MetisCallback(TrainerCallback):
         self._pending.update(means)
         self._pending["metis/nonfinite_tensors"] = float(len(bad))
         if state.is_world_process_zero:
-            path = Path(args.output_dir) / HEALTH_FILE
+            path = _health_path(args)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, "layers": per_layer}) + "\n")
@@ -160,6 +160,11 @@ class MetisCallback(TrainerCallback):
                     if isinstance(value, torch.Tensor):
                         value.zero_()
         return drifts
+
+
+def _health_path(args: TrainingArguments) -> Path:
+    assert args.output_dir is not None  # Trainer fills it in
+    return Path(args.output_dir) / HEALTH_FILE
 
 
 def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:

@@ -83,7 +83,7 @@ def stdlib_documents() -> list[Document]:
 
 
 def split_documents(
-    documents: Iterable[Document], validation: float = 0.02, test: float = 0.03
+    documents: Iterable[Document], validation: float = 0.02, test: float = 0.04
 ) -> Splits:
     """Assign every document to a split by the hash of its path.
 

@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ACC_NORM_TASKS = frozenset({"arc_challenge", "hellaswag", "demo_choice"})
+# What a table shows where it is not plain accuracy.
+HEADLINE_METRICS = {
+    "arc_challenge": "acc_norm",
+    "hellaswag": "acc_norm",
+    # Likelihood relative to the choice without context: a small model's likelihoods vary more
+    # between texts than between contexts.
+    "demo_choice": "acc_mutual_info",
+}
 
 # Folders of lm-eval's tasks, so that these names do not cost an index of all of them.
 TASK_FOLDERS = {
@@ -63,7 +70,7 @@ class EvalResult:
     truncated: int = 0
 
     def headline(self, task: str) -> tuple[str, float, float]:
-        """The metric a table shows: acc_norm for `ACC_NORM_TASKS`, else acc, else the likeliest.
+        """The metric a table shows: as in `HEADLINE_METRICS`, else acc, else the likeliest.
 
         Returns:
             (metric name, value, standard error); the error is NaN where lm-eval gives none.
@@ -83,7 +90,7 @@ class EvalResult:
             into.setdefault(metric.removesuffix("_stderr"), value)
         if not values:
             raise ValueError(f"{task!r} has no metrics, only {sorted(self.results[task])}")
-        preferred = ["acc_norm"] if task in ACC_NORM_TASKS else []
+        preferred = [HEADLINE_METRICS[task]] if task in HEADLINE_METRICS else []
         preferred += ["acc", "bits_per_byte", *values]
         metric = next(name for name in preferred if name in values)
         return metric, _as_float(values[metric]), _as_float(errors.get(metric))

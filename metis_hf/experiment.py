@@ -247,11 +247,14 @@ def evaluate_checkpoint(
     """
     from metis_hf.evaluation import evaluate_model, held_out_loss
 
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     result = evaluate_model(
-        model.to(device), tokenizer, [loss_task, *tasks], include_path=str(tasks_dir)
+        model.to(device),  # type: ignore[arg-type]
+        tokenizer,
+        [loss_task, *tasks],
+        include_path=str(tasks_dir),
     )
     loss = held_out_loss(result, loss_task, tokenizer, tasks_dir / f"{loss_task}.jsonl")
     headlines = {}

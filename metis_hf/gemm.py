@@ -10,15 +10,36 @@ w_hat alone. Parameters are saved, never their quantized copies: w_hat is made a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from metis_hf.noise import Key
+from metis_hf.noise import Key, fingerprint
 from metis_hf.schemes.base import Role, Scheme
 from metis_hf.weights import WeightForm
+
+
+class CallKeys:
+    """Noise keys of one forward call and its backward: role -> key.
+
+    Weights: (layer key, role, weight). Activations and gradients: also the input. Equal tensors
+    give equal noise, so a recomputed forward pass repeats the original exactly.
+
+    Args:
+        layer_key: of config seed, layer name and process rank.
+        x: the input of the call.
+        weight: the stored weight (the residual of a split one).
+    """
+
+    def __init__(self, layer_key: Key, x: Tensor, weight: Tensor) -> None:
+        self.weight_key = layer_key.with_data(fingerprint(weight))
+        self.call_key = self.weight_key.with_data(fingerprint(x))
+
+    def __getitem__(self, role: Role) -> Key:
+        is_weight = role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
+        return (self.weight_key if is_weight else self.call_key).fold(16 + role)
 
 
 @dataclass(frozen=True)
@@ -28,7 +49,7 @@ class GemmPlan:
     scheme: Scheme
     weight: WeightForm
     dtype: torch.dtype  # of the GEMMs and the output
-    keys: Mapping[Role, Key]
+    keys: CallKeys
     row_mask: Tensor | None = None
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -46,11 +67,10 @@ class GemmPlan:
 
 def _rescale(out: Tensor, *scales: Tensor | None) -> Tensor:
     """Applies the tensor scales of the operands to a GEMM's output, in fp32 and once."""
-    scales = tuple(scale for scale in scales if scale is not None)
-    if not scales:
+    given = [scale for scale in scales if scale is not None]
+    if not given:
         return out
-    factor = scales[0] if len(scales) == 1 else scales[0] * scales[1]
-    return out.mul_(factor)
+    return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
 
 
 class QuantizedGemm(torch.autograd.Function):
@@ -79,7 +99,6 @@ class QuantizedGemm(torch.autograd.Function):
         dx = dbias = None
         dparams: Sequence[Tensor | None] = [None] * len(params)
         with torch.autocast(dy.device.type, enabled=False):
-            d_hat = d_scale = None
             if need_x or (any(need_params) and plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT)):
                 d_hat, d_scale = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:

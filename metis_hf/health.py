@@ -13,6 +13,8 @@ Nothing here runs in a normal training step. Statistics are floats by name:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,7 @@ def operand_health(
     )
     stats |= _split_stats(x, low_rank.residual)
     if operand.quantizer is not None:
-        options = {"dim": -1, "key": key, "row_mask": row_mask}
+        options: dict[str, Any] = {"dim": -1, "key": key, "row_mask": row_mask}
         x_hat = operand.conditioner(x, operand.quantizer, **options)
         stats["sqnr_db"] = sqnr_db(x, x_hat)
         last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.gemm import GemmPlan, QuantizedGemm
-from metis_hf.noise import Key, fingerprint, key_of
-from metis_hf.schemes import Role, build_scheme, layer_rank
+from metis_hf.gemm import CallKeys, GemmPlan, QuantizedGemm
+from metis_hf.noise import Key, key_of
+from metis_hf.schemes import build_scheme, layer_rank
 from metis_hf.transforms import decompose_weight
 from metis_hf.weights import DenseWeight, SplitWeight, WeightForm
 
@@ -44,22 +44,6 @@ class TokenMask:
 
     def __getstate__(self) -> dict[str, None]:
         return {"mask": None}
-
-
-class CallKeys:
-    """Noise keys of one forward call and its backward: role -> key.
-
-    Weights: (seed, layer, rank, role, weight). Activations and gradients: also the input. Equal
-    tensors give equal noise, so a recomputed forward pass repeats the original exactly.
-    """
-
-    def __init__(self, layer_key: Key, x: Tensor, weight: Tensor) -> None:
-        self.weight_key = layer_key.with_data(fingerprint(weight))
-        self.call_key = self.weight_key.with_data(fingerprint(x))
-
-    def __getitem__(self, role: Role) -> Key:
-        is_weight = role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
-        return (self.weight_key if is_weight else self.call_key).fold(16 + role)
 
 
 class MetisLayer(nn.Module):
@@ -132,7 +116,7 @@ class MetisLayer(nn.Module):
                 dense = nn.Linear(self.in_features, self.out_features, bias=has_bias)
         dense.weight = nn.Parameter(weight, requires_grad=self.weight_params()[-1].requires_grad)
         if has_bias:
-            dense.bias = self.bias
+            dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
 
     def extra_repr(self) -> str:
@@ -159,6 +143,7 @@ class QuantLinear(MetisLayer):
 
     def _high_precision(self, x: Tensor) -> Tensor:
         if self.conv1d:  # as Conv1D computes it, to the bit
+            assert self.bias is not None  # Conv1D always has one
             flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
             return flat.view(*x.shape[:-1], self.out_features)
         return super()._high_precision(x)
@@ -220,7 +205,11 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def convert_linear(
-    module: nn.Module, config: MetisConfig, *, name: str, token_mask: TokenMask | None = None
+    module: nn.Linear | Conv1D,
+    config: MetisConfig,
+    *,
+    name: str,
+    token_mask: TokenMask | None = None,
 ) -> MetisLayer:
     """The quantized layer for an nn.Linear or Conv1D; shares its bias (and its dense weight).
 
@@ -239,7 +228,13 @@ def convert_linear(
     return layer.train(module.training)
 
 
-def linear_shape(module: nn.Module) -> tuple[int, int]:
+def as_linear(module: nn.Module) -> nn.Linear | Conv1D:
+    """The module itself, known to be one of the two kinds that can be converted."""
+    assert isinstance(module, nn.Linear | Conv1D), type(module)
+    return module
+
+
+def linear_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
     """(in_features, out_features) of an nn.Linear or Conv1D."""
     rows, columns = module.weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.linear import (
     MetisLayer,
     MetisLinear,
     TokenMask,
+    as_linear,
     convert_linear,
     linear_shape,
 )
@@ -119,7 +122,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
             f"{existing[1].config.scheme!r}); call to_dense(model) first"
         )
     selection = select_modules(model, config)
-    modules = {name: model.get_submodule(name) for name in selection.names}
+    modules = {name: as_linear(model.get_submodule(name)) for name in selection.names}
     for name, module in modules.items():
         _check_layer(name, module, config)
 
@@ -135,11 +138,11 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
     for name, layer in layers.items():
         model.set_submodule(name, layer)
 
-    model.metis_report = ConversionReport(config.scheme, tuple(reports), selection.skipped, total)
+    report = ConversionReport(config.scheme, tuple(reports), selection.skipped, total)
+    model.metis_report = report  # type: ignore[assignment]
     model.register_forward_pre_hook(token_mask, with_kwargs=True)
-    if hasattr(model, "config"):
+    if isinstance(model, PreTrainedModel):
         model.config.quantization_config = config
-    if hasattr(model, "add_model_tags"):
         model.add_model_tags(["metis", "fp4-training"])
     return model
 
@@ -164,12 +167,12 @@ def to_dense(model: nn.Module) -> nn.Module:
         if isinstance(hook, TokenMask):
             del model._forward_pre_hooks[key]
             model._forward_pre_hooks_with_kwargs.pop(key, None)
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+    if isinstance(model, PreTrainedModel) and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model
 
 
-def _check_layer(name: str, module: nn.Module, config: MetisConfig) -> None:
+def _check_layer(name: str, module: nn.Linear | Conv1D, config: MetisConfig) -> None:
     in_features, out_features = linear_shape(module)
     scheme = build_scheme(config, in_features, out_features)
     smaller = min(in_features, out_features)
@@ -181,7 +184,7 @@ def _check_layer(name: str, module: nn.Module, config: MetisConfig) -> None:
         )
 
 
-def _report(name: str, module: nn.Module, layer: MetisLayer) -> LayerReport:
+def _report(name: str, module: nn.Linear | Conv1D, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
     rank, error = None, 0.0
     quantizer = layer.scheme.fprop_weight.quantizer

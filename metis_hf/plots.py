@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from metis_hf.experiment import CONTROL, SchemeResult
 
@@ -48,7 +50,7 @@ def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     colors = _colors(results)
     control = next((r for r in results if r.scheme == CONTROL), None)
     span = max(1, len(results[0].history) // 20)
-    ends = []
+    ends, labels = [], []
     for result in results:
         steps = [entry["step"] for entry in result.history]
         losses = [entry["loss"] for entry in result.history]
@@ -59,10 +61,7 @@ def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
             pairs = zip(losses, (entry["loss"] for entry in control.history))
             gaps = smooth([100 * (loss / base - 1) for loss, base in pairs], 2 * span)
             bottom.plot(steps[: len(gaps)], gaps, color=color, lw=1.5)
-            bottom.annotate(
-                f" {result.scheme}", (steps[len(gaps) - 1], gaps[-1]), color=color, fontsize=8,
-                va="center", annotation_clip=False,
-            )  # fmt: skip
+            labels.append((gaps[-1], steps[len(gaps) - 1], result.scheme))
     margin = 0.05 * (max(ends) - min(ends))
     top.set_ylim(min(ends) - margin, max(ends) + margin)
     top.set_ylabel("training loss (nats per token)")
@@ -71,20 +70,34 @@ def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     bottom.axhline(0, color="black", lw=1)
     bottom.set_ylabel(f"gap to {CONTROL} (%)")
     bottom.set_xlabel(f"optimizer step (moving averages of {span} and {2 * span} steps)")
+    low, high = bottom.get_ylim()
+    for (_, step, scheme), place in zip(labels, spread([x[0] for x in labels], (high - low) / 18)):
+        bottom.annotate(f" {scheme}", (step, place), color=colors[scheme], fontsize=8, va="center",
+                        annotation_clip=False)  # fmt: skip
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
+def spread(places: Sequence[float], distance: float) -> list[float]:
+    """Moves label positions apart, upwards from the lowest, in their order by height."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = list(places)
+    for below, above in itertools.pairwise(order):
+        moved[above] = max(moved[above], moved[below] + distance)
+    return moved
+
+
 def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[int], list[float]]:
     """(steps, mean over layer groups) of one statistic."""
-    steps, means = [], []
+    steps: list[int] = []
+    means: list[float] = []
     for entry in result.history:
         prefix, suffix = f"metis/{tensor}/", f"/{stat}"
         values = [v for k, v in entry.items() if k.startswith(prefix) and k.endswith(suffix)]
         if values:
-            steps.append(entry["step"])
+            steps.append(int(entry["step"]))
             means.append(sum(values) / len(values))
     return steps, means
 
@@ -107,7 +120,7 @@ def plot_spectra(results: Sequence[SchemeResult], path: Path, title: str) -> Non
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel(tensor)
-    handles = {}
+    handles: dict[str, Any] = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             handles.setdefault(label, handle)

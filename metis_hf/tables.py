@@ -67,18 +67,21 @@ def verdict(results: Sequence[SchemeResult], parameters: int, tokens: int) -> st
         "the pipeline works and which gaps are large, not how a real model would fare"
     )
     if control is None or not others:
-        return f"No comparison without the control and another scheme; {limits}."
-    best = min(others, key=lambda r: r.loss)
-    worst = max(others, key=lambda r: r.loss)
-    if best is worst:
+        found = "no comparison without a finite control and another finite scheme"
+    elif len(others) == 1:
+        (best,) = others
         found = f"{best.scheme} ends {gap_percent(best, control):+.2f} % from the control"
     else:
+        best, worst = (pick(others, key=lambda r: r.loss) for pick in (min, max))
         found = (
-            f"of the FP4 schemes {best.scheme} ends nearest to the control or best "
+            f"of the schemes compared with {CONTROL}, {best.scheme} ends best "
             f"({gap_percent(best, control):+.2f} %) and {worst.scheme} worst "
             f"({gap_percent(worst, control):+.2f} %)"
         )
     errors = [t["stderr"] for r in results for t in r.tasks.values() if math.isfinite(t["stderr"])]
+    diverged = [r.scheme for r in results if not math.isfinite(r.loss)]
+    if diverged:
+        found += f"; diverged: {', '.join(diverged)}"
     if errors:
         limits += f"; task scores have a standard error of about {100 * max(errors):.0f} points"
     return f"{found[0].upper()}{found[1:]}; {limits}."

@@ -8,11 +8,10 @@ directory also works on lm-eval's command line: `--include_path DIR --tasks demo
 from __future__ import annotations
 
 import json
-import keyword
 import math
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +25,22 @@ LOSS_DOCUMENTS = 60
 LOSS_CHARACTERS = 3000
 
 CLOZE_CHARACTERS = 500  # 150 to 200 tokens of a small code vocabulary
-CLOZE_SPACING = 200  # between two targets in one document, so that items are not near copies
-CLOZE_OCCURRENCES = 2  # of the target in its context: the word must be guessable from there
+CLOZE_SHARE = 0.05  # of the items may have the same answer: what a constant guess scores at most
+CLOZE_PER_PAIR = 6  # items whose answer follows the same two words
+CLOZE_PRIOR = 10  # occurrences that a pair needs before its statistics count
+REFERENCE_CHARACTERS = 3_000_000
 
 CONTEXT_CHARACTERS = (200, 300)
-CHOICE_CHARACTERS = (40, 160)
+CHOICE_CHARACTERS = (40, 120)
 CHOICE_LINES = 3
 CHOICE_SLACK = 0.2  # the four choices differ in length by at most this share
 DISTRACTORS = 3
 
 # A word in the middle of a line, after one space: the byte-level pre-tokenizer splits before that
 # space, so context and target together tokenize to the tokens of each.
-_CLOZE_TARGET = re.compile(r"(?<=\S) ([A-Za-z_][A-Za-z0-9_]{3,})(?![A-Za-z0-9_'])")
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_TOO_EASY = frozenset({*keyword.kwlist, *keyword.softkwlist, "self"})
+_CLOZE_TARGET = re.compile(r"(?<=\S) ([A-Za-z_][A-Za-z0-9_]+)(?![A-Za-z0-9_'])")
+
+_WORD = re.compile(r"[A-Za-z_]\w*|\d+|[^\w\s]")
 
 _YAML = """\
 # {doc}
@@ -91,6 +92,9 @@ metric_list:
   - metric: acc_norm
     aggregation: mean
     higher_is_better: true
+  - metric: acc_mutual_info
+    aggregation: mean
+    higher_is_better: true
 """
 
 
@@ -98,15 +102,17 @@ def write_tasks(
     documents: Sequence[Document],
     directory: str | Path,
     *,
+    reference: Sequence[Document],
     items: int = 250,
     seed: int = 0,
 ) -> list[str]:
     """Write the three tasks; the same arguments write the same files.
 
     Args:
-        documents: Held-out documents. Items are drawn evenly over them, in their order.
+        documents: Held-out documents. Choices are drawn evenly over them, in their order.
         directory: Where `<task>.yaml` and `<task>.jsonl` go; created if missing. The YAML files
             hold absolute paths: lm-eval resolves relative ones against the working directory.
+        reference: Training documents; the cloze words are guessable for who has read them.
         items: Number of items of `demo_cloze` and of `demo_choice`.
         seed: Chooses the passages, the distractors and where the right answer stands.
 
@@ -130,9 +136,9 @@ def write_tasks(
             loss_items(documents),
         ),
         "demo_cloze": (
-            "LAMBADA style: the last word of a code passage, which occurs earlier in it.",
+            "LAMBADA style: the last word of a passage, guessable from its training text.",
             _CLOZE_BODY,
-            cloze_items(documents, items, seed),
+            cloze_items(documents, reference, items, seed),
         ),
         "demo_choice": (
             "HellaSwag style: which lines follow, with distractors from other files.",
@@ -166,53 +172,92 @@ def loss_items(documents: Sequence[Document]) -> list[dict[str, str]]:
     return rows
 
 
-def cloze_items(documents: Sequence[Document], items: int, seed: int) -> list[dict[str, str]]:
-    """Passages whose last word occurs at least twice before it.
+def cloze_items(
+    documents: Sequence[Document], reference: Sequence[Document], items: int, seed: int
+) -> list[dict[str, str]]:
+    """Passages whose last word a reader of `reference` can guess, after LAMBADA's filter.
+
+    A word counts as guessable by how often it follows the two words before it in the reference.
+    The most guessable places are taken, each word and each pair before it a few times only, so
+    that no constant answer scores.
 
     Returns:
         Rows with `path`, `context` (whole lines, then the start of the last one) and `target` (one
-        space and an identifier that is not a keyword).
+        space and a word).
     """
-
-    def candidates(document: Document) -> list[dict[str, str]]:
-        text, rows, free = document.text, [], 0
+    following = _following_words(reference)
+    found: list[tuple[float, str, tuple[str, str], dict[str, str]]] = []
+    for document in documents:
+        text = document.text
         for match in _CLOZE_TARGET.finditer(text):
             end = match.start()
-            if end < free or match[1] in _TOO_EASY or match.end() == len(text):
-                continue
             start = text.find("\n", max(0, end - CLOZE_CHARACTERS - 1)) + 1
             context = text[start:end]
-            if len(context) < CLOZE_CHARACTERS // 2:
+            before = tuple(_WORD.findall(context[-80:])[-2:])
+            counts = following.get(before)
+            if counts is None or len(context) < CLOZE_CHARACTERS // 2:
                 continue
-            if _IDENTIFIER.findall(context).count(match[1]) >= CLOZE_OCCURRENCES:
-                rows.append({"path": document.path, "context": context, "target": match[0]})
-                free = end + CLOZE_SPACING
-        return rows
+            # Lidstone-like: a pair seen ten times that is always followed so scores one half.
+            score = counts[match[1]] / (counts.total() + CLOZE_PRIOR)
+            if score > 0:
+                row = {"path": document.path, "context": context, "target": match[0]}
+                found.append((score, match[1], before, row))
+    random.Random(f"{seed}:demo_cloze").shuffle(found)
+    found.sort(key=lambda entry: -entry[0])
+    words: Counter[str] = Counter()
+    pairs: Counter[tuple[str, ...]] = Counter()
+    contexts: set[str] = set()
+    rows: list[dict[str, str]] = []
+    for _, word, before, row in found:
+        if len(rows) == items:
+            break
+        most = max(1, int(CLOZE_SHARE * items))
+        if words[word] < most and pairs[before] < CLOZE_PER_PAIR and row["context"] not in contexts:
+            words[word] += 1
+            pairs[before] += 1
+            contexts.add(row["context"])
+            rows.append(row)
+    _require(rows, items, "demo_cloze", documents)
+    return rows
 
-    return _draw_evenly(documents, candidates, items, f"{seed}:demo_cloze")
+
+def _following_words(reference: Sequence[Document]) -> dict[tuple[str, ...], Counter[str]]:
+    """For each pair of words, which word comes next how often, in the first documents."""
+    following: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    characters = 0
+    for document in reference:
+        words = _WORD.findall(document.text)
+        for first, second, third in zip(words, words[1:], words[2:]):
+            following[first, second][third] += 1
+        characters += len(document.text)
+        if characters > REFERENCE_CHARACTERS:
+            break
+    return following
 
 
 def choice_items(documents: Sequence[Document], items: int, seed: int) -> list[dict[str, Any]]:
     """Contexts with four continuations, of which one is the real one.
 
-    The distractors come from three other files. They too begin at a line start, with the same
-    indentation, and are about as long, so that none of these gives the answer away.
+    The distractors come from three other files. They too begin at a line start and are about as
+    long, so that neither gives the answer away; their indentation is what it is in their file.
 
     Returns:
         Rows with `path`, `context` (whole lines, without the last line end), `choices` (four
         strings) and `label` (index of the right one).
     """
     passages = {document.path: _passages(document) for document in documents}
-    pool: dict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
+    pool: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for path, found in passages.items():
         for passage in found:
-            pool[passage.kind].append((path, passage.continuation))
+            pool[passage.length_class].append((path, passage.continuation))
 
     def candidates(document: Document) -> list[dict[str, Any]]:
         rows = []
         for passage in passages[document.path]:
             rng = random.Random(f"{seed}:{document.path}:{passage.context}")
-            wrong = _distractors(pool[passage.kind], document.path, passage.continuation, rng)
+            wrong = _distractors(
+                pool[passage.length_class], document.path, passage.continuation, rng
+            )
             if wrong is None:
                 continue
             label = rng.randrange(DISTRACTORS + 1)
@@ -236,19 +281,17 @@ class _Passage:
     continuation: str
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """(indentation, length class): what the four choices of an item have in common.
+    def length_class(self) -> int:
+        """What the four choices of an item have in common.
 
         Classes make the four exchangeable. Were distractors drawn around the right length instead,
         the right one would be the shortest too rarely, because long continuations are commoner.
         """
-        text = self.continuation
-        length = math.log(len(text) / CHOICE_CHARACTERS[0], 1 + CHOICE_SLACK)
-        return len(text) - len(text.lstrip()), int(length)
+        return int(math.log(len(self.continuation) / CHOICE_CHARACTERS[0], 1 + CHOICE_SLACK))
 
 
 def _passages(document: Document) -> list[_Passage]:
-    """Non-overlapping contexts with the one to three lines that follow each."""
+    """Non-overlapping contexts with the few lines that follow each."""
     lines = document.text.split("\n")
     passages: list[_Passage] = []
     first_free = 0  # line where the next passage may begin
@@ -297,7 +340,7 @@ def _distractors(
     """Three continuations from three other files, or `None`.
 
     Args:
-        entries: (path, text) of all continuations of the right one's kind.
+        entries: (path, text) of all continuations of the right one's length class.
         path: The file of the right continuation.
         right: The right continuation.
         rng: Decides which are taken, and their order.
@@ -332,10 +375,13 @@ def _draw_evenly(
                 if row["context"] not in contexts:
                     contexts.add(row["context"])
                     drawn.append(row)
-    if len(drawn) < items:
-        task = seed.split(":")[1]
+    _require(drawn, items, seed.split(":")[1], documents)
+    return drawn
+
+
+def _require(rows: Sequence[Any], items: int, task: str, documents: Sequence[Document]) -> None:
+    if len(rows) < items:
         raise ValueError(
             f"items={items} of {task} were asked, but {len(documents)} documents supply "
-            f"{len(drawn)}; pass more held-out text or ask for fewer items"
+            f"{len(rows)}; pass more held-out text or ask for fewer items"
         )
-    return drawn

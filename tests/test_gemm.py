@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from metis_hf import MetisConfig, scheme_names
-from metis_hf.linear import CallKeys, MetisLinear, QuantLinear, convert_linear
+from metis_hf.gemm import CallKeys
+from metis_hf.linear import MetisLinear, QuantLinear, convert_linear
 from metis_hf.numerics import fake_quantize
 from metis_hf.operands import Hadamard, Operand, Spectral
 from metis_hf.schemes import Role, Scheme

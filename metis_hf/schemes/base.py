@@ -9,6 +9,7 @@ import difflib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from metis_hf.config import MetisConfig
 from metis_hf.operands import HIGH_PRECISION, Operand
@@ -81,7 +82,7 @@ class Scheme:
 
     def deterministic(self) -> Scheme:
         """The same with nearest rounding everywhere: what a layer in eval mode uses."""
-        changes = {}
+        changes: dict[str, Any] = {}
         for role in Role:
             operand = self.operand(role)
             if operand is not None and operand.quantizer is not None:
@@ -143,7 +144,7 @@ def scheme_info(name: str) -> SchemeInfo:
         return _REGISTRY[name]
     except KeyError:
         near = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
             f"scheme {name!r} is not registered{hint} Registered: {', '.join(_REGISTRY)}. "
             "A scheme of your own must be registered before the model is converted or loaded."
