@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import math
 import platform
@@ -21,38 +22,54 @@ import torch
 import transformers
 from torch import nn
 
-from metis_hf import MetisConfig, get_metis_model
+from metis_hf import MetisConfig, get_metis_model, register_scheme
 from metis_hf.corpus import split_documents, stdlib_documents
 from metis_hf.linear import convert_linear
 from metis_hf.numerics import relative_error
+from metis_hf.schemes import Scheme, scheme_info
 
 SEQUENCE, BATCH = 128, 8
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 4e-3
 SWEEP = (1e-3, 2e-3, 4e-3)
 
+SPLIT, SPLIT_UNIT = "fp32, split weight", "fp32, split weight, unit vectors"
 METIS = "compensated, rank 16, nearest forward (metis)"
+
+
+@register_scheme("split-unit", summary="bf16-split with unit vectors", source="arXiv 2509.00404")
+def split_unit(config: MetisConfig, rank: int) -> Scheme:
+    """Factors stored as unit vectors, as published, instead of with entries of unit RMS."""
+    return Scheme(split_weight=True)
+
+
+@register_scheme("metis-unit", summary="metis with unit vectors", source="arXiv 2509.00404")
+def metis_unit(config: MetisConfig, rank: int) -> Scheme:
+    """metis but for the units of its factors."""
+    return dataclasses.replace(scheme_info("metis").build(config, rank), unit_rms=False)
+
 
 # name -> config; the control comes first.
 VARIANTS: dict[str, MetisConfig] = {
     "fp32": MetisConfig(scheme="bf16"),
-    "fp32, split weights (rank 16)": MetisConfig(scheme="bf16-split"),
+    SPLIT: MetisConfig(scheme="bf16-split"),
+    SPLIT_UNIT: MetisConfig(scheme="split-unit", rank_multiple=16),
     "direct, stochastic everywhere (nvfp4)": MetisConfig(scheme="nvfp4"),
     "direct, nearest forward": MetisConfig(
         scheme="nvfp4", forward_rounding="nearest", scale_rounding="nearest"
     ),
     "nvidia": MetisConfig(scheme="nvidia"),
-    "published, rank 3 (metis-paper)": MetisConfig(scheme="metis-paper"),
-    "compensated, rank 3, stochastic everywhere": MetisConfig(
+    "published, rank 2 (metis-paper)": MetisConfig(scheme="metis-paper"),
+    "compensated, rank 2, stochastic everywhere": MetisConfig(
         scheme="metis", rank_multiple=1, forward_rounding="stochastic", scale_rounding="up"
     ),
     METIS: MetisConfig(scheme="metis"),
-    "metis, scales up in the forward pass too": MetisConfig(scheme="metis", scale_rounding="up"),
+    "metis, unit vectors": MetisConfig(scheme="metis-unit", rank_multiple=16),
     "metis, dense weight": MetisConfig(scheme="metis", decompose=("activation", "gradient")),
     "metis, contraction mode": MetisConfig(scheme="metis", operand_mode="contraction"),
 }
 
 
-SWEPT = tuple(name for name in VARIANTS if name.startswith("fp32") or name in ("nvidia", METIS))
+SWEPT = ("fp32", SPLIT, SPLIT_UNIT)
 
 
 def build_model() -> nn.Module:

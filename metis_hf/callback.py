@@ -47,6 +47,7 @@ class MetisCallback(TrainerCallback):
         self.refresh_interval = refresh_interval
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
+        self._refresh_every: int | None = 0
         self._measuring = False
         self._alarm = False  # a logged loss or gradient norm was not finite
         self._pending: dict[str, float] = {}
@@ -64,6 +65,7 @@ class MetisCallback(TrainerCallback):
 
         Raises:
             ValueError: no converted layer, or an optimizer that does not own their parameters.
+            NotImplementedError: refresh in several processes.
         """
         assert model is not None
         self._layers = dict(metis_layers(model))
@@ -77,8 +79,14 @@ class MetisCallback(TrainerCallback):
         if args.logging_nan_inf_filter:
             logger.info("logging_nan_inf_filter switched off: a NaN loss must show in the logs")
             args.logging_nan_inf_filter = False
-        if self.refresh_interval is None:
-            self.refresh_interval = next(iter(self._layers.values())).config.refresh_interval
+        self._refresh_every = self.refresh_interval
+        if self._refresh_every is None:
+            self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
+        if self._refresh_every and args.world_size > 1:
+            raise NotImplementedError(
+                f"refresh_interval={self._refresh_every} with {args.world_size} processes: weights "
+                "are refreshed in a single process only; set refresh_interval=0"
+            )
         if state.is_world_process_zero and self.health_interval:
             _drop_after(_health_path(args), state.global_step)
 
@@ -95,7 +103,7 @@ class MetisCallback(TrainerCallback):
     ) -> None:
         # Here the gradients are gone, and logging, evaluation and saving come after: what they
         # see is consistent. Nothing accumulated refers to the old factors.
-        if self.refresh_interval and state.global_step % self.refresh_interval == 0:
+        if self._refresh_every and state.global_step % self._refresh_every == 0:
             drifts = self._refresh(optimizer)
             if drifts:
                 self._pending["metis/refresh_drift"] = max(drifts)

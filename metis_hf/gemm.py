@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from metis_hf.noise import Key, fingerprint
 from metis_hf.schemes.base import Role, Scheme
@@ -92,6 +93,7 @@ class QuantizedGemm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor):  # dy [t o]
         plan: GemmPlan = ctx.plan
         x, x_scale, *params = ctx.saved_tensors

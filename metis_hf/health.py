@@ -113,7 +113,8 @@ def weight_health(layer: MetisLayer) -> Stats:
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(weight)
     if isinstance(layer, MetisLinear):
-        u, _, vh, residual = (p.detach().float() for p in layer.weight_params())
+        residual = layer.weight_residual.detach().float()
+        u, vh = (p.float() for p in layer.weight_form.orthonormal(layer.weight_params()))
         stats |= _split_stats(weight, residual)
         eye = torch.eye(layer.rank, device=u.device)
         stats["orthogonality"] = torch.maximum(

@@ -19,7 +19,6 @@ from metis_hf.config import MetisConfig
 from metis_hf.gemm import CallKeys, GemmPlan, QuantizedGemm
 from metis_hf.noise import Key, key_of
 from metis_hf.schemes import build_scheme, layer_rank
-from metis_hf.transforms import decompose_weight
 from metis_hf.weights import DenseWeight, SplitWeight, WeightForm
 
 
@@ -152,20 +151,24 @@ class QuantLinear(MetisLayer):
 class MetisLinear(MetisLayer):
     """A linear layer whose weight is (u * s) @ vh + weight_residual, all four trainable.
 
-    u [o k], s [k], vh [k i], weight_residual [o i]; `weight` gives the represented matrix.
+    u [o k], s [k], vh [k i], weight_residual [o i], up to a constant that `weight_form` knows;
+    `weight` gives the represented matrix.
     """
+
+    weight_form: SplitWeight
 
     def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
         conv1d = kwargs.get("conv1d", False)
         w = weight.T if conv1d else weight
         super().__init__(w.shape[1], w.shape[0], config, **kwargs)
-        self.weight_form = SplitWeight(self.scheme.compensated)
+        gain = (w.shape[0] * w.shape[1]) ** -0.5 if self.scheme.unit_rms else 1.0
+        self.weight_form = SplitWeight(self.scheme.compensated, gain)
         self.rank = layer_rank(config, self.in_features, self.out_features)
         if w.is_meta:  # a checkpoint is about to be loaded into it
             shapes = ((w.shape[0], self.rank), (self.rank,), (self.rank, w.shape[1]), w.shape)
             factors = tuple(w.new_empty(shape) for shape in shapes)
         else:
-            factors = decompose_weight(w, self.rank, key=self.key)
+            factors = self.weight_form.decompose(w, self.rank, self.key)
         requires_grad = weight.requires_grad
         self.u, self.s, self.vh, self.weight_residual = (
             nn.Parameter(f.to(w.dtype).contiguous(), requires_grad=requires_grad) for f in factors
@@ -189,7 +192,7 @@ class MetisLinear(MetisLayer):
         """
         before = self.weight.float()
         for param, value in zip(
-            self.weight_params(), decompose_weight(before, self.rank, key=self.key)
+            self.weight_params(), self.weight_form.decompose(before, self.rank, self.key)
         ):
             param.copy_(value)
         drift = torch.linalg.vector_norm(self.weight.float() - before)

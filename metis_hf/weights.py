@@ -1,8 +1,8 @@
 """How a layer stores its weight, and how the stored parameters become the GEMM operand w_hat.
 
 Dense: one matrix. Split: u [o k], s [k], vh [k i], residual [o i], all trainable, with
-w = (u * s) @ vh + residual. The gradients are the chain rule through w_hat with straight-through
-quantizers; written out they are the paper's five equations.
+w = gain * (u * s) @ vh + residual. The gradients are the chain rule through w_hat with
+straight-through quantizers; written out they are the paper's five equations.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.operands import Operand
+from metis_hf.transforms import decompose_weight
 
 
 class WeightForm(Protocol):
@@ -51,38 +52,59 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class SplitWeight:
-    """u, s, vh and residual.
+    """u, s, vh and residual: w = gain * (u * s) @ vh + residual.
 
     Args:
+        gain: 1 for orthonormal factors, as published. 1 / sqrt(out_features in_features) for
+            factors whose entries have unit RMS (orthonormal ones times sqrt(out_features) and
+            sqrt(in_features)). Adam moves every entry by about the learning rate, so entries of
+            1/sqrt(n) turn by a share sqrt(n) times as large, and the split would train the
+            dominant part at a much higher rate than the same weight stored densely.
         compensated: w_hat = low + Q(residual + (u * s) @ vh - low) with low = Q(u) * s @ Q(vh);
             the correction is a constant to autograd. The paper has w_hat = low + Q(residual).
     """
 
     compensated: bool = True
+    gain: float = 1.0
 
     def dense(self, params):
         u, s, vh, residual = params
-        return torch.addmm(residual, u * s, vh)
+        return torch.addmm(residual, u * (s * self.gain), vh)
 
     def quantize(self, params, operand, *, dim, key, dtype):
         u, s, vh, residual = (p.detach() for p in params)
         if operand.quantizer is None:
             return self.dense((u, s, vh, residual)).to(dtype), None
         u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
-        low = (u_hat * s) @ vh_hat  # [o k] @ [k i] -> [o i]
+        low = (u_hat * (s * self.gain)) @ vh_hat  # [o k] @ [k i] -> [o i]
         if self.compensated:
-            residual = torch.addmm(residual, u * s, vh).sub_(low)
+            residual = self.dense((u, s, vh, residual)).sub_(low)
         w_hat = operand.quantizer(residual, dim=dim, key=key.fold(3)).to(low.dtype) + low
         return w_hat.to(dtype), None
 
     def gradients(self, params, dw, operand, *, key):
-        # low = u_hat diag(s) vh_hat and dL/dlow = dw:
-        #   du = dw vh_hat^T diag(s),  ds = diag(u_hat^T dw vh_hat^T),  dvh = diag(s) u_hat^T dw
+        # low = g u_hat diag(s) vh_hat and dL/dlow = dw:
+        #   du = g dw vh_hat^T diag(s), ds = g diag(u_hat^T dw vh_hat^T), dvh = g diag(s) u_hat^T dw
         u, s, vh, residual = (p.detach() for p in params)
         dw = dw.to(residual.dtype)
         u_hat, vh_hat = self._factors(u, vh, operand, dim=-1, key=key)
-        dw_v = dw @ vh_hat.T  # [o i] @ [i k] -> [o k]
-        return [dw_v * s, (u_hat * dw_v).sum(0), s[:, None] * (u_hat.T @ dw), dw]
+        dw_v = dw @ (vh_hat.T * self.gain)  # [o i] @ [i k] -> [o k]
+        u_dw = (u_hat.T * self.gain) @ dw  # [k o] @ [o i] -> [k i]
+        return [dw_v * s, (u_hat * dw_v).sum(0), s[:, None] * u_dw, dw]
+
+    def decompose(self, w: Tensor, rank: int, key: Key) -> tuple[Tensor, ...]:
+        """(u, s, vh, residual) of a weight [o i], in this form's units; fp32 or fp64."""
+        u, s, vh, residual = decompose_weight(w, rank, key=key)
+        if self.gain != 1:
+            # The root of the size, not the size of the root: exact where it is a power of two.
+            u, vh = u * w.shape[0] ** 0.5, vh * w.shape[1] ** 0.5
+            residual = w.to(u.dtype) - (u * (s * self.gain)) @ vh
+        return u, s, vh, residual
+
+    def orthonormal(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """u and vh in the units in which they start out orthonormal."""
+        u, _, vh, _ = params
+        return (u, vh) if self.gain == 1 else (u / u.shape[0] ** 0.5, vh / vh.shape[1] ** 0.5)
 
     def _factors(self, u, vh, operand, *, dim, key):
         if operand.quantizer is None:

@@ -116,7 +116,8 @@ def test_refresh_keeps_the_function_and_resets_the_factors_moments(tmp_path):
 
         def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
             layer = next(layer for _, layer in metis_layers(model))
-            gram = layer.u.T @ layer.u - torch.eye(layer.rank)
+            u, _ = layer.weight_form.orthonormal(layer.weight_params())
+            gram = u.T @ u - torch.eye(layer.rank)
             moments = {
                 name: [v.abs().sum().item() for v in optimizer.state[param].values()]
                 for name, param in layer.named_parameters()
@@ -191,6 +192,14 @@ class TestErrors:
         made = trainer(tmp_path, model, [MetisCallback], optimizers=(optimizer, None))
         with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
             made.train()
+
+    def test_refresh_in_several_processes_is_refused(self, tmp_path, monkeypatch):
+        made = trainer(tmp_path, get_metis_model(llama()), [MetisCallback(refresh_interval=2)])
+        monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+        callback = made.callback_handler.callbacks[-1]
+        assert isinstance(callback, MetisCallback)
+        with pytest.raises(NotImplementedError, match="refresh_interval=2 with 2 processes"):
+            callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
     def test_negative_interval(self):
         with pytest.raises(ValueError, match="health_interval=-1"):

@@ -303,6 +303,16 @@ def test_checkpointing_recomputes_the_same_values(scheme, reentrant):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("scheme", ["metis", "bf16-split"])
+def test_factors_have_entries_of_unit_rms(scheme):
+    """Adam moves every entry by the learning rate: in these units no factor turns faster."""
+    _, layer = layer_of(scheme, i=64, o=96)
+    for factor in (layer.u, layer.vh):
+        torch.testing.assert_close(factor.square().mean(), torch.tensor(1.0))
+    _, published = layer_of("metis-paper", i=64, o=96)
+    torch.testing.assert_close(published.u.T @ published.u, torch.eye(1), rtol=0, atol=1e-5)
+
+
 def test_frozen_weight_gives_no_gradient():
     _, layer = layer_of("metis")
     layer.u.requires_grad_(False)

@@ -70,5 +70,6 @@ def metis_scheme(
         dgrad_grad_output=Operand(backward, split if "gradient" in config.decompose else IDENTITY),
         split_weight="weight" in config.decompose,
         compensated=compensated,
+        unit_rms=compensated,
     )
     return in_mode(scheme, config.operand_mode or "shared")

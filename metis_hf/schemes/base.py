@@ -46,7 +46,8 @@ class Scheme:
         wgrad_input: x, blocks along tokens; None: the very values of fprop.
         split_weight: store the weight as u, s, vh and residual.
         compensated: the weight's residual makes up for the rounding of its factors.
-        rank: k as a function of (in_features, out_features).
+        unit_rms: store u and vh with entries of unit RMS rather than as unit vectors; see
+            `weights.SplitWeight`.
     """
 
     fprop_input: Operand = HIGH_PRECISION
@@ -57,6 +58,7 @@ class Scheme:
     wgrad_input: Operand | None = None
     split_weight: bool = False
     compensated: bool = True
+    unit_rms: bool = False
 
     def operand(self, role: Role) -> Operand | None:
         """The operand at `role`, None if another's copy is reused there."""

@@ -20,4 +20,4 @@ def bf16(config: MetisConfig, rank: int) -> Scheme:
 )
 def bf16_split(config: MetisConfig, rank: int) -> Scheme:
     """The extra parameters of Metis without FP4, to tell one's effect from the other's."""
-    return Scheme(split_weight=True)
+    return Scheme(split_weight=True, unit_rms=True)
