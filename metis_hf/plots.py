@@ -14,8 +14,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0
 
 HEALTH_PANELS = (
     ("stable_rank", "stable rank"),
-    ("energy", "energy in the kept part"),
-    ("narrowing", "max|x| / max|residual|"),
+    ("energy", "energy in the kept part\n(each at its own rank)"),
+    ("narrowing", "max |x| / max |residual|\n(each at its own rank)"),
     ("sqnr_db", "SQNR of the operand (dB)"),
     ("zeroed", "share of elements zeroed"),
 )
