@@ -165,13 +165,13 @@ def test_resume_is_exact(tmp_path):
 
 def test_gradient_accumulation_and_checkpointing_are_measured_once(tmp_path):
     model = get_metis_model(llama(), MetisConfig())
+    model.gradient_checkpointing_enable()
     made = trainer(
         tmp_path,
         model,
         [MetisCallback(health_interval=1)],
         max_steps=2,
         gradient_accumulation_steps=2,
-        activation_checkpointing=True,
     )
     made.train()
     records = [json.loads(line) for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]

@@ -1,6 +1,6 @@
 """The published methods, one short file each; importing this package registers them."""
 
-from metis_hf.schemes import bf16, metis, nvfp4, nvidia  # noqa: F401
+from metis_hf.schemes import bf16, bf16_split, metis, metis_paper, nvfp4, nvidia  # noqa: F401
 from metis_hf.schemes.base import (
     Role,
     Scheme,

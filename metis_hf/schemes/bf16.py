@@ -1,4 +1,4 @@
-"""The controls: nothing quantized, with a dense weight and with a split one."""
+"""The control: nothing quantized."""
 
 from __future__ import annotations
 
@@ -10,14 +10,3 @@ from metis_hf.schemes.base import Scheme, register_scheme
 def bf16(config: MetisConfig, rank: int) -> Scheme:
     """A linear layer, bit for bit, in whatever precision the model or autocast runs."""
     return Scheme()
-
-
-@register_scheme(
-    "bf16-split",
-    summary="control: weight stored as u, s, vh, residual; nothing quantized",
-    source="arXiv 2509.00404, eq. W = U S V^T + W_R",
-    rank_multiple=16,
-)
-def bf16_split(config: MetisConfig, rank: int) -> Scheme:
-    """The extra parameters of Metis without FP4, to tell one's effect from the other's."""
-    return Scheme(split_weight=True, unit_rms=True)

@@ -1,26 +1,10 @@
-"""Metis: spectral split of weights, activations and gradients, each part quantized apart."""
+"""Metis with a compensated residual: the default scheme."""
 
 from __future__ import annotations
 
 from metis_hf.config import MetisConfig
 from metis_hf.schemes._parts import metis_scheme, quantizer
 from metis_hf.schemes.base import Scheme, register_scheme
-
-
-@register_scheme(
-    "metis-paper",
-    summary="spectral split as published: exact residual, stochastic rounding everywhere",
-    source="arXiv 2509.00404",
-)
-def metis_paper(config: MetisConfig, rank: int) -> Scheme:
-    """The paper's equations as written: residual = tensor - exact low-rank part, scales up."""
-    return metis_scheme(
-        config,
-        rank,
-        forward=quantizer(config, rounding="stochastic", scale_rounding="up"),
-        backward=quantizer(config, rounding="stochastic", scale_rounding="up", backward=True),
-        compensated=False,
-    )
 
 
 @register_scheme(
@@ -32,8 +16,9 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
 def metis(config: MetisConfig, rank: int) -> Scheme:
     """The default: the residual makes up for the rounding of the quantized factors.
 
-    Quantizing the factors costs 14-20 % of the dominant energy, which the published residual
-    never gives back; Q(x - Q(a) lam Q(v^T)) does, at the same number of bits.
+    Quantizing the factors costs a large part of the dominant energy, which the published residual
+    never gives back; Q(x - Q(a) lam Q(v^T)) does, at the same number of bits. The stored factors of
+    a weight have entries of unit RMS; see `weights.SplitWeight`.
     """
     return metis_scheme(
         config,

@@ -1,0 +1,17 @@
+"""The control for the extra parameters of Metis: a split weight, nothing quantized."""
+
+from __future__ import annotations
+
+from metis_hf.config import MetisConfig
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "bf16-split",
+    summary="control: weight stored as u, s, vh, residual; nothing quantized",
+    source="arXiv 2509.00404, eq. W = U S V^T + W_R",
+    rank_multiple=16,
+)
+def bf16_split(config: MetisConfig, rank: int) -> Scheme:
+    """The extra parameters of Metis without FP4, to tell one's effect from the other's."""
+    return Scheme(split_weight=True, unit_rms=True)
