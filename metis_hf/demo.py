@@ -154,7 +154,7 @@ def _report(
     tokens: int,
     console: Console,
 ) -> None:
-    label = CONTROL if where["precision"] == "bf16" else f"{CONTROL} (run in fp32)"
+    label = control_label(where)
     parameters = _parameter_count(experiment)
     sentence = tables.verdict(results, parameters, tokens)
     shown = Table(
@@ -183,6 +183,11 @@ def _report(
     write_json(out / "results.json", record)
     names = "table.md, results.json, loss.png, spectra.png, <scheme>/model"
     console.print(f"Written to {out}/: {names}")
+
+
+def control_label(where: dict) -> str:
+    """The control's name in the table, which says so where a lack of bf16 units made it fp32."""
+    return CONTROL if where["precision"] == "bf16" else f"{CONTROL} (run in fp32)"
 
 
 def _parameter_count(experiment: Experiment) -> int:

@@ -13,7 +13,7 @@ import time
 import pytest
 import transformers
 
-from metis_hf import tables
+from metis_hf import demo, tables
 from metis_hf.demo import SCHEMES
 from metis_hf.experiment import SchemeResult
 
@@ -168,3 +168,14 @@ def test_nan_is_shown_not_averaged_away():
     assert row[1] == "nan"
     assert row[4] == "nan"
     assert "diverged: nvfp4" in tables.verdict(results, 1, 1)
+
+
+def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):
+    from metis_hf import experiment
+
+    monkeypatch.setattr(experiment, "bf16_units", lambda: False)
+    where = experiment.environment()
+    assert where["precision"] == "fp32"
+    assert "without bf16 units" in where["device"] or "CPU" not in where["device"]
+    assert demo.control_label(where) == "bf16 (run in fp32)"
+    assert demo.control_label(where | {"precision": "bf16"}) == "bf16"
