@@ -210,18 +210,40 @@ def test_nvidia_operands():
     )
 
 
+def test_contraction_mode_quantizes_along_each_contraction():
+    """Every operand of nvfp4 in contraction mode against fake_quantize, nearest rounding."""
+    roundings = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
+    linear, layer = layer_of("nvfp4", i=64, o=48, operand_mode="contraction", **roundings)
+    x, dy = torch.randn(40, 64, requires_grad=True), torch.randn(40, 48)
+    y = layer(x)
+    y.backward(dy)
+
+    def q(t, **options):
+        return fake_quantize(t.detach(), scale_rounding="up", **options).double()
+
+    w_hat = q(linear.weight, tile="square")  # the same blocks for fprop and dgrad
+    exact = q(x) @ w_hat.T + linear.bias.detach().double()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), q(dy) @ w_hat, rtol=1e-5, atol=1e-5)
+    dw = q(dy, dim=0).T @ q(x, dim=0)  # blocks along tokens
+    torch.testing.assert_close(layer.weight.grad.double(), dw, rtol=1e-5, atol=1e-5)
+    shared = q(dy).T @ q(x)
+    assert (dw - shared).abs().max() > 0.1  # the modes differ by far more than the tolerance
+
+
 @pytest.mark.parametrize("scheme", FP4_SCHEMES)
-def test_contraction_mode_blocks_along_the_contraction(scheme):
-    """Scaling one token by 2^20 leaves the other tokens' wgrad operands alone only per token."""
+def test_operand_modes_of_each_scheme(scheme):
     if scheme == "nvidia":
         with pytest.raises(ValueError, match="operand_mode"):
             layer_of(scheme, operand_mode="shared")
-        return
-    _, layer = layer_of(scheme, operand_mode="contraction")
-    assert not layer.scheme.reuses(Role.WGRAD_INPUT)
-    assert not layer.scheme.reuses(Role.WGRAD_GRAD_OUTPUT)
-    assert layer.scheme.reuses(Role.DGRAD_WEIGHT)
-    assert layer.scheme.fprop_weight.quantizer.tile.value == "square"
+    else:
+        shared = layer_of(scheme)[1].scheme
+        assert all(shared.reuses(role) for role in list(Role)[3:])
+    contraction = layer_of(scheme, operand_mode="contraction")[1].scheme
+    assert not contraction.reuses(Role.WGRAD_INPUT)
+    assert not contraction.reuses(Role.WGRAD_GRAD_OUTPUT)
+    assert contraction.reuses(Role.DGRAD_WEIGHT)
+    assert contraction.fprop_weight.quantizer.tile.value == "square"
 
 
 def test_bf16_gemm_applies_tensor_scales_to_the_product():
