@@ -24,6 +24,7 @@ from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.transforms import spectral_split
+from metis_hf.transforms.spectral import default_rows
 
 Stats = dict[str, float]
 
@@ -80,7 +81,7 @@ def operand_health(
         x,
         rank,
         sample_frac=1.0 if split is None else split.sample_frac,
-        min_rows=0 if split is None else 4 * (rank + split.oversample),
+        min_rows=0 if split is None else default_rows(rank, split.oversample),
         key=key,
         row_mask=row_mask,
     )

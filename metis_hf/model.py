@@ -26,7 +26,7 @@ from metis_hf.linear import (
 )
 from metis_hf.matching import select_modules
 from metis_hf.numerics import NVFP4
-from metis_hf.schemes import build_scheme, layer_rank
+from metis_hf.schemes import build_scheme, kept_directions, layer_rank
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _check_layer(name: str, module: nn.Linear | Conv1D, config: MetisConfig) -> 
     in_features, out_features = linear_shape(module)
     scheme = build_scheme(config, in_features, out_features)
     smaller = min(in_features, out_features)
-    kept = -(-round(config.rank_frac * smaller * 1e6) // 10**6)
+    kept = kept_directions(config, in_features, out_features)
     if scheme.split_weight and config.rank_frac > 0.5:
         raise ValueError(
             f"rank_frac={config.rank_frac} keeps {kept} of {smaller} directions of {name}; "

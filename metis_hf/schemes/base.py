@@ -9,6 +9,7 @@ import difflib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from metis_hf.config import MetisConfig
@@ -77,7 +78,7 @@ class Scheme:
         assert operand is not None
         return role, operand
 
-    @property
+    @cached_property  # read at every forward call
     def is_high_precision(self) -> bool:
         """No operand is quantized: a plain linear layer."""
         return all(self.resolve(role)[1].quantizer is None for role in Role)
@@ -153,11 +154,17 @@ def scheme_info(name: str) -> SchemeInfo:
         ) from None
 
 
+def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:
+    """rank_frac of a layer's smaller side, rounded up; before rounding to the rank multiple."""
+    scaled = round(config.rank_frac * min(in_features, out_features) * 1e6)
+    return -(-scaled // 10**6)  # ceil, immune to 0.1 * 30 > 3
+
+
 def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
     """k of a layer: rank_frac of its smaller side, rounded up, at most that side."""
     smaller = min(in_features, out_features)
     multiple = config.rank_multiple or scheme_info(config.scheme).rank_multiple
-    rank = -(-round(config.rank_frac * smaller * 1e6) // 10**6)  # ceil, immune to 0.1 * 30
+    rank = kept_directions(config, in_features, out_features)
     return min(smaller, -(-rank // multiple) * multiple)
 
 
