@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,7 +40,8 @@ class MetisConfig:
         forward_rounding: element rounding in the forward pass, overriding the scheme's.
         backward_rounding: element rounding of gradients, overriding the scheme's.
         scale_rounding: rounding of block scales, overriding the scheme's.
-        two_level: one fp32 scale per tensor above the block scales.
+        two_level: one fp32 scale per tensor above the block scales. False warns: without it,
+            block scales underflow E4M3 and gradients become zero.
         target_modules: "all-linear", a regular expression for full names, or a list of name
             suffixes; as in PEFT.
         exclude_modules: what to leave out, in the same two forms; the output head always stays.
@@ -81,6 +83,12 @@ class MetisConfig:
             if isinstance(value, list | set):
                 object.__setattr__(self, name, tuple(value))
         self._check()
+        if not self.two_level:
+            warnings.warn(
+                "two_level=False: E4M3 block scales of values under about 1e-2 underflow, and "
+                "tensors the size of gradients become zero; leave two_level=True to train",
+                stacklevel=3,
+            )
 
     def _check(self) -> None:
         def require(ok: bool, name: str, expected: str) -> None:

@@ -1,28 +1,79 @@
 """Number formats as data: which values exist, and how a block of them is scaled.
 
-NVFP4 stores a tensor as E2M1 values {0, .5, 1, 1.5, 2, 3, 4, 6} with a sign, one E4M3 scale per
-block of 16 values, and one fp32 scale per tensor:  value = code * scale * global_scale.
-A format only says which numbers exist; how values reach them is in `rounding` and `quantize`.
+Four bits hold few values: E2M1 (2 exponent bits, 1 mantissa bit) has 0, .5, 1, 1.5, 2, 3, 4, 6 and
+their negatives. A tensor fits on that grid only block by block, each block with its own scale:
+
+    value = code * scale * global_scale
+
+NVFP4: blocks of 16, scale in E4M3 (8 bits: 3 mantissa bits, 2^-9 to 448), and one fp32 scale for
+the tensor, since E4M3 alone spans too little for gradients. 4.5 bits an element.
+MXFP4: blocks of 32, scale in E8M0 (a power of two, 2^-127 to 2^127), no tensor scale. 4.25 bits.
+The scale of a block puts its largest magnitude (amax) at or near the largest code, 6. The more
+mantissa the scale has, the nearer; the smaller the block, the less its other elements suffer.
+
+A format only says which numbers exist; how values reach them is in `rounding` (element by element),
+`scaling` (the scale of a block) and `quantize` (whole tensors).
+
+>>> E2M1.grid
+(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+>>> NVFP4.bits_per_element, FORMATS["mxfp4"].bits_per_element
+(4.5, 4.25)
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
+from torch import Tensor
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class ElementFormat(Protocol):
+    """What rounding has to know of a format: its spacing is constant inside a power of two.
+
+    The spacing at y is `2^-mantissa_bits` times the power of two at or below |y|, that power held
+    within [min_normal, max_power].
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def mantissa_bits(self) -> int: ...
+    @property
+    def min_normal(self) -> float: ...
+    @property
+    def max_power(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def grid(self) -> tuple[float, ...]: ...
+    def encode(self, values: Tensor) -> Tensor:
+        """Bit patterns (uint8) of fp32 values on the grid; those of NaN are arbitrary."""
+        ...
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """fp32 values of bit patterns (uint8)."""
+        ...
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A small binary floating-point format with subnormals and without infinities.
+    """A small binary floating-point format with sign and subnormals.
 
     Args:
         name: for people.
         exponent_bits: width of the exponent field.
         mantissa_bits: width of the fraction field.
         bias: exponent bias.
-        max: largest finite value; it says which of the top codes are values and which are NaN.
+        max: largest finite value; it says which of the top codes are values and which are not.
         dtype: the torch dtype that stores it, where torch has one.
     """
 
@@ -32,6 +83,11 @@ class FloatFormat:
     bias: int
     max: float
     dtype: torch.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        """Stored bits of one value."""
+        return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_normal(self) -> float:
@@ -46,7 +102,7 @@ class FloatFormat:
     @property
     def max_power(self) -> float:
         """Largest power of two that is not above `max`: the top binade."""
-        return 2.0 ** ((2**self.exponent_bits - 1) - self.bias)
+        return 2.0 ** (math.frexp(self.max)[1] - 1)
 
     @cached_property
     def grid(self) -> tuple[float, ...]:
@@ -60,12 +116,97 @@ class FloatFormat:
                 values.append(value)
         return tuple(values)
 
+    def encode(self, values: Tensor) -> Tensor:
+        """Sign bit, exponent, mantissa from the high bit down, in the low bits of a uint8."""
+        magnitude = torch.bucketize(values.abs().contiguous(), values.new_tensor(self.grid))
+        sign = values.signbit().to(torch.uint8) << (self.bits - 1)
+        # NaN falls off the grid's end; its block scale says what it was.
+        return magnitude.clamp_(max=len(self.grid) - 1).to(torch.uint8) | sign
 
-# OCP Microscaling Formats (MX) v1.0, section 5.3.3, and OCP 8-bit Floating Point v1.0.
+    def decode(self, codes: Tensor) -> Tensor:
+        """fp32 values of codes (uint8)."""
+        grid = torch.tensor(self.grid, device=codes.device)
+        table = grid.new_full((2 ** (self.bits - 1),), torch.nan)
+        table[: len(grid)] = grid
+        return torch.cat([table, -table])[codes.long()]
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """Symmetric two's complement integers; the most negative code is not used."""
+
+    name: str
+    bits: int
+
+    @property
+    def mantissa_bits(self) -> int:
+        """As if the sign and the leading bit were apart: the spacing is 1 everywhere."""
+        return self.bits - 2
+
+    @property
+    def min_normal(self) -> float:
+        return 2.0 ** (self.bits - 2)
+
+    @property
+    def max_power(self) -> float:
+        return self.min_normal
+
+    @property
+    def max(self) -> float:
+        return 2.0 ** (self.bits - 1) - 1
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        return tuple(float(value) for value in range(2 ** (self.bits - 1)))
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Two's complement in the low bits of a uint8. The sign of a zero is lost."""
+        return values.nan_to_num().to(torch.int16).bitwise_and_(2**self.bits - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """fp32 values of codes (uint8)."""
+        half = 2 ** (self.bits - 1)
+        return ((codes.to(torch.int16) + half) % (2 * half) - half).float()
+
+
+# OCP Microscaling Formats (MX) v1.0, section 5.3; OCP 8-bit Floating Point v1.0 for the 8-bit ones.
 E2M1 = FloatFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-E4M3 = FloatFormat(
-    "e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, dtype=torch.float8_e4m3fn
+E2M3 = FloatFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
+E3M2 = FloatFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
+E4M3 = FloatFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn)
+E5M2 = FloatFormat("e5m2", 5, 2, bias=15, max=57344.0, dtype=torch.float8_e5m2)
+INT4_ELEMENT = IntFormat("int4", bits=4)
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """What a block scale is stored in, and how an exact scale reaches it.
+
+    Args:
+        name: for people.
+        dtype: the torch dtype that stores it.
+        max: largest value.
+        roundings: the `ScaleRounding` values that it takes; the first is the default.
+        tensor_scale: whether an fp32 scale per tensor stands above it, because its range is small.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    roundings: tuple[str, ...]
+    tensor_scale: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Stored bits of one scale."""
+        return 8 * self.dtype.itemsize
+
+
+SCALE_E4M3 = ScaleFormat(
+    "e4m3", E4M3.dtype or torch.uint8, E4M3.max, roundings=("nearest", "up"), tensor_scale=True
 )
+SCALE_E8M0 = ScaleFormat("e8m0", torch.float8_e8m0fnu, 2.0**127, roundings=("floor", "up"))
+SCALE_FP32 = ScaleFormat("fp32", torch.float32, FLT_MAX, roundings=("nearest",))
 
 
 @dataclass(frozen=True)
@@ -76,22 +217,64 @@ class BlockFormat:
         name: the name used in configs and tables.
         element: format of the values.
         scale: format of the block scale.
-        block_size: elements per scale.
+        block_size: elements per scale; None for one scale per row (or tensor).
+        source: where the format is specified.
     """
 
     name: str
-    element: FloatFormat
-    scale: FloatFormat
-    block_size: int
+    element: ElementFormat
+    scale: ScaleFormat
+    block_size: int | None
+    source: str = ""
 
     @property
     def bits_per_element(self) -> float:
         """Stored bits per value: the element and its share of the block scale."""
-        scale_bits = 1 + self.scale.exponent_bits + self.scale.mantissa_bits
-        element_bits = 1 + self.element.exponent_bits + self.element.mantissa_bits
-        return element_bits + scale_bits / self.block_size
+        return self.element.bits + (self.scale.bits / self.block_size if self.block_size else 0)
 
 
-NVFP4 = BlockFormat("nvfp4", element=E2M1, scale=E4M3, block_size=16)
+_MX = "OCP Microscaling Formats v1.0"
+_TE = "TransformerEngine Float8CurrentScaling"
 
-FORMATS: dict[str, BlockFormat] = {fmt.name: fmt for fmt in (NVFP4,)}
+NVFP4 = BlockFormat("nvfp4", E2M1, SCALE_E4M3, 16, "NVIDIA cuBLAS; arXiv 2509.25149")
+MXFP4 = BlockFormat("mxfp4", E2M1, SCALE_E8M0, 32, _MX)
+MXFP6_E2M3 = BlockFormat("mxfp6-e2m3", E2M3, SCALE_E8M0, 32, _MX)
+MXFP6_E3M2 = BlockFormat("mxfp6-e3m2", E3M2, SCALE_E8M0, 32, _MX)
+MXFP8_E4M3 = BlockFormat("mxfp8-e4m3", E4M3, SCALE_E8M0, 32, _MX)
+MXFP8_E5M2 = BlockFormat("mxfp8-e5m2", E5M2, SCALE_E8M0, 32, _MX)
+FP8_E4M3 = BlockFormat("fp8-e4m3", E4M3, SCALE_FP32, None, _TE)
+FP8_E5M2 = BlockFormat("fp8-e5m2", E5M2, SCALE_FP32, None, _TE)
+INT4 = BlockFormat("int4", INT4_ELEMENT, SCALE_FP32, 32, "symmetric group quantization")
+NVINT4 = BlockFormat("nvint4", INT4_ELEMENT, SCALE_E4M3, 16, "arXiv 2510.25602")
+
+FORMATS: dict[str, BlockFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        NVFP4,
+        MXFP4,
+        MXFP6_E2M3,
+        MXFP6_E3M2,
+        MXFP8_E4M3,
+        MXFP8_E5M2,
+        FP8_E4M3,
+        FP8_E5M2,
+        INT4,
+        NVINT4,
+    )
+}
+
+
+def get_format(fmt: str | BlockFormat) -> BlockFormat:
+    """The format of that name; a format is returned as it is.
+
+    Raises:
+        ValueError: no such name; the message lists the names and the nearest one.
+    """
+    if isinstance(fmt, BlockFormat):
+        return fmt
+    try:
+        return FORMATS[fmt]
+    except (KeyError, TypeError):
+        near = difflib.get_close_matches(str(fmt), FORMATS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"format {fmt!r} is unknown{hint} Formats: {', '.join(FORMATS)}") from None

@@ -1,4 +1,4 @@
-"""Block quantization: scales, codes, and fake quantization (quantize, then dequantize).
+"""Block quantization of whole tensors: scales, codes, and fake quantization (there and back).
 
 The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the encode scale):
     S     = min(448 * 6 / amax_tensor, FLT_MAX)                1 if amax_tensor is 0
@@ -6,120 +6,179 @@ The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the e
     code  = e2m1(clamp(x * min(1 / (scale * (1/S)), FLT_MAX), -6, 6))
     value = (code * scale) * (1/S)                             code * scale is exact
 A block whose scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its
-block where there is no tensor scale.
+block where there is no tensor scale. Nothing finite gives a NaN.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.formats import NVFP4, BlockFormat
-from metis_hf.numerics.rounding import (
-    Rounding,
-    ScaleRounding,
-    round_nearest,
-    round_scale,
-    round_stochastic,
+from metis_hf.numerics.formats import (
+    NVFP4,
+    SCALE_FP32,
+    BlockFormat,
+    get_format,
 )
-
-_FLT_MAX = torch.finfo(torch.float32).max
-
-
-class Tile(str, enum.Enum):
-    """Shape of a block."""
-
-    ROW = "row"  # 1 x block_size, along one dimension
-    SQUARE = "square"  # block_size x block_size over the last two: the same blocks transposed
+from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
+from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
+from metis_hf.numerics.scaling import (
+    ScaleRounding,
+    ScaleRule,
+    TensorScale,
+    block_scale,
+    four_over_six,
+    largest_scale,
+    tensor_scale,
+)
 
 
 class Blocks(NamedTuple):
     """A quantized tensor, still laid out in blocks.
 
-    values[b] * scale = what the codes and block scales represent, without the tensor scale.
+    codes[b] * scale[b] is what codes and block scales represent, without the tensor scale.
     """
 
-    codes: Tensor  # fp32 values in the element grid, padded and unflattened to blocks
-    scale: Tensor  # fp32 values in the scale grid, broadcastable against codes
+    codes: Tensor  # fp32 values in the element grid, padded and cut into blocks
+    scale: Tensor  # fp32 values in the scale format, broadcastable against codes
     global_scale: Tensor | None  # 0-dim fp32 decode scale, None if one-level
+
+    def values(self) -> Tensor:
+        """The represented numbers, in place of the codes."""
+        values = self.codes.mul_(self.scale)
+        return values if self.global_scale is None else values.mul_(self.global_scale)
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How one tensor is quantized: format, rounding of elements and scales, levels, block shape."""
+    """How one tensor is quantized.
+
+    Args:
+        fmt: the block format, or its name.
+        rounding: of elements.
+        scale_rounding: of block scales; None takes the format's default.
+        two_level: one fp32 scale per tensor above the block scales; None: if the format has one.
+        tile: shape of a block.
+        scale_rule: which code the largest magnitude of a block is scaled to.
+
+    Raises:
+        ValueError: choices that do not exist, or not together; the message says which do.
+    """
 
     fmt: BlockFormat = NVFP4
     rounding: Rounding = Rounding.NEAREST
-    scale_rounding: ScaleRounding = ScaleRounding.NEAREST
-    two_level: bool = True
+    scale_rounding: ScaleRounding | None = None
+    two_level: bool | None = None
     tile: Tile = Tile.ROW
+    scale_rule: ScaleRule = ScaleRule.ABSMAX
+
+    def __post_init__(self) -> None:
+        def resolve(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        resolve("fmt", get_format(self.fmt))
+        if self.scale_rounding is None:
+            resolve("scale_rounding", self.fmt.scale.roundings[0])
+        if self.two_level is None:
+            resolve("two_level", self.fmt.scale.tensor_scale)
+        for name, kind in _ENUMS.items():
+            resolve(name, _choice(kind, name, getattr(self, name)))
+        self._check()
+
+    def _check(self) -> None:
+        fmt, scale = self.fmt, self.fmt.scale
+        assert self.scale_rounding is not None
+        if self.scale_rounding.value not in scale.roundings:
+            raise ValueError(
+                f"scale_rounding={self.scale_rounding.value!r} does not exist for {fmt.name}, "
+                f"whose block scales are {scale.name}; "
+                f"choose {' or '.join(repr(r) for r in scale.roundings)}"
+            )
+        if self.two_level and not scale.tensor_scale:
+            with_tensor_scale = "nvfp4 or nvint4"
+            raise ValueError(
+                f"two_level=True does not exist for {fmt.name}: its {scale.name} block scales span "
+                f"the range of fp32 alone. Leave two_level unset, or use {with_tensor_scale}"
+            )
+        if self.tile is Tile.SQUARE and fmt.block_size is None:
+            raise ValueError(
+                f'tile="square" needs a block size, and {fmt.name} has none; '
+                'choose tile="row" (one scale per row) or "tensor" (one scale)'
+            )
+        if self.tile is Tile.TENSOR and scale is not SCALE_FP32:
+            raise ValueError(
+                f'tile="tensor" is one fp32 scale for all, and the scales of {fmt.name} are '
+                f'{scale.name}; choose tile="row" or "square", or format fp8-e4m3 or int4'
+            )
+        if self.scale_rule is ScaleRule.FOUR_OVER_SIX and fmt is not NVFP4:
+            raise ValueError(
+                f'scale_rule="four-over-six" chooses between the NVFP4 codes 4 and 6, '
+                f'and the format is {fmt.name}; use scale_rule="absmax"'
+            )
 
     def __call__(self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None) -> Tensor:
         """Fake-quantizes: fp32, the shape of `x`.
 
         Args:
             x: any shape and float dtype.
-            dim: the dimension that row blocks run along; square tiles do not use it.
+            dim: the dimension that row blocks run along; other tiles do not use it.
             key: noise key, for stochastic rounding only.
         """
         if x.numel() == 0:
             return x.float()
         blocks = self.blocks(x, dim=dim, key=key)
-        values = blocks.codes.mul_(blocks.scale)
-        if blocks.global_scale is not None:
-            values.mul_(blocks.global_scale)
-        return self._from_blocks(values, x.shape, dim)
+        return from_blocks(blocks.values(), x.shape, self.tile, dim)
 
     def unscaled(
         self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Like `__call__`, with the tensor scale apart: (code * block scale, global scale).
 
-        code * block scale has 6 significant bits at most, so bf16 holds it exactly; the product
-        with the fp32 tensor scale it could not. A GEMM applies the tensor scales to its output.
+        For 4-bit elements code * block scale has 7 significant bits at most, so bf16 holds it
+        exactly; the product with the fp32 tensor scale it could not. A GEMM applies the tensor
+        scales to its output.
         """
         if x.numel() == 0:
             return x.float(), None
         blocks = self.blocks(x, dim=dim, key=key)
-        values = self._from_blocks(blocks.codes.mul_(blocks.scale), x.shape, dim)
-        return values, blocks.global_scale
+        values = blocks._replace(global_scale=None).values()
+        return from_blocks(values, x.shape, self.tile, dim), blocks.global_scale
 
     def blocks(self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None) -> Blocks:
         """Quantizes `x` (not empty), laid out in blocks."""
-        fmt, block_dims = self.fmt, self._block_dims(x.dim(), dim)
-        x32 = self._to_blocks(x.detach().float(), dim)
-        amax = x32.abs().amax(block_dims, keepdim=True)
-        if self.two_level:
-            amax_tensor = amax.amax()
-            # Not `number / tensor`: torch computes that as reciprocal times number, two roundings.
-            encode = torch.full_like(amax_tensor, fmt.element.max * fmt.scale.max)
-            encode = encode.div_(amax_tensor).clamp_(max=_FLT_MAX)
-            encode.masked_fill_(amax_tensor == 0, 1.0)
-            decode = encode.reciprocal()
-            scale = round_scale(
-                amax * (encode * (1 / fmt.element.max)), fmt.scale, self.scale_rounding
-            )
-            inverse = (scale * decode).reciprocal_().clamp_(max=_FLT_MAX)
-        else:
-            decode = None
-            scale = round_scale(amax * (1 / fmt.element.max), fmt.scale, self.scale_rounding)
-            inverse = scale.reciprocal().clamp_(max=_FLT_MAX)
-        y = (x32 * inverse).clamp_(-fmt.element.max, fmt.element.max)
+        element, size = self.fmt.element, self.fmt.block_size
+        dims = block_dims(self.tile, x.dim(), dim)
+        x32 = to_blocks(x.detach().float(), self.tile, size, dim)
+        scale, inverse, tensor = self._scales(x32, dims)
+        y = (x32 * inverse).clamp_(-element.max, element.max)
         if self.rounding is Rounding.NEAREST:
-            codes = round_nearest(y, fmt.element)
+            codes = round_nearest(y, element)
         else:
             if key is None:
                 raise ValueError("stochastic rounding needs a noise key; pass key=...")
-            u = self._to_blocks(noise.uniform(x.shape, key, x.device), dim)
-            codes = round_stochastic(y, fmt.element, u)
-        return Blocks(codes, scale, decode)
+            u = to_blocks(noise.uniform(x.shape, key, x.device), self.tile, size, dim)
+            codes = round_stochastic(y, element, u)
+        return Blocks(codes, scale, None if tensor is None else tensor.decode)
+
+    def _scales(
+        self, x: Tensor, dims: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, TensorScale | None]:
+        """(block scales, what elements are multiplied by, tensor scale) of x cut into blocks."""
+        assert self.scale_rounding is not None
+        amax = x.abs().amax(dims, keepdim=True)
+        tensor = None
+        if self.two_level:
+            tensor = tensor_scale(amax.amax(), self.fmt, largest_scale(self.fmt, self.scale_rule))
+        if self.scale_rule is ScaleRule.FOUR_OVER_SIX:
+            scale, inverse = four_over_six(x, amax, dims, self.fmt, self.scale_rounding, tensor)
+        else:
+            scale, inverse = block_scale(amax, self.fmt, self.scale_rounding, tensor)
+        return scale, inverse, tensor
 
     def deterministic(self) -> Quantizer:
         """The same with elements rounded to nearest."""
@@ -131,48 +190,26 @@ class Quantizer:
         Zero with scales rounded up, to the last bit of fp32; 3.4 % of normally distributed
         values with scales rounded to nearest.
         """
-        blocks = self.deterministic().blocks(x, dim=dim)
-        largest = blocks.scale * self.fmt.element.max
-        if blocks.global_scale is not None:
-            largest = largest * blocks.global_scale
+        if x.numel() == 0:
+            return x.new_zeros((), dtype=torch.float32)
+        x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
+        scale, _, tensor = self._scales(x32, block_dims(self.tile, x.dim(), dim))
+        largest = scale * self.fmt.element.max
+        if tensor is not None:
+            largest = largest * tensor.decode
         tolerance = 1 + 4 * torch.finfo(torch.float32).eps
-        return (self._to_blocks(x.float(), dim).abs() > largest * tolerance).sum() / x.numel()
-
-    def _block_dims(self, ndim: int, dim: int) -> tuple[int, ...]:
-        if self.tile is Tile.SQUARE:
-            return (-3, -1)
-        return (dim % max(ndim, 1) + 1,)
-
-    def _to_blocks(self, x: Tensor, dim: int) -> Tensor:
-        """[.. n ..] -> [.. ceil(n/16) 16 ..], zero-padded along the blocked dimensions only."""
-        size = self.fmt.block_size
-        x = x.reshape(1) if x.dim() == 0 else x
-        if self.tile is Tile.SQUARE:
-            if x.dim() < 2:
-                raise ValueError(
-                    f'tile="square" needs a matrix, got shape {tuple(x.shape)}; use tile="row"'
-                )
-            x = F.pad(x, (0, -x.shape[-1] % size, 0, -x.shape[-2] % size))
-            return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).contiguous()
-        dim %= x.dim()
-        pad = -x.shape[dim] % size
-        if pad:
-            x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, pad])
-        return x.unflatten(dim, (-1, size)).contiguous()
-
-    def _from_blocks(self, blocks: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-        """The inverse of `_to_blocks`: drops the padding."""
-        if not shape:
-            return blocks.flatten()[0]
-        if self.tile is Tile.SQUARE:
-            x = blocks.flatten(-4, -3).flatten(-2, -1)
-            return x[..., : shape[-2], : shape[-1]]
-        dim %= len(shape)
-        x = blocks.flatten(dim, dim + 1)
-        return x if x.shape[dim] == shape[dim] else x.narrow(dim, 0, shape[dim])
+        return (x32.abs() > largest * tolerance).sum() / x.numel()
 
 
-def _choice(kind: type[enum.Enum], name: str, value: str) -> enum.Enum:
+_ENUMS: dict[str, type[enum.Enum]] = {
+    "rounding": Rounding,
+    "scale_rounding": ScaleRounding,
+    "tile": Tile,
+    "scale_rule": ScaleRule,
+}
+
+
+def _choice(kind: type[enum.Enum], name: str, value: object) -> enum.Enum:
     try:
         return kind(value)
     except ValueError:
@@ -192,28 +229,34 @@ class _StraightThrough(torch.autograd.Function):
 
 def fake_quantize(
     x: Tensor,
-    fmt: BlockFormat = NVFP4,
+    fmt: BlockFormat | str = NVFP4,
     *,
     dim: int = -1,
     rounding: str = "nearest",
-    scale_rounding: str = "nearest",
-    two_level: bool = True,
+    scale_rounding: str | None = None,
+    two_level: bool | None = None,
     tile: str = "row",
+    scale_rule: str = "absmax",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Quantizes to `fmt` and back: the values that a tensor stored in four bits would have.
+    """Quantizes to `fmt` and back: the values that a tensor stored in that format would have.
 
     Arithmetic is fp32 whatever the input. The gradient is straight-through (the identity).
 
     Args:
         x: any shape, any float dtype; zero-padded to whole blocks along `dim`, padding dropped.
-        fmt: the block format.
-        dim: the dimension along which row blocks of `fmt.block_size` run.
+        fmt: a block format or its name: "nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2",
+            "mxfp8-e4m3", "mxfp8-e5m2", "fp8-e4m3", "fp8-e5m2", "int4", "nvint4".
+        dim: the dimension along which row blocks run.
         rounding: "nearest" (ties to even) or "stochastic" (unbiased).
-        scale_rounding: "nearest" (TransformerEngine) or "up" (arXiv 2509.00404: never clips).
-        two_level: one fp32 scale per tensor above the block scales. Without it, block scales of
-            values below about 1e-2 underflow E4M3 and the tensor is lost.
-        tile: "row" (1 x 16) or "square" (16 x 16 over the last two dimensions).
+        scale_rounding: E4M3 scales: "nearest" (TransformerEngine, the default) or "up"
+            (arXiv 2509.00404: never clips). E8M0 scales: "floor" (OCP MX, the default) or "up".
+        two_level: one fp32 scale per tensor above E4M3 block scales; by default if the format has
+            one. Without it, block scales of values below about 1e-2 underflow E4M3 and the tensor
+            is lost.
+        tile: "row" (1 x block size; the whole row for "fp8-*"), "square" (block size x block size
+            over the last two dimensions) or "tensor" (one scale; for fp32 scales).
+        scale_rule: "absmax" or "four-over-six" (arXiv 2512.02010; NVFP4 only).
         generator: source of the stochastic noise; None draws from torch's default generator.
 
     Returns:
@@ -221,18 +264,30 @@ def fake_quantize(
 
     Raises:
         TypeError: `x` is not floating point.
-        ValueError: an unknown rounding, scale_rounding or tile.
+        ValueError: an unknown choice, or choices that do not go together.
+        IndexError: `dim` is not a dimension of `x`.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"fake_quantize needs a floating-point tensor, got {x.dtype}")
     quantizer = Quantizer(
-        fmt,
-        rounding=_choice(Rounding, "rounding", rounding),  # type: ignore[arg-type]
-        scale_rounding=_choice(ScaleRounding, "scale_rounding", scale_rounding),  # type: ignore[arg-type]
-        two_level=two_level,
-        tile=_choice(Tile, "tile", tile),  # type: ignore[arg-type]
+        fmt,  # type: ignore[arg-type]
+        rounding,  # type: ignore[arg-type]
+        scale_rounding,  # type: ignore[arg-type]
+        two_level,
+        tile,  # type: ignore[arg-type]
+        scale_rule,  # type: ignore[arg-type]
     )
-    key = None
-    if quantizer.rounding is Rounding.STOCHASTIC:
-        key = noise.key_from_generator(generator, x.device)
+    key = check_input(x, quantizer, dim, generator)
     return _StraightThrough.apply(x, quantizer, dim, key)
+
+
+def check_input(
+    x: Tensor, quantizer: Quantizer, dim: int, generator: torch.Generator | None
+) -> noise.Key | None:
+    """Refuses what cannot be quantized; returns the noise key if the quantizer takes one."""
+    if not x.is_floating_point():
+        raise TypeError(f"quantization needs a floating-point tensor, got {x.dtype}")
+    ndim = max(x.dim(), 1)
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
+    if quantizer.rounding is Rounding.NEAREST:
+        return None
+    return noise.key_from_generator(generator, x.device)

@@ -1,0 +1,147 @@
+"""From amax to scales: the tensor scale, the block scales, and the rules that choose them.
+
+A scale is a decode scale: value = code * scale. Each equation is evaluated in fp32, in the order
+written; TransformerEngine's order is part of what makes results equal to the bit.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.formats import FLT_MAX, SCALE_E8M0, SCALE_FP32, BlockFormat, ScaleFormat
+from metis_hf.numerics.rounding import power_below, round_nearest
+
+_SMALLEST_E8M0 = 2.0**-127
+_FOUR_OVER_SIX_MAX = 256.0  # 256 * 1.5 = 384 is an E4M3 value; 448 * 1.5 would saturate
+
+
+class ScaleRounding(str, enum.Enum):
+    """How a block scale reaches its stored format."""
+
+    NEAREST = "nearest"  # TransformerEngine; 3.4 % of a normal tensor's elements then clip
+    UP = "up"  # to the next one above: no element of the block can clip
+    FLOOR = "floor"  # OCP MX: the powers of two below amax and below the largest code match
+
+
+class ScaleRule(str, enum.Enum):
+    """Which code the largest magnitude of a block is scaled to."""
+
+    ABSMAX = "absmax"  # the largest one
+    FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
+
+
+class TensorScale(NamedTuple):
+    """0-dim fp32; decode = 1 / encode."""
+
+    encode: Tensor
+    decode: Tensor
+
+
+def encode_scale(amax: Tensor, largest: float) -> Tensor:
+    """min(largest / amax, FLT_MAX), 1 where amax is 0: what brings amax to `largest`."""
+    # Not `number / tensor`: torch computes that as reciprocal times number, two roundings.
+    encode = torch.full_like(amax, largest).div_(amax).clamp_(max=FLT_MAX)
+    return encode.masked_fill_(amax == 0, 1.0)
+
+
+def tensor_scale(amax: Tensor, fmt: BlockFormat, scale_max: float) -> TensorScale:
+    """The scale of a whole tensor: its largest block gets the block scale `scale_max`."""
+    encode = encode_scale(amax, fmt.element.max * scale_max)
+    return TensorScale(encode, encode.reciprocal())
+
+
+def block_scale(
+    amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
+) -> tuple[Tensor, Tensor]:
+    """Scales that bring each block's amax to the largest code.
+
+    Returns:
+        (scale, inverse), fp32, the shape of `amax`: values of the scale format, and what the
+        elements are multiplied by. NaN where amax is NaN or inf.
+    """
+    if fmt.scale is SCALE_FP32:
+        encode = encode_scale(amax, fmt.element.max)
+        return encode.reciprocal(), encode
+    if fmt.scale is SCALE_E8M0:
+        scale = power_below(amax).mul_(1 / fmt.element.max_power).clamp_(min=_SMALLEST_E8M0)
+        scale.masked_fill_(~amax.isfinite(), torch.nan)
+        if rounding is ScaleRounding.UP:
+            scale = torch.where(amax > scale * fmt.element.max, scale * 2, scale)
+        return scale, scale.reciprocal()
+    # One rounding after this product; (amax / 6) * S would be another number.
+    encode = 1 / fmt.element.max if tensor is None else tensor.encode * (1 / fmt.element.max)
+    scale = round_scale(amax * encode, fmt.scale, rounding)
+    return scale, inverse_scale(scale, tensor)
+
+
+def inverse_scale(scale: Tensor, tensor: TensorScale | None) -> Tensor:
+    """min(1 / (scale * decode), FLT_MAX): finite for a scale of zero, whose codes become zero."""
+    decoded = scale if tensor is None else scale * tensor.decode
+    return decoded.reciprocal().clamp_(max=FLT_MAX)
+
+
+def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Tensor:
+    """Casts non-negative fp32 block scales to an 8-bit float (saturating) and back to fp32.
+
+    Args:
+        value: fp32 >= 0; NaN stays NaN, and inf becomes NaN rather than the largest scale.
+    """
+    value = value.clamp(max=fmt.max).masked_fill_(value.isinf(), torch.nan)
+    cast = value.to(fmt.dtype)
+    scale = cast.float()
+    if rounding is ScaleRounding.UP:
+        # Codes of positive floats are ordered as their values are: the next code is the next value.
+        above = (cast.view(torch.uint8) + 1).view(fmt.dtype).float()
+        scale = torch.where(scale < value, above, scale)
+    return scale
+
+
+def largest_scale(fmt: BlockFormat, rule: ScaleRule) -> float:
+    """The block scale that the tensor's largest block gets.
+
+    Four Over Six leaves room to scale that block by another 1.5 (arXiv 2512.02010, section 3).
+    """
+    return _FOUR_OVER_SIX_MAX if rule is ScaleRule.FOUR_OVER_SIX else fmt.scale.max
+
+
+def four_over_six(
+    x: Tensor,
+    amax: Tensor,
+    dims: tuple[int, ...],
+    fmt: BlockFormat,
+    rounding: ScaleRounding,
+    tensor: TensorScale | None,
+) -> tuple[Tensor, Tensor]:
+    """Scales each block's amax to 6 or to 4, whichever leaves the smaller squared error.
+
+    A block with amax on 4 uses the values 0 .. 4 and gives up 6: near its top the spacing is 1/4 of
+    the maximum instead of 1/3. Errors are those of nearest rounding, also where the elements are
+    then rounded stochastically; 6 wins a tie. Scales and their order are TransformerEngine's
+    (NVFP4 4over6); the errors are taken in units of the block scales, so that they can neither
+    overflow nor vanish.
+
+    Args:
+        x: fp32 elements in blocks; `dims` are the dimensions inside a block.
+        amax: of each block, broadcastable against x.
+
+    Returns:
+        (scale, inverse) as `block_scale`.
+    """
+    encode = torch.ones_like(amax) if tensor is None else tensor.encode
+    base = amax.div(torch.full_like(amax, fmt.element.max)).mul_(encode)  # (amax / 6) * S
+    wanted = x * encode  # in units of code * scale
+
+    def candidate(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = round_scale(value, fmt.scale, rounding)
+        inverse = inverse_scale(scale, tensor)
+        codes = round_nearest((x * inverse).clamp_(-fmt.element.max, fmt.element.max), fmt.element)
+        return scale, inverse, codes.mul_(scale).sub_(wanted).square_().sum(dims, keepdim=True)
+
+    six_scale, six_inverse, six_error = candidate(base)
+    four_scale, four_inverse, four_error = candidate(base * 1.5)
+    four = four_error < six_error
+    return torch.where(four, four_scale, six_scale), torch.where(four, four_inverse, six_inverse)
