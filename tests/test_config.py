@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 
@@ -77,3 +78,12 @@ def test_bad_value_is_named(bad):
     (name,) = bad
     with pytest.raises(ValueError, match=rf"^{name}=.*expected"):
         MetisConfig(**bad)
+
+
+def test_one_level_warns():
+    """Block scales alone lose gradients whole; two levels are the silent default."""
+    with pytest.warns(UserWarning, match=r"two_level=False.*gradients"):
+        MetisConfig(two_level=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert MetisConfig().two_level

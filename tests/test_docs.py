@@ -1,0 +1,79 @@
+"""Pages of docs/ and benchmarks/: their examples run, their tables are the committed results."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCTESTED = ["metis_hf.numerics.formats", "metis_hf.numerics.storage"]
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    """benchmarks/numerics.py, under a name that does not hide tests/numerics."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(
+        "numerics_report", ROOT / "benchmarks" / "numerics.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "benchmarks"))
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page):
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("name", DOCTESTED)
+def test_docstring_examples_run(name):
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("http"):
+            assert (page.parent / target.split("#")[0]).exists(), target
+
+
+def test_numerics_pages_are_written_from_the_record(report):
+    record = json.loads(report.JSON.read_text())
+    assert set(record["tables"]) == set(report.SECTIONS)
+    assert report.REPORT.read_text() == report.report(record)
+    page = report.DOCS.read_text()
+    assert page == report.with_tables(page, record)
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == set(report.SECTIONS)
+
+
+@pytest.mark.parametrize("section", ["levels", "order"])
+def test_numerics_record_can_be_measured_again(report, section):
+    """The quick tables, number by number; the last digit may differ between machines."""
+    committed = json.loads(report.JSON.read_text())["tables"][section]
+    measured = report.SECTIONS[section]()
+    assert measured["columns"] == committed["columns"]
+    for row, wanted in zip(measured["rows"], committed["rows"], strict=True):
+        for cell, other in zip(row, wanted, strict=True):
+            number, expected = (float(text.removesuffix(" %")) for text in (cell, other))
+            assert number == pytest.approx(expected, rel=0.1, abs=0.02)
