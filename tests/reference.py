@@ -2,196 +2,193 @@
 
 Imports nothing of metis_hf and uses no float8/float4 cast of any library, so that an error shared
 with the package is unlikely. Every equation appears once, in the order in which it is evaluated.
-Grids are enumerated from their definitions (OCP Microscaling v1.0 for E2M1, OCP FP8 v1.0 for
-E4M3); the order of the block-scaling operations is TransformerEngine's (core_nvfp4.cuh).
+Number formats and scalar casts are in reference_formats; the order of the block-scaling operations
+is TransformerEngine's (core_nvfp4.cuh) for scales with a mantissa and OCP MX v1.0 for E8M0.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Literal, NamedTuple
 
 import numpy as np
+from reference_formats import E2M1_GRID as E2M1_GRID
+from reference_formats import E2M1_MAX as E2M1_MAX
+from reference_formats import E4M3_GRID as E4M3_GRID
+from reference_formats import (
+    E4M3_MAX,
+    F32,
+    FLT_MAX,
+    FORMATS,
+    Element,
+    Format,
+    ScaleRounding,
+    e4m3_nearest,
+    e4m3_up,
+    e8m0_exponent,
+    element_nearest,
+    neighbours,
+)
+from reference_formats import e2m1_nearest as e2m1_nearest
+from reference_formats import midpoints as midpoints
 
-F32 = np.float32
-FLT_MAX = np.finfo(np.float32).max
-BLOCK = 16
+Tile = Literal["row", "square", "tensor"]
+ScaleRule = Literal["absmax", "four-over-six", "six"]
 
-# Sign bit apart, list index == bit pattern: the parity of an index is the parity of the code.
-E2M1_GRID: list[float] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E2M1_MAX = E2M1_GRID[-1]
-
-
-def _enumerate_e4m3() -> list[float]:
-    """The 127 finite values >= 0 of E4M3 (bias 7, no infinity, exponent 15 mantissa 7 is NaN)."""
-    grid = []
-    for exponent in range(16):
-        for mantissa in range(8):
-            if exponent == 15 and mantissa == 7:
-                continue
-            if exponent == 0:
-                grid.append(mantissa / 8 * 2.0**-6)
-            else:
-                grid.append((1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    return grid
-
-
-E4M3_GRID: list[float] = _enumerate_e4m3()
-E4M3_MAX = E4M3_GRID[-1]
-
-
-def midpoints(grid: list[float]) -> list[float]:
-    """The ties of nearest rounding: the middle of each pair of neighbours (exact in float64)."""
-    return [(low + high) / 2 for low, high in itertools.pairwise(grid)]
-
-
-def _nearest_even(magnitude: float, grid: list[float]) -> float:
-    """Nearest grid point of a value >= 0, ties to the even code, saturating at the last point.
-
-    Compares with the midpoints, which float64 holds exactly, rather than comparing two distances,
-    which it would have to round for subnormal values.
-    """
-    for index, middle in enumerate(midpoints(grid)):
-        if magnitude < middle:
-            return grid[index]
-        if magnitude == middle:
-            return grid[index] if index % 2 == 0 else grid[index + 1]
-    return grid[-1]
-
-
-def e2m1_nearest(value: float) -> np.float32:
-    """E2M1 value nearest to `value`, ties to even, saturating at 6; the sign of zero is kept."""
-    value = float(value)
-    if math.isnan(value):
-        return F32(math.nan)
-    return F32(math.copysign(_nearest_even(abs(value), E2M1_GRID), value))
-
-
-def e4m3_nearest(value: float) -> np.float32:
-    """E4M3 value nearest to `value`, ties to even, saturating at 448.
-
-    An infinity becomes NaN, not 448: an overflow upstream has to stay visible.
-    """
-    value = float(value)
-    if not math.isfinite(value):
-        return F32(math.nan)
-    return F32(math.copysign(_nearest_even(abs(value), E4M3_GRID), value))
-
-
-def e4m3_up(value: float) -> np.float32:
-    """The smallest E4M3 value >= `value` for `value` >= 0, saturating at 448; infinity is NaN."""
-    value = float(value)
-    if not math.isfinite(value):
-        return F32(math.nan)
-    for point in E4M3_GRID:
-        if point >= value:
-            return F32(point)
-    return F32(E4M3_MAX)
-
-
-def stochastic_neighbours(scaled: float) -> tuple[float, float, float]:
-    """What stochastic rounding of `scaled` may give: (toward zero, away from zero, P(away)).
-
-    Clamps to [-6, 6] first. The expectation toward + P * (away - toward) is the clamped value. A
-    value on the grid gives itself twice, with probability 0.
-    """
-    scaled = float(scaled)
-    magnitude = min(abs(scaled), E2M1_MAX)
-    for low, high in itertools.pairwise(E2M1_GRID):
-        if low <= magnitude < high:
-            probability = (magnitude - low) / (high - low)
-            if probability == 0.0:
-                high = low
-            return math.copysign(low, scaled), math.copysign(high, scaled), probability
-    top = math.copysign(E2M1_MAX, scaled)
-    return top, top, 0.0
+# Four Over Six: the tensor's largest block has to be able to grow by 1.5 without saturating.
+FOUR_OVER_SIX_MAX = 256.0
 
 
 class Quantized(NamedTuple):
     """All fp32 and in the shape of x: a block's scale is repeated for each of its elements."""
 
-    codes: np.ndarray  # E2M1 values (nearest), not bit patterns
-    scales: np.ndarray  # E4M3 block scale, as decoded
+    codes: np.ndarray  # element values (nearest), not bit patterns
+    scales: np.ndarray  # block scale, as decoded
     scaled: np.ndarray  # x * enc before the clamp: what gets rounded
     values: np.ndarray  # dequantized
     inv_global: np.float32  # 1 / S_enc
 
 
-def global_encode(x: np.ndarray, two_level: bool) -> np.float32:
-    """S_enc = min(2688 / amax, FLT_MAX), 1 for an all-zero tensor and for one-level scaling."""
-    if not two_level or x.size == 0:
-        return F32(1)
+class Scale(NamedTuple):
+    """A block's decode scale, and what its elements are multiplied by."""
+
+    decode: np.float32
+    encode: np.float32
+
+
+def _amax(values: np.ndarray) -> np.float32:
+    """Largest magnitude, NaN if there is one, 0 of nothing."""
     amax = F32(0)
-    for value in x.reshape(-1):
+    for value in values.reshape(-1):
         if np.isnan(value):
-            return F32(math.nan)
+            return F32(np.nan)
         amax = max(amax, F32(abs(value)))
-    if amax == 0:
-        return F32(1)
-    return min(F32(E2M1_MAX * E4M3_MAX) / amax, FLT_MAX)
+    return amax
 
 
-def quantize_block(
-    block: np.ndarray,  # [n] fp32, one scale for all of it
-    s_enc: np.float32,
-    scale_rounding: Literal["nearest", "up"],
-) -> tuple[np.ndarray, np.float32, np.ndarray, np.ndarray]:
-    """Codes [n], scale [], scaled [n], values [n] of one block. Do not reorder the products."""
-    amax = F32(0)
-    for value in block:
-        amax = F32(math.nan) if np.isnan(value) or np.isnan(amax) else max(amax, F32(abs(value)))
-    wanted = amax * (s_enc * (F32(1) / F32(6)))
-    scale = e4m3_nearest(wanted) if scale_rounding == "nearest" else e4m3_up(wanted)
-    inv_global = F32(1) / s_enc
+def _encode(amax: np.float32, largest: float) -> np.float32:
+    """min(largest / amax, FLT_MAX), 1 where amax is 0."""
+    if np.isnan(amax) or amax == 0:
+        return F32(1) if amax == 0 else amax
+    return min(F32(largest) / amax, FLT_MAX)
+
+
+def global_encode(x: np.ndarray, fmt: Format, scale_rule: ScaleRule) -> np.float32:
+    """S_enc: brings the tensor's amax to the largest element times the largest block scale."""
+    largest_scale = E4M3_MAX if scale_rule == "absmax" else FOUR_OVER_SIX_MAX
+    return _encode(_amax(x), fmt.element.max * largest_scale)
+
+
+def _e4m3_scale(wanted: np.float32, inv_global: np.float32, rounding: ScaleRounding) -> Scale:
+    scale = e4m3_nearest(wanted) if rounding == "nearest" else e4m3_up(wanted)
     decode = scale * inv_global
-    enc = F32(math.nan) if np.isnan(decode) else min(F32(1) / decode, FLT_MAX)
-    codes, scaled, values = [], [], []
+    return Scale(scale, decode if np.isnan(decode) else min(F32(1) / decode, FLT_MAX))
+
+
+def absmax_scale(
+    amax: np.float32, fmt: Format, s_enc: np.float32, rounding: ScaleRounding
+) -> Scale:
+    """The scale that brings `amax` to the largest element. Do not reorder the products."""
+    if not np.isfinite(amax):
+        return Scale(F32(np.nan), F32(np.nan))
+    if fmt.scale == "fp32":
+        encode = _encode(amax, fmt.element.max)
+        return Scale(F32(1) / encode, encode)
+    if fmt.scale == "e8m0":
+        decode = F32(2.0 ** e8m0_exponent(amax, fmt.element.max, rounding))
+        return Scale(decode, F32(1) / decode)
+    wanted = amax * (s_enc * (F32(1) / F32(fmt.element.max)))
+    return _e4m3_scale(wanted, F32(1) / s_enc, rounding)
+
+
+def _codes(block: np.ndarray, encode: np.float32, element: Element) -> tuple[list, list]:
+    """(codes, x * encode) of each element of a block."""
+    codes, scaled = [], []
     for value in block:
-        product = F32(value * enc)
-        clamped = product if np.isnan(product) else max(min(product, F32(6)), F32(-6))
-        code = e2m1_nearest(clamped)
+        product = F32(value * encode)
         scaled.append(product)
-        codes.append(code)
-        values.append((code * scale) * inv_global)
-    return np.array(codes, F32), scale, np.array(scaled, F32), np.array(values, F32)
+        codes.append(element_nearest(product, element))  # saturates
+    return codes, scaled
+
+
+def _squared_error(codes: list, scale: np.float32, wanted: list) -> float:
+    """Of code * scale against x * S_enc, in float64, where every difference is exact."""
+    return sum((float(c) * float(scale) - float(w)) ** 2 for c, w in zip(codes, wanted))
+
+
+def four_over_six_scale(
+    block: np.ndarray,
+    fmt: Format,
+    s_enc: np.float32,
+    rounding: ScaleRounding,
+    scale_rule: ScaleRule = "four-over-six",
+) -> Scale:
+    """TransformerEngine's 4over6: amax on 6 or on 4, 4 only if its squared error is smaller.
+
+    `scale_rule="six"` always takes 6, with the same tensor scale and the same two roundings.
+    """
+    base = (_amax(block) / F32(6)) * s_enc
+    if not np.isfinite(base):
+        return Scale(F32(np.nan), F32(np.nan))
+    six = _e4m3_scale(base, F32(1) / s_enc, rounding)
+    four = _e4m3_scale(base * F32(1.5), F32(1) / s_enc, rounding)
+    wanted = [value * s_enc for value in block]
+    errors = [
+        _squared_error(_codes(block, scale.encode, fmt.element)[0], scale.decode, wanted)
+        for scale in (six, four)
+    ]
+    return four if scale_rule == "four-over-six" and errors[1] < errors[0] else six
 
 
 def fake_quantize(
     x: np.ndarray,
+    fmt: str = "nvfp4",
     *,
     dim: int = -1,
-    scale_rounding: Literal["nearest", "up"] = "nearest",
-    two_level: bool = True,
-    tile: Literal["row", "square"] = "row",
+    scale_rounding: ScaleRounding | None = None,
+    two_level: bool | None = None,
+    tile: Tile = "row",
+    scale_rule: ScaleRule = "absmax",
 ) -> Quantized:
-    """NVFP4 quantize and dequantize of an array of any shape, with nearest element rounding.
+    """Quantize and dequantize of an array of any shape, with nearest element rounding.
 
-    `tile="row"`: blocks of 16 along `dim`. `tile="square"`: 16x16 blocks of the last two dims.
+    `tile="row"`: blocks along `dim`, the whole line where the format has no block size.
+    `tile="square"`: blocks of the last two dims. `tile="tensor"`: one block.
     The last block of a line may be short: zero padding would change neither amax nor a code.
     """
+    form = FORMATS[fmt]
+    if scale_rounding is None:
+        scale_rounding = "floor" if form.scale == "e8m0" else "nearest"
+    if two_level is None:
+        two_level = form.scale == "e4m3"
     x = np.asarray(x, F32)
     with np.errstate(all="ignore"):
-        s_enc = global_encode(x, two_level)
+        s_enc = global_encode(x, form, scale_rule) if two_level else F32(1)
+        inv_global = F32(1) / s_enc
         codes, scales = np.zeros_like(x), np.zeros_like(x)
         scaled, values = np.zeros_like(x), np.zeros_like(x)
-        for index in _blocks(x.shape, dim, tile):
-            flat = x[index].reshape(-1)
-            block = quantize_block(flat, s_enc, scale_rounding)
-            shape = x[index].shape
-            codes[index] = block[0].reshape(shape)
-            scales[index] = block[1]
-            scaled[index] = block[2].reshape(shape)
-            values[index] = block[3].reshape(shape)
-        return Quantized(codes, scales, scaled, values, F32(1) / s_enc)
+        for index in _blocks(x.shape, dim, tile, form.block):
+            flat, shape = x[index].reshape(-1), x[index].shape
+            if scale_rule == "absmax":
+                scale = absmax_scale(_amax(flat), form, s_enc, scale_rounding)
+            else:
+                scale = four_over_six_scale(flat, form, s_enc, scale_rounding, scale_rule)
+            block_codes, block_scaled = _codes(flat, scale.encode, form.element)
+            block_values = [(code * scale.decode) * inv_global for code in block_codes]
+            codes[index] = np.array(block_codes, F32).reshape(shape)
+            scales[index] = scale.decode
+            scaled[index] = np.array(block_scaled, F32).reshape(shape)
+            values[index] = np.array(block_values, F32).reshape(shape)
+        return Quantized(codes, scales, scaled, values, inv_global)
 
 
-def _blocks(shape: tuple[int, ...], dim: int, tile: str) -> list[tuple]:
+def _blocks(shape: tuple[int, ...], dim: int, tile: Tile, size: int | None) -> list[tuple]:
     """One index tuple for each block of an array of this shape."""
+    if tile == "tensor" or not shape:
+        return [(Ellipsis,)] if 0 not in shape else []
     blocked = [dim % len(shape)] if tile == "row" else [len(shape) - 2, len(shape) - 1]
     indices: list[tuple] = [()]
     for axis, length in enumerate(shape):
-        step = BLOCK if axis in blocked else 1
+        step = (size or max(length, 1)) if axis in blocked else 1
         parts = [slice(start, min(start + step, length)) for start in range(0, length, step)]
         indices = [(*index, part) for index in indices for part in parts]
     return indices
@@ -212,16 +209,16 @@ class Stochastic(NamedTuple):
     variance: np.ndarray
 
 
-def stochastic(x: np.ndarray, **options) -> Stochastic:
+def stochastic(x: np.ndarray, fmt: str = "nvfp4", **options) -> Stochastic:
     """What stochastic rounding may return for each element of x, and its mean and variance.
 
     Options are those of `fake_quantize`. Where nothing clips, the mean is x.
     """
-    ref = fake_quantize(x, **options)
+    ref, element = fake_quantize(x, fmt, **options), FORMATS[fmt].element
     toward, away = np.zeros_like(ref.values), np.zeros_like(ref.values)
     mean, variance = np.zeros(ref.values.shape), np.zeros(ref.values.shape)
     for index in np.ndindex(ref.values.shape):
-        low, high, probability = stochastic_neighbours(ref.scaled[index])
+        low, high, probability = neighbours(ref.scaled[index], element)
         toward[index] = dequantized(low, ref.scales[index], ref.inv_global)
         away[index] = dequantized(high, ref.scales[index], ref.inv_global)
         gap = float(away[index]) - float(toward[index])

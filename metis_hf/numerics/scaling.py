@@ -73,8 +73,9 @@ def block_scale(
             scale = torch.where(amax > scale * fmt.element.max, scale * 2, scale)
         return scale, scale.reciprocal()
     # One rounding after this product; (amax / 6) * S would be another number.
-    encode = 1 / fmt.element.max if tensor is None else tensor.encode * (1 / fmt.element.max)
-    scale = round_scale(amax * encode, fmt.scale, rounding)
+    to_largest = 1 / fmt.element.max
+    wanted = amax * (to_largest if tensor is None else tensor.encode * to_largest)
+    scale = round_scale(wanted, fmt.scale, rounding)
     return scale, inverse_scale(scale, tensor)
 
 
