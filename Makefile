@@ -13,10 +13,12 @@ help:
 	@echo "make clean  remove .venv and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
+# torchao, which tests compare with, in a place of its own: transformers loads it where it finds it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) -e ".[dev]"
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/oracles torchao
 	touch $@
 
 demo: $(VENV)/.installed

@@ -6,7 +6,7 @@ The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the e
     code  = e2m1(clamp(x * min(1 / (scale * (1/S)), FLT_MAX), -6, 6))
     value = (code * scale) * (1/S)                             code * scale is exact
 A block whose scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its
-block where there is no tensor scale. Nothing finite gives a NaN.
+block where there is no tensor scale. Nothing finite gives NaN.
 """
 
 from __future__ import annotations

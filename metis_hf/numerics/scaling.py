@@ -65,7 +65,7 @@ def block_scale(
     """
     if fmt.scale is SCALE_FP32:
         encode = encode_scale(amax, fmt.element.max)
-        return encode.reciprocal(), encode
+        return encode.reciprocal().masked_fill_(~amax.isfinite(), torch.nan), encode
     if fmt.scale is SCALE_E8M0:
         scale = power_below(amax).mul_(1 / fmt.element.max_power).clamp_(min=_SMALLEST_E8M0)
         scale.masked_fill_(~amax.isfinite(), torch.nan)

@@ -1,0 +1,400 @@
+"""Block scales: their casts, exact power-of-two rules, Four Over Six, and the order of operations.
+
+Scales are compared with exact integer arithmetic or with ml_dtypes. The last part states what the
+other orders in circulation would change, each with its own formula in a few lines of numpy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference as ref
+import reference_formats as formats
+import torch
+from torch import Tensor
+
+from metis_hf.numerics import QuantizedTensor, ScaleRounding, fake_quantize, get_format, quantize
+from metis_hf.numerics.formats import SCALE_E4M3
+from metis_hf.numerics.scaling import round_scale
+from metis_hf.numerics.storage import unpack
+from numerics.cases import MX_FORMATS, assert_same_array, assert_same_bits, fp32, label, probes
+from numerics.helpers import SCALE_ROUNDINGS, expected, normal, seeded
+
+F32 = np.float32
+FLT_MAX = np.finfo(np.float32).max
+BOTH_TILES = pytest.mark.parametrize("tile", ["row", "square"])
+BOTH_SCALES = pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+
+
+# --- E4M3 ----------------------------------------------------------------------------------------
+
+
+def positive_probes() -> np.ndarray:
+    x = probes(formats.ELEMENTS["e4m3"])
+    return x[~np.signbit(x)]
+
+
+def test_e4m3_scale_nearest_agrees_with_ml_dtypes() -> None:
+    x = positive_probes()
+    wanted = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    actual = round_scale(fp32(x), SCALE_E4M3, ScaleRounding.NEAREST)
+    assert_same_array(actual.numpy(), wanted)
+
+
+def test_e4m3_scale_up_is_the_next_code_at_or_above() -> None:
+    x = positive_probes()
+    every = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    wanted = every[np.searchsorted(every, x, side="left")]  # first code with value >= x
+    actual = round_scale(fp32(x), SCALE_E4M3, ScaleRounding.UP)
+    assert_same_array(actual.numpy(), wanted)
+    assert_same_array(np.array([formats.e4m3_up(v) for v in x]), wanted)
+
+
+@BOTH_SCALES
+def test_e4m3_scale_saturates_and_keeps_what_is_not_finite(scale_rounding) -> None:
+    x = torch.tensor([448.0, 449.0, 464.0, 480.0, 1e9, FLT_MAX, math.inf, math.nan])
+    actual = round_scale(x, SCALE_E4M3, ScaleRounding(scale_rounding))
+    assert actual[:6].tolist() == [448.0] * 6
+    assert actual[6:].isnan().all()
+
+
+# --- E8M0 ----------------------------------------------------------------------------------------
+
+
+def test_reference_logarithms_are_exact() -> None:
+    for numerator, denominator in [(1, 1), (7, 1), (8, 1), (9, 1), (3, 7), (1, 8), (1, 9), (2, 17)]:
+        value = Fraction(numerator, denominator)
+        low, high = formats.floor_log2(value), formats.ceil_log2(value)
+        assert Fraction(2) ** low <= value < Fraction(2) ** (low + 1)
+        assert Fraction(2) ** (high - 1) < value <= Fraction(2) ** high
+
+
+@functools.lru_cache
+def block_maxima(largest: float) -> np.ndarray:
+    """Where either rule changes its exponent: 2^k and largest * 2^k, and their fp32 neighbours."""
+    powers = [2.0**k for k in range(-149, 128)]
+    tops = [largest * 2.0**k for k in range(-149, 128)]
+    points = np.array(powers + [v for v in tops if v <= float(FLT_MAX)], np.float32)
+    below = np.nextafter(points, F32(0))
+    above = np.nextafter(points, F32(np.inf))
+    near = np.unique(np.concatenate([points, below, above, [F32(0), FLT_MAX]]))
+    return near[np.isfinite(near)].astype(np.float32)
+
+
+@pytest.mark.parametrize("scale_rounding", ["floor", "up"])
+@pytest.mark.parametrize("fmt", MX_FORMATS)
+def test_e8m0_scale_is_the_exact_power_of_two(fmt, scale_rounding) -> None:
+    """floor(log2 amax) - floor(log2 max) or ceil(log2(amax / max)), not below -127.
+
+    Stored as exponent + 127, which torch and ml_dtypes read alike.
+    """
+    largest = get_format(fmt).element.max
+    amax = block_maxima(largest)
+    exponents = np.array([formats.e8m0_exponent(a, largest, scale_rounding) for a in amax])
+    assert exponents.min() == -127
+    below_top = 127 if scale_rounding == "floor" else 128  # FLT_MAX is just below 2^128
+    assert exponents.max() == below_top - math.floor(math.log2(largest))
+    scale = quantize(fp32(amax)[:, None], fmt, scale_rounding=scale_rounding).scale[:, 0]
+    codes = scale.view(torch.uint8).numpy()
+    assert (codes.astype(int) - 127 == exponents).all()
+    wanted = np.exp2(exponents.astype(np.float64)).astype(np.float32)
+    assert_same_array(codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32), wanted)
+    assert_same_array(scale.float().numpy(), wanted)
+
+
+@pytest.mark.parametrize("fmt", MX_FORMATS)
+def test_e8m0_up_is_the_smallest_scale_that_does_not_clip(fmt) -> None:
+    element = get_format(fmt).element
+    amax = block_maxima(element.max).astype(np.float64)  # products with powers of two are exact
+    stored = quantize(fp32(amax)[:, None], fmt, scale_rounding="up").scale[:, 0]
+    scale = stored.double().numpy()
+    assert (amax <= scale * element.max).all()
+    free = scale > 2.0**-127
+    assert free.sum() > len(amax) // 2
+    assert (amax > scale / 2 * element.max)[free].all()
+
+
+@pytest.mark.parametrize("fmt", MX_FORMATS)
+def test_e8m0_floor_puts_amax_into_the_top_binade(fmt) -> None:
+    """Between the top power of two and twice it: what lies above the largest code clips."""
+    element = get_format(fmt).element
+    amax = block_maxima(element.max).astype(np.float64)
+    scale = quantize(fp32(amax)[:, None], fmt).scale[:, 0].double().numpy()
+    free = scale > 2.0**-127
+    scaled = (amax / scale)[free]
+    assert ((scaled >= element.max_power) & (scaled < 2 * element.max_power)).all()
+    assert (scaled > element.max).any()
+
+
+@pytest.mark.parametrize("scale_rounding", ["floor", "up"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_e8m0_scale_of_a_bad_block_is_the_nan_code(scale_rounding, bad) -> None:
+    x = torch.ones(2, 32)
+    x[1, 5] = bad
+    scale = quantize(x, "mxfp4", scale_rounding=scale_rounding).scale.view(torch.uint8)
+    assert scale[:, 0].tolist() == [125, 255]  # 2^-2: 1 becomes 4 in both rules
+
+
+# --- fp32 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["fp8-e4m3", "fp8-e5m2", "int4"])
+def test_fp32_scale_is_the_reciprocal_of_the_saturated_quotient(fmt) -> None:
+    """1 / min(max / amax, FLT_MAX), two roundings; 1 for a zero block."""
+    largest = get_format(fmt).element.max
+    amax = block_maxima(largest)
+    with np.errstate(divide="ignore", over="ignore"):
+        encode = np.minimum(F32(largest) / amax, FLT_MAX)
+        wanted = np.where(amax == 0, F32(1), F32(1) / encode)
+    scale = quantize(fp32(amax)[:, None], fmt).scale[:, 0]
+    assert scale.dtype == torch.float32
+    assert_same_array(scale.numpy(), wanted)
+    assert (encode == FLT_MAX).any()
+
+
+@pytest.mark.parametrize("fmt", ["fp8-e4m3", "fp8-e5m2", "int4"])
+def test_fp32_scale_puts_amax_on_the_largest_code(fmt) -> None:
+    """Two roundings of the scale and two of the products leave 2^-22 at most."""
+    element = get_format(fmt).element
+    amax = block_maxima(element.max)
+    amax = amax[amax >= F32(element.max) * F32(2.0**-125)]  # the quotient does not saturate
+    q = quantize(fp32(amax)[:, None], fmt)
+    codes = element.decode(unpack(q.codes, element.bits))[:, 0]
+    assert (codes == element.max).all()
+    values = q.dequantize()[:, 0].double().numpy()
+    assert np.abs(values / amax - 1).max() <= 2.0**-22
+
+
+# --- Four Over Six -------------------------------------------------------------------------------
+
+# On N(0, 1): 0.8 dB over always 6. Sampling error of 2^18 elements is about 0.02 dB.
+SQNR_FOUR_OVER_SIX, SQNR_TOLERANCE = 21.2, 0.1
+# Share of blocks of N(0, 1) that TransformerEngine's own reference scales to 4, by its error.
+SHARE_OF_FOUR, SHARE_TOLERANCE = 0.453, 0.02
+FOUR_OVER_SIX = {"fmt": "nvfp4", "scale_rule": "four-over-six"}
+
+
+@BOTH_TILES
+@BOTH_SCALES
+@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+def test_four_over_six_equals_reference(tile, scale_rounding, two_level, dtype) -> None:
+    options = {"tile": tile, "scale_rounding": scale_rounding, "two_level": two_level}
+    plain = torch.randn(34, 50, generator=seeded(1)).to(dtype)
+    for x in (plain, normal(34, 50, seed=2, dtype=dtype), plain * 64):
+        actual = fake_quantize(x, **FOUR_OVER_SIX, **options)
+        assert_same_bits(actual, expected(x, **FOUR_OVER_SIX, **options))
+        assert not torch.equal(actual, expected(x, fmt="nvfp4", scale_rule="six", **options))
+
+
+def one_block(values: list[float]) -> tuple[list[float], float]:
+    """(codes, scale) of one block, one-level: what is written is what is scaled."""
+    x = torch.tensor(values + [0.0] * (16 - len(values)))
+    q = quantize(x, **FOUR_OVER_SIX, two_level=False)
+    return q.fmt.element.decode(unpack(q.codes, 4))[: len(values)].tolist(), q.scale.item()
+
+
+def test_a_block_that_fits_four_takes_four() -> None:
+    """4.5 has no code under scale 1 and is 3 * 1.5 under scale 1.5."""
+    assert one_block([6.0, 4.5]) == ([4.0, 3.0], 1.5)
+    assert one_block([6.0, 4.0]) == ([6.0, 4.0], 1.0)
+
+
+@pytest.mark.parametrize(
+    "values", [[6.0], [6.0, 3.0, 1.5], [6.0, 4.25], [6.0, 4.25, -4.25]], ids=str
+)
+def test_a_tie_takes_six(values) -> None:
+    """Both exact, or both a quarter off: 4.25 lies between 4 = 4 * 1 and 4.5 = 3 * 1.5."""
+    codes, scale = one_block(values)
+    assert scale == 1.0
+    assert codes[0] == 6.0
+
+
+def test_the_error_is_squared_and_not_absolute() -> None:
+    """Errors (.25, .25) under 6 and (0, .3) under 4: the sums .5 > .3, the squares .125 > .09."""
+    assert one_block([6.0, 2.25, 2.25])[1] == 1.5
+
+
+@BOTH_TILES
+def test_the_tensor_scale_leaves_room_for_four(tile) -> None:
+    """The largest block's scale is 256 on 6 or 384 on 4, both E4M3 values; absmax takes 448."""
+    largest = set()
+    for seed in range(8):
+        x = torch.randn(32, 32, generator=seeded(seed))
+        q = quantize(x, tile=tile, **FOUR_OVER_SIX)
+        assert q.global_scale.item() == pytest.approx(x.abs().max().item() / 1536, rel=1e-6)
+        block = int(x.abs().argmax())
+        size = 16 if tile == "square" else 1
+        largest.add(q.scale.float()[block // 32 // size, block % 32 // 16].item())
+        assert quantize(x, tile=tile).scale.float().max() == 448
+    assert largest <= {256.0, 384.0}
+    assert 256.0 in largest
+
+
+def block_errors(x: Tensor, y: Tensor, tile: str) -> np.ndarray:
+    """Squared error of each block, float64."""
+    squares = (x.double() - y.double()).square()
+    if tile == "square":
+        return squares.unflatten(-1, (-1, 16)).unflatten(0, (-1, 16)).sum((1, 3)).numpy()
+    return squares.unflatten(-1, (-1, 16)).sum(-1).numpy()
+
+
+@BOTH_TILES
+@BOTH_SCALES
+@pytest.mark.parametrize("rows", ["alike", "of many sizes"])
+def test_no_block_is_worse_than_always_six(tile, scale_rounding, rows) -> None:
+    """With the same tensor scale; the choice costs nothing but the rounding of fp32.
+
+    Some block is better, but for the few square tiles: their 256 elements seldom agree on 4.
+    """
+    fp32_noise = 1e-5
+    x = torch.randn(64, 96, generator=seeded(3)) if rows == "alike" else normal(64, 96, seed=4)
+    options = {"tile": tile, "scale_rounding": scale_rounding}
+    chosen = block_errors(x, fake_quantize(x, **FOUR_OVER_SIX, **options), tile)
+    six = block_errors(x, expected(x, fmt="nvfp4", scale_rule="six", **options), tile)
+    assert (chosen <= six * (1 + fp32_noise)).all()
+    if tile == "row":
+        assert (chosen < six * (1 - fp32_noise)).any()
+
+
+def test_four_over_six_on_a_normal_tensor() -> None:
+    x = torch.randn(512, 512, generator=seeded(5))
+    q = quantize(x, **FOUR_OVER_SIX)
+    assert ref.sqnr_db(x.numpy(), q.dequantize().numpy()) == pytest.approx(
+        SQNR_FOUR_OVER_SIX, abs=SQNR_TOLERANCE
+    )
+    codes = q.fmt.element.decode(unpack(q.codes, 4)).unflatten(-1, (-1, 16))
+    share = (codes.abs().amax(-1) == 4).double().mean().item()
+    assert share == pytest.approx(SHARE_OF_FOUR, abs=SHARE_TOLERANCE)
+
+
+def test_four_over_six_chooses_by_nearest_rounding_also_when_stochastic() -> None:
+    """Noise rounds the elements; the scales are those of nearest rounding."""
+    x = torch.randn(32, 64, generator=seeded(6))
+    nearest = quantize(x, **FOUR_OVER_SIX)
+    drawn = quantize(x, rounding="stochastic", generator=seeded(7), **FOUR_OVER_SIX)
+    assert torch.equal(drawn.scale.view(torch.uint8), nearest.scale.view(torch.uint8))
+    assert not torch.equal(drawn.codes, nearest.codes)
+
+
+# --- the order of the operations -----------------------------------------------------------------
+
+# Shares of elements whose code another order of the same operations changes.
+BF16_TIES = (2e-4, 1e-2)
+FP32_TIES = 1e-5
+
+
+def near_tie_blocks(largest: float) -> np.ndarray:
+    """[b 16] blocks whose scale lies within a few fp32 steps of a tie between two E4M3 values.
+
+    Below their maximum they hold codes of 4 under 6, which Four Over Six leaves on 6.
+    """
+    amax = F32(1.7)
+    ties = np.array(formats.midpoints(formats.E4M3_GRID), np.float32)
+    ties = ties[(ties > 0.1) & (ties < largest)]
+    near = ties * F32(6) / (F32(6 * largest) / amax)
+    shape = np.array([1] + [2 / 3] * 15, np.float32)
+    blocks = []
+    for step in range(-3, 4):
+        tops = (near.view(np.int32) + step).view(np.float32)
+        blocks.append(tops[:, None] * shape)
+    return np.concatenate([*blocks, amax * shape[None]])
+
+
+def scales_two_ways(x: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 block scales from amax * (S * (1/6)), and from (amax / 6) * S."""
+    amax = np.abs(x).max(axis=1)
+    s_enc = F32(6 * largest) / amax.max()
+    once, twice = amax * (s_enc * (F32(1) / F32(6))), (amax / F32(6)) * s_enc
+    return tuple(v.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) for v in (once, twice))
+
+
+@pytest.mark.parametrize(("rule", "largest"), [("absmax", 448.0), ("four-over-six", 256.0)])
+def test_each_rule_has_its_own_order_of_the_scale_products(rule, largest) -> None:
+    """amax * (S * (1/6)) for absmax, (amax / 6) * S for Four Over Six, as TransformerEngine does.
+
+    The second rounds once more. They give other E4M3 scales only beside a tie.
+    """
+    x = near_tie_blocks(largest)
+    once, twice = scales_two_ways(x, largest)
+    q = quantize(torch.from_numpy(x), scale_rule=rule)
+    assert (codes_of(q).max(-1) == 6).all()
+    assert (once != twice).any(), "inputs do not tell"
+    assert_same_array(q.scale.float().numpy()[:, 0], once if rule == "absmax" else twice)
+
+
+def nvfp4(
+    x: np.ndarray, divide: bool = False, largest: float = 448.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(E2M1 codes, block scales) of [b 16] in two levels, by the equations and ml_dtypes' casts."""
+    amax = np.abs(x).max(axis=1, keepdims=True)
+    s_enc = F32(6 * largest) / amax.max()
+    wanted = np.minimum(amax * (s_enc * (F32(1) / F32(6))), F32(448))
+    scale = wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    decode = scale * (F32(1) / s_enc)
+    y = x / decode if divide else x * (F32(1) / decode)
+    return np.clip(y, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32), scale
+
+
+def gaussian_blocks(dtype: torch.dtype, seed: int = 8) -> Tensor:
+    return torch.randn(4096, 16, generator=seeded(seed)).to(dtype).float()
+
+
+def codes_of(q: QuantizedTensor) -> np.ndarray:
+    return q.fmt.element.decode(unpack(q.codes, 4)).numpy()
+
+
+def changed(dtype: torch.dtype, **options) -> tuple[np.ndarray, float]:
+    """(|code| by another formula minus |code| here where they differ, their share of elements).
+
+    Of blocks with the same scale, over several tensors: what ties meet depends on how the tensor's
+    own amax rounds.
+    """
+    moved, count = [], 0
+    for seed in range(16):
+        x = gaussian_blocks(dtype, seed)
+        q = quantize(x)
+        ours, (other, scale) = codes_of(q), nvfp4(x.numpy(), **options)
+        differ = (other != ours) & (scale == q.scale.float().numpy())
+        moved.append((np.abs(other) - np.abs(ours))[differ])
+        count += x.numel()
+    return np.concatenate(moved), sum(map(len, moved)) / count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+def test_codes_are_the_equations_with_the_casts_of_ml_dtypes(dtype) -> None:
+    x = gaussian_blocks(dtype)
+    q, (codes, scale) = quantize(x), nvfp4(x.numpy())
+    assert_same_array(codes_of(q), codes)
+    assert_same_array(q.scale.float().numpy(), scale)
+
+
+def test_dividing_by_the_scale_moves_ties_of_bf16_data() -> None:
+    """ModelOpt divides by the scale; here, as in TransformerEngine, x meets its fp32 reciprocal.
+
+    bf16 values over a scale of four bits are often exact ties, which the reciprocal's rounding
+    error decides. Some hundredths of a percent of a bf16 tensor, next to nothing of an fp32 one.
+    """
+    assert BF16_TIES[0] < changed(torch.bfloat16, divide=True)[1] < BF16_TIES[1]
+    assert changed(torch.float32, divide=True)[1] < FP32_TIES
+
+
+def test_a_tensor_scale_for_447_99_moves_ties_down() -> None:
+    """Quartet II scales the tensor for 447.99: every x * enc is 2e-5 smaller, and no tie stays one.
+
+    Ties that the even rule sends to the upper code then go to the lower one; the others stay.
+    """
+    moved, share = changed(torch.bfloat16, largest=447.99)
+    assert BF16_TIES[0] < share < BF16_TIES[1]
+    assert (moved < 0).all()
+
+    ties = np.zeros((2, 16), np.float32)
+    ties[0, 0] = 2688  # the tensor scale is 1, and so is the scale of a block with amax 6
+    ties[1, :8] = [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    assert codes_of(quantize(torch.from_numpy(ties)))[1, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]
+    assert nvfp4(ties, largest=447.99)[0][1, :8].tolist() == [6, 0, 0.5, 1, 1.5, 2, 3, 4]

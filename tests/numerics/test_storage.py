@@ -1,0 +1,398 @@
+"""Packed storage: what comes back, which bytes lie there, and how many of them.
+
+Bytes are stated by hand and read with ml_dtypes, so that the layout does not rest on its own
+inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference as ref
+import torch
+from torch import Tensor
+
+from metis_hf.numerics import QuantizedTensor, dequantize, fake_quantize, get_format, quantize
+from metis_hf.numerics.storage import pack, unpack
+from numerics.cases import (
+    MX_FORMATS,
+    OPTIONS,
+    ROW_OPTIONS,
+    assert_same_array,
+    assert_same_bits,
+    label,
+)
+from numerics.helpers import DTYPES, normal, seeded, to_numpy
+
+SHAPES = [(), (1,), (33,), (3, 40), (2, 3, 35)]
+MATRIX_SHAPES = [(1, 1), (5, 40), (2, 33, 34)]
+ROUNDINGS = ["nearest", "stochastic"]
+
+
+def assert_round_trip(x: Tensor, **options) -> QuantizedTensor:
+    """Storage gives back what fake quantization computes, from equal random numbers."""
+    before = x.clone()
+    q = quantize(x, generator=seeded(7), **options)
+    wanted = fake_quantize(x, generator=seeded(7), **options)
+    assert_same_bits(dequantize(q), wanted)
+    assert_same_bits(q.dequantize(), wanted)
+    assert_same_bits(x, before)
+    return q
+
+
+# --- there and back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_dequantize_gives_the_fake_quantized_values(options, rounding, dtype) -> None:
+    shapes = MATRIX_SHAPES if options["tile"] == "square" else SHAPES
+    for seed, shape in enumerate(shapes):
+        x = normal(*shape, seed=seed, dtype=dtype)
+        q = assert_round_trip(x, rounding=rounding, **options)
+        assert (q.shape, q.dtype) == (x.shape, dtype)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("options", ROW_OPTIONS, ids=label)
+def test_any_dim_round_trips(options, rounding, dim) -> None:
+    """Stochastic noise belongs to elements, so it must not move with the dimension."""
+    x = normal(34, 3, 5, seed=11)
+    q = assert_round_trip(x, dim=dim, rounding=rounding, **options)
+    assert q.dim == dim
+    assert q.codes.shape[:-1] == torch.Size(n for i, n in enumerate(x.shape) if i != dim % 3)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_strides_do_not_matter(options) -> None:
+    base = normal(36, 20, seed=12)
+    for view in (base.t(), base[::3, 1::2], base[:1].expand(9, -1), base[:, :1].expand(-1, 9)):
+        q = assert_round_trip(view, **options)
+        assert q.codes.is_contiguous()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_zeros_and_their_signs_round_trip(options) -> None:
+    x = normal(4, 96, seed=13)
+    x[:, ::4], x[:, 1::4] = 0.0, -0.0
+    x[:, 2::4] *= 1e-8
+    x[0] = 0
+    x[1] = -0.0
+    x[:, 32:64] = -0.0
+    assert_round_trip(x, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_every_size_round_trips(options) -> None:
+    exponents = torch.linspace(-149, 127, 70, dtype=torch.float64).round()
+    x = torch.randn(70, 8, generator=seeded(14), dtype=torch.float64).clamp(-1.9, 1.9)
+    x = (x * torch.exp2(exponents)[:, None]).float()
+    assert_round_trip(x, **options)
+    for size in (2.0**-149, 1e-40, 1e-36, 1e36):
+        assert_round_trip(x[60:] / x[60:].abs().max() * size, **options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_nan_and_inf_come_back_as_nan(options, bad) -> None:
+    """Element codes have no NaN of their own in most formats: the scale carries it."""
+    x = normal(34, 70, seed=15)
+    x[3, 33] = bad
+    q = assert_round_trip(x, **options)
+    assert q.dequantize()[3, 33].isnan()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0), (2, 0, 4)], ids=label)
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_empty_round_trips(options, shape) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    q = assert_round_trip(x, **options)
+    assert q.codes.numel() == q.scale.numel() == 0
+    assert (q.codes.dtype, q.scale.dtype) == (torch.uint8, get_format(options["fmt"]).scale.dtype)
+    if options["tile"] == "row":
+        across = quantize(x, dim=0, **options)
+        assert across.codes.shape[:-1] == across.scale.shape[:-1] == shape[1:]
+
+
+def test_stochastic_storage_without_a_generator_follows_the_default_one() -> None:
+    x = normal(8, 64, seed=16)
+    torch.manual_seed(3)
+    wanted = fake_quantize(x, rounding="stochastic")
+    torch.manual_seed(3)
+    first = quantize(x, rounding="stochastic").dequantize()
+    second = quantize(x, rounding="stochastic").dequantize()
+    assert_same_bits(first, wanted)
+    assert not torch.equal(first, second)
+
+
+def test_storage_carries_no_graph() -> None:
+    q = quantize(normal(2, 32).requires_grad_())
+    assert not q.codes.requires_grad
+    assert not q.dequantize().requires_grad
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def test_low_nibble_is_the_even_element() -> None:
+    """One-level, block maximum 6: the scale is 1 and the codes are what is written.
+
+    E2M1 codes: 0, .5, 1, 1.5, 2, 3, 4, 6 are 0 to 7; the sign is 8.
+    """
+    x = [6, 0.5, -6, 1, -0.0, 0, 1.5, -1.5, 2, 3, -4, -0.5, 4, -3, -2, -1]
+    q = quantize(torch.tensor(x), "nvfp4", two_level=False)
+    assert q.codes.tolist() == [0x17, 0x2F, 0x08, 0xB3, 0x54, 0x9E, 0xD6, 0xAC]
+    assert q.scale.view(torch.uint8).tolist() == [0x38]  # E4M3: exponent 7, the bias, is 2^0
+    assert q.global_scale is None
+    assert_same_bits(q.dequantize(), torch.tensor(x))
+
+
+def test_odd_row_ends_in_a_padded_byte() -> None:
+    q = quantize(torch.tensor([[6.0, -6.0, 0.5], [3.0, 2.0, -1.0]]), "mxfp4")
+    assert q.codes.shape == (2, 16)  # blocks are stored whole
+    assert q.codes[0, :3].tolist() == [0xF7, 0x01, 0x00]
+    # floor: 3 = 1.5 * 2^1, 4 = 2^2 is the top binade of the format, so the scale is 2^-1
+    assert q.scale.view(torch.uint8).tolist() == [[127], [126]]
+    assert q.codes[1, :3].tolist() == [0x67, 0x0C, 0x00]  # 6 4 | -2
+
+
+def test_int4_codes_are_twos_complement_nibbles() -> None:
+    x = torch.tensor([7.0, -7, 1, -1, 0, -3, 0.4, -0.4])
+    q = quantize(x, "int4")
+    assert q.codes.tolist() == [0x97, 0xF1, 0xD0, 0x00] + [0] * 12
+    assert q.scale.tolist() == [1.0]
+
+
+def test_six_bit_codes_lie_four_to_three_bytes() -> None:
+    """1.0, 7.5, -.125, -1.875 in E2M3 are 0x08, 0x1f, 0x21, 0x2f: low bits first.
+
+    0x08 | 0x1f << 6 | 0x21 << 12 | 0x2f << 18 = 0xbe17c8.
+    """
+    q = quantize(torch.tensor([1.0, 7.5, -0.125, -1.875]), "mxfp6-e2m3")
+    assert q.scale.view(torch.uint8).tolist() == [127]
+    assert q.codes.tolist() == [0xC8, 0x17, 0xBE] + [0] * 21
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_packing_is_one_little_endian_number(bits) -> None:
+    """Code i sits at bit i * bits of the row read as one integer; every code in every place."""
+    codes = torch.randint(0, 2**bits, (3, 64), generator=seeded(17), dtype=torch.uint8)
+    codes[0] = torch.arange(64) % 2**bits
+    packed = pack(codes, bits)
+    assert packed.shape == (3, 64 * bits // 8)
+    for row, line in zip(packed.tolist(), codes.tolist()):
+        number = sum(code << bits * i for i, code in enumerate(line))
+        assert int.from_bytes(bytes(row), "little") == number
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize(("bits", "length", "count"), [(4, 3, 2), (6, 5, 6), (6, 4, 3), (8, 3, 3)])
+def test_packing_fills_up_with_zeros(bits, length, count) -> None:
+    codes = torch.full((length,), 2**bits - 1, dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.tolist() == list((2 ** (bits * length) - 1).to_bytes(count, "little"))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_codes_and_scales_are_those_of_the_reference(options) -> None:
+    """Scales in their own dtype, laid out as documented; the tensor scale apart."""
+    x = normal(33, 40, seed=18)
+    q = quantize(x, **options)
+    fmt = get_format(options["fmt"])
+    wanted = ref.fake_quantize(to_numpy(x), **options)
+    codes = fmt.element.decode(unpack(q.codes, fmt.element.bits))[..., :40]
+    assert_same_array(codes.numpy(), wanted.codes)
+
+    size = fmt.block_size
+    if options["tile"] == "tensor":
+        scales = wanted.scales[0, 0].reshape(())
+    elif options["tile"] == "square":
+        scales = wanted.scales[::size, ::size]
+    else:
+        scales = wanted.scales[:, :: size or 40]
+    assert q.scale.dtype == fmt.scale.dtype
+    assert_same_array(q.scale.float().numpy(), scales)
+    two_level = bool(options.get("two_level"))
+    assert (q.global_scale is not None) == two_level
+    if two_level:
+        assert q.global_scale.shape == ()
+        assert q.global_scale.dtype == torch.float32
+        assert q.global_scale.item() == wanted.inv_global
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", *MX_FORMATS])
+def test_other_readers_see_the_same_numbers(fmt) -> None:
+    """Bytes read by ml_dtypes and multiplied in numpy: no code of this package."""
+    names = {"mxfp6-e2m3": "float6_e2m3fn", "mxfp6-e3m2": "float6_e3m2fn"}
+    names |= {"mxfp8-e4m3": "float8_e4m3fn", "mxfp8-e5m2": "float8_e5m2"}
+    x = normal(6, 96, seed=19)
+    q = quantize(x, fmt)
+    codes = q.codes.numpy()
+    if codes.shape[-1] == 48:
+        codes = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(6, 96)
+    elif codes.shape[-1] == 72:
+        low, mid, high = (codes[:, i::3].astype(np.uint32) for i in range(3))
+        word = low | mid << 8 | high << 16
+        codes = np.stack([word >> s & 0x3F for s in (0, 6, 12, 18)], -1).reshape(6, 96)
+        codes = codes.astype(np.uint8)
+    elements = codes.view(getattr(ml_dtypes, names.get(fmt, "float4_e2m1fn")))
+    scale_dtype = ml_dtypes.float8_e4m3fn if fmt == "nvfp4" else ml_dtypes.float8_e8m0fnu
+    scales = q.scale.view(torch.uint8).numpy().view(scale_dtype).astype(np.float32)
+    values = elements.astype(np.float32) * np.repeat(scales, 96 // scales.shape[1], axis=1)
+    if fmt == "nvfp4":
+        assert scales.shape == (6, 6)
+        values = values * q.global_scale.numpy()
+    assert_same_array(values, to_numpy(q.dequantize()))
+
+
+# --- size, device, metadata ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "nbytes"),
+    [
+        ({"fmt": "nvfp4"}, (64, 128), 64 * 64 + 64 * 8 + 4),
+        ({"fmt": "nvfp4", "two_level": False}, (64, 128), 64 * 64 + 64 * 8),
+        ({"fmt": "nvfp4", "tile": "square"}, (64, 128), 64 * 64 + 4 * 8 + 4),
+        ({"fmt": "nvint4"}, (64, 128), 64 * 64 + 64 * 8 + 4),
+        ({"fmt": "mxfp4"}, (64, 128), 64 * 64 + 64 * 4),
+        ({"fmt": "mxfp4", "tile": "square"}, (64, 128), 64 * 64 + 2 * 4),
+        ({"fmt": "mxfp6-e2m3"}, (64, 128), 64 * 96 + 64 * 4),
+        ({"fmt": "mxfp6-e3m2"}, (64, 128), 64 * 96 + 64 * 4),
+        ({"fmt": "mxfp8-e4m3"}, (64, 128), 64 * 128 + 64 * 4),
+        ({"fmt": "mxfp8-e5m2"}, (64, 128), 64 * 128 + 64 * 4),
+        ({"fmt": "fp8-e4m3"}, (64, 128), 64 * 128 + 64 * 4),
+        ({"fmt": "fp8-e5m2", "tile": "tensor"}, (64, 128), 64 * 128 + 4),
+        ({"fmt": "int4"}, (64, 128), 64 * 64 + 64 * 4 * 4),
+        ({"fmt": "int4", "tile": "tensor"}, (64, 128), 64 * 64 + 4),
+        ({"fmt": "nvfp4"}, (3, 17), 3 * 16 + 3 * 2 + 4),  # padded to two blocks of 16
+        ({"fmt": "mxfp6-e2m3"}, (5,), 24 + 1),
+        ({"fmt": "nvfp4", "tile": "square"}, (3, 17), 3 * 16 + 2 + 4),  # rows are not padded
+    ],
+    ids=label,
+)
+def test_nbytes(options, shape, nbytes) -> None:
+    q = quantize(normal(*shape, seed=20), **options)
+    assert q.nbytes == nbytes
+    fmt = get_format(options["fmt"])
+    if shape == (64, 128) and options.get("tile", "row") == "row" and fmt.block_size:
+        tensor_scale = 0 if q.global_scale is None else 4
+        assert 8 * (q.nbytes - tensor_scale) / (64 * 128) == fmt.bits_per_element
+
+
+@pytest.mark.parametrize("options", [{}, {"fmt": "mxfp4"}, {"fmt": "int4"}], ids=label)
+def test_to_moves_every_tensor(options) -> None:
+    """The meta device shows a move without a second device."""
+    q = quantize(normal(4, 64, seed=21), **options)
+    moved = q.to("meta")
+    for name in ("codes", "scale", "global_scale"):
+        before, after = getattr(q, name), getattr(moved, name)
+        if before is None:
+            assert after is None
+        else:
+            assert before.device.type == "cpu"
+            assert after.device.type == "meta"
+            assert (after.shape, after.dtype) == (before.shape, before.dtype)
+    assert (moved.fmt, moved.tile, moved.shape, moved.dim) == (q.fmt, q.tile, q.shape, q.dim)
+    assert_same_bits(q.to("cpu").dequantize(), q.dequantize())
+
+
+def test_a_stored_tensor_is_frozen() -> None:
+    q = quantize(normal(2, 32))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.codes = q.codes.clone()  # type: ignore[misc]
+
+
+def test_dequantize_leaves_the_storage_alone() -> None:
+    q = quantize(normal(4, 40, seed=22))
+    codes, scale = q.codes.clone(), q.scale.view(torch.uint8).clone()
+    first = q.dequantize()
+    assert_same_bits(q.dequantize(), first)
+    assert torch.equal(q.codes, codes)
+    assert torch.equal(q.scale.view(torch.uint8), scale)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+BOTH = pytest.mark.parametrize("function", [fake_quantize, quantize], ids=["fake", "stored"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fmt": "nvpf4"}, ["'nvpf4'", "did you mean 'nvfp4'", "mxfp4", "nvint4"]),
+        ({"fmt": "mxfp8"}, ["'mxfp8'", "did you mean 'mxfp", "mxfp8-e4m3", "mxfp8-e5m2"]),
+        ({"fmt": "qqq"}, ["'qqq'", "unknown", "nvfp4", "fp8-e4m3"]),
+        ({"fmt": None}, ["None", "unknown", "nvfp4"]),
+        ({"rounding": "flor"}, ["rounding='flor'", "'nearest'", "'stochastic'"]),
+        ({"scale_rounding": "down"}, ["scale_rounding='down'", "'nearest'", "'up'", "'floor'"]),
+        ({"tile": "hexagon"}, ["tile='hexagon'", "'row'", "'square'", "'tensor'"]),
+        ({"scale_rule": "best"}, ["scale_rule='best'", "'absmax'", "'four-over-six'"]),
+        ({"fmt": "mxfp4", "two_level": True}, ["two_level=True", "mxfp4", "e8m0", "nvfp4"]),
+        ({"fmt": "fp8-e4m3", "two_level": True}, ["two_level=True", "fp8-e4m3", "nvfp4"]),
+        (
+            {"fmt": "mxfp4", "scale_rounding": "nearest"},
+            ["scale_rounding='nearest'", "mxfp4", "e8m0", "'floor'", "'up'"],
+        ),
+        (
+            {"fmt": "nvfp4", "scale_rounding": "floor"},
+            ["scale_rounding='floor'", "nvfp4", "e4m3", "'nearest'", "'up'"],
+        ),
+        ({"fmt": "int4", "scale_rounding": "up"}, ["scale_rounding='up'", "int4", "'nearest'"]),
+        ({"fmt": "fp8-e4m3", "tile": "square"}, ['tile="square"', "fp8-e4m3", '"row"', '"tensor"']),
+        ({"fmt": "nvfp4", "tile": "tensor"}, ['tile="tensor"', "nvfp4", '"row"', "fp8-e4m3"]),
+        ({"fmt": "mxfp8-e4m3", "tile": "tensor"}, ['tile="tensor"', "mxfp8-e4m3", "e8m0"]),
+        (
+            {"fmt": "mxfp4", "scale_rule": "four-over-six"},
+            ["four-over-six", "mxfp4", "NVFP4", "absmax"],
+        ),
+        ({"fmt": "nvint4", "scale_rule": "four-over-six"}, ["four-over-six", "nvint4", "absmax"]),
+    ],
+    ids=label,
+)
+def test_refusals_name_what_was_asked_and_what_there_is(function, options, words) -> None:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        function(torch.ones(32, 32), **options)
+    for word in words[1:]:
+        assert word in str(error.value)
+
+
+def test_an_unlike_name_gets_no_hint() -> None:
+    with pytest.raises(ValueError, match="unknown") as error:
+        get_format("qqq")
+    assert "did you mean" not in str(error.value)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=label
+)
+def test_other_than_floats_are_refused(function, dtype) -> None:
+    with pytest.raises(TypeError, match=str(dtype).replace(".", r"\.")):
+        function(torch.ones(2, 32, dtype=dtype))
+
+
+@BOTH
+@pytest.mark.parametrize(("shape", "dim"), [((2, 32), 2), ((2, 32), -3), ((4,), 1), ((), 1)])
+def test_dim_out_of_range_is_refused(function, shape, dim) -> None:
+    with pytest.raises(IndexError, match=f"dim={dim}") as error:
+        function(torch.ones(shape), dim=dim)
+    assert str(tuple(shape)) in str(error.value)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (16,)])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
+def test_square_tiles_need_a_matrix(function, shape, fmt) -> None:
+    with pytest.raises(ValueError, match="square") as error:
+        function(torch.ones(shape), fmt, tile="square")
+    assert str(shape or (1,)) in str(error.value)  # a scalar is quantized as one element
+    assert "row" in str(error.value)
