@@ -47,7 +47,6 @@ FLT_MAX = float(np.finfo(np.float32).max)
 # SQNR in dB on N(0, 1), measured with prototypes and peer libraries that agree code for code.
 SQNR_NVFP4, SQNR_MXFP4_FLOOR, SQNR_MXFP4_UP = 20.4, 18.8, 18.7
 # Sampling error of 2^18 elements is about 0.02 dB; the two scale roundings of MXFP4 differ by 0.1.
-SQNR_TOLERANCE = 0.08
 
 
 # --- element formats -----------------------------------------------------------------------------
@@ -359,18 +358,3 @@ def test_fp64_beyond_fp32_is_not_hidden(options) -> None:
     x = torch.ones(4, 8, dtype=torch.float64)
     x[0, 3] = 1e300
     assert fake_quantize(x, **options)[0].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"fmt": "nvfp4"}, SQNR_NVFP4),
-        ({"fmt": "mxfp4"}, SQNR_MXFP4_FLOOR),
-        ({"fmt": "mxfp4", "scale_rounding": "up"}, SQNR_MXFP4_UP),
-    ],
-    ids=label,
-)
-def test_sqnr_on_a_normal_tensor(options, wanted) -> None:
-    x = torch.randn(512, 512, generator=seeded(18))
-    actual = ref.sqnr_db(to_numpy(x), to_numpy(fake_quantize(x, **options)))
-    assert actual == pytest.approx(wanted, abs=SQNR_TOLERANCE)

@@ -1,0 +1,390 @@
+"""Expected quantization error from the formats' definitions: numpy in float64, nothing of metis_hf.
+
+Elements of a block are independent with known densities. All of a block's error depends on its
+largest magnitude m through the scale s(m), so the expected squared error is an integral over the
+density of m. Given m, one element has magnitude m and the others have their own densities cut off
+at m; an element's squared error is a quadratic between two neighbouring break points of the grid,
+so its expectation is a sum of partial moments 0, 1 and 2, which are closed forms here. Only the
+integral over m is numerical.
+
+The one thing taken from the data is the amax of the whole tensor, on which tensor scales depend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# --- grids ---------------------------------------------------------------------------------------
+
+
+def float_grid(exponent_bits: int, mantissa_bits: int, bias: int, largest: float) -> np.ndarray:
+    """Values >= 0 of a small float: subnormals, then binades, up to the largest finite value."""
+    fractions = np.arange(2**mantissa_bits) / 2**mantissa_bits
+    binades = [fractions * 2.0 ** (1 - bias)]
+    binades += [(1 + fractions) * 2.0 ** (e - bias) for e in range(1, 2**exponent_bits)]
+    values = np.concatenate(binades)
+    return values[values <= largest]
+
+
+E4M3_GRID = float_grid(4, 3, 7, 448.0)
+E5M2_GRID = float_grid(5, 2, 15, 57344.0)
+E2M1_GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+INT4_GRID = np.arange(8.0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Elements, scale and block length (None: a row) of a format; see `block_scales`."""
+
+    grid: np.ndarray
+    scale: str  # "e4m3", "e8m0" or "fp32"
+    block: int | None
+
+    @property
+    def largest(self) -> float:
+        return float(self.grid[-1])
+
+
+FORMATS = {
+    "nvfp4": Format(E2M1_GRID, "e4m3", 16),
+    "mxfp4": Format(E2M1_GRID, "e8m0", 32),
+    "mxfp6-e2m3": Format(float_grid(2, 3, 1, 7.5), "e8m0", 32),
+    "mxfp6-e3m2": Format(float_grid(3, 2, 3, 28.0), "e8m0", 32),
+    "mxfp8-e4m3": Format(E4M3_GRID, "e8m0", 32),
+    "mxfp8-e5m2": Format(E5M2_GRID, "e8m0", 32),
+    "fp8-e4m3": Format(E4M3_GRID, "fp32", None),
+    "fp8-e5m2": Format(E5M2_GRID, "fp32", None),
+    "int4": Format(INT4_GRID, "fp32", 32),
+    "nvint4": Format(INT4_GRID, "e4m3", 16),
+}
+
+
+def e4m3(values: np.ndarray, rounding: str) -> np.ndarray:
+    """Values >= 0 on the E4M3 grid, saturating. Ties do not matter to an integral over m."""
+    values = np.minimum(values, E4M3_GRID[-1])
+    if rounding == "up":
+        return E4M3_GRID[np.searchsorted(E4M3_GRID, values)]
+    return E4M3_GRID[np.searchsorted((E4M3_GRID[1:] + E4M3_GRID[:-1]) / 2, values)]
+
+
+def block_scales(
+    m: np.ndarray,
+    fmt: Format,
+    *,
+    rounding: str | None = None,
+    tensor_amax: float | None = None,
+    onto: float | None = None,
+    largest_scale: float = 448.0,
+) -> np.ndarray:
+    """Decode scales s(m) of blocks whose largest magnitude is m.
+
+    Args:
+        rounding: "nearest" or "up" for E4M3 scales, "floor" or "up" for E8M0 ones.
+        tensor_amax: of the whole tensor; None for one level.
+        onto: the code that m is to land on, by default the largest.
+        largest_scale: the E4M3 scale of the tensor's largest block (256 for Four Over Six).
+    """
+    if fmt.scale == "fp32":
+        return m / fmt.largest
+    if fmt.scale == "e8m0":
+        # floor(log2) by frexp: exact at powers of two.
+        scale = np.exp2(np.frexp(m)[1] - np.frexp(fmt.largest)[1])
+        return np.where((m > scale * fmt.largest) & (rounding == "up"), 2 * scale, scale)
+    encode = 1.0 if tensor_amax is None else fmt.largest * largest_scale / tensor_amax
+    return e4m3(m * encode / (onto or fmt.largest), rounding or "nearest") / encode
+
+
+# --- densities -----------------------------------------------------------------------------------
+
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+class Density:
+    """Of a magnitude a >= 0, with unit size parameter."""
+
+    def pdf(self, a: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def moments(self, a: np.ndarray) -> np.ndarray:
+        """[3 ..]: integrals of 1, t and t^2 times the density over 0 <= t <= a."""
+        raise NotImplementedError
+
+
+class Normal(Density):
+    """|N(0, 1)|."""
+
+    def pdf(self, a):
+        return math.sqrt(2 / math.pi) * np.exp(-a * a / 2)
+
+    def moments(self, a):
+        below, density = _erf(a / math.sqrt(2)), self.pdf(a)
+        return np.stack([below, math.sqrt(2 / math.pi) - density, below - a * density])
+
+
+class Uniform(Density):
+    """Uniform on [0, 1]."""
+
+    def pdf(self, a):
+        return np.where(a <= 1, 1.0, 0.0)
+
+    def moments(self, a):
+        a = np.minimum(a, 1.0)
+        return np.stack([a, a**2 / 2, a**3 / 3])
+
+
+class Student3(Density):
+    """|t| with 3 degrees of freedom: variance 3, no fourth moment."""
+
+    def pdf(self, a):
+        return 4 / (math.pi * math.sqrt(3)) / (1 + a * a / 3) ** 2
+
+    def moments(self, a):
+        u = a / math.sqrt(3)
+        angle, ratio = np.arctan(u), u / (1 + u * u)
+        return np.stack(
+            [
+                2 / math.pi * (angle + ratio),
+                2 * math.sqrt(3) / math.pi * u * ratio,
+                6 / math.pi * (angle - ratio),
+            ]
+        )
+
+
+class Elements(NamedTuple):
+    """`count` elements of a block, distributed as `size` times the density."""
+
+    density: Density
+    size: float
+    count: int
+
+    def pdf(self, a: np.ndarray) -> np.ndarray:
+        return self.density.pdf(a / self.size) / self.size
+
+    def moments(self, a: np.ndarray) -> np.ndarray:
+        powers = self.size ** np.arange(3.0).reshape(-1, *([1] * np.ndim(a)))
+        return self.density.moments(a / self.size) * powers
+
+    def energy_below(self, amax: float) -> float:
+        """Expected sum of squares, given that no magnitude exceeds amax."""
+        mass, _, second = self.moments(np.array(amax))
+        return float(self.count * second / mass)
+
+
+NORMAL, UNIFORM, STUDENT3 = Normal(), Uniform(), Student3()
+
+# --- error of one element ------------------------------------------------------------------------
+
+
+class Cells(NamedTuple):
+    """A function of a magnitude y: polynomial[k] applies for edges[k] <= y < edges[k + 1]."""
+
+    edges: np.ndarray  # [n + 1], from 0 to inf
+    polynomial: np.ndarray  # [n 3]: coefficients of 1, y, y^2
+
+
+def squared_error(grid: np.ndarray, rounding: str) -> Cells:
+    """Expected squared error of rounding y >= 0 onto the grid, clipping at its end.
+
+    Nearest to q: (y - q)^2. Stochastic between l and h: (y - l)(h - y), the variance of the draw.
+    """
+    if rounding == "nearest":
+        inner, points = (grid[1:] + grid[:-1]) / 2, grid
+        quadratic = np.stack([points**2, -2 * points, np.ones_like(points)], axis=1)
+    else:
+        inner, low, high = grid[1:], grid[:-1], grid[1:]
+        quadratic = np.stack([-low * high, low + high, -np.ones_like(low)], axis=1)
+        top = grid[-1]
+        quadratic = np.concatenate([quadratic, [[top**2, -2 * top, 1.0]]])
+    return Cells(np.concatenate([[0.0], inner, [np.inf]]), quadratic)
+
+
+def clipped_away(grid: np.ndarray) -> Cells:
+    """y (y - top) beyond the grid's end, else 0: what clipping takes from E[y q]."""
+    return Cells(np.array([0, grid[-1], np.inf]), np.array([[0, 0, 0], [0, -grid[-1], 1.0]]))
+
+
+def at(cells: Cells, a: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """scale^2 * f(a / scale): the function in the units of a. With scale 0 all of a is lost."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        y = np.where(scale > 0, a / scale, np.inf)
+    cell = np.searchsorted(cells.edges[:-1], y, side="right") - 1
+    c0, c1, c2 = np.moveaxis(cells.polynomial[cell], -1, 0)
+    return c0 * scale**2 + c1 * scale * a + c2 * a**2
+
+
+def below(cells: Cells, elements: Elements, m: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Expectation of `at` over one element, given that its magnitude is at most m."""
+    with np.errstate(invalid="ignore"):  # 0 * inf
+        edges = np.nan_to_num(cells.edges * scale[:, None], nan=np.inf)
+    moments = np.diff(elements.moments(np.minimum(edges, m[:, None])), axis=-1)  # [3 m cells]
+    powers = np.stack([scale**2, scale, np.ones_like(scale)])
+    total = np.einsum("kmc,ck,km->m", moments, cells.polynomial, powers)
+    return total / elements.moments(m)[0]
+
+
+# --- a block, a tensor ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Expected sums over the elements of blocks; blocks add up, `count * expected` repeats one."""
+
+    elements: float
+    energy: float  # x^2
+    error: float  # (x - q)^2
+    clip_loss: float  # x (x - clipped x): stochastic rounding keeps the rest of E[x q]
+    clipped: float  # elements beyond the largest value of their block
+
+    @property
+    def sqnr_db(self) -> float:
+        return 10 * math.log10(self.energy / self.error)
+
+    @property
+    def gain(self) -> float:
+        """E[x q] / E[x x] of stochastic rounding."""
+        return 1 - self.clip_loss / self.energy
+
+    @property
+    def clipped_share(self) -> float:
+        return self.clipped / self.elements
+
+    def _sums(self) -> tuple[float, ...]:
+        return (self.elements, self.energy, self.error, self.clip_loss, self.clipped)
+
+    def __add__(self, other: Expected) -> Expected:
+        return Expected(*(a + b for a, b in zip(self._sums(), other._sums())))
+
+    def __rmul__(self, count: float) -> Expected:
+        return Expected(*(count * a for a in self._sums()))
+
+
+class Maxima(NamedTuple):
+    """A block's largest magnitude on a fine grid: weights[g, m] = P(it is m, and of group g)."""
+
+    m: np.ndarray
+    weights: np.ndarray
+
+
+def maxima(block: Sequence[Elements], amax: float, points: int = 1000) -> Maxima:
+    """Given that no magnitude exceeds amax.
+
+    The probabilities of the cells are exact; inside one, P(group) is proportional to the group's
+    count times pdf / cdf.
+    """
+
+    def cdf(edges: np.ndarray) -> np.ndarray:
+        parts = [(g.moments(edges)[0] / g.moments(np.array(amax))[0]) ** g.count for g in block]
+        return np.prod(parts, axis=0)
+
+    coarse = np.geomspace(amax * 1e-5, amax, 200)
+    first, last = np.searchsorted(cdf(coarse), [1e-13, 1 - 1e-13])
+    edges = np.geomspace(coarse[first - 1], coarse[last], points + 1)
+    m = np.sqrt(edges[1:] * edges[:-1])
+    hazard = np.stack([g.count * g.pdf(m) / g.moments(m)[0] for g in block])
+    return Maxima(m, np.diff(cdf(edges)) * hazard / hazard.sum(axis=0))
+
+
+def over_block(
+    block: Sequence[Elements], top: Maxima, of_maximum: np.ndarray, of_others: list[np.ndarray]
+) -> float:
+    """Expected sum over a block: f(maximum) and, group by group, E[f(element) | maximum]."""
+    total = top.weights.sum(axis=0) @ of_maximum
+    for index, group in enumerate(block):
+        others = group.count - np.eye(len(block))[index]  # one fewer where the maximum is its own
+        total += (others @ top.weights) @ of_others[index]
+    return float(total)
+
+
+def expected(
+    block: Sequence[Elements],
+    fmt: str,
+    *,
+    amax: float,
+    rounding: str = "nearest",
+    scale_rounding: str | None = None,
+    two_level: bool = True,
+    whole_tensor: bool = False,
+) -> Expected:
+    """What quantizing one block costs, given the amax of its tensor.
+
+    Args:
+        block: all elements that share a scale: 16 or 32 of a row, a tile's 256 or 1024, a row.
+        whole_tensor: the block is the tensor, so that its maximum is known.
+    """
+    f = FORMATS[fmt]
+    top = maxima(block, amax)
+    if whole_tensor:  # one maximum among so many elements: whose it is does not matter
+        top = Maxima(np.array([amax]), np.eye(len(block))[:, :1])
+    tensor_amax = amax if two_level and f.scale == "e4m3" else None
+    scale = block_scales(top.m, f, rounding=scale_rounding, tensor_amax=tensor_amax)
+
+    def total(cells: Cells) -> float:
+        others = [below(cells, group, top.m, scale) for group in block]
+        return over_block(block, top, at(cells, top.m, scale), others)
+
+    # The end of the grid, with room for the rounding of a maximum that lands on it exactly.
+    end = np.minimum(scale * f.largest * (1 + 1e-9), top.m)
+    shares = [1 - group.moments(end)[0] / group.moments(top.m)[0] for group in block]
+    return Expected(
+        elements=sum(group.count for group in block),
+        energy=sum(group.energy_below(amax) for group in block),
+        error=total(squared_error(f.grid, rounding)),
+        clip_loss=total(clipped_away(f.grid)),
+        clipped=over_block(block, top, (top.m > end) * 1.0, shares),
+    )
+
+
+_CELLS_OF_AN_ELEMENT = 300
+
+
+def four_over_six_error(
+    block: Sequence[Elements], *, amax: float, rounding: str = "nearest"
+) -> float:
+    """Expected squared error of a block of NVFP4 whose maximum goes to 6 or to 4, two levels.
+
+    Which one depends on the sign of D, the difference of the two errors with nearest rounding. D
+    is a sum over the elements, taken as normal; with X the difference of the errors that count
+    (D itself, or that of stochastic rounding), jointly normal with D,
+        E[X; D < 0] = E[X] P(D < 0) - cov(X, D) / std(D) * phi(E[D] / std(D)).
+    """
+    f = FORMATS["nvfp4"]
+    top = maxima(block, amax)
+    scales = [
+        block_scales(top.m, f, tensor_amax=amax, onto=onto, largest_scale=256.0)
+        for onto in (6.0, 4.0)
+    ]
+    decides, counts = squared_error(f.grid, "nearest"), squared_error(f.grid, rounding)
+
+    def errors(a: np.ndarray, scale: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """(error on 6, X, D) of magnitudes a."""
+        six, four = (at(counts, a, s) for s in scale)
+        return six, four - six, at(decides, a, scale[1]) - at(decides, a, scale[0])
+
+    six, x, d = errors(top.m, scales)
+    wide = [scale[:, None] for scale in scales]
+    cells = np.linspace(0, 1, _CELLS_OF_AN_ELEMENT + 1)
+    others = []
+    for group in block:
+        weights = np.diff(group.moments(top.m[:, None] * cells)[0], axis=-1)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        e = errors(top.m[:, None] * (cells[1:] + cells[:-1]) / 2, wide)
+        six_i, x_i, d_i = (np.sum(weights * v, axis=-1) for v in e)
+        cov = np.sum(weights * (e[1] - x_i[:, None]) * (e[2] - d_i[:, None]), axis=-1)
+        var = np.sum(weights * (e[2] - d_i[:, None]) ** 2, axis=-1)
+        others.append(np.stack([six_i, x_i, d_i, cov, var]))
+    error = 0.0
+    for index, weights in enumerate(top.weights):  # which group the maximum belongs to
+        numbers = [g.count - (index == i) for i, g in enumerate(block)]
+        sums = sum(n * o for n, o in zip(numbers, others))
+        mean_six, mean_x, mean_d = six + sums[0], x + sums[1], d + sums[2]
+        std = np.sqrt(sums[4])
+        z = mean_d / std
+        density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        four = mean_x * (1 + _erf(-z / math.sqrt(2))) / 2 - sums[3] / std * density
+        error += float(weights @ (mean_six + four))
+    return error
