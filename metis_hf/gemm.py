@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -66,6 +67,16 @@ class GemmPlan:
         return operand(x, dim=dim, key=self.keys[role], dtype=self.dtype, row_mask=self.row_mask)
 
 
+def _contract(a: Tensor, b: Tensor) -> Tensor:
+    """a [m n] @ b [n p]; an operand without the other's padding along n gets zeros there."""
+    missing = a.shape[1] - b.shape[0]
+    if missing > 0:
+        b = F.pad(b, (0, 0, 0, missing))
+    elif missing < 0:
+        a = F.pad(a, (0, -missing))
+    return a @ b
+
+
 def _rescale(out: Tensor, *scales: Tensor | None) -> Tensor:
     """Applies the tensor scales of the operands to a GEMM's output, in fp32 and once."""
     given = [scale for scale in scales if scale is not None]
@@ -83,7 +94,7 @@ class QuantizedGemm(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x_hat, x_scale = plan.matrix_operand(Role.FPROP_INPUT, x)
             w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
-            y = _rescale(x_hat @ w_hat.T, x_scale, w_scale)
+            y = _rescale(_contract(x_hat, w_hat.T), x_scale, w_scale)
             if bias is not None:
                 y += bias.to(plan.dtype)
         shared_input = plan.scheme.reuses(Role.WGRAD_INPUT)
@@ -105,14 +116,14 @@ class QuantizedGemm(torch.autograd.Function):
                 d_hat, d_scale = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:
                 w_hat, w_scale = plan.weight_operand(Role.DGRAD_WEIGHT, params)
-                dx = _rescale(d_hat @ w_hat, d_scale, w_scale).to(ctx.x_dtype)
+                dx = _rescale(_contract(d_hat, w_hat), d_scale, w_scale).to(ctx.x_dtype)
             if any(need_params):
                 if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
                     d_hat, d_scale = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
                 x_hat = x
                 if not ctx.shared_input:
                     x_hat, x_scale = plan.matrix_operand(Role.WGRAD_INPUT, x)
-                dw = _rescale(d_hat.T @ x_hat, d_scale, x_scale)
+                dw = _rescale(_contract(d_hat.T, x_hat), d_scale, x_scale)
                 dparams = plan.weight.gradients(
                     params, dw, plan.scheme.fprop_weight, key=plan.keys[Role.FPROP_WEIGHT]
                 )

@@ -89,7 +89,7 @@ def operand_health(
     if operand.quantizer is not None:
         options: dict[str, Any] = {"dim": -1, "key": key, "row_mask": row_mask}
         x_hat = operand.conditioner(x, operand.quantizer, **options)
-        stats["sqnr_db"] = sqnr_db(x, x_hat)
+        stats["sqnr_db"] = sqnr_db(x, x_hat[: x.shape[0], : x.shape[1]])
         last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]
         stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer)
     return {name: float(value) for name, value in stats.items()}
@@ -170,22 +170,23 @@ class _ProbeHook:
     def __call__(self, layer: MetisLayer, args: tuple[Tensor], output: Tensor) -> None:
         if not layer.training:
             return
+        mask = layer.row_mask(args[0])
         if "activation" not in self.stats:
-            self.stats["activation"] = self._measure(layer, args[0], Role.FPROP_INPUT)
+            self.stats["activation"] = self._measure(layer, args[0], Role.FPROP_INPUT, mask)
         if self.armed and output.requires_grad:
             self.armed = False
-            output.register_hook(lambda grad: self._on_gradient(layer, grad))
+            output.register_hook(lambda grad: self._on_gradient(layer, grad, mask))
 
-    def _on_gradient(self, layer: MetisLayer, grad: Tensor) -> None:
-        self.stats.setdefault("gradient", self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT))
+    def _on_gradient(self, layer: MetisLayer, grad: Tensor, mask: Tensor | None) -> None:
+        stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, mask)
+        self.stats.setdefault("gradient", stats)
 
     @torch.no_grad()
-    def _measure(self, layer: MetisLayer, x: Tensor, role: Role) -> Stats:
+    def _measure(self, layer: MetisLayer, x: Tensor, role: Role, mask: Tensor | None) -> Stats:
         with torch.autocast(x.device.type, enabled=False):
-            mask = layer.token_mask.rows(x) if layer.token_mask is not None else None
             return operand_health(
                 x.reshape(-1, x.shape[-1]),
-                layer.active_scheme().operand(role),
+                layer.active_scheme().resolve(role)[1],
                 rank=layer_rank(layer.config, layer.in_features, layer.out_features),
                 key=layer.noise_key(),
                 row_mask=mask,

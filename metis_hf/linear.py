@@ -7,8 +7,6 @@ package reports missing weights instead of giving a plausible model without its 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,30 +17,8 @@ from metis_hf.config import MetisConfig
 from metis_hf.gemm import CallKeys, GemmPlan, QuantizedGemm
 from metis_hf.noise import Key, key_of
 from metis_hf.schemes import build_scheme, layer_rank
+from metis_hf.token_mask import TokenMask
 from metis_hf.weights import DenseWeight, SplitWeight, WeightForm
-
-
-class TokenMask:
-    """The attention mask of the running forward pass, so that padding is never sampled.
-
-    One instance per model, set by a forward pre-hook on it and read by its layers.
-    """
-
-    def __init__(self) -> None:
-        self.mask: Tensor | None = None
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-    def rows(self, x: Tensor) -> Tensor | None:
-        """The mask as [t] bool, if it has one entry for each row of x [... i]."""
-        if self.mask is None or x.shape[:-1] != self.mask.shape:
-            return None
-        return self.mask.reshape(-1).bool()
-
-    def __getstate__(self) -> dict[str, None]:
-        return {"mask": None}
 
 
 class MetisLayer(nn.Module):
@@ -66,6 +42,7 @@ class MetisLayer(nn.Module):
         self.conv1d = conv1d
         self.scheme = build_scheme(config, in_features, out_features)
         self.eval_scheme = self.scheme.deterministic()
+        self.name = name
         self.key = key_of("layer", config.seed, name)
         self.token_mask: TokenMask | None = None
 
@@ -95,10 +72,14 @@ class MetisLayer(nn.Module):
             self.weight_form,
             dtype,
             CallKeys(self.noise_key(), x, params[-1]),
-            self.token_mask.rows(x) if self.token_mask is not None else None,
+            self.row_mask(x),
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def row_mask(self, x: Tensor) -> Tensor | None:
+        """Which rows of x [... i] are tokens, as [t] bool; None where all are, or nobody knows."""
+        return None if self.token_mask is None else self.token_mask.rows(x, self.name)
 
     def _high_precision(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight_form.dense(self.weight_params()), self.bias)

@@ -19,7 +19,6 @@ from metis_hf.config import MetisConfig
 from metis_hf.linear import (
     MetisLayer,
     MetisLinear,
-    TokenMask,
     as_linear,
     convert_linear,
     linear_shape,
@@ -27,6 +26,7 @@ from metis_hf.linear import (
 from metis_hf.matching import select_modules
 from metis_hf.numerics import NVFP4
 from metis_hf.schemes import build_scheme, kept_directions, layer_rank
+from metis_hf.token_mask import TokenMask
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
 
     report = ConversionReport(config.scheme, tuple(reports), selection.skipped, total)
     model.metis_report = report  # type: ignore[assignment]
-    model.register_forward_pre_hook(token_mask, with_kwargs=True)
+    token_mask.register(model)
     if isinstance(model, PreTrainedModel):
         model.config.quantization_config = config
         model.add_model_tags(["metis", "fp4-training"])
@@ -163,10 +163,7 @@ def to_dense(model: nn.Module) -> nn.Module:
         model.set_submodule(name, layer.to_dense())
     if hasattr(model, "metis_report"):
         del model.metis_report
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, TokenMask):
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    TokenMask.unregister(model)
     if isinstance(model, PreTrainedModel) and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model

@@ -60,13 +60,11 @@ def _signed(h: int) -> int:
     return (h & _MASK32) - ((h & 0x80000000) << 1)
 
 
-@functools.lru_cache(maxsize=16)
-def _odd_weights(count: int, device: torch.device) -> Tensor:
-    return (torch.arange(1, 2 * count + 1, 2, device=device) * _signed(0x9E3779B1)).to(torch.int32)
-
-
 def fingerprint(x: Tensor) -> Tensor:
     """32 bits that change when the tensor does: a hash of about 256 evenly spaced elements.
+
+    Every sample is mixed with its place by itself before the sum: signs, powers of two and 16-bit
+    values, which differ in few bits of their fp32 form, count in full.
 
     Returns:
         0-dim int32 tensor on the device of `x`; no synchronization.
@@ -74,8 +72,10 @@ def fingerprint(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
     # An odd stride does not fall in step with a power-of-two row length.
     sample = flat[:: flat.numel() // _FINGERPRINT_SAMPLES | 1].float().view(torch.int32)
-    hashed = sample * _odd_weights(sample.numel(), x.device)
-    return hashed.sum(dtype=torch.int32)
+    h = sample ^ _hashed_indices(sample.numel(), x.device)
+    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
+    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).sum(dtype=torch.int32)
 
 
 def _index_hash(count: int, device: torch.device) -> Tensor:
@@ -92,15 +92,19 @@ def _cached_index_hash(device: torch.device) -> Tensor:
     return _index_hash(_CACHED_INDICES, device)
 
 
+def _hashed_indices(count: int, device: torch.device) -> Tensor:
+    """`_index_hash`, from the cache where there is one; do not write to it."""
+    # torch.compile would trace through a cache, with a warning; in a graph hashing is cheap.
+    if count > _CACHED_INDICES or torch.compiler.is_compiling():
+        return _index_hash(count, device)
+    return _cached_index_hash(device)[:count]
+
+
 def random_bits(count: int, key: Key | int, device: torch.device | str | None = None) -> Tensor:
     """`count` hashed 32-bit integers (int32) of (key, index); the upper bits are the best."""
     device = torch.device(device or "cpu")
     key = Key(key) if isinstance(key, int) else key
-    if count <= _CACHED_INDICES:
-        base = _cached_index_hash(device)[:count]
-    else:
-        base = _index_hash(count, device)
-    h = base + _signed(_mix(key.static))
+    h = _hashed_indices(count, device) + _signed(_mix(key.static))
     if key.data is not None:
         h.bitwise_xor_(key.data)
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)

@@ -28,7 +28,10 @@ class Part(NamedTuple):
 
 
 class Conditioner(Protocol):
-    """x [t c] -> x_hat [t c], fp32, quantizing what it likes on the way."""
+    """x [t c] -> x_hat [t c], fp32, quantizing what it likes on the way.
+
+    Along `dim`, which the GEMM contracts, x_hat may come with padding.
+    """
 
     def __call__(
         self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None
@@ -55,7 +58,9 @@ class Hadamard:
     """Rotates blocks of 16 along the contraction dimension, quantizes, rotates back.
 
     Both operands of a GEMM rotated with the same seed give the product of the rotated copies,
-    since the rotation is orthonormal and cancels in the contraction.
+    since the rotation is orthonormal and cancels in the contraction. The result keeps the padding
+    along `dim`, a multiple of 16: rounding in the rotated basis makes it non-zero, and the product
+    of the rotated copies contains it.
     """
 
     seed: int = 0
@@ -63,7 +68,7 @@ class Hadamard:
     def __call__(self, x, quantizer, *, dim, key, row_mask=None) -> Tensor:
         rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
         quantized = quantizer(rotated, dim=dim, key=key)
-        return unrotate(quantized, dim=dim, seed=self.seed, size=x.shape[dim])
+        return unrotate(quantized, dim=dim, seed=self.seed)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
@@ -164,7 +169,8 @@ class Operand:
             dim: the dimension that the GEMM contracts.
 
         Returns:
-            (x_hat [t c] in `dtype`, scale): the operand is x_hat * scale. scale is None unless
+            (x_hat [t c] in `dtype`, scale): the operand is x_hat * scale, perhaps padded along
+            `dim`. scale is None unless
             `dtype` is bf16, which holds code * block scale exactly but not the product with the
             fp32 tensor scale; the GEMM then scales its output.
         """

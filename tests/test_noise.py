@@ -1,5 +1,6 @@
 """Counter-based noise: uniform, independent between keys, and nothing taken from torch."""
 
+import pytest
 import torch
 
 from metis_hf.noise import Key, fingerprint, key_of, uniform
@@ -32,7 +33,8 @@ def test_pairs_of_keys_and_of_neighbours_are_independent():
         counts = torch.bincount(cell, minlength=256).double()
         return ((counts - N / 256).square() / (N / 256)).sum().item()
 
-    data = [torch.tensor(value, dtype=torch.int32) for value in (1, 2, -(2**31))]
+    values = (1, 2, 1 << 16, 3 << 16, 1 << 24, -(2**31), -1, 0x5A5A0000)
+    data = [torch.tensor(value, dtype=torch.int32) for value in values]
     keys = [Key(1), Key(2), Key(0x80000001), Key(3).fold(1), Key(3).fold(2)]
     keys += [Key(1, value) for value in data]
     streams = [uniform((N,), key) for key in keys]
@@ -58,6 +60,14 @@ def test_function_of_the_key_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("shape", [(7,), (100, 3), (2, 0, 5), (1,), ()])
+def test_shape_does_not_matter(shape):
+    """Noise belongs to the row-major index, and no element is left without."""
+    u = uniform(shape, Key(7))
+    assert u.shape == shape
+    assert torch.equal(u.flatten(), uniform((300,), Key(7))[: u.numel()])
+
+
 def test_fingerprint_follows_content():
     x = torch.randn(64, 48)
     assert fingerprint(x) == fingerprint(x.clone())
@@ -65,3 +75,27 @@ def test_fingerprint_follows_content():
     assert fingerprint(x) != fingerprint(x + 1e-6)
     assert fingerprint(x) != fingerprint(x.roll(1))
     assert fingerprint(torch.empty(0, 4)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fingerprints_of_different_tensors_differ(dtype):
+    """32 bits in every dtype: among 4096 random tensors hardly any two are alike.
+
+    4096 values of b random bits hold 4096^2 / 2^(b+1) equal pairs on average: 0.002 of 32 bits,
+    128 of 16.
+    """
+    g = torch.Generator().manual_seed(0)
+    found = {int(fingerprint(torch.randn(64, 64, generator=g).to(dtype))) for _ in range(4096)}
+    assert len(found) >= 4095
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (256, 256), (1024, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [torch.neg, lambda x: 2 * x, lambda x: x / 4, lambda x: x.flip(0), lambda x: x.roll(1, 0)],
+    ids=["negated", "doubled", "quartered", "reversed", "rolled"],
+)
+def test_fingerprint_follows_structured_changes(shape, change):
+    """Changes that touch the same bits of every element must not cancel in the sum."""
+    x = torch.randn(shape)
+    assert fingerprint(change(x)) != fingerprint(x)

@@ -39,8 +39,6 @@ def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
     return x if x.numel() == 0 else _apply(x, hadamard_matrix(seed), dim)
 
 
-def unrotate(x: Tensor, *, dim: int, seed: int, size: int) -> Tensor:
-    """Inverse of `rotate`; drops the padding, so that dimension `dim` has `size` entries again."""
-    if x.numel() == 0:
-        return x
-    return _apply(x, hadamard_matrix(seed).T, dim).narrow(dim, 0, size)
+def unrotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
+    """Inverse of `rotate`, padding included: what is added to x in between reaches it."""
+    return x if x.numel() == 0 else _apply(x, hadamard_matrix(seed).T, dim)
