@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metis_hf.linear import MetisLayer, MetisLinear
+from metis_hf.linear import MetisLayer, MetisLinear, full_tensor
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral
@@ -106,16 +106,17 @@ def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def weight_health(layer: MetisLayer) -> Stats:
-    """Statistics of a layer's weight."""
-    weight = layer.weight_form.dense(layer.weight_params()).float()
+    """Statistics of a layer's weight. Where it is sharded every process has to call this."""
+    params = _whole_params(layer)
+    weight = layer.weight_form.dense(params).float()
     finite = torch.isfinite(weight)
     stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
     if not bool(finite.all()):
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(weight)
     if isinstance(layer, MetisLinear):
-        residual = layer.weight_residual.detach().float()
-        u, vh = (p.float() for p in layer.weight_form.orthonormal(layer.weight_params()))
+        residual = params[-1].float()
+        u, vh = (p.float() for p in layer.weight_form.orthonormal(params))
         stats |= _split_stats(weight, residual)
         eye = torch.eye(layer.rank, device=u.device)
         stats["orthogonality"] = torch.maximum(
@@ -129,12 +130,22 @@ def weight_health(layer: MetisLayer) -> Stats:
     if operand.quantizer is not None:
         key = layer.noise_key()
         w_hat, scale = layer.weight_form.quantize(
-            layer.weight_params(), operand, dim=-1, key=key, dtype=torch.float32
+            params, operand, dim=-1, key=key, dtype=torch.float32
         )
         assert scale is None
         stats["sqnr_db"] = sqnr_db(weight, w_hat)
         stats["zeroed"], stats["saturated"] = element_fates(residual, operand.quantizer)
     return {name: float(value) for name, value in stats.items()}
+
+
+def _whole_params(layer: MetisLayer) -> list[Tensor]:
+    """The layer's stored weight, gathered from all processes if FSDP2 or ZeRO-3 shards it."""
+    if not any(hasattr(param, "ds_id") for param in layer.parameters()):
+        return [full_tensor(param) for param in layer.weight_params()]
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(layer.parameters())):
+        return [param.detach().clone() for param in layer.weight_params()]
 
 
 class LayerProbe:
@@ -154,7 +165,7 @@ class LayerProbe:
         self.stats = {}
         for name, layer in layers.items():
             hook = _ProbeHook(name, self.stats.setdefault(name, {}))
-            self._handles.append(layer.register_forward_hook(hook))
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
         """Stops measuring; the statistics stay."""
@@ -167,10 +178,13 @@ class _ProbeHook:
     def __init__(self, name: str, stats: dict[str, Stats]) -> None:
         self.name, self.stats, self.armed = name, stats, True
 
-    def __call__(self, layer: MetisLayer, args: tuple[Tensor], output: Tensor) -> None:
+    def __call__(
+        self, layer: MetisLayer, args: tuple[Tensor], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
         if not layer.training:
             return
-        mask = layer.row_mask(args[0])
+        mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
+        mask = layer.row_mask(args[0]) if mask is None else mask
         if "activation" not in self.stats:
             self.stats["activation"] = self._measure(layer, args[0], Role.FPROP_INPUT, mask)
         if self.armed and output.requires_grad:
@@ -196,11 +210,11 @@ class _ProbeHook:
 def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
     """Means over the layers of a group, named "<tensor>/<group>/<statistic>".
 
-    A group is the last part of a layer's name: q_proj, down_proj, c_attn, ...
+    A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ...
     """
     sums: dict[str, list[float]] = {}
     for name, kinds in per_layer.items():
-        group = name.rsplit(".", 1)[-1]
+        group = next(part for part in reversed(name.split(".")) if not part.isdigit())
         for kind, stats in kinds.items():
             for stat, value in stats.items():
                 sums.setdefault(f"{kind}/{group}/{stat}", []).append(value)

@@ -8,8 +8,11 @@ training, its own state dict on save) do not apply to it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from safetensors import safe_open
+from torch import nn
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -20,7 +23,7 @@ from transformers.quantizers.auto import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from metis_hf.config import MetisConfig
-from metis_hf.model import get_metis_model
+from metis_hf.model import get_metis_model, metis_layers
 
 
 class MetisConfigLoader(QuantizationConfigMixin):
@@ -38,10 +41,13 @@ class MetisLoader(HfQuantizer):
     def _process_model_before_weight_loading(self, model, **kwargs):
         if self.pre_quantized:
             get_metis_model(model, self.quantization_config)
+            _check_shapes(model, kwargs.get("checkpoint_files") or ())
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if not self.pre_quantized:
+        if self.pre_quantized:
+            _check_complete(model)
+        else:
             get_metis_model(model, self.quantization_config)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
@@ -63,6 +69,51 @@ class MetisLoader(HfQuantizer):
     @property
     def is_qat_trainable(self) -> bool:
         return True
+
+
+def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
+    """Refuses factors of another rank by name; transformers would only log which ones they are."""
+    expected = {
+        f"{name}.{key}": tuple(param.shape)
+        for name, layer in metis_layers(model)
+        for key, param in layer.named_parameters(recurse=False)
+    }
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        with safe_open(path, "pt") as tensors:
+            for key in expected.keys() & set(tensors.keys()):
+                shape = tuple(tensors.get_slice(key).get_shape())
+                if shape != expected[key]:
+                    raise ValueError(
+                        f"{key} has shape {shape} in {path}, and {expected[key]} by the config "
+                        "beside it: the two are not of the same run, or the config was edited "
+                        "(rank, rank_frac, rank_multiple, rank_pattern)"
+                    )
+
+
+def _check_complete(model: nn.Module) -> None:
+    """Refuses a checkpoint that lacks tensors of converted layers, which would be made up.
+
+    transformers marks the parameters that it loads. A way of loading that marks none is left alone.
+    """
+
+    def loaded(param: nn.Parameter) -> bool:
+        return getattr(param, "_is_hf_initialized", False)
+
+    missing = [
+        f"{name}.{key}"
+        for name, layer in metis_layers(model)
+        for key, param in layer.named_parameters(recurse=False)
+        if not loaded(param)
+    ]
+    if missing and any(loaded(param) for param in model.parameters()):
+        shown = ", ".join(missing[:4]) + (f", ... ({len(missing)})" if len(missing) > 4 else "")
+        path = getattr(getattr(model, "config", None), "name_or_path", "") or "the checkpoint"
+        raise ValueError(
+            f"{path} lacks tensors of converted layers: {shown}. Nothing can stand in for them; "
+            "restore the files, or correct quantization_config in its config.json"
+        )
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from metis_hf.config import MetisConfig
 from metis_hf.gemm import CallKeys, GemmPlan, QuantizedGemm
 from metis_hf.noise import Key, key_of
-from metis_hf.schemes import build_scheme, layer_rank
+from metis_hf.schemes import Scheme, build_scheme, layer_rank
 from metis_hf.token_mask import TokenMask
 from metis_hf.weights import DenseWeight, SplitWeight, WeightForm
 
@@ -25,6 +25,7 @@ class MetisLayer(nn.Module):
     """What both layers share: scheme, noise and the forward pass. x [... i] -> [... o]."""
 
     weight_form: WeightForm
+    rank: int | None = None  # of the stored factors
     bias: nn.Parameter | None
 
     def __init__(
@@ -38,10 +39,8 @@ class MetisLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.config = config
         self.conv1d = conv1d
-        self.scheme = build_scheme(config, in_features, out_features)
-        self.eval_scheme = self.scheme.deterministic()
+        self.set_config(config)
         self.name = name
         self.key = key_of("layer", config.seed, name)
         self.token_mask: TokenMask | None = None
@@ -50,7 +49,38 @@ class MetisLayer(nn.Module):
         """The stored tensors, as `weight_form` takes them."""
         raise NotImplementedError
 
-    def active_scheme(self):
+    def set_config(self, config: MetisConfig) -> None:
+        """Takes another config for the same parameters; see `check_config`."""
+        self.config = config
+        self.scheme = build_scheme(config, self.in_features, self.out_features)
+        self.eval_scheme = self.scheme.deterministic()
+
+    def check_config(self, config: MetisConfig) -> None:
+        """Refuses a config that this layer's parameters do not fit.
+
+        Raises:
+            ValueError: another rank, or a scheme that stores the weight in another form.
+        """
+        new = build_scheme(config, self.in_features, self.out_features)
+        if self._form(new) != self._stored_form():
+            raise ValueError(
+                f"scheme {config.scheme!r} stores weights in another form than the one in which "
+                'this model was converted. high_precision=("forward", "backward") runs the stored '
+                "form unquantized, to_dense makes a plain model"
+            )
+        rank, stored = layer_rank(config, self.in_features, self.out_features), self.rank
+        if stored is not None and rank != stored:
+            raise ValueError(f"rank {rank} does not fit stored factors of rank {stored}")
+
+    @staticmethod
+    def _form(scheme: Scheme) -> tuple[bool, ...]:
+        """How a scheme wants weights stored."""
+        return (True, scheme.compensated, scheme.unit_rms) if scheme.split_weight else (False,)
+
+    def _stored_form(self) -> tuple[bool, ...]:
+        return (False,)
+
+    def active_scheme(self) -> Scheme:
         """The scheme of the current mode: eval rounds to nearest everywhere."""
         return self.scheme if self.training else self.eval_scheme
 
@@ -59,7 +89,8 @@ class MetisLayer(nn.Module):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return self.key.fold(rank)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, row_mask: Tensor | None = None) -> Tensor:
+        """x [... i] -> [... o]; row_mask [t] bool says which rows may be sampled (None: all)."""
         scheme = self.active_scheme()
         if scheme.is_high_precision:
             return self._high_precision(x)
@@ -72,7 +103,7 @@ class MetisLayer(nn.Module):
             self.weight_form,
             dtype,
             CallKeys(self.noise_key(), x, params[-1]),
-            self.row_mask(x),
+            self.row_mask(x) if row_mask is None else row_mask,
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)
@@ -95,8 +126,7 @@ class MetisLayer(nn.Module):
             else:
                 dense = nn.Linear(self.in_features, self.out_features, bias=has_bias)
         dense.weight = nn.Parameter(weight, requires_grad=self.weight_params()[-1].requires_grad)
-        if has_bias:
-            dense.register_parameter("bias", self.bias)
+        dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
 
     def extra_repr(self) -> str:
@@ -122,8 +152,7 @@ class QuantLinear(MetisLayer):
         return (self.weight.T if self.conv1d else self.weight,)
 
     def _high_precision(self, x: Tensor) -> Tensor:
-        if self.conv1d:  # as Conv1D computes it, to the bit
-            assert self.bias is not None  # Conv1D always has one
+        if self.conv1d and self.bias is not None:  # as Conv1D computes it, to the bit
             flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
             return flat.view(*x.shape[:-1], self.out_features)
         return super()._high_precision(x)
@@ -137,6 +166,7 @@ class MetisLinear(MetisLayer):
     """
 
     weight_form: SplitWeight
+    rank: int
 
     def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
         conv1d = kwargs.get("conv1d", False)
@@ -156,6 +186,9 @@ class MetisLinear(MetisLayer):
         )
         self.bias = None if bias is None else _parameter(bias)
 
+    def _stored_form(self) -> tuple[bool, ...]:
+        return (True, self.weight_form.compensated, self.weight_form.gain != 1)
+
     @property
     def weight(self) -> Tensor:
         """The represented weight [o i] (read only; not in the state dict)."""
@@ -164,23 +197,17 @@ class MetisLinear(MetisLayer):
     def weight_params(self) -> tuple[Tensor, ...]:
         return self.u, self.s, self.vh, self.weight_residual
 
-    @torch.no_grad()
-    def refresh(self) -> float:
-        """Decomposes the represented weight anew, in place.
-
-        Returns:
-            How far the represented weight moved (fp rounding), relative to its norm.
-        """
-        before = self.weight.float()
-        for param, value in zip(
-            self.weight_params(), self.weight_form.decompose(before, self.rank, self.key)
-        ):
-            param.copy_(value)
-        drift = torch.linalg.vector_norm(self.weight.float() - before)
-        return (drift / torch.linalg.vector_norm(before).clamp_min(1e-30)).item()
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}"
+
+
+def full_tensor(param: Tensor) -> Tensor:
+    """A parameter without its gradient, gathered from all processes if FSDP2 shards it.
+
+    Every process has to call it.
+    """
+    param = param.detach()
+    return param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
@@ -203,13 +230,32 @@ def convert_linear(
         name: full name in the model; noise differs between layers by it.
         token_mask: the model's, if any.
     """
-    conv1d = isinstance(module, Conv1D)
-    in_features, out_features = linear_shape(module)
-    split = build_scheme(config, in_features, out_features).split_weight
-    kind = MetisLinear if split else QuantLinear
-    layer = kind(module.weight, module.bias, config, name=name, conv1d=conv1d)
-    layer.token_mask = token_mask
+    layer = make_layer(
+        module.weight,
+        module.bias,
+        config,
+        name=name,
+        conv1d=isinstance(module, Conv1D),
+        token_mask=token_mask,
+    )
     return layer.train(module.training)
+
+
+def make_layer(
+    weight: Tensor,
+    bias: Tensor | None,
+    config: MetisConfig,
+    *,
+    name: str,
+    conv1d: bool = False,
+    token_mask: TokenMask | None = None,
+) -> MetisLayer:
+    """The quantized layer for a weight [o i], or [i o] with `conv1d`."""
+    out_features, in_features = weight.shape[::-1] if conv1d else weight.shape
+    split = build_scheme(config, in_features, out_features).split_weight
+    layer = (MetisLinear if split else QuantLinear)(weight, bias, config, name=name, conv1d=conv1d)
+    layer.token_mask = token_mask
+    return layer
 
 
 def as_linear(module: nn.Module) -> nn.Linear | Conv1D:

@@ -170,13 +170,13 @@ class Operand:
 
         Returns:
             (x_hat [t c] in `dtype`, scale): the operand is x_hat * scale, perhaps padded along
-            `dim`. scale is None unless
-            `dtype` is bf16, which holds code * block scale exactly but not the product with the
-            fp32 tensor scale; the GEMM then scales its output.
+            `dim`. scale is None unless `dtype` is bf16, which holds code * block scale exactly but
+            not the product with the fp32 tensor scale; the GEMM then scales its output.
         """
         if self.quantizer is None:
             return x.to(dtype), None
-        if dtype is torch.bfloat16 and self.conditioner is IDENTITY and self.quantizer.two_level:
+        direct = isinstance(self.conditioner, Identity)  # a copied or unpickled one too
+        if dtype is torch.bfloat16 and direct and self.quantizer.two_level:
             values, scale = self.quantizer.unscaled(x, dim=dim, key=key)
             return values.to(dtype), scale
         x_hat = self.conditioner(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -320,3 +321,12 @@ def test_compensation_reduces_the_error():
         errors[scheme] = ((w_hat - linear.weight).norm() / linear.weight.norm()).item()
     assert errors["metis"] < 0.5 * errors["nvfp4"]
     assert errors["nvfp4"] < errors["metis-paper"]  # quantized factors cost more than they save
+
+
+@pytest.mark.parametrize("scheme", FP4_SCHEMES)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copied_layer_computes_the_same_in_bf16(scheme, again):
+    """Nothing may depend on which object a scheme's part is: a BF16 GEMM chooses by its kind."""
+    _, layer = layer_of(scheme, i=64, o=48, dtype=torch.bfloat16)
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    assert torch.equal(again(layer)(x), layer(x))

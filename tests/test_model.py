@@ -24,6 +24,7 @@ from metis_hf import (
     scheme_names,
     to_dense,
 )
+from metis_hf.refresh import refresh_layer
 from metis_hf.schemes import Scheme, base
 
 # fp32 rounding of u s vh + residual, relative to the largest logit.
@@ -213,7 +214,7 @@ def test_refresh_keeps_the_represented_weight():
     with torch.no_grad():
         layer.u.mul_(1 + 0.1 * torch.randn_like(layer.u))
     before, pointers = layer.weight.clone(), [p.data_ptr() for p in layer.weight_params()]
-    assert layer.refresh() < 1e-6
+    assert refresh_layer(layer) < 1e-6
     torch.testing.assert_close(layer.weight, before, rtol=0, atol=1e-6)
     for basis in layer.weight_form.orthonormal(layer.weight_params()):
         gram = basis @ basis.T if basis.shape[0] == layer.rank else basis.T @ basis
@@ -240,7 +241,7 @@ class TestErrors:
         self.refused(
             llama(),
             MetisConfig(target_modules=["c_attn"]),
-            r"selects no layer of LlamaForCausalLM.*q_proj",
+            r"names 'c_attn', which is no module of LlamaForCausalLM.*q_proj",
         )
 
     def test_no_linear(self):
@@ -260,9 +261,10 @@ class TestErrors:
 
     def test_tied_head_as_target(self):
         config = MetisConfig(target_modules=["q_proj", "lm_head"])
-        model = llama(tie_word_embeddings=True)
-        get_metis_model(model, config)  # the head is left out by name before the tie matters
-        assert model.metis_report.skipped["lm_head"] == "output head"
+        message = r"lm_head shares its weight with model.embed_tokens.*untie"
+        self.refused(llama(tie_word_embeddings=True), config, message)
+        model = get_metis_model(llama(), config)  # untied, and asked for by name
+        assert isinstance(model.lm_head, MetisLinear)
 
     def test_tied_inner_layers(self):
         model = llama()

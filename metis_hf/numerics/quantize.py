@@ -110,12 +110,12 @@ class Quantizer:
                 f'tile="square" needs a block size, and {fmt.name} has none; '
                 'choose tile="row" (one scale per row) or "tensor" (one scale)'
             )
-        if self.tile is Tile.TENSOR and scale is not SCALE_FP32:
+        if self.tile is Tile.TENSOR and scale != SCALE_FP32:
             raise ValueError(
                 f'tile="tensor" is one fp32 scale for all, and the scales of {fmt.name} are '
                 f'{scale.name}; choose tile="row" or "square", or format fp8-e4m3 or int4'
             )
-        if self.scale_rule is ScaleRule.FOUR_OVER_SIX and fmt is not NVFP4:
+        if self.scale_rule is ScaleRule.FOUR_OVER_SIX and fmt != NVFP4:
             raise ValueError(
                 f'scale_rule="four-over-six" chooses between the NVFP4 codes 4 and 6, '
                 f'and the format is {fmt.name}; use scale_rule="absmax"'

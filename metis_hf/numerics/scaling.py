@@ -63,10 +63,10 @@ def block_scale(
         (scale, inverse), fp32, the shape of `amax`: values of the scale format, and what the
         elements are multiplied by. NaN where amax is NaN or inf.
     """
-    if fmt.scale is SCALE_FP32:
+    if fmt.scale == SCALE_FP32:
         encode = encode_scale(amax, fmt.element.max)
         return encode.reciprocal().masked_fill_(~amax.isfinite(), torch.nan), encode
-    if fmt.scale is SCALE_E8M0:
+    if fmt.scale == SCALE_E8M0:
         scale = power_below(amax).mul_(1 / fmt.element.max_power).clamp_(min=_SMALLEST_E8M0)
         scale.masked_fill_(~amax.isfinite(), torch.nan)
         if rounding is ScaleRounding.UP:

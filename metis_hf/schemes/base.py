@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metis_hf.config import MetisConfig
@@ -49,6 +48,9 @@ class Scheme:
         compensated: the weight's residual makes up for the rounding of its factors.
         unit_rms: store u and vh with entries of unit RMS rather than as unit vectors; see
             `weights.SplitWeight`.
+
+    Attributes:
+        is_high_precision: no operand is quantized: a plain linear layer.
     """
 
     fprop_input: Operand = HIGH_PRECISION
@@ -60,6 +62,7 @@ class Scheme:
     split_weight: bool = False
     compensated: bool = True
     unit_rms: bool = False
+    is_high_precision: bool = field(init=False, repr=False, compare=False)
 
     def operand(self, role: Role) -> Operand | None:
         """The operand at `role`, None if another's copy is reused there."""
@@ -78,10 +81,11 @@ class Scheme:
         assert operand is not None
         return role, operand
 
-    @cached_property  # read at every forward call
-    def is_high_precision(self) -> bool:
-        """No operand is quantized: a plain linear layer."""
-        return all(self.resolve(role)[1].quantizer is None for role in Role)
+    def __post_init__(self) -> None:
+        # Read at every forward call. A cached property would break torch.compile's graph there:
+        # it takes a lock in Python 3.11.
+        high = all(self.resolve(role)[1].quantizer is None for role in Role)
+        object.__setattr__(self, "is_high_precision", high)
 
     def deterministic(self) -> Scheme:
         """The same with nearest rounding everywhere: what a layer in eval mode uses."""
@@ -92,6 +96,27 @@ class Scheme:
                 quantizer = operand.quantizer.deterministic()
                 changes[role.name.lower()] = replace(operand, quantizer=quantizer)
         return replace(self, **changes)
+
+    def in_high_precision(self, passes: Sequence[str]) -> Scheme:
+        """The same with the GEMMs of some passes unquantized: any of "forward", "backward".
+
+        What one pass gives up the other keeps: a quantized operand that was shared with it is then
+        quantized for the other pass alone.
+        """
+        scheme = self
+        if "backward" in passes:
+            names = [role.name.lower() for role in Role if role >= Role.DGRAD_GRAD_OUTPUT]
+            changes: dict[str, Any] = dict.fromkeys(names, HIGH_PRECISION)
+            scheme = replace(scheme, **changes)
+        if "forward" in passes:
+            scheme = replace(
+                scheme,
+                fprop_input=HIGH_PRECISION,
+                fprop_weight=HIGH_PRECISION,
+                dgrad_weight=scheme.resolve(Role.DGRAD_WEIGHT)[1],
+                wgrad_input=scheme.resolve(Role.WGRAD_INPUT)[1],
+            )
+        return scheme
 
 
 @dataclass(frozen=True)
@@ -155,20 +180,25 @@ def scheme_info(name: str) -> SchemeInfo:
 
 
 def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:
-    """rank_frac of a layer's smaller side, rounded up; before rounding to the rank multiple."""
+    """rank, or rank_frac of a layer's smaller side, rounded up; before rank_multiple."""
+    if config.rank is not None:
+        return config.rank
     scaled = round(config.rank_frac * min(in_features, out_features) * 1e6)
     return -(-scaled // 10**6)  # ceil, immune to 0.1 * 30 > 3
 
 
 def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
-    """k of a layer: rank_frac of its smaller side, rounded up, at most that side."""
+    """k of a layer: an absolute rank as it is, a share rounded up; at most the smaller side."""
     smaller = min(in_features, out_features)
+    kept = kept_directions(config, in_features, out_features)
+    if config.rank is not None:
+        return min(smaller, kept)
     multiple = config.rank_multiple or scheme_info(config.scheme).rank_multiple
-    rank = kept_directions(config, in_features, out_features)
-    return min(smaller, -(-rank // multiple) * multiple)
+    return min(smaller, -(-kept // multiple) * multiple)
 
 
 def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Scheme:
     """The scheme of one layer."""
     info = scheme_info(config.scheme)
-    return info.build(config, layer_rank(config, in_features, out_features))
+    scheme = info.build(config, layer_rank(config, in_features, out_features))
+    return scheme.in_high_precision(config.high_precision) if config.high_precision else scheme

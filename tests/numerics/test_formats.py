@@ -5,7 +5,9 @@ Casts are held to ml_dtypes and torch on every value, every tie and their fp32 n
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +17,17 @@ import reference_formats as formats
 import torch
 from torch import Tensor
 
-from metis_hf.numerics import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, fake_quantize, get_format
+from metis_hf.numerics import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    FORMATS,
+    Quantizer,
+    fake_quantize,
+    get_format,
+)
 from metis_hf.numerics.formats import INT4_ELEMENT, ElementFormat, FloatFormat
 from metis_hf.numerics.rounding import round_nearest
 from numerics.cases import (
@@ -358,3 +370,13 @@ def test_fp64_beyond_fp32_is_not_hidden(options) -> None:
     x = torch.ones(4, 8, dtype=torch.float64)
     x[0, 3] = 1e300
     assert fake_quantize(x, **options)[0].isnan().all()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))])
+def test_a_copied_quantizer_is_the_same(options, again) -> None:
+    """Layers are copied and pickled with their quantizers; formats are compared by value."""
+    quantizer = Quantizer(**options)
+    x = normal(20, 40, seed=19)
+    assert again(quantizer) == quantizer
+    assert_same_bits(again(quantizer)(x), quantizer(x))

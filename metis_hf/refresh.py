@@ -1,0 +1,111 @@
+"""Decomposing split weights anew during training, in one process or many.
+
+The represented weight stays what it is; u, s, vh and the residual are written in place, so that the
+optimizer, DDP's buckets and FSDP2's shards keep their parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from metis_hf.linear import MetisLinear, full_tensor
+from metis_hf.model import DEEPSPEED_MARKS, metis_layers
+
+
+@torch.no_grad()
+def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
+    """Decomposes every split weight of a model anew. All processes have to call it together.
+
+    The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
+    to the old factors and are cleared in place, the step count with them, so that the optimizer's
+    state keeps its keys and Adam's bias correction starts anew. Call it between optimizer steps,
+    when no gradient is accumulated.
+
+    Args:
+        model: converted; plain, under DDP, or sharded by FSDP2 (`fully_shard`).
+        optimizer: the one that trains it.
+
+    Returns:
+        layer name -> how far the represented weight moved (fp rounding), relative to its norm.
+
+    Raises:
+        NotImplementedError: under DeepSpeed or FSDP1; see `check_engine`.
+    """
+    check_engine(model, "refresh()")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # After a forward pass without backward some units stay whole: what they then show as
+            # parameters are copies, and what is written to those is lost.
+            module.reshard()
+    drifts = {}
+    for name, layer in metis_layers(model):
+        if not isinstance(layer, MetisLinear):
+            continue
+        drifts[name] = refresh_layer(layer)
+        for param in (layer.u, layer.s, layer.vh):
+            for value in (optimizer.state.get(param) or {}).values() if optimizer else ():
+                if isinstance(value, Tensor):
+                    value.zero_()
+    return drifts
+
+
+def check_engine(model: nn.Module, asked: str) -> None:
+    """Refuses engines that train copies of the parameters, which would undo a refresh.
+
+    Args:
+        model: as the engine prepared it.
+        asked: what needs the refresh, for the message.
+
+    Raises:
+        NotImplementedError: the model runs under DeepSpeed or FSDP1.
+    """
+    engine = None
+    if is_deepspeed(model):
+        engine = "DeepSpeed, whose fp32 master weights would overwrite refreshed ones"
+    elif any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        engine = "FSDP1, which flattens parameters; FSDP2 (fsdp_version: 2) supports it"
+    if engine is not None:
+        raise NotImplementedError(f"{asked} does not work under {engine}. Set refresh_interval=0")
+
+
+def is_deepspeed(model: nn.Module) -> bool:
+    """Whether DeepSpeed trains the model, by accelerate's state or by what it did to parameters."""
+    # The shared dictionary, not AcceleratorState(): that would set up a state where none is.
+    engine = AcceleratorState._shared_state.get("distributed_type")
+    return engine is DistributedType.DEEPSPEED or any(
+        hasattr(param, mark) for param in model.parameters() for mark in DEEPSPEED_MARKS
+    )
+
+
+@torch.no_grad()
+def refresh_layer(layer: MetisLinear) -> float:
+    """Decomposes one weight anew, in place; returns its relative drift."""
+    params = [full_tensor(param) for param in layer.weight_params()]
+    before = layer.weight_form.dense(params).float()
+    factors = layer.weight_form.decompose(before, layer.rank, layer.key)
+    values = [_agreed(f.to(p.dtype)) for f, p in zip(factors, params)]
+    for param, value in zip(layer.weight_params(), values):
+        _write(param, value)
+    drift = torch.linalg.vector_norm(layer.weight_form.dense(values).float() - before)
+    return (drift / torch.linalg.vector_norm(before).clamp_min(1e-30)).item()
+
+
+def _agreed(value: Tensor) -> Tensor:
+    """The first process's value on every process: an SVD may differ in signs between machines."""
+    value = value.contiguous()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(value, src=0)
+    return value
+
+
+def _write(param: Tensor, value: Tensor) -> None:
+    if hasattr(param, "full_tensor"):  # a DTensor: sharded by FSDP2
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(param, DTensor)
+        value = distribute_tensor(value, param.device_mesh, param.placements)
+    param.copy_(value)

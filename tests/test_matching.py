@@ -1,0 +1,468 @@
+"""Which modules a config selects: PEFT's own selection for comparison, and everything refused."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from architectures import ARCHITECTURES, EXPERTS, LAYERS, _build
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from metis_hf import MetisConfig, MetisLinear, QuantLinear, get_metis_model, metis_layers
+from metis_hf.matching import select_modules
+
+MLP_OF = "model.layers.{}.mlp.{}"
+
+
+def build(name: str = "llama") -> transformers.PreTrainedModel:
+    return ARCHITECTURES[name].build()
+
+
+def selected(model: nn.Module, **options) -> set[str]:
+    """Names that a config selects; the model stays as it is."""
+    selection = select_modules(model, MetisConfig(**options))
+    return {*selection.linears, *selection.experts}
+
+
+def skipped(model: nn.Module, **options) -> dict[str, str]:
+    return select_modules(model, MetisConfig(**options)).skipped
+
+
+def chosen_by_peft(model: nn.Module, **options) -> set[str]:
+    """Names of the modules that PEFT puts a LoRA adapter on."""
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, **options))
+    return {
+        name.removeprefix("base_model.model.")
+        for name, module in adapted.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+FORMS = {
+    "all": {"target_modules": "all-linear"},
+    "suffixes": {"target_modules": ["q_proj", "down_proj"]},
+    "longer suffix": {"target_modules": ["self_attn.q_proj"]},
+    "full names": {"target_modules": [MLP_OF.format(0, "up_proj"), MLP_OF.format(1, "gate_proj")]},
+    "suffix and full name": {"target_modules": ["q_proj", MLP_OF.format(1, "up_proj")]},
+    "regex": {"target_modules": r".*\.(q|k)_proj"},
+    "regex of one block": {"target_modules": r"model\.layers\.1\..*_proj"},
+    "suffix excluded": {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+    "full name excluded": {
+        "target_modules": ["q_proj"],
+        "exclude_modules": ["model.layers.0.self_attn.q_proj"],
+    },
+    "regex excluded": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.0\..*"},
+    "blocks": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "one block": {"target_modules": ["q_proj"], "layers_to_transform": 0},
+    "blocks of a list": {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [0, 1],
+        "layers_pattern": "layers",
+    },
+    "head by name": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_selects_what_peft_selects(form):
+    model = build()
+    expected = chosen_by_peft(model, **FORMS[form])
+    assert expected
+    assert selected(model, **FORMS[form]) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gpt-neox", "t5"])
+def test_all_linear_is_peft_s_on_other_architectures(name):
+    model = build(name)
+    assert selected(model) == chosen_by_peft(model, target_modules="all-linear")
+
+
+def test_modules_to_not_convert_is_peft_s_modules_to_save():
+    model = build()
+    targets = ["q_proj", "up_proj"]
+    keep = ["mlp"]  # a container: everything inside stays
+    expected = chosen_by_peft(model, target_modules=targets, modules_to_save=keep)
+    assert selected(model, target_modules=targets, modules_to_not_convert=keep) == expected
+    reasons = skipped(model, target_modules=targets, modules_to_not_convert=keep)
+    assert reasons[MLP_OF.format(1, "up_proj")] == "in modules_to_not_convert"
+
+
+def test_where_all_linear_keeps_more_than_peft():
+    """Gates of shared experts and classifiers, which PEFT takes; fused experts, which it leaves."""
+    model = build("qwen2-moe")
+    gates = {MLP_OF.format(index, "shared_expert_gate") for index in range(LAYERS)}
+    fused = {
+        MLP_OF.format(index, f"experts.{key}")
+        for index in range(LAYERS)
+        for key in ("gate_up_proj", "down_proj")
+    }
+    theirs = chosen_by_peft(model, target_modules="all-linear")
+    assert selected(model) == theirs - gates | fused
+    model = build("bert-classes")
+    theirs = chosen_by_peft(model, target_modules="all-linear")
+    assert selected(model) == theirs - {"classifier"}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*"])
+def test_heads_routers_and_tied_weights_stay_unless_named(targets):
+    assert skipped(build(), target_modules=targets) == {"lm_head": "output head"}
+    reason = "weight tied to model.embed_tokens"
+    assert skipped(build("llama-tied"), target_modules=targets) == {"lm_head": reason}
+    assert skipped(build("bert-classes"), target_modules=targets) == {"classifier": "output head"}
+    gate = MLP_OF.format(0, "shared_expert_gate")
+    assert skipped(build("qwen2-moe"), target_modules=targets)[gate] == "router"
+    # Named in a list, they are converted.
+    assert "lm_head" in selected(build(), target_modules=["lm_head"])
+    assert "classifier" in selected(build("bert-classes"), target_modules=["classifier", "query"])
+    assert gate in selected(build("qwen2-moe"), target_modules=["shared_expert_gate"])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "router"),
+    [
+        (
+            "SwitchTransformersForConditionalGeneration",
+            {
+                "d_model": 64,
+                "d_ff": 96,
+                "d_kv": 16,
+                "num_layers": 2,
+                "num_sparse_encoder_layers": 1,
+            },
+            "router.classifier",
+        ),
+        ("AfmoeForCausalLM", {"num_experts": 4, "num_dense_layers": 1}, "mlp.router.gate"),
+    ],
+)
+def test_routers_inside_modules_of_their_own(model, options, router):
+    """A router's linear layer may sit one module deeper, or beside experts that are not fused."""
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    with torch.device("meta"):
+        reasons = skipped(_build(model, sizes | options))
+    routers = [name for name, reason in reasons.items() if reason == "router"]
+    assert routers
+    assert all(name.endswith(router) for name in routers)
+
+
+def test_blocks_kept_at_both_ends():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6
+            )
+        )
+    names = selected(model, keep_first_blocks=1, keep_last_blocks=2)
+    assert {name.split(".")[2] for name in names} == {"1", "2", "3"}
+    reasons = skipped(model, keep_first_blocks=1, keep_last_blocks=2)
+    assert reasons[MLP_OF.format(0, "up_proj")] == "keep_first_blocks=1"
+    assert reasons[MLP_OF.format(4, "up_proj")] == "keep_last_blocks=2"
+    assert reasons[MLP_OF.format(5, "up_proj")] == "keep_last_blocks=2"
+
+
+def test_experts_follow_every_option():
+    """Fused expert weights are selected like modules of the same name."""
+    model = build("mixtral")
+    down = [MLP_OF.format(index, "experts.down_proj") for index in range(LAYERS)]
+    assert selected(model, target_modules=["down_proj"]) == set(down)
+    assert selected(model, target_modules=["down_proj"], layers_to_transform=[1]) == {down[1]}
+    assert selected(model, target_modules=r".*experts\.down_proj") == set(down)
+    assert selected(model, target_modules=["down_proj"], keep_first_blocks=1) == {down[1]}
+    for options in (
+        {"exclude_modules": ["experts.down_proj"]},
+        {"exclude_modules": r".*\.down_proj"},
+        {"modules_to_not_convert": ["experts.down_proj"]},
+    ):
+        assert selected(model) - selected(model, **options) == set(down)
+    assert not any("experts" in name for name in selected(model, modules_to_not_convert=["mlp"]))
+
+
+def test_reasons_for_what_no_option_selects():
+    options = {"target_modules": ["q_proj"], "layers_to_transform": [0]}
+    reasons = skipped(build(), **options)
+    assert reasons["model.layers.1.self_attn.q_proj"] == "not in layers_to_transform"
+    assert reasons["model.layers.0.self_attn.k_proj"] == "not a target"
+    reasons = skipped(build(), exclude_modules=["k_proj"])
+    assert reasons["model.layers.0.self_attn.k_proj"] == "excluded by exclude_modules"
+
+
+def reload(model, directory):
+    model.save_pretrained(directory)
+    return transformers.AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_rank_and_rank_pattern(tmp_path):
+    """An absolute rank as it is; the first pattern that matches wins, also after loading."""
+    patterns = {r"layers\.0\..*\.q_proj": 3, "q_proj": 5, "down_proj": 7}
+    model = get_metis_model(build(), MetisConfig(rank=4, rank_pattern=patterns))
+    for each in (model, reload(model, tmp_path)):
+        ranks = {name: layer.rank for name, layer in metis_layers(each)}
+        for name, rank in ranks.items():
+            expected = 7 if name.endswith("down_proj") else 4
+            if name.endswith("q_proj"):
+                expected = 3 if ".0." in name else 5
+            assert rank == expected, name
+            assert each.get_submodule(name).u.shape[1] == expected
+        # Activations and gradients of a layer are split with its own rank too.
+        scheme = each.model.layers[0].self_attn.q_proj.scheme
+        assert scheme.fprop_input.conditioner.rank == 3
+        assert each.config.quantization_config.rank_pattern == patterns
+    assert "rank 3 (1 layers), 4 (10 layers), 5 (1 layers), 7 (2 layers)" in str(model.metis_report)
+
+
+def test_scheme_pattern(tmp_path, token_ids):
+    """Per-layer schemes compute as such, are reported, and survive saving and loading."""
+    patterns = {r"layers\.1\.mlp\..*": "bf16", "q_proj": "nvidia"}
+    model = get_metis_model(build(), MetisConfig(scheme_pattern=patterns))
+    ids = token_ids % 128
+    expected = {"bf16": QuantLinear, "nvidia": QuantLinear, "metis": MetisLinear}
+    for each in (model, reload(model, tmp_path)):
+        for name, layer in metis_layers(each):
+            scheme = "nvidia" if name.endswith("q_proj") else "metis"
+            if ".1.mlp." in name:
+                scheme = "bf16"
+            assert layer.config.scheme == scheme, name
+            assert type(layer) is expected[scheme]
+            assert layer.scheme.is_high_precision is (scheme == "bf16")
+            assert layer.scheme.split_weight is (scheme == "metis")
+        with torch.no_grad():
+            assert torch.equal(
+                each.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits
+            )
+    text = str(model.metis_report)
+    assert "scheme bf16 instead in 3 layers (scheme_pattern)" in text
+    assert "scheme nvidia instead in 2 layers (scheme_pattern)" in text
+    # The layer really runs its own scheme: on the same input it equals one converted that way.
+    alone = get_metis_model(build(), MetisConfig(scheme="nvidia"))
+    x = torch.randn(5, 64)
+    mine, other = (m.model.layers[0].self_attn.q_proj.eval() for m in (model, alone))
+    other.weight = mine.weight
+    assert torch.equal(mine(x), other(x))
+
+
+def test_experts_have_patterns_too():
+    patterns = {"experts.down_proj": "bf16"}
+    config = MetisConfig(scheme_pattern=patterns, rank_pattern={"gate_up_proj": 5})
+    model = get_metis_model(build("mixtral"), config)
+    experts = model.model.layers[0].mlp.experts
+    assert all(layer.config.scheme == "bf16" for layer in experts.metis_down_proj)
+    assert [layer.rank for layer in experts.metis_gate_up_proj] == [5] * EXPERTS
+
+
+def test_models_built_from_one_config(tmp_path):
+    """transformers shares the config object; only the converted model may say that it is."""
+    config = build("mixtral").config
+    plain, model = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+    assert plain.config is model.config
+    get_metis_model(model, MetisConfig())
+    assert not hasattr(plain.config, "quantization_config")
+    assert model.model.config is model.config  # still one for the whole model
+    assert plain.config._experts_implementation == config._experts_implementation != "metis"
+    plain.save_pretrained(tmp_path)
+    assert not list(metis_layers(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)))
+
+
+def test_meta_device(tmp_path, token_ids):
+    """A model without memory converts to layers without memory; loading fills them."""
+    with torch.device("meta"):
+        model = build()
+    get_metis_model(model, MetisConfig())
+    assert all(param.is_meta for param in model.parameters())
+    real = get_metis_model(build(), MetisConfig())
+    shapes = {name: param.shape for name, param in real.named_parameters()}
+    assert {name: param.shape for name, param in model.named_parameters()} == shapes
+    assert model.metis_report.skipped == real.metis_report.skipped
+    assert model.metis_report.bits_per_weight == real.metis_report.bits_per_weight
+    model.load_state_dict(real.state_dict(), assign=True)
+    real.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not any(param.is_meta for param in loaded.parameters())
+    with torch.no_grad():
+        expected = real.eval()(input_ids=token_ids % 128).logits
+        assert torch.equal(loaded(input_ids=token_ids % 128).logits, expected)
+
+
+class HouseLinear(nn.Linear):
+    """Somebody's own linear layer, of whose forward pass nothing is known."""
+
+
+class HouseExperts(nn.Module):
+    """Experts outside transformers' interface."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 64, 64))
+
+
+def test_lookalikes_are_reported():
+    model = build()
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = HouseLinear(64, 96, bias=False)
+    mlp.extra = HouseExperts()
+    mlp.positions = nn.Module()
+    mlp.positions.table = nn.Parameter(torch.zeros(1, 9, 64))  # one matrix: no experts
+    get_metis_model(model, MetisConfig())
+    reasons = model.metis_report.skipped
+    assert reasons["model.layers.0.mlp.up_proj"] == "its class HouseLinear is not exactly nn.Linear"
+    assert reasons["model.layers.0.mlp.extra.weight"] == (
+        "3-D parameter of HouseExperts, unknown to transformers' experts interface"
+    )
+    assert type(model.model.layers[0].mlp.up_proj) is HouseLinear
+    assert set(reasons) == {
+        "lm_head",
+        MLP_OF.format(0, "up_proj"),
+        MLP_OF.format(0, "extra.weight"),
+    }
+    assert "HouseLinear" in str(model.metis_report)
+
+
+class TestRefused:
+    """Each: what was asked, what is true, what to do; nothing of the model has changed."""
+
+    @staticmethod
+    def refused(match: str, model: nn.Module | None = None, **options) -> None:
+        model = build() if model is None else model
+        modules = {name: id(module) for name, module in model.named_modules()}
+        params = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+        config = copy.deepcopy(model.config.to_dict()) if hasattr(model, "config") else None
+        with pytest.raises(ValueError, match=match):
+            get_metis_model(model, MetisConfig(**options))
+        assert {name: id(module) for name, module in model.named_modules()} == modules
+        assert {name: id(p) for name, p in model.named_parameters()} == {
+            name: identity for name, (identity, _) in params.items()
+        }
+        assert all(torch.equal(p, params[name][1]) for name, p in model.named_parameters())
+        if config is not None:
+            assert model.config.to_dict() == config
+        assert not model._forward_pre_hooks
+
+    @pytest.mark.parametrize("targets", ["all-linear", r".*q_proj"])
+    def test_blocks_with_a_string(self, targets):
+        """PEFT refuses it too."""
+        message = r"layers_to_transform=\[0\] has no effect with target_modules='.*list"
+        self.refused(message, target_modules=targets, layers_to_transform=[0])
+        with pytest.raises(ValueError, match="layers_to_transform"):
+            peft.LoraConfig(target_modules=targets, layers_to_transform=[0])
+
+    def test_layers_pattern_alone(self):
+        message = "layers_pattern='layers' without layers_to_transform has no effect"
+        self.refused(message, target_modules=["q_proj"], layers_pattern="layers")
+
+    def test_full_name_with_blocks(self):
+        """PEFT ignores the indices for that module."""
+        name = "model.layers.0.self_attn.q_proj"
+        options = {"target_modules": [name, "up_proj"], "layers_to_transform": [1]}
+        self.refused(f"names {name} in full, so layers_to_transform does not apply", **options)
+        assert name in chosen_by_peft(build(), **options)
+
+    @pytest.mark.parametrize("pattern", [None, "layers"])
+    def test_block_that_does_not_exist(self, pattern):
+        """PEFT ignores an index beside one that exists."""
+        options = {"target_modules": ["q_proj"], "layers_pattern": pattern}
+        self.refused("layers_to_transform has 7", layers_to_transform=[0, 7], **options)
+
+    def test_list_of_blocks_that_does_not_exist(self):
+        options = {"target_modules": ["q_proj"], "layers_to_transform": [0]}
+        self.refused(r"has 0 \(layers_pattern='h'\), but no block", layers_pattern="h", **options)
+
+    def test_unknown_target_beside_a_known_one(self):
+        message = "target_modules names 'q_porj', which is no module of LlamaForCausalLM.*q_proj"
+        self.refused(message, target_modules=["q_proj", "q_porj"])
+
+    def test_regex_that_matches_nothing(self):
+        self.refused("selects no layer of LlamaForCausalLM", target_modules=r".*query")
+
+    @pytest.mark.parametrize("names", [["k_porj"], r".*k_porj", "k_proj"])
+    def test_unknown_exclusion(self, names):
+        """The last: a regular expression has to match the full name."""
+        self.refused("exclude_modules.*no module.*would be converted", exclude_modules=names)
+
+    def test_everything_excluded(self):
+        self.refused("selects no layer", target_modules=["q_proj"], exclude_modules=["q_proj"])
+
+    def test_unknown_name_in_modules_to_not_convert(self):
+        message = "modules_to_not_convert names 'atention', which is no module"
+        self.refused(message, modules_to_not_convert=["atention"])
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("rank_pattern", 4), ("scheme_pattern", "nvidia")]
+    )
+    def test_pattern_that_applies_to_nothing(self, option, value):
+        message = f"{option} has 'c_attn', which applies to no converted layer.*q_proj"
+        self.refused(message, **{option: {"c_attn": value}})
+        # Hidden behind an earlier one, or only of layers that stay as they are.
+        self.refused("has 'q_proj', which", **{option: {".*_proj": value, "q_proj": value}})
+        self.refused("has 'lm_head', which", **{option: {"lm_head": value}})
+
+    def test_unknown_scheme_in_a_pattern(self):
+        self.refused("'nvdia' is not registered.*'nvidia'", scheme_pattern={"q_proj": "nvdia"})
+
+    def test_container_as_target(self):
+        self.refused("model.layers.0.mlp is a LlamaMLP; only", target_modules=["mlp"])
+
+    def test_lookalike_as_target(self):
+        model = build()
+        model.model.layers[0].mlp.up_proj = HouseLinear(64, 96)
+        model.model.layers[1].mlp.up_proj = HouseLinear(64, 96)
+        self.refused("up_proj is a HouseLinear; only", model, target_modules=["up_proj"])
+
+    def test_tied_head_as_target(self):
+        message = "lm_head shares its weight with model.embed_tokens"
+        self.refused(message, build("llama-tied"), target_modules=["q_proj", "lm_head"])
+
+    def test_absolute_rank_too_large(self):
+        """k_proj is 64 -> 32: half of 32 is the most."""
+        message = r"rank=17 keeps 17 of 32 directions of .*k_proj; choose at most 16"
+        self.refused(message, rank=17)
+        message = r"rank=33 keeps 33 of 64 directions of .*down_proj; choose at most 32"
+        self.refused(message, rank_pattern={"down_proj": 33})
+
+    def test_share_too_large(self):
+        message = r"rank_frac=0.75 keeps 48 of 64 directions of .*q_proj; choose at most 0.5"
+        self.refused(message, rank_frac=0.75)
+
+    def test_rank_of_an_expert_too_large(self):
+        message = r"rank=40 keeps 40 of 64 directions of .*experts.down_proj; choose at most 32"
+        self.refused(message, build("mixtral"), rank_pattern={"experts.down_proj": 40})
+
+    def test_non_finite_expert(self):
+        model = build("mixtral")
+        model.model.layers[1].mlp.experts.down_proj.data[2, 0, 0] = float("inf")
+        self.refused(r"layers.1.mlp.experts.down_proj: the weight has NaN or inf", model)
+
+    def test_converted_twice(self):
+        model = get_metis_model(build("mixtral"), MetisConfig(scheme="nvfp4"))
+        names = [name for name, _ in metis_layers(model)]
+        with pytest.raises(ValueError, match=r"converted already.*'nvfp4'.*to_dense"):
+            get_metis_model(model, MetisConfig())
+        assert [name for name, _ in metis_layers(model)] == names
+        assert model.config.quantization_config.scheme == "nvfp4"
+
+    def test_wrapped_by_ddp(self, tmp_path):
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+        )
+        try:
+            wrapped = nn.parallel.DistributedDataParallel(build())
+            self.refused(r"wrapped already \(DistributedDataParallel\): convert before", wrapped)
+        finally:
+            dist.destroy_process_group()
+
+    def test_wrapped_by_compile(self):
+        compiled = torch.compile(build(), backend="eager")
+        self.refused(r"the model is wrapped already \(OptimizedModule\)", compiled)
+
+    def test_one_block_wrapped(self):
+        model = build()
+        model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+        self.refused(r"model.layers.1 is wrapped already \(OptimizedModule\)", model)
