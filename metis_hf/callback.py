@@ -2,7 +2,8 @@
 
 At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
 steps it decomposes the weights anew; every `health_interval` steps it measures spectral health and
-puts the means into Trainer's own logs and the figures of each layer into `metis_health.jsonl`.
+puts the means into Trainer's own logs (a summary on the console) and the figures of each layer into
+`metis_health.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from metis_hf.health import LayerProbe, group_means, nonfinite_layers, weight_health
-from metis_hf.linear import MetisLayer, MetisLinear
+from metis_hf.linear import MetisLayer
 from metis_hf.model import metis_layers
+from metis_hf.refresh import check_engine, refresh
+from metis_hf.resume import ResumeGuard
 
 logger = logging.get_logger(__name__)
 
 HEALTH_FILE = "metis_health.jsonl"
 
 
-class MetisCallback(TrainerCallback):
+class MetisCallback(ResumeGuard):
     """Refreshes weight decompositions and logs spectral health; pass the class or an instance.
+
+    A checkpoint that another scheme wrote is refused, see `resume.ResumeGuard`.
 
     Args:
         health_interval: optimizer steps between measurements; 0 never measures. A measured step
@@ -45,12 +51,33 @@ class MetisCallback(TrainerCallback):
                 raise ValueError(f"{name}={value}; expected a number of steps >= 0")
         self.health_interval = health_interval
         self.refresh_interval = refresh_interval
+        self._bound = False
+        self._model: nn.Module = nn.Identity()
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
         self._refresh_every: int | None = 0
         self._measuring = False
         self._alarm = False  # a logged loss or gradient norm was not finite
         self._pending: dict[str, float] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes into trainer_state.json."""
+        args = {"health_interval": self.health_interval, "refresh_interval": self.refresh_interval}
+        return {**super().state(), "args": args}
+
+    def bind(self, trainer: Any) -> MetisCallback:
+        """Moves this callback before the reporters of `trainer`, so that they see health too.
+
+        MetisTrainer does it by itself. Trainer calls its reporters before any callback of a user's,
+        and gives callbacks no way to reach it.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if not self._bound:
+            place = callbacks.index(self) if self in callbacks else len(callbacks)
+            callbacks[place : place + 1] = [_ConsoleSummary()]
+            callbacks.insert(0, self)
+            self._bound = True
+        return self
 
     def on_train_begin(
         self,
@@ -64,29 +91,31 @@ class MetisCallback(TrainerCallback):
         """Checks the model and the optimizer, and reads the schedule.
 
         Raises:
-            ValueError: no converted layer, or an optimizer that does not own their parameters.
-            NotImplementedError: refresh in several processes.
+            ValueError: no converted layer, an optimizer that does not own their parameters,
+                parameters of several dtypes in one FSDP2 unit, or a checkpoint of another scheme.
+            NotImplementedError: refresh under an engine that keeps its own copy of the weights.
         """
         assert model is not None
+        self._model = model
         self._layers = dict(metis_layers(model))
         if not self._layers:
             raise ValueError(
                 "MetisCallback found no converted layer in the model. Call "
                 "get_metis_model(model, MetisConfig(...)) before you build the Trainer"
             )
+        super().on_train_begin(args, state, control, model=model)
         if optimizer is not None:
             _check_optimizer(self._layers, optimizer)
+        _check_dtypes(model)
         if args.logging_nan_inf_filter:
             logger.info("logging_nan_inf_filter switched off: a NaN loss must show in the logs")
             args.logging_nan_inf_filter = False
         self._refresh_every = self.refresh_interval
         if self._refresh_every is None:
             self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
-        if self._refresh_every and args.world_size > 1:
-            raise NotImplementedError(
-                f"refresh_interval={self._refresh_every} with {args.world_size} processes: weights "
-                "are refreshed in a single process only; set refresh_interval=0"
-            )
+        if self._refresh_every:
+            check_engine(model, f"refresh_interval={self._refresh_every}")
+        self._warn_of_reporters(args)
         if state.is_world_process_zero and self.health_interval:
             _drop_after(_health_path(args), state.global_step)
 
@@ -104,9 +133,9 @@ class MetisCallback(TrainerCallback):
         # Here the gradients are gone, and logging, evaluation and saving come after: what they
         # see is consistent. Nothing accumulated refers to the old factors.
         if self._refresh_every and state.global_step % self._refresh_every == 0:
-            drifts = self._refresh(optimizer)
+            drifts = refresh(self._model, optimizer)
             if drifts:
-                self._pending["metis/refresh_drift"] = max(drifts)
+                self._pending["metis/refresh_drift"] = max(drifts.values())
         if self._measuring:
             self._measuring = False
             self._probe.detach()
@@ -130,9 +159,19 @@ class MetisCallback(TrainerCallback):
                 logs.get("grad_norm"),
             )
         if self._pending:
-            logs.update(self._pending)
+            logs.update(self._pending if self._bound else summary(self._pending))
             state.log_history[-1].update(self._pending)
             self._pending = {}
+
+    def _warn_of_reporters(self, args: TrainingArguments) -> None:
+        reporters = [name for name in args.report_to or () if name != "none"]
+        if reporters and self.health_interval and not self._bound:
+            logger.warning(
+                "%s: Trainer calls its reporters before this callback, so spectral health reaches "
+                "the console, log_history and %s only. Use MetisTrainer, or callback.bind(trainer)",
+                ", ".join(reporters),
+                HEALTH_FILE,
+            )
 
     def _collect(self, args: TrainingArguments, state: TrainerState) -> None:
         per_layer = self._probe.stats
@@ -151,23 +190,39 @@ class MetisCallback(TrainerCallback):
             with path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, "layers": per_layer}) + "\n")
 
-    def _refresh(self, optimizer: torch.optim.Optimizer | None) -> list[float]:
-        """Decomposes every split weight anew; returns the relative drift of each.
 
-        The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh
-        belong to the old factors and are cleared in place, the step count with them, so that the
-        optimizer's state keeps its keys and Adam's bias correction starts anew.
-        """
-        drifts = []
-        for layer in self._layers.values():
-            if not isinstance(layer, MetisLinear):
-                continue
-            drifts.append(layer.refresh())
-            for param in (layer.u, layer.s, layer.vh):
-                for value in (optimizer.state.get(param) or {}).values() if optimizer else ():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()
-        return drifts
+class _ConsoleSummary(TrainerCallback):
+    """Stands behind the reporters of a bound callback: the console gets a few figures, not 150."""
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        measured = {key: value for key, value in (logs or {}).items() if key.startswith("metis/")}
+        if logs is not None and measured:
+            for key in measured:
+                del logs[key]
+            logs.update(summary(measured))
+
+
+def summary(measured: dict[str, float]) -> dict[str, float]:
+    """What a person watches: the mean SQNR of weights, activations and gradients, and alarms.
+
+    Args:
+        measured: "metis/<tensor>/<group>/<statistic>" -> mean over the group's layers, and
+            "metis/<name>" -> figure of the whole model.
+    """
+    short = {key: value for key, value in measured.items() if key.count("/") == 1}
+    by_tensor: dict[str, list[float]] = {}
+    for key, value in measured.items():
+        if key.count("/") > 1 and key.endswith("/sqnr_db"):
+            by_tensor.setdefault(key.split("/")[1], []).append(value)
+    means = {f"metis/{k}/sqnr_db": sum(v) / len(v) for k, v in by_tensor.items()}
+    return {**means, **short}
 
 
 def _health_path(args: TrainingArguments) -> Path:
@@ -176,7 +231,12 @@ def _health_path(args: TrainingArguments) -> Path:
 
 
 def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    groups = [group["params"] for group in optimizer.param_groups]
+    # DeepSpeed's optimizers step flat copies, and keep the model's parameters in these lists.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(inner, name, groups)
+    owned = {id(param) for group in groups for param in group}
     for name, layer in layers.items():
         for key, param in layer.named_parameters(recurse=False):
             if param.requires_grad and id(param) not in owned:
@@ -185,6 +245,28 @@ def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optim
                     "optimizer was built. Call get_metis_model first, then build the optimizer "
                     "(or let Trainer build it)"
                 )
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """FSDP2 gathers the parameters of a unit together, and only of one dtype."""
+    units: dict[int, tuple[str, str, torch.dtype]] = {}  # parameter -> unit, name, dtype
+    for unit, module in model.named_modules():
+        params = module.named_parameters(unit)
+        if isinstance(module, FSDPModule):  # inner units come later, and own their parameters
+            for name, param in params:
+                if param.requires_grad:
+                    units[id(param)] = unit or type(model).__name__, name, param.dtype
+    dtypes: dict[str, dict[torch.dtype, str]] = {}
+    for unit, name, dtype in units.values():
+        dtypes.setdefault(unit, {}).setdefault(dtype, name)
+    for unit, found in dtypes.items():
+        if len(found) > 1:
+            shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+            raise ValueError(
+                f"FSDP2 needs one dtype for all trainable parameters of {unit}, and {shown}. Load "
+                "the model with dtype=torch.float32 (or call model.float()) before the Trainer is "
+                "built, and train with bf16=True if the GEMMs are to run in BF16"
+            )
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, DistributedType
 from conftest import VOCAB, llama
 
 from metis_hf import MetisCallback, MetisConfig, MetisLinear, get_metis_model, metis_layers
@@ -94,6 +96,34 @@ def test_health_reaches_the_logs_and_the_file(tmp_path, scheme):
     records = [json.loads(line) for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 3, 6]
     assert set(records[0]["layers"]) == {name for name, _ in metis_layers(model)}
+
+
+class Console(transformers.TrainerCallback):
+    """What Trainer's printer, the last of the callbacks, is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append({key: value for key, value in logs.items() if key.startswith("metis/")})
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_console_gets_a_summary(tmp_path, bound):
+    callback = MetisCallback(health_interval=3)
+    made = trainer(tmp_path, get_metis_model(llama()), [callback], max_steps=3)
+    if bound:
+        callback.bind(made)
+    console = Console()
+    made.add_callback(console)
+    made.train()
+    names = {f"metis/{tensor}/sqnr_db" for tensor in ("weight", "activation", "gradient")}
+    names |= {"metis/nonfinite_tensors"}
+    assert [set(seen) for seen in console.seen[:3]] == [names, set(), names]
+    record = made.state.log_history[0]
+    groups = [v for k, v in record.items() if re.fullmatch(r"metis/weight/\w+/sqnr_db", k)]
+    assert len(groups) == 7
+    assert console.seen[0]["metis/weight/sqnr_db"] == pytest.approx(sum(groups) / 7)
 
 
 def test_measuring_changes_nothing(tmp_path):
@@ -193,12 +223,14 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
             made.train()
 
-    def test_refresh_in_several_processes_is_refused(self, tmp_path, monkeypatch):
+    def test_refresh_under_deepspeed_is_refused(self, tmp_path, monkeypatch):
+        """Its fp32 master weights would overwrite refreshed ones at the next step."""
         made = trainer(tmp_path, get_metis_model(llama()), [MetisCallback(refresh_interval=2)])
-        monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+        shared = AcceleratorState._shared_state
+        monkeypatch.setitem(shared, "distributed_type", DistributedType.DEEPSPEED)
         callback = made.callback_handler.callbacks[-1]
         assert isinstance(callback, MetisCallback)
-        with pytest.raises(NotImplementedError, match="refresh_interval=2 with 2 processes"):
+        with pytest.raises(NotImplementedError, match=r"refresh_interval=2.*DeepSpeed"):
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
     def test_negative_interval(self):
