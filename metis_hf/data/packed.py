@@ -1,0 +1,194 @@
+"""The output format: packed sequences in parquet shards, `meta.json`, and how to load them.
+
+A directory holds `shard-00000.parquet`, ... with one column `input_ids`, a fixed-size list of
+int32, and `meta.json`, which is written last: a directory that has it is finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import datasets
+
+META = "meta.json"
+ARGUMENTS = "arguments.json"
+_REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size", "eos_token_id")
+_ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
+
+
+def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
+    """Packed sequences that `prepare` wrote.
+
+    The first load converts the shards to datasets' Arrow cache, which needs their size again
+    (`HF_DATASETS_CACHE` says where); later loads map that cache.
+
+    Args:
+        directory: `output_dir` of the preparation, or its `validation` folder.
+        vocab_size: Size of the model's embedding, if token ids are to be checked against it.
+
+    Returns:
+        A dataset in torch format with one column, `input_ids`: int64 `[seq_len]` per row.
+
+    Raises:
+        FileNotFoundError: If there is no packed dataset, or its preparation is not finished.
+        ValueError: If the files are not what `meta.json` says, or the tokenizer's vocabulary is
+            larger than the model's.
+    """
+    import datasets
+
+    directory = Path(directory)
+    meta = read_meta(directory)
+    if vocab_size is not None and meta["vocab_size"] > vocab_size:
+        raise ValueError(
+            f"{directory} was tokenized with {meta['tokenizer']}, {meta['vocab_size']} tokens, but "
+            f"the model embeds {vocab_size}; prepare the data with the model's tokenizer, or build "
+            f"the model with vocab_size={meta['vocab_size']}"
+        )
+    shards = sorted(directory.glob("shard-*.parquet"))
+    _check_shards(directory, shards, meta)
+    dataset = datasets.Dataset.from_parquet([str(shard) for shard in shards])
+    return dataset.with_format("torch")
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """`meta.json` of a packed dataset; raises as `load_packed` does."""
+    path = directory / META
+    if not path.is_file():
+        if (directory / ARGUMENTS).is_file() or (directory.parent / ARGUMENTS).is_file():
+            raise FileNotFoundError(
+                f"{directory} has no {META}: its preparation is not finished, or left no sequence "
+                "here; run the same prepare_data.py command again to finish it"
+            )
+        raise FileNotFoundError(
+            f"{directory} has no {META}, so it is no packed dataset; make one with "
+            "recipes/prepare_data.py"
+        )
+    try:
+        meta = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); prepare the data again") from error
+    missing = [key for key in _REQUIRED if not isinstance(meta, dict) or key not in meta]
+    if missing:
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; expected what recipes/prepare_data.py writes"
+        )
+    return meta
+
+
+def _check_shards(directory: Path, shards: list[Path], meta: dict[str, Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    wanted = pa.schema([_field(meta["seq_len"])])
+    rows = 0
+    for shard in shards:
+        try:
+            file = pq.ParquetFile(shard)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{shard} is not parquet ({error}); prepare the data again") from error
+        if file.schema_arrow.remove_metadata() != wanted:
+            raise ValueError(
+                f"{shard} has the columns {file.schema_arrow.remove_metadata()}, expected only "
+                f"input_ids, lists of {meta['seq_len']} int32"
+            )
+        rows += file.metadata.num_rows
+    if rows != meta["num_sequences"]:
+        raise ValueError(
+            f"{directory} has {rows} sequences in {len(shards)} shards, but {META} says "
+            f"{meta['num_sequences']}; copy the missing shards or prepare the data again"
+        )
+
+
+def write_shards(
+    directory: Path,
+    pieces: Callable[[int], np.ndarray],
+    counts: list[int],
+    seq_len: int,
+    sequences_per_shard: int,
+    progress: Callable[[int], Any],
+) -> int:
+    """Cut a stream of tokens into sequences and write the shards that do not exist yet.
+
+    Args:
+        directory: Where the shards go.
+        pieces: `pieces(i)` are the tokens of piece i of the stream, int32 `[counts[i]]`.
+        counts: Tokens per piece.
+        seq_len: Tokens per sequence; a tail that fills none is dropped.
+        sequences_per_shard: Sequences per file.
+        progress: Called with the number of sequences of each finished shard.
+
+    Returns:
+        The number of sequences.
+    """
+    sequences = sum(counts) // seq_len
+    if sequences:
+        directory.mkdir(exist_ok=True)
+    stream = _Stream(pieces, counts)
+    for number, first in enumerate(range(0, sequences, sequences_per_shard)):
+        last = min(first + sequences_per_shard, sequences)
+        path = directory / f"shard-{number:05}.parquet"
+        if not path.exists():
+            tokens = stream.slice(first * seq_len, last * seq_len)
+            write_atomically(path, lambda file: _write_parquet(file, tokens, seq_len))  # noqa: B023
+        progress(last - first)
+    return sequences
+
+
+class _Stream:
+    """Random access to the concatenation of pieces; the piece last read stays in memory."""
+
+    def __init__(self, pieces: Callable[[int], np.ndarray], counts: list[int]) -> None:
+        self.pieces = pieces
+        self.ends = np.cumsum(counts)
+        self.starts = self.ends - counts
+        self._held: tuple[int, np.ndarray] | None = None
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return np.concatenate(list(self._slices(start, stop)))
+
+    def _slices(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        for i in range(int(np.searchsorted(self.ends, start, side="right")), len(self.ends)):
+            offset = int(self.starts[i])
+            if offset >= stop:
+                return
+            if self._held is None or self._held[0] != i:
+                self._held = i, self.pieces(i)
+            yield self._held[1][max(start - offset, 0) : stop - offset]
+
+
+def _field(seq_len: int) -> Any:
+    import pyarrow as pa
+
+    return pa.field("input_ids", pa.list_(pa.int32(), seq_len))
+
+
+def _write_parquet(file: Any, tokens: np.ndarray, seq_len: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=_field(seq_len).type)
+    table = pa.table([column], schema=pa.schema([_field(seq_len)]))
+    pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
+
+
+def write_atomically(path: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file under a temporary name and rename it: it exists whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))

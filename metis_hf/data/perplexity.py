@@ -1,0 +1,155 @@
+"""Perplexity of documents under a reference causal language model, and the rule that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+DEVIATIONS = 2.0  # arXiv:2509.00404, section 4: "more than two standard deviations from the mean"
+
+
+class Scorer:
+    """A reference model that measures `log perplexity`.
+
+    Each text is preceded by the beginning-of-text token (or end-of-text, if the tokenizer has no
+    other), so that its first token is predicted, too. On CUDA the model runs in bf16, on CPU in
+    fp32.
+
+    Args:
+        name: Path or hub name of a causal language model and its tokenizer.
+        tokens: A text is scored on at most this many first tokens.
+        batch_size: Texts per forward pass.
+
+    Raises:
+        ValueError: If the tokenizer has neither token, or the model's context is too short.
+    """
+
+    def __init__(self, name: str, tokens: int, batch_size: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        check_context(name, tokens)
+        self.tokens, self.batch_size, self.name = tokens, batch_size, name
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        prefix = self.tokenizer.bos_token_id
+        self.prefix = self.tokenizer.eos_token_id if prefix is None else prefix
+        if self.prefix is None:
+            raise ValueError(f"the tokenizer of {name} has neither a bos_token nor an eos_token")
+        self.device = torch.device(device_type())
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        self.model = model.to(self.device).eval()
+
+    def score(self, texts: Sequence[str], progress: Callable[[int], Any]) -> np.ndarray:
+        """Mean negative log-likelihood per token, in nats; its exponential is the perplexity.
+
+        Args:
+            texts: Any number of documents.
+            progress: Called with the number of texts that each batch finished.
+
+        Returns:
+            float64 `[len(texts)]`; NaN for a text that has no tokens under the reference.
+
+        Raises:
+            ValueError: If the model gives a loss that is not finite.
+        """
+        encoded = self._encode(texts)
+        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))  # stable: little padding
+        scores = np.full(len(texts), np.nan)
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            filled = [i for i in chosen if encoded[i]]
+            if filled:
+                scores[filled] = self._losses([encoded[i] for i in filled])
+            if not np.isfinite(scores[filled]).all():
+                raise ValueError(
+                    f"the reference model {self.name} gives a loss that is not finite; check its "
+                    "weights, or use another with --reference-model"
+                )
+            progress(len(chosen))
+        return scores
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=True,
+            truncation=True,
+            max_length=self.tokens,
+            verbose=False,
+        )["input_ids"]
+
+    def _losses(self, batch: list[list[int]]) -> list[float]:
+        import torch
+
+        longest = max(map(len, batch))
+        # Padded on the right: under causal attention no real token sees it.
+        rows = [[self.prefix, *ids] + [self.prefix] * (longest - len(ids)) for ids in batch]
+        mask = [[1] * (1 + len(ids)) + [0] * (longest - len(ids)) for ids in batch]
+        with torch.inference_mode():
+            logits = self.model(
+                input_ids=torch.tensor(rows, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                use_cache=False,
+            ).logits  # [b 1+t v]
+            return [
+                # One text at a time: the fp32 copy of all logits would not fit beside them.
+                torch.nn.functional.cross_entropy(
+                    logits[i, : len(ids)].float(), torch.tensor(ids, device=self.device)
+                ).item()
+                for i, ids in enumerate(batch)
+            ]
+
+
+def device_type() -> str:
+    """Where the reference model runs: `"cuda"` if there is one, else `"cpu"`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_context(name: str, tokens: int) -> None:
+    """Raise ValueError if the model `name` cannot score `tokens` tokens and a prefix at once."""
+    from transformers import AutoConfig
+
+    context = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
+    if context is not None and tokens + 1 > context:
+        raise ValueError(
+            f"perplexity_tokens={tokens}, and one token before them, do not fit the context of "
+            f"{name}, {context} tokens; choose at most {context - 1}"
+        )
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Which documents deviate by more than `DEVIATIONS` standard deviations from the mean.
+
+    Attributes:
+        keep: bool `[documents]`; False also where the score is NaN.
+        mean: Of the perplexities, every scored document counting once.
+        std: Population standard deviation (divided by n).
+        too_high: Number of documents above the band.
+        too_low: Number of documents below the band.
+    """
+
+    keep: np.ndarray
+    mean: float
+    std: float
+    too_high: int
+    too_low: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Outliers:
+        """Apply the rule to one value per document."""
+        scored = values[np.isfinite(values)]
+        if not scored.size:
+            return cls(np.zeros(values.shape, bool), float("nan"), float("nan"), 0, 0)
+        mean, std = float(scored.mean()), float(scored.std())
+        high, low = values > mean + DEVIATIONS * std, values < mean - DEVIATIONS * std
+        keep = np.isfinite(values) & ~high & ~low
+        return cls(keep, mean, std, int(high.sum()), int(low.sum()))

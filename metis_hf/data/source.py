@@ -1,0 +1,190 @@
+"""Where documents come from: a hub dataset or local files, as a stream that can be resumed.
+
+Every source becomes an `Opened`: a `datasets.IterableDataset` and how to get raw bytes out of it.
+Bytes, not text, so that what cannot be decoded is dropped and counted instead of ending the run.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metis_hf.data.arguments import PrepareArguments
+
+if TYPE_CHECKING:
+    import datasets
+
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+
+
+@dataclass
+class Opened:
+    """A stream of documents.
+
+    Attributes:
+        dataset: Yields rows with the raw document, or tables if `is_table`.
+        column: Column of `dataset` with the raw document.
+        json_column: Key of the text if the raw document is a line of JSON, else None.
+        is_table: Whether `dataset` yields Arrow tables.
+    """
+
+    dataset: datasets.IterableDataset
+    column: str
+    json_column: str | None
+    is_table: bool
+
+    def batches(self, size: int) -> Iterator[list[bytes | None]]:
+        """Raw documents, `size` at a time; after each, `dataset.state_dict()` is where to go on."""
+        import pyarrow as pa
+
+        for batch in self.dataset.iter(batch_size=size):
+            if self.is_table:
+                yield batch.column(self.column).cast(pa.large_binary()).to_pylist()
+            else:
+                yield batch[self.column]
+
+
+def local_files(patterns: list[str]) -> list[str]:
+    """The files that paths and glob patterns name; a pattern's files are sorted.
+
+    Raises:
+        FileNotFoundError: If a path does not exist or a pattern matches nothing.
+        ValueError: If a name's ending is unknown or the kinds differ.
+    """
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if os.path.isfile(path)]
+        if not found:
+            raise FileNotFoundError(
+                f"--files {pattern}: no such file; give paths of files, or a glob pattern such as "
+                f"'{pattern.rstrip('/')}/*.jsonl'"
+            )
+        paths += found
+    kinds = {path: _kind(path) for path in paths}
+    if len(set(kinds.values())) > 1:
+        one, other = (next(p for p in paths if kinds[p] == k) for k in sorted(set(kinds.values())))
+        raise ValueError(
+            f"--files mixes kinds ({one} and {other}); prepare each kind on its own, or convert one"
+        )
+    return paths
+
+
+def open_source(arguments: PrepareArguments) -> Opened:
+    """Open the source that the arguments name, at its beginning.
+
+    Raises:
+        FileNotFoundError, ValueError: As `local_files`; or if the text column does not exist or is
+            not text, or there is no document at all.
+        ImportError: If `.zst` files need a library that is not installed.
+    """
+    if arguments.files is None:
+        return _open_table(
+            arguments.text_column,
+            arguments.dataset,
+            name=arguments.dataset_config,
+            split=arguments.dataset_split,
+        )
+    paths = local_files(arguments.files)
+    kind = _kind(paths[0])
+    if kind == "parquet":
+        return _open_table(
+            arguments.text_column, "parquet", data_files={"train": paths}, split="train"
+        )
+    if any(path.endswith(".zst") for path in paths) and not importlib.util.find_spec("zstandard"):
+        raise ImportError(
+            "reading .zst files needs zstandard; install it with `pip install 'metis-hf[data]'`"
+        )
+    return _open_bytes(arguments.text_column, paths, by_line=kind == "jsonl")
+
+
+def _kind(path: str) -> str:
+    name = Path(path)
+    ending = name.with_suffix("").suffix if name.suffix in COMPRESSED else name.suffix
+    kind = KINDS.get(ending)
+    if kind is None or (kind == "parquet" and name.suffix in COMPRESSED):
+        raise ValueError(
+            f"--files {path}: cannot tell how to read it; names must end in .jsonl or .txt "
+            f"(optionally with {', '.join(COMPRESSED)}) or in .parquet"
+        )
+    return kind
+
+
+def _open_table(text_column: str, *args: Any, **kwargs: Any) -> Opened:
+    """A dataset that is read as Arrow tables: parquet files, or anything on the hub."""
+    import datasets
+    import pyarrow as pa
+
+    dataset = datasets.load_dataset(*args, streaming=True, **kwargs)
+    first = next(iter(dataset.with_format("arrow").iter(batch_size=1)), None)
+    if first is None:
+        raise ValueError(f"{kwargs.get('data_files', args[0])} has no rows")
+    _check_column(text_column, first.column_names, str(args[0]))
+    kind = first.schema.field(text_column).type
+    text_types = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+    if kind not in text_types:
+        raise ValueError(f"column {text_column!r} holds {kind}, not text")
+    # Other columns may differ from file to file, which would end the run.
+    dataset = dataset.select_columns([text_column]).with_format("arrow")
+    return Opened(dataset, text_column, None, is_table=True)
+
+
+def _open_bytes(text_column: str, paths: list[str], by_line: bool) -> Opened:
+    """Lines or whole files, as bytes: datasets' own readers stop at what is not UTF-8."""
+    import datasets
+
+    first = next(iter(_read([paths[0]], by_line)), None)
+    if by_line and first is not None:
+        _check_first_line(text_column, first["document"], paths[0])
+    dataset = datasets.IterableDataset.from_generator(
+        _read,
+        features=datasets.Features({"document": datasets.Value("large_binary")}),
+        gen_kwargs={"paths": paths, "by_line": by_line},
+    )
+    return Opened(dataset, "document", text_column if by_line else None, is_table=False)
+
+
+def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
+    import fsspec
+
+    for path in paths:
+        with fsspec.open(path, "rb", compression="infer") as opened:
+            # zstandard's own reader cannot be read by line.
+            file = io.BufferedReader(opened) if path.endswith(".zst") else opened
+            if by_line:
+                # A blank line, such as one at the end of a file, is no document.
+                yield from ({"document": line} for line in file if line.strip())
+            else:
+                yield {"document": file.read().replace(b"\r\n", b"\n")}
+
+
+def _check_first_line(text_column: str, line: bytes, path: str) -> None:
+    try:
+        row = json.loads(line.decode("utf-8", errors="replace"))
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        start = line[:60].decode("utf-8", errors="replace").rstrip()
+        raise ValueError(
+            f"{path} is not JSON lines: its first line is {start!r}, expected one object per line, "
+            f'such as {{"{text_column}": "..."}}'
+        )
+    _check_column(text_column, list(row), path)
+
+
+def _check_column(text_column: str, columns: list[str], where: str) -> None:
+    if text_column not in columns:
+        shown = ", ".join(itertools.islice(columns, 20))
+        raise ValueError(
+            f"{where} has no column {text_column!r}; its columns are: {shown}. Name the one with "
+            "the text with --text-column"
+        )
