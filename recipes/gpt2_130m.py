@@ -1,0 +1,91 @@
+"""GPT-2 130M from scratch on 100B tokens with FP4 GEMMs, the smallest run of the Metis paper.
+
+    accelerate launch recipes/gpt2_130m.py --data DIR
+    accelerate launch recipes/gpt2_130m.py --smoke
+    python recipes/gpt2_130m.py --dry-run --world-size 8
+
+From the paper (arXiv 2509.00404): the size, 100B tokens of DCLM, W4A4G4 in NVFP4, rank 1.5 %.
+recipes/README.md says where every other setting comes from.
+"""
+
+from transformers import GPT2Config
+
+from metis_hf.recipe import (
+    build_model,
+    build_trainer,
+    dry_run,
+    load_data,
+    parse_arguments,
+    train_and_evaluate,
+)
+
+MODEL = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_pytorch_tanh",  # gelu_new in one kernel, which saves less
+    "embd_pdrop": 0.0,  # one pass over the data does not overfit
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+SMOKE_MODEL = MODEL | {
+    "vocab_size": 512,
+    "n_positions": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+DEFAULTS = {
+    "output_dir": "runs/gpt2_130m",
+    "tokens": 100e9,
+    "sequence_length": 1024,
+    "global_batch": 512,
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 32,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.01,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 1.0,
+    "bf16": True,
+    "seed": 42,
+    "logging_steps": 10,
+    "save_steps": 1000,
+    "save_total_limit": 2,
+    "ddp_find_unused_parameters": False,
+    "dataloader_num_workers": 2,
+}
+SMOKE = {
+    "output_dir": "runs/smoke-gpt2_130m",
+    "max_steps": 4,
+    "sequence_length": 64,
+    "global_batch": 4,
+    "per_device_train_batch_size": 2,
+    "eval_sequences": 8,
+    "health_interval": 100,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+}
+
+
+def main() -> None:
+    arguments, training = parse_arguments(DEFAULTS, SMOKE, description=__doc__)
+    config = GPT2Config(**(SMOKE_MODEL if arguments.smoke else MODEL))
+    if arguments.dry_run:
+        dry_run(config, arguments, training)
+        return
+    train, evaluation, tokenizer = load_data(arguments, training, config)
+    model = build_model(config, arguments, training)
+    trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
+    train_and_evaluate(trainer, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Llama-3 8B from scratch on 100B tokens with FP4 GEMMs, the largest run of the Metis paper.
+
+    accelerate launch recipes/llama3_8b.py --data DIR
+    accelerate launch recipes/llama3_8b.py --smoke
+    python recipes/llama3_8b.py --dry-run --world-size 64
+
+From the paper (arXiv 2509.00404): the model, 100B tokens of DCLM, W4A4G4 in NVFP4, rank 1.5 %.
+recipes/README.md says where every other setting comes from.
+"""
+
+from transformers import LlamaConfig
+
+from metis_hf.recipe import (
+    build_model,
+    build_trainer,
+    dry_run,
+    load_data,
+    parse_arguments,
+    train_and_evaluate,
+)
+
+MODEL = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+SMOKE_MODEL = MODEL | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+DEFAULTS = {
+    "output_dir": "runs/llama3_8b",
+    "tokens": 100e9,
+    "sequence_length": 1024,
+    "global_batch": 512,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1.5e-4,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.01,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 1.0,
+    "bf16": True,
+    "seed": 42,
+    "logging_steps": 10,
+    "save_steps": 1000,
+    "save_total_limit": 2,
+    "ddp_find_unused_parameters": False,
+    "dataloader_num_workers": 2,
+}
+SMOKE = {
+    "output_dir": "runs/smoke-llama3_8b",
+    "max_steps": 4,
+    "sequence_length": 64,
+    "global_batch": 4,
+    "per_device_train_batch_size": 2,
+    "eval_sequences": 8,
+    "health_interval": 100,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+}
+
+
+def main() -> None:
+    arguments, training = parse_arguments(DEFAULTS, SMOKE, description=__doc__)
+    config = LlamaConfig(**(SMOKE_MODEL if arguments.smoke else MODEL))
+    if arguments.dry_run:
+        dry_run(config, arguments, training)
+        return
+    train, evaluation, tokenizer = load_data(arguments, training, config)
+    model = build_model(config, arguments, training)
+    trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
+    train_and_evaluate(trainer, arguments)
+
+
+if __name__ == "__main__":
+    main()
