@@ -64,6 +64,52 @@ def schemes() -> None:
     Console().print(table)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of a Metis checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    format: Annotated[str, typer.Option(help="dense or compressed-tensors.")] = "dense",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32, for what is not packed.")
+    ] = "bfloat16",
+    low_rank: Annotated[
+        str, typer.Option(help="Low-rank part of split weights: fold or side-file.")
+    ] = "fold",
+    text: Annotated[Path | None, typer.Option(help="Held-out text to measure the loss on.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="JSON of metrics for the model card.")
+    ] = None,
+) -> None:
+    """Write a checkpoint for software without metis_hf, and print what each choice costs."""
+    from metis_hf import export_report
+    from metis_hf.export import export_checkpoint
+
+    report = export_checkpoint(
+        checkpoint,
+        out,
+        format=format,
+        dtype=dtype,
+        low_rank=low_rank,
+        text=text,
+        results=results,
+    )
+    console = Console()
+    table = Table(title="Error of the weights against those that the checkpoint represents")
+    for index, title in enumerate(export_report.HEADER):
+        table.add_column(title, justify="left" if index < 2 else "right")
+    for cells in export_report.report_rows(report):
+        table.add_row(*cells)
+    console.print(table)
+    if report.held_out:
+        losses = Table(title="Held-out loss, nats per token")
+        for title in ("Model", "Loss", "Difference"):
+            losses.add_column(title, justify="left" if title == "Model" else "right")
+        for choice, loss in report.held_out.items():
+            losses.add_row(choice, f"{loss:.4f}", f"{loss - report.held_out['converted']:+.4f}")
+        console.print(losses)
+    console.print(f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4")
+
+
 def main() -> None:
     """Entry point: errors that a user can mend are one line, not a traceback."""
     try:

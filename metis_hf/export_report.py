@@ -1,0 +1,129 @@
+"""What an export costs: errors of the weights by kind of layer, and the record of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from metis_hf.numerics import relative_error, sqnr_db
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """How far one choice moves the weights of one kind of layer.
+
+    Attributes:
+        choice: "dense", "fold" or "side-file".
+        kind: last part of the layers' names.
+        layers: how many there are.
+        mean_error: mean over the layers of |w - w_choice| / |w| (Frobenius norm), w being the
+            weight that the checkpoint represents, in fp32.
+        max_error: the largest of them.
+        sqnr_db: the smallest signal-to-noise ratio of a layer, in dB.
+    """
+
+    choice: str
+    kind: str
+    layers: int
+    mean_error: float
+    max_error: float
+    sqnr_db: float
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and what it costs.
+
+    Attributes:
+        format: "dense" or "compressed-tensors".
+        dtype: of everything that is not packed.
+        low_rank: what happened to the low-rank part; None where there was none.
+        packed: names of the layers stored in four bits.
+        rows: errors of the weights, for each choice that this format has.
+        held_out: choice -> loss in nats per token on the given text; "converted" is the model as
+            it evaluates before the export. Empty without a text. All are computed in fp32.
+        bytes: of all weight files.
+    """
+
+    format: str
+    dtype: str
+    low_rank: str | None
+    packed: tuple[str, ...]
+    rows: tuple[LossRow, ...]
+    held_out: Mapping[str, float]
+    bytes: int
+
+    def to_json(self) -> str:
+        """The report as a JSON object; an infinite signal-to-noise ratio is null."""
+        values = dataclasses.asdict(self)
+        for row in values["rows"]:
+            row["sqnr_db"] = row["sqnr_db"] if math.isfinite(row["sqnr_db"]) else None
+        return json.dumps(values, indent=2) + "\n"
+
+
+class WeightErrors:
+    """Collects errors of weights by choice and kind of layer."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def add(self, choice: str, name: str, weight: Tensor, exported: Tensor) -> None:
+        found = relative_error(weight, exported).item(), sqnr_db(weight, exported).item()
+        self._found.setdefault((choice, kind_of(name)), []).append(found)
+
+    def rows(self) -> tuple[LossRow, ...]:
+        return tuple(
+            LossRow(
+                choice,
+                kind,
+                len(found),
+                sum(error for error, _ in found) / len(found),
+                max(error for error, _ in found),
+                min(decibels for _, decibels in found),
+            )
+            for (choice, kind), found in sorted(self._found.items())
+        )
+
+
+def kind_of(name: str) -> str:
+    """The kind of a layer by its name: "model.layers.0.mlp.up_proj" -> "up_proj"."""
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    return parts[-1].removeprefix("metis_")
+
+
+HEADER = ("Choice", "Layers", "Count", "Mean error", "Max error", "SQNR dB")
+
+
+def report_rows(report: ExportReport) -> Iterator[tuple[str, ...]]:
+    """Cells of the table of errors, under `HEADER`."""
+    for row in report.rows:
+        yield (
+            row.choice,
+            row.kind,
+            str(row.layers),
+            f"{row.mean_error:.2e}",
+            f"{row.max_error:.2e}",
+            f"{row.sqnr_db:.1f}",
+        )
+
+
+def report_section(report: ExportReport) -> str:
+    """What the export costs, for the model card."""
+    lines = [
+        "## What the export costs",
+        "",
+        "Relative errors of the weights against those that the checkpoint represents.",
+        "",
+        f"| {' | '.join(HEADER)} |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        *(f"| {' | '.join(cells)} |" for cells in report_rows(report)),
+    ]
+    if report.held_out:
+        lines += ["", "| Held-out loss | nats per token |", "| --- | ---: |"]
+        lines += [f"| {choice} | {loss:.4f} |" for choice, loss in report.held_out.items()]
+    return "\n".join(lines) + "\n"
