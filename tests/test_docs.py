@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import doctest
 import importlib
 import importlib.util
@@ -12,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from metis_hf import MetisConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -77,3 +81,14 @@ def test_numerics_record_can_be_measured_again(report, section):
         for cell, other in zip(row, wanted, strict=True):
             number, expected = (float(text.removesuffix(" %")) for text in (cell, other))
             assert number == pytest.approx(expected, rel=0.1, abs=0.02)
+
+
+def test_config_page_names_every_field_with_its_default():
+    page = (ROOT / "docs" / "config.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE))
+    assert set(rows) == {field.name for field in dataclasses.fields(MetisConfig)}
+    defaults = MetisConfig()
+    for name, shown in rows.items():
+        value = getattr(defaults, name)
+        if shown != "all three":
+            assert ast.literal_eval(shown.strip("`")) == value, name
