@@ -178,6 +178,7 @@ class _ProbeHook:
     def __init__(self, name: str, stats: dict[str, Stats]) -> None:
         self.name, self.stats, self.armed = name, stats, True
 
+    @torch.compiler.disable  # a measured step of a compiled model runs its measurements eagerly
     def __call__(
         self, layer: MetisLayer, args: tuple[Tensor], kwargs: dict[str, Any], output: Tensor
     ) -> None:
