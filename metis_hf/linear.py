@@ -98,12 +98,14 @@ class MetisLayer(nn.Module):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         params = self.weight_params()
+        if row_mask is None and scheme.samples_rows:
+            row_mask = self.row_mask(x)
         plan = GemmPlan(
             scheme,
             self.weight_form,
             dtype,
             CallKeys(self.noise_key(), x, params[-1]),
-            self.row_mask(x) if row_mask is None else row_mask,
+            row_mask,
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metis_hf.config import MetisConfig
-from metis_hf.operands import HIGH_PRECISION, Operand
+from metis_hf.operands import HIGH_PRECISION, Operand, Spectral
 
 
 class Role(enum.IntEnum):
@@ -51,6 +51,7 @@ class Scheme:
 
     Attributes:
         is_high_precision: no operand is quantized: a plain linear layer.
+        samples_rows: an operand is split by a subspace of sampled rows, which must not be padding.
     """
 
     fprop_input: Operand = HIGH_PRECISION
@@ -63,6 +64,7 @@ class Scheme:
     compensated: bool = True
     unit_rms: bool = False
     is_high_precision: bool = field(init=False, repr=False, compare=False)
+    samples_rows: bool = field(init=False, repr=False, compare=False)
 
     def operand(self, role: Role) -> Operand | None:
         """The operand at `role`, None if another's copy is reused there."""
@@ -84,7 +86,10 @@ class Scheme:
     def __post_init__(self) -> None:
         # Read at every forward call. A cached property would break torch.compile's graph there:
         # it takes a lock in Python 3.11.
-        high = all(self.resolve(role)[1].quantizer is None for role in Role)
+        operands = [self.resolve(role)[1] for role in Role]
+        high = all(operand.quantizer is None for operand in operands)
+        samples = any(isinstance(operand.conditioner, Spectral) for operand in operands)
+        object.__setattr__(self, "samples_rows", samples)
         object.__setattr__(self, "is_high_precision", high)
 
     def deterministic(self) -> Scheme:
