@@ -15,21 +15,17 @@ from conftest import ARCHITECTURES, VOCAB, llama
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-import metis_hf.export
 from metis_hf import (
     MetisConfig,
     MetisLinear,
     get_metis_model,
     metis_layers,
-    register_scheme,
     set_precision,
 )
 from metis_hf.corpus import stdlib_documents, train_tokenizer
-from metis_hf.export import ExportReport, export_checkpoint, load_low_rank, load_metis_model
-from metis_hf.model_card import model_card, write_model_card
+from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
 from metis_hf.noise import key_of
 from metis_hf.packing import LowRank, Packed
-from metis_hf.schemes import Scheme, base
 
 FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
 # bf16 rounds weights and activations to 2^-9 of their size; some 30 roundings on the way through
@@ -463,194 +459,3 @@ class TestText:
         assert "14 layers in NVFP4" in result.output
         card = ModelCard.load(tmp_path / "out/README.md")
         assert "| results / piqa / acc | 0.625 |" in card.text
-
-
-class TestErrors:
-    """Each names the layer or the value, and leaves no directory."""
-
-    @staticmethod
-    def refused(source, out, match, **options):
-        with pytest.raises(ValueError, match=match):
-            export_checkpoint(source, out, **({"format": "compressed-tensors"} | options))
-        assert not out.exists()
-        assert not out.with_name(out.name + ".partial").exists()
-
-    def test_conv1d(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
-        self.refused(source, tmp_path / "out", r"transformer.h.0.attn.c_attn: a Conv1D.*dense")
-
-    def test_experts(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", mixtral)
-        match = r"model.layers.0.mlp.experts.gate_up_proj: fused experts.*dense"
-        self.refused(source, tmp_path / "out", match)
-
-    def test_ragged_columns(self, tmp_path):
-        def build():
-            config = llama().config
-            config.intermediate_size = 100
-            return transformers.LlamaForCausalLM(config)
-
-        source = checkpoint(tmp_path / "metis", build)
-        match = r"layers.0.mlp.down_proj: in_features=100 is no multiple of the block of 16"
-        self.refused(source, tmp_path / "out", match)
-
-    @pytest.mark.parametrize(
-        ("config", "match"),
-        [
-            ({"scheme": "bf16"}, "no layer .* quantized weights .*'bf16'"),
-            ({"high_precision": ["forward"]}, r"no layer .*high_precision=\['forward'\]"),
-        ],
-    )
-    def test_nothing_is_quantized(self, config, match, tmp_path):
-        self.refused(checkpoint(tmp_path / "metis", **config), tmp_path / "out", match)
-
-    def test_a_scheme_that_the_layout_cannot_express(self, tmp_path):
-        from metis_hf.numerics import Quantizer
-        from metis_hf.operands import Hadamard, Operand
-
-        for name, operand, match in (
-            ("mx", Operand(Quantizer("mxfp4")), "q_proj: its weight is quantized to mxfp4"),
-            ("rotated", Operand(Quantizer(), Hadamard()), "q_proj: its scheme transforms"),
-        ):
-            scheme = Scheme(fprop_weight=operand)
-            register_scheme(name, summary="x", source="x")(lambda config, rank, s=scheme: s)
-            try:
-                source = checkpoint(tmp_path / name, scheme=name)
-                self.refused(source, tmp_path / "out", match)
-            finally:
-                del base._REGISTRY[name]
-
-    def test_side_file_without_a_low_rank_part(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", scheme="nvidia")
-        self.refused(source, tmp_path / "out", r"needs split weights.*'nvidia'.*fold",
-                     low_rank="side-file")  # fmt: skip
-
-    def test_no_metis_checkpoint(self, tmp_path):
-        llama().save_pretrained(tmp_path / "plain")
-        self.refused(
-            tmp_path / "plain", tmp_path / "out", "no Metis checkpoint but a plain checkpoint"
-        )
-        self.refused(tmp_path / "nowhere", tmp_path / "out", "no config.json")
-
-    @pytest.mark.parametrize("name", ["format", "dtype", "low_rank"])
-    def test_unknown_choice(self, name, tmp_path):
-        self.refused(tmp_path, tmp_path / "out", f"{name}='nf4'; choose one of", **{name: "nf4"})
-
-    def test_directory_in_use(self, tmp_path):
-        source = checkpoint(tmp_path / "metis")
-        with pytest.raises(ValueError, match="exists already"):
-            export_checkpoint(source, source)
-        (tmp_path / "empty").mkdir()
-        export_checkpoint(source, tmp_path / "empty")
-
-    def test_an_interrupted_export_leaves_no_directory(self, tmp_path, monkeypatch):
-        source = checkpoint(tmp_path / "metis")
-
-        def interrupted(*args, **kwargs):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(metis_hf.export, "report_section", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                export_checkpoint(source, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        assert isinstance(export_checkpoint(source, tmp_path / "out"), ExportReport)
-        assert not (tmp_path / "out.partial").exists()
-
-    def test_text_for_another_kind_of_model(self, tmp_path):
-        config = transformers.BertConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-            num_attention_heads=4,
-        )  # fmt: skip
-        model = get_metis_model(transformers.BertForMaskedLM(config), MetisConfig())
-        model.save_pretrained(tmp_path / "metis")
-        (tmp_path / "t.txt").write_text("text")
-        self.refused(tmp_path / "metis", tmp_path / "out", "no causal language model",
-                     format="dense", text=tmp_path / "t.txt")  # fmt: skip
-        export_checkpoint(tmp_path / "metis", tmp_path / "out")
-        transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
-
-
-class TestModelCard:
-    def test_of_a_trained_checkpoint(self, tmp_path):
-        model = get_metis_model(llama(), MetisConfig(rank=8, seed=5))
-        model.save_pretrained(tmp_path / "run")
-        results = tmp_path / "results.json"
-        results.write_text('{"piqa": {"acc,none": 0.625, "alias": "piqa"}, "loss": 3.25}')
-        path = write_model_card(model, tmp_path / "run", results=results)
-        card = ModelCard.load(path)
-        assert card.data.library_name == "transformers"
-        assert card.data.pipeline_tag == "text-generation"
-        assert {"metis", "fp4-training", "nvfp4", "scheme:metis"} == set(card.data.tags)
-        assert card.data.license is None
-        assert "| rank | **`8`** |" in card.text
-        assert "| n_iter | `1` |" in card.text
-        assert "14 layers converted" in card.text
-        assert "| piqa / acc | 0.625 |\n| loss | 3.25 |" in card.text
-        code = card.text.split("```python\n")[1].split("```")[0]
-        assert code.startswith("import metis_hf")
-        out = subprocess.run(
-            [sys.executable, "-c", code + "print(type(model.lm_head).__name__)"],
-            capture_output=True, text=True, check=True, cwd=tmp_path,
-        )  # fmt: skip
-        assert out.stdout.strip() == "Linear"
-
-    @pytest.mark.parametrize("kind", ["dense", "compressed-tensors", "side-file"])
-    def test_of_an_export(self, kind, tmp_path, monkeypatch):
-        """The card's own lines load the directory."""
-        if kind == "compressed-tensors":
-            pytest.importorskip("compressed_tensors")
-        format = "compressed-tensors" if kind == "side-file" else kind
-        low_rank = "side-file" if kind == "side-file" else "fold"
-        report = export_checkpoint(
-            checkpoint(tmp_path / "metis"), tmp_path / "out", format=format, low_rank=low_rank
-        )
-        card = ModelCard.load(tmp_path / "out/README.md")
-        assert f"{report.rows[0].mean_error:.2e}" in card.text
-        code = card.text.split("```python\n")[1].split("```")[0]
-        assert ("metis_hf" in code) == (kind == "side-file")
-        monkeypatch.chdir(tmp_path)
-        scope: dict = {}
-        exec(code, scope)
-        assert isinstance(scope["model"], transformers.LlamaForCausalLM)
-
-    def test_refuses_a_plain_model(self):
-        with pytest.raises(ValueError, match="no Metis config"):
-            model_card(llama())
-        with pytest.raises(ValueError, match="kind='gguf'"):
-            model_card(get_metis_model(llama()), kind="gguf")
-
-
-def test_push_to_hub_up_to_the_network_call(tmp_path, monkeypatch):
-    """A converted model uploads what any model does; the card carries its tags."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError
-
-    uploaded = {}
-
-    def create_repo(self, repo_id, **kwargs):
-        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
-
-    def create_commit(self, repo_id, operations, **kwargs):
-        for operation in operations:
-            uploaded[operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
-        uploaded["repo_id"] = repo_id
-
-    def no_card(*args, **kwargs):
-        raise EntryNotFoundError("no README.md")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
-    monkeypatch.setattr(ModelCard, "load", no_card)
-    model = get_metis_model(llama(), MetisConfig(rank=8))
-    model.push_to_hub("someone/tiny")
-    assert uploaded.pop("repo_id") == "someone/tiny"
-    assert set(uploaded) == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors",
-    }  # fmt: skip
-    assert ModelCard(uploaded["README.md"].decode()).data.tags[:2] == ["metis", "fp4-training"]
-    for name, content in uploaded.items():
-        (tmp_path / name).write_bytes(content)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value)
