@@ -107,7 +107,8 @@ def export(
         for choice, loss in report.held_out.items():
             losses.add_row(choice, f"{loss:.4f}", f"{loss - report.held_out['converted']:+.4f}")
         console.print(losses)
-    console.print(f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4")
+    summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4"
+    console.print(summary, soft_wrap=True)  # a path is never broken into lines
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ def _report(
     }
     write_json(out / "results.json", record)
     names = "table.md, results.json, loss.png, spectra.png, <scheme>/model"
-    console.print(f"Written to {out}/: {names}")
+    console.print(f"Written to {out}/: {names}", soft_wrap=True)  # a path is never broken
 
 
 def control_label(where: dict) -> str:
