@@ -1,0 +1,107 @@
+"""One self-contained HTML page made of text, figures, tables and key figures.
+
+A page needs no network and no second file: pictures are embedded, styles and the few lines of
+script (sorting tables) are inline. It opens in any browser and prints.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell.
+
+    Args:
+        text: what is shown.
+        value: what sorting uses; NaN sorts last. None sorts by the text.
+        shade: 0 to 1, how strongly the cell is coloured; 0 is none.
+        note: shown where the pointer rests.
+    """
+
+    text: str
+    value: float | None = None
+    shade: float = 0.0
+    note: str = ""
+
+
+def number(value: float, spec: str = ".3g", *, shade: float = 0.0, note: str = "") -> Cell:
+    """A numeric cell; NaN and infinity are shown as such and flagged."""
+    if not math.isfinite(value):
+        return Cell(str(value), value, 1.0, note or "not finite")
+    return Cell(format(value, spec), value, shade, note)
+
+
+@dataclass
+class Page:
+    """A page in the making; every method appends and returns the page.
+
+    Args:
+        title: heading, and the browser's title.
+        subtitle: a line below it.
+    """
+
+    title: str
+    subtitle: str = ""
+    _blocks: list[dict[str, Any]] = field(default_factory=list)
+
+    def section(self, title: str, *paragraphs: str) -> Page:
+        """A heading, which the table of contents lists, and plain-text paragraphs."""
+        anchor = f"s{sum(block['kind'] == 'section' for block in self._blocks)}"
+        self._blocks.append({"kind": "section", "title": title, "anchor": anchor})
+        return self.text(*paragraphs)
+
+    def text(self, *paragraphs: str) -> Page:
+        """Paragraphs of plain text."""
+        self._blocks += [{"kind": "text", "text": text} for text in paragraphs]
+        return self
+
+    def cards(self, *cards: tuple[str, str, str]) -> Page:
+        """Key figures side by side: (label, value, note) each."""
+        self._blocks.append({"kind": "cards", "cards": cards})
+        return self
+
+    def figure(self, picture: bytes | Path, caption: str, *, wide: bool = True) -> Page:
+        """A PNG picture, as bytes or as a file; `wide=False` lets two share a line."""
+        data = picture if isinstance(picture, bytes) else picture.read_bytes()
+        encoded = base64.b64encode(data).decode()
+        self._blocks.append({"kind": "figure", "data": encoded, "caption": caption, "wide": wide})
+        return self
+
+    def table(
+        self, header: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = ""
+    ) -> Page:
+        """A table that sorts by a click on a column's head."""
+        cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+        for row in cells:
+            if len(row) != len(header):
+                raise ValueError(f"a row has {len(row)} cells, the header {len(header)}")
+        self._blocks.append({"kind": "table", "header": header, "rows": cells, "caption": caption})
+        return self
+
+    def render(self) -> str:
+        """The whole page as HTML."""
+        try:
+            import jinja2
+        except ImportError as error:  # pragma: no cover
+            raise ImportError(
+                'HTML pages need jinja2, which is not installed; pip install "metis-hf[eval]"'
+            ) from error
+        environment = jinja2.Environment(
+            autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        )
+        template = environment.from_string(files(__package__).joinpath("page.html").read_text())
+        return template.render(title=self.title, subtitle=self.subtitle, blocks=self._blocks)
+
+    def save(self, path: Path) -> None:
+        """Writes the page, whole or not at all."""
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(self.render(), encoding="utf-8")
+        temporary.replace(path)
