@@ -15,16 +15,9 @@ from rich.table import Table
 
 from metis_hf import plots, tables
 from metis_hf.corpus import pack, split_documents, stdlib_documents, train_tokenizer
-from metis_hf.experiment import (
-    CONTROL,
-    Experiment,
-    SchemeResult,
-    environment,
-    open_directory,
-    run_scheme,
-    write_json,
-)
+from metis_hf.experiment import CONTROL, Experiment, SchemeResult, run_scheme
 from metis_hf.progress import ExperimentProgress, quiet
+from metis_hf.records import claim_directory, environment, write_json
 from metis_hf.schemes import scheme_info
 from metis_hf.tasks import write_tasks
 
@@ -38,6 +31,7 @@ def demo_experiment(steps: int | None, seed: int, quick: bool) -> Experiment:
     width, layers = (64, 2) if quick else (128, 3)
     return Experiment(
         model={
+            "model_type": "llama",
             "vocab_size": 512 if quick else 1024,
             "hidden_size": width,
             "intermediate_size": width * 8 // 3 // 16 * 16,
@@ -50,14 +44,19 @@ def demo_experiment(steps: int | None, seed: int, quick: bool) -> Experiment:
             "eos_token_id": 0,
             "pad_token_id": 0,
         },
-        steps=steps,
-        batch_size=4 if quick else 8,
+        training={
+            "max_steps": steps,
+            "per_device_train_batch_size": 4 if quick else 8,
+            "learning_rate": 4e-3,
+            "warmup_steps": max(1, steps // 10),
+            "lr_scheduler_type": "cosine",
+            "adam_beta2": 0.95,
+            "max_grad_norm": 1.0,
+            "save_steps": max(2, steps // 8),
+        },
         sequence_length=64 if quick else 128,
-        learning_rate=4e-3,
-        warmup_steps=max(1, steps // 10),
-        seed=seed,
         health_interval=max(2, steps // 10),
-        save_interval=max(2, steps // 8),
+        seed=seed,
     )
 
 
@@ -91,7 +90,7 @@ def run_demo(
     for scheme in schemes:
         scheme_info(scheme)
     experiment = demo_experiment(steps, seed, quick)
-    open_directory(out, experiment)
+    claim_directory(out, asdict(experiment))
     with quiet():
         return _run(experiment, list(schemes), out, quick, console)
 
@@ -106,7 +105,8 @@ def _run(
         max_chars=300_000 if quick else 3_000_000,
     )
     tokenizer.save_pretrained(out / "tokenizer")
-    tokens = experiment.steps * experiment.batch_size * experiment.sequence_length
+    batch = experiment.training["per_device_train_batch_size"]
+    tokens = experiment.steps * batch * experiment.sequence_length
     dataset = pack(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
     tasks_dir = out / "tasks"
     task_names = write_tasks(
@@ -155,7 +155,7 @@ def _report(
     console: Console,
 ) -> None:
     label = control_label(where)
-    parameters = _parameter_count(experiment)
+    parameters = results[0].parameters
     sentence = tables.verdict(results, parameters, tokens)
     shown = Table(
         title="Loss: nats per held-out token. Tasks: %, by chance 5 (cloze) and 25 (choice)."
@@ -188,12 +188,3 @@ def _report(
 def control_label(where: dict) -> str:
     """The control's name in the table, which says so where a lack of bf16 units made it fp32."""
     return CONTROL if where["precision"] == "bf16" else f"{CONTROL} (run in fp32)"
-
-
-def _parameter_count(experiment: Experiment) -> int:
-    import torch
-    import transformers
-
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**experiment.model))
-    return sum(p.numel() for p in model.parameters())

@@ -1,22 +1,19 @@
 """Training and evaluating one model under several schemes, so that only the scheme differs.
 
-Same initialization, batches, order and schedule for each; stock Trainer with MetisCallback; every
-checkpoint evaluated through lm-eval. Each scheme has its own directory and a `result.json` written
-last, so an interrupted experiment goes on where it stopped. What is trained on which text is the
-caller's choice (`demo` is one).
+Same initialization, batches, order and schedule for each; MetisTrainer with MetisCallback; every
+checkpoint loaded again and evaluated through lm-eval. Each variant has its own directory and a
+`result.json` written last, so an interrupted experiment goes on where it stopped. What is trained
+on which text is the caller's choice: the demo and `compare` are two.
 """
 
 from __future__ import annotations
 
-import json
-import platform
+import contextlib
 import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,57 +23,84 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from metis_hf.callback import MetisCallback
 from metis_hf.config import MetisConfig
+from metis_hf.data.packed import causal_batch
 from metis_hf.model import get_metis_model
+from metis_hf.records import bf16_units, read_json, write_json
+from metis_hf.trainer import MetisTrainer
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+    from metis_hf.evaluation import EvalResult, TaskSpec
+
 RESULT_FILE = "result.json"
-SETTINGS_FILE = "settings.json"
 CONTROL = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What all schemes of a comparison share; any difference makes it another experiment.
+    """What all variants of a comparison share; any difference makes it another experiment.
 
     Args:
-        model: keyword arguments of `LlamaConfig`.
-        steps: optimizer steps.
-        batch_size: sequences per step.
+        model: keyword arguments of a transformers config, with its `model_type`.
+        training: keyword arguments of TrainingArguments, `max_steps` among them; what every run
+            shares (output directory, seed, device, logging) is set here.
         sequence_length: tokens per sequence.
-        learning_rate: peak, after a linear warm-up; cosine to zero.
-        warmup_steps: of those steps.
+        health_interval: steps between measurements of spectral health; 0 never measures.
         seed: of initialization, data order and noise.
-        health_interval: steps between measurements of spectral health.
-        save_interval: steps between checkpoints that an interrupted run resumes from.
     """
 
     model: dict[str, Any]
-    steps: int
-    batch_size: int
+    training: dict[str, Any]
     sequence_length: int
-    learning_rate: float
-    warmup_steps: int
-    seed: int
     health_interval: int
-    save_interval: int
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a run."""
+        return int(self.training["max_steps"])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs between the runs of a comparison.
+
+    Args:
+        name: of its directory and table row.
+        config: fields of MetisConfig, `scheme` among them.
+    """
+
+    name: str
+    config: dict[str, Any]
+
+    @classmethod
+    def of_scheme(cls, scheme: str) -> Variant:
+        """A scheme as it is registered."""
+        return cls(scheme, {"scheme": scheme})
+
+    def metis_config(self, seed: int) -> MetisConfig:
+        """The conversion; noise takes the run's seed."""
+        return MetisConfig.from_dict({**self.config, "seed": seed})
 
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """What one scheme gave.
+    """What one variant gave.
 
     Attributes:
-        scheme: its name.
+        scheme: the variant's name.
         config: its MetisConfig as a dict.
         summary: the conversion report, as text.
         loss: held-out loss, nats per token.
         tasks: task -> {"metric", "value", "stderr"}.
         seconds_per_step: median over normal (not measured) steps.
-        history: Trainer's log entries, one a step.
+        history: Trainer's log entries, one a logged step.
         evaluation: lm-eval's results as they came.
+        seed: of the run.
+        peak_memory: bytes, the most in use beyond what was in use before the model was built.
+        parameters: of the model as transformers builds it, before the conversion.
     """
 
     scheme: str
@@ -87,83 +111,24 @@ class SchemeResult:
     seconds_per_step: float
     history: list[dict[str, float]]
     evaluation: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    peak_memory: int = 0
+    parameters: int = 0
 
 
-def bf16_units() -> bool:
-    """Whether the device multiplies bf16 natively; else a bf16 run is an fp32 run, only slower."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.accelerator.is_available():
-        return True
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
-
-
-def device_name() -> str:
-    """What the experiment ran on, for its record."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    units = "with" if bf16_units() else "without"
-    return f"{platform.machine()} CPU {units} bf16 units, {torch.get_num_threads()} threads"
-
-
-def environment() -> dict[str, Any]:
-    """Versions, device and commit, for the record."""
-    packages = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_eval")
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "versions": found,
-        "python": platform.python_version(),
-        "device": device_name(),
-        "precision": "bf16" if bf16_units() else "fp32",
-        "commit": git.stdout.strip() or None,
-    }
-
-
-def open_directory(out: Path, experiment: Experiment) -> None:
-    """Claims `out` for an experiment, or goes on with the same one.
+def load_result(directory: Path) -> SchemeResult | None:
+    """The result of a finished run, or None.
 
     Raises:
-        ValueError: it holds another experiment; the message names the settings that differ.
+        ValueError: the file is not whole, or not a result.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / SETTINGS_FILE
-    settings = json.loads(json.dumps(asdict(experiment)))
-    if path.exists():
-        found = json.loads(path.read_text())
-        if found != settings:
-            keys = [k for k in settings | found if settings.get(k) != found.get(k)]
-            shown = ", ".join(f"{k}: {found.get(k)} there, {settings.get(k)} now" for k in keys)
-            raise ValueError(
-                f"{out} holds a run with other settings ({shown}). "
-                "Choose another --out, or delete the directory"
-            )
-    write_json(path, settings)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    temporary.replace(path)
-
-
-def load_result(out: Path, scheme: str) -> SchemeResult | None:
-    """A finished scheme's result, or None."""
-    path = out / scheme / RESULT_FILE
-    return SchemeResult(**json.loads(path.read_text())) if path.exists() else None
+    path = directory / RESULT_FILE
+    if not path.exists():
+        return None
+    try:
+        return SchemeResult(**read_json(path))
+    except TypeError as error:
+        raise ValueError(f"{path} is not a result of this version ({error}); delete it") from None
 
 
 class StepClock(transformers.TrainerCallback):
@@ -185,48 +150,83 @@ class StepClock(transformers.TrainerCallback):
             self.on_step(state.global_step, logs["loss"])
 
 
-def train_scheme(
+@dataclass(frozen=True)
+class Trained:
+    """A trained run: the trainer, and what its record takes.
+
+    Attributes:
+        trainer: after training, with the model in it.
+        directory: where model and tokenizer were saved.
+        summary: the conversion report, as text.
+        history: Trainer's log entries with a loss.
+        seconds_per_step: median over normal steps.
+        peak_memory: bytes, see `SchemeResult`.
+        parameters: before the conversion.
+    """
+
+    trainer: MetisTrainer
+    directory: Path
+    summary: str
+    history: list[dict[str, float]]
+    seconds_per_step: float
+    peak_memory: int
+    parameters: int
+
+
+def training_arguments(experiment: Experiment, run: Path) -> transformers.TrainingArguments:
+    """What every run shares, below what the experiment says.
+
+    Raises:
+        ValueError: the experiment's training arguments are not those of transformers.
+    """
+    shared = {
+        "output_dir": str(run),
+        "bf16": bf16_units(),
+        "use_cpu": not torch.accelerator.is_available(),
+        "seed": experiment.seed,
+        "logging_steps": 1,
+        "save_total_limit": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+    }
+    try:
+        return transformers.TrainingArguments(**{**shared, **experiment.training})
+    except TypeError as error:
+        raise ValueError(
+            f"the experiment's training arguments are not those of transformers: {error}"
+        ) from None
+
+
+def train(
     experiment: Experiment,
-    scheme: str,
+    variant: Variant,
     dataset: datasets.Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    out: Path,
+    run: Path,
     on_step: Callable[[int, float | None], None] = lambda step, loss: None,
-) -> tuple[Path, str, list[dict[str, float]]]:
-    """Trains one scheme with the stock Trainer, resuming from its last checkpoint if it has one.
+) -> Trained:
+    """Trains one variant, resuming from its last checkpoint if it has one.
 
-    Returns:
-        (directory of the trained model and tokenizer, conversion report, log history)
+    Args:
+        dataset: packed sequences, rows of `input_ids` in torch format.
+        run: directory of checkpoints and, in `run/model`, of the trained model.
+        on_step: called with (step, training loss) after each log entry.
     """
-    run = out / scheme
+    args = training_arguments(experiment, run)
+    memory = PeakMemory()
     transformers.set_seed(experiment.seed)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**experiment.model))
-    get_metis_model(model, MetisConfig(scheme=scheme, seed=experiment.seed))
-    args = transformers.TrainingArguments(
-        output_dir=str(run),
-        max_steps=experiment.steps,
-        per_device_train_batch_size=experiment.batch_size,
-        learning_rate=experiment.learning_rate,
-        warmup_steps=experiment.warmup_steps,
-        lr_scheduler_type="cosine",
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        bf16=bf16_units(),
-        use_cpu=not torch.accelerator.is_available(),
-        seed=experiment.seed,
-        logging_steps=1,
-        save_steps=experiment.save_interval,
-        save_total_limit=1,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=torch.accelerator.is_available(),
-    )
-    trainer = transformers.Trainer(
+    config = transformers.AutoConfig.for_model(**experiment.model)
+    with args.device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parameters = sum(p.numel() for p in model.parameters())
+    get_metis_model(model, variant.metis_config(experiment.seed))
+    trainer = MetisTrainer(
         model=model,
         args=args,
         train_dataset=dataset,
         processing_class=tokenizer,
-        data_collator=transformers.default_data_collator,
+        data_collator=causal_batch,
         callbacks=[MetisCallback(experiment.health_interval), StepClock(on_step)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -234,34 +234,48 @@ def train_scheme(
     trainer.train(resume_from_checkpoint=checkpoint)
     directory = run / "model"
     trainer.save_model(str(directory))
-    return directory, str(model.metis_report), trainer.state.log_history
-
-
-def evaluate_checkpoint(
-    directory: Path, tasks: Sequence[str], tasks_dir: Path, loss_task: str
-) -> tuple[float, dict[str, dict[str, Any]], dict[str, Any]]:
-    """Loads a checkpoint as anyone would and evaluates it through lm-eval.
-
-    Returns:
-        (held-out loss in nats per token, task -> headline metric, lm-eval's results)
-    """
-    from metis_hf.evaluation import evaluate_model, held_out_loss
-
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    result = evaluate_model(
-        model.to(device),  # type: ignore[arg-type]
-        tokenizer,
-        [loss_task, *tasks],
-        include_path=str(tasks_dir),
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # A step that was measured takes longer; it carries the figures in its entry.
+    normal = [e["step_seconds"] for e in history if "metis/nonfinite_tensors" not in e]
+    return Trained(
+        trainer=trainer,
+        directory=directory,
+        summary=str(model.metis_report),
+        history=history,
+        seconds_per_step=statistics.median(normal or [e["step_seconds"] for e in history]),
+        peak_memory=memory.bytes(),
+        parameters=parameters,
     )
-    loss = held_out_loss(result, loss_task, tokenizer, tasks_dir / f"{loss_task}.jsonl")
-    headlines = {}
-    for task in tasks:
-        metric, value, stderr = result.headline(task)
-        headlines[task] = {"metric": metric, "value": value, "stderr": stderr}
-    return loss, headlines, result.to_dict()
+
+
+class PeakMemory:
+    """The most memory in use since this was made, in bytes, beyond what was in use then.
+
+    On an accelerator what is allocated there, else the size of the process.
+    """
+
+    def __init__(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with contextlib.suppress(OSError):  # Linux resets the process's peak on this
+            Path("/proc/self/clear_refs").write_text("5")
+        self._start = self._peak()
+
+    def bytes(self) -> int:
+        """The peak so far."""
+        return self._peak() - self._start
+
+    @staticmethod
+    def _peak() -> int:
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+        try:
+            status = Path("/proc/self/status").read_text()
+            return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        except (OSError, IndexError):
+            import psutil  # accelerate needs it too
+
+            return psutil.Process().memory_info().rss
 
 
 def run_scheme(
@@ -277,27 +291,81 @@ def run_scheme(
     on_step: Callable[[int, float | None], None] = lambda step, loss: None,
     on_evaluate: Callable[[], None] = lambda: None,
 ) -> SchemeResult:
-    """Trains and evaluates one scheme, or returns its finished result."""
-    done = load_result(out, scheme)
+    """Trains and evaluates one scheme in `out/scheme`, or returns its finished result.
+
+    The held-out loss is that of `loss_task`, a rolling log-likelihood task.
+    """
+    run = out / scheme
+    done = load_result(run)
     if done is not None:
         return done
-    directory, summary, history = train_scheme(experiment, scheme, dataset, tokenizer, out, on_step)
+    variant = Variant.of_scheme(scheme)
+    trained = train(experiment, variant, dataset, tokenizer, run, on_step)
     on_evaluate()
-    loss, headlines, evaluation = evaluate_checkpoint(directory, tasks, tasks_dir, loss_task)
-    history = [entry for entry in history if "loss" in entry]
-    # A step that was measured takes longer; it carries the figures in its entry.
-    normal = [e["step_seconds"] for e in history if "metis/nonfinite_tensors" not in e]
+    from metis_hf.evaluation import held_out_loss
+
+    result = evaluate_checkpoint(trained.directory, [loss_task, *tasks], tasks_dir)
+    loss = held_out_loss(result, loss_task, tokenizer, tasks_dir / f"{loss_task}.jsonl")
+    scores = headlines(result, tasks)
+    return finish(run, experiment, variant, trained, loss, scores, result.to_dict())
+
+
+def finish(
+    run: Path,
+    experiment: Experiment,
+    variant: Variant,
+    trained: Trained,
+    loss: float,
+    tasks: dict[str, dict[str, Any]],
+    evaluation: dict[str, Any],
+) -> SchemeResult:
+    """Writes a run's result, and drops its checkpoints: the model directory has the weights."""
     result = SchemeResult(
-        scheme=scheme,
-        config=MetisConfig(scheme=scheme, seed=experiment.seed).to_dict(),
-        summary=summary,
+        scheme=variant.name,
+        config=variant.metis_config(experiment.seed).to_dict(),
+        summary=trained.summary,
         loss=loss,
-        tasks=headlines,
-        seconds_per_step=statistics.median(normal or [e["step_seconds"] for e in history]),
-        history=history,
+        tasks=tasks,
+        seconds_per_step=trained.seconds_per_step,
+        history=trained.history,
         evaluation=evaluation,
+        seed=experiment.seed,
+        peak_memory=trained.peak_memory,
+        parameters=trained.parameters,
     )
-    write_json(out / scheme / RESULT_FILE, asdict(result))
-    for checkpoint in (out / scheme).glob("checkpoint-*"):  # the model directory has the weights
+    write_json(run / RESULT_FILE, asdict(result))
+    for checkpoint in run.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     return result
+
+
+def evaluate_checkpoint(
+    directory: Path, tasks: Sequence[TaskSpec], include_path: Path | None = None
+) -> EvalResult:
+    """Loads a checkpoint as anyone would and evaluates it through lm-eval.
+
+    Args:
+        directory: of model and tokenizer.
+        tasks: as `evaluation.evaluate_model` takes them.
+        include_path: folder with more task YAMLs.
+    """
+    from metis_hf.evaluation import evaluate_model
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    return evaluate_model(
+        model.to(device),  # type: ignore[arg-type]
+        tokenizer,
+        tasks,
+        include_path=include_path,
+    )
+
+
+def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """task -> {"metric", "value", "stderr"}: what a table shows."""
+    found = {}
+    for task in tasks:
+        metric, value, stderr = result.headline(task)
+        found[task] = {"metric": metric, "value": value, "stderr": stderr}
+    return found

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from metis_hf.callback import MetisCallback
 from metis_hf.config import MetisConfig
+from metis_hf.data.packed import causal_batch
 from metis_hf.model import get_metis_model
 from metis_hf.planning import Plan, Workload, plan_run
 from metis_hf.schemes import scheme_names
@@ -329,12 +329,6 @@ def build_trainer(
         data_collator=causal_batch,
         callbacks=[MetisCallback(health_interval=arguments.health_interval)],
     )
-
-
-def causal_batch(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Packed sequences as a batch; labels are the inputs, which causal models shift themselves."""
-    ids = torch.stack([row["input_ids"] for row in rows]).long()
-    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def train_and_evaluate(trainer: MetisTrainer, arguments: RecipeArguments) -> dict[str, float]:

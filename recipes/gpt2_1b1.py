@@ -19,18 +19,10 @@ from metis_hf.recipe import (
     parse_arguments,
     train_and_evaluate,
 )
+from metis_hf.scales import SCALES
 
-MODEL = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 1600,
-    "n_layer": 32,
-    "n_head": 25,
-    "activation_function": "gelu_pytorch_tanh",  # gelu_new in one kernel, which saves less
-    "embd_pdrop": 0.0,  # one pass over the data does not overfit
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}
+SCALE = SCALES["1b1"]
+MODEL = SCALE.config
 SMOKE_MODEL = MODEL | {
     "vocab_size": 512,
     "n_positions": 64,
@@ -43,23 +35,10 @@ SMOKE_MODEL = MODEL | {
 DEFAULTS = {
     "output_dir": "runs/gpt2_1b1",
     "tokens": 100e9,
-    "sequence_length": 1024,
-    "global_batch": 512,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0.01,
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "max_grad_norm": 1.0,
-    "bf16": True,
+    "sequence_length": SCALE.sequence_length,
+    "global_batch": SCALE.global_batch,
     "seed": 42,
-    "logging_steps": 10,
-    "save_steps": 1000,
-    "save_total_limit": 2,
-    "ddp_find_unused_parameters": False,
-    "dataloader_num_workers": 2,
+    **SCALE.training,
 }
 SMOKE = {
     "output_dir": "runs/smoke-gpt2_1b1",

@@ -18,20 +18,10 @@ from metis_hf.recipe import (
     parse_arguments,
     train_and_evaluate,
 )
+from metis_hf.scales import SCALES
 
-MODEL = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+SCALE = SCALES["8b"]
+MODEL = SCALE.config
 SMOKE_MODEL = MODEL | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -45,23 +35,10 @@ SMOKE_MODEL = MODEL | {
 DEFAULTS = {
     "output_dir": "runs/llama3_8b",
     "tokens": 100e9,
-    "sequence_length": 1024,
-    "global_batch": 512,
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "learning_rate": 1.5e-4,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0.01,
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "max_grad_norm": 1.0,
-    "bf16": True,
+    "sequence_length": SCALE.sequence_length,
+    "global_batch": SCALE.global_batch,
     "seed": 42,
-    "logging_steps": 10,
-    "save_steps": 1000,
-    "save_total_limit": 2,
-    "ddp_find_unused_parameters": False,
-    "dataloader_num_workers": 2,
+    **SCALE.training,
 }
 SMOKE = {
     "output_dir": "runs/smoke-llama3_8b",

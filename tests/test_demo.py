@@ -45,7 +45,7 @@ def test_quick_demo_writes_what_it_says(quick):
     assert {"torch", "transformers", "lm_eval"} <= set(record["versions"])
     for result in record["results"]:
         steps = [entry["step"] for entry in result["history"]]
-        assert steps == list(range(1, record["experiment"]["steps"] + 1))
+        assert steps == list(range(1, record["experiment"]["training"]["max_steps"] + 1))
         assert math.isfinite(result["loss"])
         assert set(result["tasks"]) == {"demo_cloze", "demo_choice"}
         assert f"{result['loss']:.4f}" in (out / "table.md").read_text()
@@ -117,7 +117,7 @@ def test_other_settings_in_the_same_directory_are_refused(quick):
     out, _ = quick
     done = run("demo", "--quick", "--steps", "5", "--out", str(out))
     assert done.returncode == 2
-    assert "steps: 12 there, 5 now" in done.stderr
+    assert "training.max_steps: 12 there, 5 now" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -171,10 +171,10 @@ def test_nan_is_shown_not_averaged_away():
 
 
 def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):
-    from metis_hf import experiment
+    from metis_hf import records
 
-    monkeypatch.setattr(experiment, "bf16_units", lambda: False)
-    where = experiment.environment()
+    monkeypatch.setattr(records, "bf16_units", lambda: False)
+    where = records.environment()
     assert where["precision"] == "fp32"
     assert "without bf16 units" in where["device"] or "CPU" not in where["device"]
     assert demo.control_label(where) == "bf16 (run in fp32)"

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     import datasets
 
 META = "meta.json"
 ARGUMENTS = "arguments.json"
+TOKENIZER = "tokenizer"  # a copy of the tokenizer
 _REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size", "eos_token_id")
 _ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
 
@@ -55,6 +57,12 @@ def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> data
     _check_shards(directory, shards, meta)
     dataset = datasets.Dataset.from_parquet([str(shard) for shard in shards])
     return dataset.with_format("torch")
+
+
+def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Packed sequences as a batch; labels are the inputs, which causal models shift themselves."""
+    ids = torch.stack([row["input_ids"] for row in rows]).long()
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

@@ -21,7 +21,14 @@ from transformers.utils import logging
 
 from metis_hf.data.arguments import PrepareArguments
 from metis_hf.data.filters import KEPT, TextFilter, detector
-from metis_hf.data.packed import ARGUMENTS, META, write_atomically, write_json, write_shards
+from metis_hf.data.packed import (
+    ARGUMENTS,
+    META,
+    TOKENIZER,
+    write_atomically,
+    write_json,
+    write_shards,
+)
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, local_files, open_source
@@ -241,6 +248,7 @@ def _pack_stage(
     _check_not_empty(report, arguments)
     for split, folder in ((True, output / _VALIDATION), (False, output)):
         _write_split(arguments, tokenizer, tables, masks, work, split, folder, report)
+    tokenizer.save_pretrained(output / TOKENIZER)  # the directory is all that training needs
     write_json(output / "report.json", report)
     write_json(output / META, _meta(arguments, tokenizer, report["train"]))
     return report

@@ -1,0 +1,116 @@
+"""Records of experiments: JSON files that are whole or not there, and what a run ran on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SETTINGS_FILE = "settings.json"
+PACKAGES = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_eval")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        ValueError: it is cut short or otherwise no JSON; the message names it.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a whole JSON file ({error})") from None
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with names like "training.max_steps"."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def claim_directory(out: Path, settings: dict[str, Any]) -> None:
+    """Claims `out` for an experiment, or goes on with the same one.
+
+    Raises:
+        ValueError: it holds another experiment; the message names the settings that differ.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / SETTINGS_FILE
+    settings = json.loads(json.dumps(settings))
+    if path.exists():
+        there, now = flatten(read_json(path)), flatten(settings)
+        keys = [key for key in now | there if now.get(key) != there.get(key)]
+        if keys:
+            shown = ", ".join(f"{key}: {there.get(key)} there, {now.get(key)} now" for key in keys)
+            raise ValueError(
+                f"{out} holds a run with other settings ({shown}). "
+                "Choose another --out, or delete the directory"
+            )
+    write_json(path, settings)
+
+
+def bf16_units() -> bool:
+    """Whether the device multiplies bf16 natively; else a bf16 run is an fp32 run, only slower."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.accelerator.is_available():
+        return True
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def device_name() -> str:
+    """What the experiment ran on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    units = "with" if bf16_units() else "without"
+    return f"{platform.machine()} CPU {units} bf16 units, {torch.get_num_threads()} threads"
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and commit."""
+    return {
+        "versions": package_versions(),
+        "python": platform.python_version(),
+        "device": device_name(),
+        "precision": "bf16" if bf16_units() else "fp32",
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a checkout, or None."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        git = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git
+        return None
+    return git.stdout.strip() or None

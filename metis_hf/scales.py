@@ -1,0 +1,154 @@
+"""Models and training settings by size, for recipes and comparisons.
+
+The sizes of 130M, 1.1B and 8B are the paper's (arXiv 2509.00404); recipes/README.md says where each
+of their settings comes from. "tiny" trains on two CPU cores in minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A model and how it is trained.
+
+    Attributes:
+        model_type: of its transformers config.
+        config: keyword arguments of that config.
+        training: keyword arguments of TrainingArguments; the batch size is that of one process.
+        sequence_length: tokens per sequence.
+        global_batch: sequences per optimizer step, over all processes and accumulation.
+        tokens: of one run in a comparison; a recipe trains on the paper's 100B.
+        eval_sequences: held-out sequences that the loss is taken on.
+        health_interval: optimizer steps between measurements of spectral health.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    training: dict[str, Any]
+    sequence_length: int
+    global_batch: int
+    tokens: int
+    eval_sequences: int
+    health_interval: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of one run in a comparison."""
+        return round(self.tokens / (self.global_batch * self.sequence_length))
+
+
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "activation_function": "gelu_pytorch_tanh",  # gelu_new in one kernel, which saves less
+        "embd_pdrop": 0.0,  # one pass over the data does not overfit
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _training(learning_rate: float, device_batch: int) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": device_batch,
+        "per_device_eval_batch_size": device_batch,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0.01,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "bf16": True,
+        "logging_steps": 10,
+        "save_steps": 1000,
+        "save_total_limit": 2,
+        "ddp_find_unused_parameters": False,
+        "dataloader_num_workers": 2,
+    }
+
+
+_TINY_WIDTH = 96
+SCALES = {
+    # 0.3M parameters, 5 tokens each; the learning rate is the control's best of those tried,
+    # eval/results/tiny-learning-rate.json.
+    "tiny": Scale(
+        model_type="llama",
+        config={
+            "vocab_size": 1024,
+            "hidden_size": _TINY_WIDTH,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "max_position_embeddings": 1024,
+            "initializer_range": _TINY_WIDTH**-0.5,  # 0.02 is for widths of a thousand
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+        training={
+            "per_device_train_batch_size": 32,
+            "per_device_eval_batch_size": 32,
+            "learning_rate": 8e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 0.05,
+            "weight_decay": 0.1,
+            "adam_beta2": 0.95,
+            "max_grad_norm": 1.0,
+            "save_steps": 200,
+        },
+        sequence_length=128,
+        global_batch=32,
+        tokens=400 * 32 * 128,
+        eval_sequences=1024,
+        health_interval=0,
+    ),
+    "130m": Scale(
+        model_type="gpt2",
+        config=_gpt2(768, 12, 12),
+        training=_training(1e-4, 32),
+        sequence_length=1024,
+        global_batch=512,
+        tokens=2_600_000_000,  # 20 for each parameter
+        eval_sequences=1024,
+        health_interval=500,
+    ),
+    "1b1": Scale(
+        model_type="gpt2",
+        config=_gpt2(1600, 32, 25),
+        training=_training(1e-4, 8),
+        sequence_length=1024,
+        global_batch=512,
+        tokens=22_000_000_000,
+        eval_sequences=1024,
+        health_interval=500,
+    ),
+    "8b": Scale(
+        model_type="llama",
+        config={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        training=_training(1.5e-4, 4),
+        sequence_length=1024,
+        global_batch=512,
+        tokens=100_000_000_000,  # the paper's
+        eval_sequences=1024,
+        health_interval=500,
+    ),
+}
