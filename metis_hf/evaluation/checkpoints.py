@@ -1,0 +1,203 @@
+"""Trained checkpoints on disk: which directory is meant, what it holds, how it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+import metis_hf.hub  # noqa: F401  registers the checkpoint format with transformers
+from metis_hf.model import metis_layers, to_dense
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
+COMPRESSED = "compressed-tensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory that `from_pretrained` can load.
+
+    Attributes:
+        path: the directory with `config.json`.
+        label: its name in a table.
+        quantization: `quantization_config` of its `config.json`; empty for a dense model.
+    """
+
+    path: Path
+    label: str
+    quantization: dict[str, Any]
+
+    @property
+    def scheme(self) -> str:
+        """Metis's scheme, "dense" without quantization, else the name of the method."""
+        method = self.quantization.get("quant_method", "dense")
+        if method != "metis":
+            return method
+        patterns = set(self.quantization.get("scheme_pattern", {}).values())
+        return "+".join([self.quantization["scheme"], *sorted(patterns)])
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the trained scheme and dense evaluation can differ at all."""
+        return self.scheme not in ("dense", "bf16")
+
+    def precisions(self, asked: str) -> tuple[str, ...]:
+        """The evaluations that "scheme", "dense" or "both" ask for."""
+        if not self.quantized:
+            return ("dense",)
+        if asked == "both":
+            return ("scheme",) if self.scheme == COMPRESSED else ("scheme", "dense")
+        return (asked,)
+
+    def check(self, asked: str) -> None:
+        """Refuses what cannot be loaded, before anything is evaluated.
+
+        Raises:
+            ValueError: a library is missing, or there are no dense weights.
+        """
+        if self.scheme != COMPRESSED:
+            return
+        if importlib.util.find_spec("compressed_tensors") is None:
+            raise ValueError(
+                f"{self.path} is packed in the {COMPRESSED} layout, and the library that unpacks "
+                "it is not installed; pip install compressed-tensors, or evaluate the checkpoint "
+                "that it was exported from"
+            )
+        if asked == "dense":
+            raise ValueError(
+                f"{self.path} holds packed FP4 weights only, no dense ones; use --precision "
+                "scheme, or evaluate the checkpoint that it was exported from"
+            )
+
+    def load(self, precision: str, dtype: str, device: torch.device) -> PreTrainedModel:
+        """The model, in evaluation mode.
+
+        Args:
+            precision: "scheme" as trained, "dense" in the dense weights that it represents.
+            dtype: "auto" for the one it was saved in, or a name such as "bfloat16".
+            device: where to.
+
+        Raises:
+            ValueError: it is no causal language model, or damaged.
+        """
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        config = transformers.AutoConfig.from_pretrained(self.path)
+        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+            raise ValueError(
+                f"{self.path} is a {config.model_type} model, not a causal language model; "
+                "the tasks need one"
+            )
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=kind)
+        if precision == "dense" and any(metis_layers(model)):
+            to_dense(model)
+        return model.to(device).eval()  # type: ignore[arg-type]
+
+    def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer, or another.
+
+        Raises:
+            ValueError: there is none; the message says how to save one.
+        """
+        place = Path(other) if other is not None else self.path
+        if not any(file for pattern in TOKENIZER_FILES for file in place.glob(pattern)):
+            raise ValueError(
+                f"{place} holds no tokenizer; save it there with tokenizer.save_pretrained("
+                f"{str(place)!r}), pass processing_class=tokenizer to the Trainer so that its "
+                "checkpoints hold it, or name a directory that has it with --tokenizer"
+            )
+        return transformers.AutoTokenizer.from_pretrained(place)
+
+    def weight_files(self) -> list[Path]:
+        """Files that hold the weights, sorted."""
+        return sorted(file for pattern in WEIGHTS for file in self.path.glob(pattern))
+
+    def fingerprint(self) -> str:
+        """SHA-256 over config and weights: names, sizes and contents."""
+        digest = hashlib.sha256()
+        for file in [self.path / "config.json", *self.weight_files()]:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            with open(file, "rb") as stream:
+                while block := stream.read(1 << 24):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory: itself, else its `model/`, else its last `checkpoint-<step>`.
+
+    Raises:
+        FileNotFoundError: no such directory.
+        ValueError: there is no checkpoint in it, or one without weights.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is not a directory; name a checkpoint (a directory with config.json) or a "
+            "run that holds model/ or checkpoint-<step>"
+        )
+    steps = [p for p in path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    steps.sort(key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
+    places = [path, path / "model", *steps]
+    place = next((p for p in places if (p / "config.json").is_file()), None)
+    if place is None:
+        raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
+    config = json.loads((place / "config.json").read_text())
+    checkpoint = Checkpoint(place, _label(place, 0), config.get("quantization_config") or {})
+    if not checkpoint.weight_files():
+        raise ValueError(
+            f"{place} has a config.json but no weights (*.safetensors); a run on several devices "
+            "writes them with trainer.save_model under a full state dict"
+        )
+    return checkpoint
+
+
+def open_checkpoints(paths: Sequence[Path]) -> list[Checkpoint]:
+    """Several checkpoints, with labels that tell them apart.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_checkpoint`; or one is named twice.
+    """
+    found = [open_checkpoint(path) for path in paths]
+    times = Counter(checkpoint.path.resolve() for checkpoint in found)
+    twice = [str(path) for path, count in times.items() if count > 1]
+    if twice:
+        raise ValueError(f"named twice: {', '.join(twice)}")
+    more = 0
+    while len({checkpoint.label for checkpoint in found}) < len(found):
+        more += 1
+        found = [replace(one, label=_label(one.path, more)) for one in found]
+    return found
+
+
+def _label(path: Path, more: int) -> str:
+    """The run's name, with `more` of the directories above it."""
+    parts = list(path.resolve().parts[1:])
+    own = 1
+    if parts[-1] == "model" and len(parts) > 1:
+        parts.pop()
+    elif re.fullmatch(r"checkpoint-\d+", parts[-1]):
+        own = 2
+    return "/".join(parts[-(own + more) :])
+
+
+def _hint(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return "; it is a PEFT adapter: merge it into its model and save that"
+    below = sorted(
+        str(p)
+        for p in path.iterdir()
+        if p.is_dir() and ((p / "config.json").is_file() or (p / "model/config.json").is_file())
+    )
+    return f"; there are some below it: {' '.join(below)}" if below else ""

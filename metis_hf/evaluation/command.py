@@ -1,0 +1,310 @@
+"""`metis-hf eval`: trained checkpoints through lm-eval, side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from metis_hf.evaluation import formats, store
+from metis_hf.evaluation.checkpoints import Checkpoint, open_checkpoints
+from metis_hf.evaluation.paper import PAPER_TASKS, published_rows
+from metis_hf.evaluation.plan import CPU_BATCH_SIZE, LOSS_TASK, Plan, make_plan, probe_batch_size
+from metis_hf.evaluation.results import EvalResult
+from metis_hf.evaluation.run import evaluate_model, held_out_loss
+from metis_hf.evaluation.table import Comparison, compare, parse_metrics
+from metis_hf.progress import quiet
+from metis_hf.records import environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PRECISIONS = ("scheme", "dense", "both")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = {
+    "md": ("table.md", formats.markdown),
+    "tex": ("table.tex", formats.latex),
+    "csv": ("table.csv", formats.as_csv),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How checkpoints are evaluated; the same for all of a command.
+
+    Args:
+        tasks: names of lm-eval tasks, in the order of the columns.
+        tasks_dir: folder of local task data; None lets lm-eval fetch it.
+        loss_text: held-out text, plain or JSON lines.
+        precision: "scheme", "dense" or "both".
+        batch_size: sequences per forward pass; None takes the largest power of two that fits.
+        limit: only the first items of each task.
+        device: e.g. "cuda:1"; None takes the accelerator that there is.
+        dtype: of the weights; "auto" as saved.
+        tokenizer: directory of a tokenizer for all checkpoints, in place of their own.
+        overwrite: evaluate again what has a finished result.
+    """
+
+    tasks: tuple[str, ...] = PAPER_TASKS
+    tasks_dir: Path | None = None
+    loss_text: Path | None = None
+    precision: str = "scheme"
+    batch_size: int | None = None
+    limit: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    tokenizer: Path | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("precision", PRECISIONS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected {', '.join(known)}")
+        for name in ("batch_size", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One evaluation: a checkpoint in a precision, with its tokenizer and settings."""
+
+    checkpoint: Checkpoint
+    precision: str
+    tokenizer: PreTrainedTokenizerBase
+    weights: str
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.checkpoint.label} ({self.precision})"
+
+
+def evaluate_checkpoints(
+    paths: Sequence[Path], options: Options, out: Path, console: Console
+) -> list[dict[str, Any]]:
+    """Evaluates each checkpoint, or takes its finished result of the same data and settings.
+
+    Everything that can be refused is refused before the first evaluation begins.
+
+    Args:
+        paths: checkpoints or runs.
+        options: how.
+        out: result files go to `results/` in it.
+        console: for one line an evaluation, and progress bars if it is a terminal.
+
+    Returns:
+        One record an evaluation, as written to its file.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint, task data, text or result file cannot be used.
+    """
+    plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
+    jobs = _jobs(open_checkpoints(paths), options, plan, console)
+    batch_size = _batch_size(jobs, options)
+    records = []
+    for number, job in enumerate(jobs, start=1):
+        settings = store.settings_of(
+            weights=job.weights,
+            tokenizer=_tokenizer_fingerprint(job.tokenizer),
+            precision=job.precision,
+            dtype=options.dtype,
+            batch_size=batch_size,
+            limit=options.limit,
+            tasks=plan.tasks,
+            data=plan.fingerprints,
+        )
+        path = store.result_path(out, job.checkpoint.label, settings)
+        done = None if options.overwrite else store.load_result(path, settings)
+        progress = f"[{number}/{len(jobs)}] {job.name}"
+        if done is not None:
+            done["metis"]["label"] = job.checkpoint.label
+            _say(console, f"{progress}: finished before, taken from {path}")
+        else:
+            _say(console, f"{progress}: {', '.join(plan.tasks) or 'loss'}")
+            start = time.perf_counter()
+            done = _evaluate(job, plan, options, settings, console)
+            store.save_result(path, done)
+            _say(console, f"{progress}: {time.perf_counter() - start:.0f} s, {path}")
+        records.append(done)
+    return records
+
+
+def run_eval(
+    paths: Sequence[Path],
+    options: Options,
+    *,
+    out: Path,
+    formats_wanted: Sequence[str] = tuple(FORMATS),
+    metrics: Sequence[str] = (),
+    control: str | None = None,
+    published: str | None = None,
+    console: Console,
+) -> Comparison:
+    """Evaluates, prints the table and writes it.
+
+    Args:
+        paths: checkpoints or runs.
+        options: how they are evaluated.
+        out: directory for result files and tables.
+        formats_wanted: some of `FORMATS`; result files are always written.
+        metrics: as `parse_metrics` takes them.
+        control: label of the row that differences are taken to.
+        published: the paper's model whose rows are added.
+        console: where the table is printed.
+
+    Raises:
+        FileNotFoundError, ValueError: something cannot be evaluated as asked.
+    """
+    unknown = [name for name in formats_wanted if name not in FORMATS]
+    if unknown:
+        raise ValueError(f"format {', '.join(unknown)}; expected some of {', '.join(FORMATS)}")
+    chosen = parse_metrics(metrics)
+    strange = [task for task in chosen if task and task not in options.tasks]
+    if strange:
+        raise ValueError(f"metric for {', '.join(strange)}, which is not evaluated")
+    if published is not None:
+        published_rows(published)  # refuses an unknown model before the work, not after it
+    records = evaluate_checkpoints(paths, options, out, console)
+    comparison = compare(
+        records, options.tasks, metrics=chosen, control=control, published=published
+    )
+    formats.print_terminal(comparison, console)
+    for name in formats_wanted:
+        file, writer = FORMATS[name]
+        (out / file).write_text(writer(comparison), encoding="utf-8")
+        _say(console, str(out / file))
+    return comparison
+
+
+def _jobs(
+    checkpoints: Sequence[Checkpoint], options: Options, plan: Plan, console: Console
+) -> list[Job]:
+    jobs = []
+    for checkpoint in checkpoints:
+        checkpoint.check(options.precision)
+        tokenizer = checkpoint.tokenizer(options.tokenizer)
+        if plan.text is not None:
+            plan.text.check(tokenizer, options.limit)
+        precisions = checkpoint.precisions(options.precision)
+        if options.precision == "both" and len(precisions) == 1:
+            _say(
+                console, f"{checkpoint.label}: {checkpoint.scheme}, one evaluation is all there is"
+            )
+        weights = checkpoint.fingerprint()
+        jobs += [Job(checkpoint, precision, tokenizer, weights) for precision in precisions]
+    return jobs
+
+
+def _batch_size(jobs: Sequence[Job], options: Options) -> int:
+    """The one asked for, or one that fits the largest of the models."""
+    if options.batch_size is not None:
+        return options.batch_size
+    device = _device(options)
+    if device.type == "cpu":
+        return CPU_BATCH_SIZE
+    largest = max(
+        jobs, key=lambda job: sum(f.stat().st_size for f in job.checkpoint.weight_files())
+    )
+    with quiet():
+        model = largest.checkpoint.load(largest.precision, options.dtype, device)
+    return probe_batch_size(model, _context(model))
+
+
+def _evaluate(
+    job: Job, plan: Plan, options: Options, settings: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    start = time.time()
+    with quiet():
+        model = job.checkpoint.load(job.precision, options.dtype, _device(options))
+    result = evaluate_model(
+        model,
+        job.tokenizer,
+        plan.specs,
+        include_path=plan.include_path,
+        batch_size=settings["batch_size"],
+        limit=options.limit,
+        progress=console.is_terminal,
+        per_item=True,
+    )
+    loss = tokens = None
+    if plan.text is not None:
+        tokens = plan.text.check(job.tokenizer, options.limit)
+        loss = held_out_loss(result, LOSS_TASK, job.tokenizer, plan.text.documents)
+    checkpoint = job.checkpoint
+    ours = {
+        "format_version": store.FORMAT_VERSION,
+        "label": checkpoint.label,
+        "checkpoint": str(checkpoint.path),
+        "scheme": checkpoint.scheme,
+        "precision": job.precision,
+        "quantization_config": checkpoint.quantization,
+        "held_out_loss": loss,
+        "held_out_tokens": tokens,
+        "loss_task": LOSS_TASK,
+        "batch_size": settings["batch_size"],
+        "truncated_requests": result.truncated,
+        "truncated_tokens": result.truncated_tokens,
+        "nonfinite": result.nonfinite,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameter_dtype": str(model.dtype).removeprefix("torch."),
+        "settings": settings,
+        "environment": environment(),
+        "items": result.items,
+    }
+    seconds = time.time() - start
+    return {**_harness_record(result, checkpoint, seconds), "metis": ours}
+
+
+def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) -> dict[str, Any]:
+    """lm-eval's own file, without what only holds on this machine."""
+    record = dict(result.harness)
+    record.pop("pretty_env_info", None)
+    for config in record["configs"].values():
+        config.pop("custom_dataset", None)  # the source code of a reader of `data_files`
+        source = str(config.get("metadata", {}).get("config_source", ""))
+        if "lm_eval/tasks/" in source:
+            config["metadata"]["config_source"] = source[source.rindex("lm_eval/tasks/") :]
+    return {
+        **record,
+        "model_source": "metis",
+        "model_name": checkpoint.label,
+        "model_name_sanitized": re.sub(r"[^\w.-]+", "__", checkpoint.label),
+        "total_evaluation_time_seconds": str(seconds),
+    }
+
+
+def _device(options: Options) -> torch.device:
+    if options.device is not None:
+        try:
+            return torch.device(options.device)
+        except RuntimeError as error:
+            raise ValueError(f"device={options.device!r}: {error}") from None
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _context(model: PreTrainedModel) -> int:
+    """Longest sequence in tokens, as HFLM finds it."""
+    config = model.config.get_text_config()
+    names = ("n_positions", "max_position_embeddings", "n_ctx")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), 2048)
+
+
+def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the whole tokenizer, wherever it came from."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    special = sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())
+    return hashlib.sha256(f"{text}\n{special}".encode()).hexdigest()
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)

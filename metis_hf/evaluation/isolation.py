@@ -1,0 +1,112 @@
+"""Context managers that keep lm-eval from leaving a trace: random state, modes, logs, variables."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Sets environment variables for a while."""
+    saved = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def preserve_random_state(device_type: str) -> Iterator[None]:
+    """lm-eval seeds python, numpy and torch; a training run must not notice."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
+    kind = "cuda" if device_type == "cpu" else device_type
+    try:
+        with torch.random.fork_rng(devices=range(count), device_type=kind):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def preserve_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Evaluate without a key-value cache; afterwards every module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    had_cache_flag = hasattr(model.config, "use_cache")
+    use_cache = getattr(model.config, "use_cache", None)
+    pad_token = tokenizer.pad_token  # HFLM sets one where there is none
+    model.config.use_cache = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        if had_cache_flag:
+            model.config.use_cache = use_cache
+        else:
+            del model.config.use_cache
+        if tokenizer.pad_token != pad_token:
+            tokenizer.pad_token = pad_token
+
+
+@contextlib.contextmanager
+def quiet(progress: bool) -> Iterator[None]:
+    """Errors only from lm-eval's loggers, no prints, and progress bars only if asked for.
+
+    Of the bars those are kept that say what they count; they go when they are full.
+    """
+    import datasets
+    from lm_eval import evaluator
+    from tqdm import std
+
+    original = std.tqdm.__init__
+
+    def quieter(self: std.tqdm, *args: Any, **kwargs: Any) -> None:
+        # HFLM passes disable=False itself, so its arguments cannot do this.
+        hide = not progress or not kwargs.get("desc") or kwargs.get("disable", False)
+        original(self, *args, **{**kwargs, "disable": hide, "leave": False})
+
+    harness = logging.getLogger("lm_eval")
+    level = harness.level
+    bars = not datasets.are_progress_bars_disabled()
+    harness.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            # Outside a repository git complains on the terminal, and the hash is not used here.
+            stack.enter_context(_replaced(evaluator, "get_git_commit_hash", lambda: ""))
+            stack.enter_context(_replaced(std.tqdm, "__init__", quieter))
+            yield
+    finally:
+        harness.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,74 @@
+"""The paper's published tables, as data, and which of their rows a trained scheme belongs to."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+PAPER_TASKS = (
+    "arc_challenge",
+    "arc_easy",
+    "boolq",
+    "lambada_openai",
+    "piqa",
+    "race",
+    "hellaswag",
+)
+TITLES = dict(zip(PAPER_TASKS, ("ARC-C", "ARC-E", "BoolQ", "LAMBADA", "PIQA", "RACE", "HellaSwag")))
+
+# What the paper calls a scheme; schemes that it does not have are absent.
+METHODS = {
+    "bf16": "BF16",
+    "nvfp4": "FP4",
+    "metis": "FP4-Metis",
+    "metis-paper": "FP4-Metis",
+    "nvidia": "FP4-Nvidia's Recipe",
+}
+ABLATIONS = {
+    "weight": "w/o Weight Decomposition",
+    "activation": "w/o Activation Decomposition",
+    "gradient": "w/o Gradient Decomposition",
+}
+
+
+@cache
+def paper_tables() -> dict[str, Any]:
+    """`paper_tables.json`: source, units, tasks, models, tables and notes."""
+    return json.loads((files("metis_hf") / "paper_tables.json").read_text(encoding="utf-8"))
+
+
+def published_method(quantization: dict[str, Any]) -> str | None:
+    """The paper's name for a checkpoint's `quantization_config`; None if it has none."""
+    scheme = quantization.get("scheme")
+    if scheme is None or quantization.get("scheme_pattern"):
+        return None
+    method = METHODS.get(scheme)
+    if method == "FP4-Metis":
+        missing = [
+            part for part in ABLATIONS if part not in quantization.get("decompose", ABLATIONS)
+        ]
+        if len(missing) > 1:
+            return None
+        return ABLATIONS[missing[0]] if missing else method
+    return method
+
+
+def published_rows(model: str) -> dict[str, dict[str, Any]]:
+    """Method -> row of a model, over the three tables.
+
+    The ablation's row "Metis" is left out: its scores are those of BF16 (see the notes).
+
+    Raises:
+        ValueError: the paper has no such model.
+    """
+    tables = paper_tables()
+    if model not in tables["models"]:
+        raise ValueError(f"paper={model!r}; the paper has {', '.join(tables['models'])}")
+    rows: dict[str, dict[str, Any]] = {}
+    for table in tables["tables"].values():
+        for row in table["rows"]:
+            if row["model"] == model and row["method"] != "Metis":
+                rows.setdefault(row["method"], row)
+    return rows

@@ -1,0 +1,111 @@
+"""What an evaluation gives, and which of its metrics a table shows. No lm_eval in here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What a table shows where it is not plain accuracy.
+HEADLINE_METRICS = {
+    "arc_challenge": "acc_norm",
+    "hellaswag": "acc_norm",
+    # Likelihood relative to the choice without context: a small model's likelihoods vary more
+    # between texts than between contexts.
+    "demo_choice": "acc_mutual_info",
+}
+
+
+def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """The metrics among lm-eval's values of one task.
+
+    Args:
+        values: `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`, besides "alias"
+            and the like; of several filters the first counts.
+
+    Returns:
+        metric -> (value, standard error); NaN where lm-eval has "N/A" or nothing.
+    """
+    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
+    for key, value in values.items():
+        metric, comma, _ = key.partition(",")
+        if comma:  # not alias, sample_len
+            into = errors if metric.endswith("_stderr") else found
+            into.setdefault(metric.removesuffix("_stderr"), value)
+    return {name: (_as_float(value), _as_float(errors.get(name))) for name, value in found.items()}
+
+
+def headline(
+    results: Mapping[str, Mapping[str, Any]], task: str, metric: str | None = None
+) -> tuple[str, float, float]:
+    """The metric that a table shows of a task.
+
+    Args:
+        results: lm-eval's `results`.
+        task: its name.
+        metric: the one to take; `None` takes `HEADLINE_METRICS`, else acc, else the likeliest.
+
+    Returns:
+        (metric name, value, standard error); the error is NaN where lm-eval gives none.
+
+    Raises:
+        ValueError: the task was not evaluated, or has no metric, or not this one.
+    """
+    if task not in results:
+        raise ValueError(f"no results for {task!r}; there are {sorted(results)}")
+    found = metrics_of(results[task])
+    if not found:
+        raise ValueError(f"{task!r} has no metrics, only {sorted(results[task])}")
+    if metric is not None and metric not in found:
+        raise ValueError(f"{task!r} has no metric {metric!r}; it has {', '.join(sorted(found))}")
+    preferred = [metric, HEADLINE_METRICS.get(task), "acc", "bits_per_byte", *found]
+    name = next(name for name in preferred if name is not None and name in found)
+    return name, *found[name]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What lm-eval measured, as plain JSON-able data.
+
+    Attributes:
+        results: Per task and group, `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`. Of a
+            task with NaN among its likelihoods every metric is NaN: lm-eval's own would be finite,
+            since the largest of some numbers and a NaN has an index all the same.
+        versions: Per task, the version in its YAML.
+        n_samples: Per task, `"original"` and `"effective"` (after `limit`) numbers of documents.
+        truncated: Number of requests longer than the model's context, cut from the left.
+        truncated_tokens: Tokens cut off them.
+        nonfinite: Per task that has any, the number of requests whose likelihood is NaN.
+        items: Per task and metric that is 0 or 1 per document, those as a string of digits, where
+            they were asked for.
+        harness: All that lm-eval returned, `results` with the NaN as above.
+    """
+
+    results: dict[str, dict[str, Any]]
+    versions: dict[str, Any]
+    n_samples: dict[str, dict[str, int]]
+    truncated: int = 0
+    truncated_tokens: int = 0
+    nonfinite: dict[str, int] = field(default_factory=dict)
+    items: dict[str, dict[str, str]] = field(default_factory=dict)
+    harness: dict[str, Any] = field(default_factory=dict)
+
+    def headline(self, task: str, metric: str | None = None) -> tuple[str, float, float]:
+        """The metric a table shows: see `metis_hf.evaluation.results.headline`."""
+        return headline(self.results, task, metric)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Results, versions, numbers of samples and of truncations, ready for `json.dump`."""
+        return {
+            "results": self.results,
+            "versions": self.versions,
+            "n_samples": self.n_samples,
+            "truncated": self.truncated,
+        }
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is not a number: lm-eval writes "N/A" where there is no standard error."""
+    return float(value) if isinstance(value, int | float) else math.nan

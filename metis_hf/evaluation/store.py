@@ -1,0 +1,91 @@
+"""Result files: one a checkpoint and precision, in lm-eval's shape with a `metis` part.
+
+The name ends in a digest of everything that decides the numbers, so results of other settings stay
+beside each other and a finished one is found again. A file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from metis_hf.records import read_json, write_json
+
+FOLDER = "results"
+FORMAT_VERSION = 1
+
+
+def settings_of(
+    *,
+    weights: str,
+    tokenizer: str,
+    precision: str,
+    dtype: str,
+    batch_size: int,
+    limit: int | None,
+    tasks: list[str],
+    data: dict[str, str | None],
+) -> dict[str, Any]:
+    """Everything that decides the numbers of an evaluation.
+
+    Args:
+        weights: SHA-256 of config and weights.
+        tokenizer: SHA-256 of what it encodes.
+        precision: "scheme" or "dense".
+        dtype: as asked.
+        batch_size: sequences per forward pass; a tensor scale spans the batch.
+        limit: documents of each task, or None for all.
+        tasks: their names.
+        data: file name or task -> SHA-256 of the local data; None for data that lm-eval fetches.
+    """
+    return {
+        "weights_sha256": weights,
+        "tokenizer_sha256": tokenizer,
+        "precision": precision,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "limit": limit,
+        "tasks": sorted(tasks),
+        "data_sha256": data,
+        "versions": {name: version(name) for name in ("lm_eval", "metis-hf", "transformers")},
+    }
+
+
+def result_path(out: Path, label: str, settings: dict[str, Any]) -> Path:
+    """Where the result of these settings is or will be."""
+    text = json.dumps(settings, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.-]+", "-", label)
+    return out / FOLDER / f"{name}.{settings['precision']}.{digest}.json"
+
+
+def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """A finished result, or None if there is none.
+
+    Raises:
+        ValueError: the file is cut short, or is not the result that its name says.
+    """
+    if not path.exists():
+        return None
+    advice = "; delete it, or evaluate again with --overwrite"
+    try:
+        record = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: half-written or damaged{advice}") from None
+    if not isinstance(record, dict) or not {"results", "n-samples", "metis"} <= record.keys():
+        raise ValueError(f"{path} is not a result of metis-hf eval{advice}")
+    if record["metis"].get("settings") != settings:
+        raise ValueError(
+            f"{path} was edited: its settings are not those that its name says{advice}"
+        )
+    return record
+
+
+def save_result(path: Path, record: dict[str, Any]) -> None:
+    """Writes a result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, record)
