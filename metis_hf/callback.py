@@ -2,13 +2,12 @@
 
 At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
 steps it decomposes the weights anew; every `health_interval` steps it measures spectral health and
-puts the means into Trainer's own logs (a summary on the console) and the figures of each layer into
-`metis_health.jsonl`.
+quantization noise and puts the means into Trainer's own logs (a summary on the console) and the
+figures of each layer into `metis_health.jsonl`, from which `metis-hf report` makes a page.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,22 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from metis_hf.health import LayerProbe, group_means, nonfinite_layers, weight_health
-from metis_hf.linear import MetisLayer
+from metis_hf.health import LayerProbe, group_means, nonfinite_layers, split_health, weight_health
+from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.model import metis_layers
+from metis_hf.noise_monitor import noise_ratios
 from metis_hf.refresh import check_engine, refresh
 from metis_hf.resume import ResumeGuard
+from metis_hf.run_record import (
+    HEALTH_FILE,
+    append_record,
+    describe_run,
+    drop_after,
+    precision_of,
+    write_run,
+)
 
 logger = logging.get_logger(__name__)
-
-HEALTH_FILE = "metis_health.jsonl"
 
 
 class MetisCallback(ResumeGuard):
@@ -59,6 +65,8 @@ class MetisCallback(ResumeGuard):
         self._measuring = False
         self._alarm = False  # a logged loss or gradient norm was not finite
         self._pending: dict[str, float] = {}
+        self._record: dict[str, Any] = {}  # of the running step, for the health file
+        self._precision: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
         """What Trainer writes into trainer_state.json."""
@@ -116,8 +124,11 @@ class MetisCallback(ResumeGuard):
         if self._refresh_every:
             check_engine(model, f"refresh_interval={self._refresh_every}")
         self._warn_of_reporters(args)
+        self._precision = precision_of(next(iter(self._layers.values())))
         if state.is_world_process_zero and self.health_interval:
-            _drop_after(_health_path(args), state.global_step)
+            drop_after(_directory(args), state.global_step)
+            config = None if self.trained_config is None else dict(self.trained_config)
+            write_run(_directory(args), describe_run(model, config, args, state.max_steps))
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         step = state.global_step + 1
@@ -133,13 +144,17 @@ class MetisCallback(ResumeGuard):
         # Here the gradients are gone, and logging, evaluation and saving come after: what they
         # see is consistent. Nothing accumulated refers to the old factors.
         if self._refresh_every and state.global_step % self._refresh_every == 0:
-            drifts = refresh(self._model, optimizer)
-            if drifts:
-                self._pending["metis/refresh_drift"] = max(drifts.values())
+            self._refresh(optimizer)
         if self._measuring:
             self._measuring = False
             self._probe.detach()
-            self._collect(args, state)
+            self._collect(state)
+        precision = precision_of(next(iter(self._layers.values())))
+        if precision != self._precision:
+            self._precision = self._record["switch"] = precision
+        if self._record and self.health_interval and state.is_world_process_zero:
+            append_record(_directory(args), state.global_step, self._record)
+        self._record = {}
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         self._probe.detach()
@@ -173,7 +188,21 @@ class MetisCallback(ResumeGuard):
                 HEALTH_FILE,
             )
 
-    def _collect(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refreshes, and where health is recorded at all notes what it changed."""
+        layers = {name: m for name, m in self._layers.items() if isinstance(m, MetisLinear)}
+        measured = layers if self.health_interval else {}
+        before = {name: split_health(layer) for name, layer in measured.items()}
+        drifts = refresh(self._model, optimizer)
+        if drifts:
+            self._pending["metis/refresh_drift"] = max(drifts.values())
+        if measured:
+            self._record["refresh"] = {
+                name: {"before": before[name], "after": split_health(layer)}
+                for name, layer in measured.items()
+            }
+
+    def _collect(self, state: TrainerState) -> None:
         per_layer = self._probe.stats
         for name, layer in self._layers.items():
             per_layer[name]["weight"] = weight_health(layer)
@@ -181,14 +210,12 @@ class MetisCallback(ResumeGuard):
         if bad:
             shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
             logger.warning("step %d: NaN or inf in %s", state.global_step, shown)
-        means = {f"metis/{name}": value for name, value in group_means(per_layer).items()}
-        self._pending.update(means)
+        means = group_means(per_layer) | noise_ratios(self._probe.noise)
+        self._pending.update({f"metis/{name}": value for name, value in means.items()})
         self._pending["metis/nonfinite_tensors"] = float(len(bad))
-        if state.is_world_process_zero:
-            path = _health_path(args)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, "layers": per_layer}) + "\n")
+        self._record["layers"] = per_layer
+        if self._probe.noise:
+            self._record["noise"] = self._probe.noise
 
 
 class _ConsoleSummary(TrainerCallback):
@@ -225,9 +252,9 @@ def summary(measured: dict[str, float]) -> dict[str, float]:
     return {**means, **short}
 
 
-def _health_path(args: TrainingArguments) -> Path:
+def _directory(args: TrainingArguments) -> Path:
     assert args.output_dir is not None  # Trainer fills it in
-    return Path(args.output_dir) / HEALTH_FILE
+    return Path(args.output_dir)
 
 
 def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
@@ -267,11 +294,3 @@ def _check_dtypes(model: nn.Module) -> None:
                 "the model with dtype=torch.float32 (or call model.float()) before the Trainer is "
                 "built, and train with bf16=True if the GEMMs are to run in BF16"
             )
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Removes records after `step`, which a resumed run writes again."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-    path.write_text("".join(line + "\n" for line in lines))

@@ -67,7 +67,7 @@ class GemmPlan:
         return operand(x, dim=dim, key=self.keys[role], dtype=self.dtype, row_mask=self.row_mask)
 
 
-def _contract(a: Tensor, b: Tensor) -> Tensor:
+def contract(a: Tensor, b: Tensor) -> Tensor:
     """a [m n] @ b [n p]; an operand without the other's padding along n gets zeros there."""
     missing = a.shape[1] - b.shape[0]
     if missing > 0:
@@ -94,7 +94,7 @@ class QuantizedGemm(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x_hat, x_scale = plan.matrix_operand(Role.FPROP_INPUT, x)
             w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
-            y = _rescale(_contract(x_hat, w_hat.T), x_scale, w_scale)
+            y = _rescale(contract(x_hat, w_hat.T), x_scale, w_scale)
             if bias is not None:
                 y += bias.to(plan.dtype)
         shared_input = plan.scheme.reuses(Role.WGRAD_INPUT)
@@ -116,14 +116,14 @@ class QuantizedGemm(torch.autograd.Function):
                 d_hat, d_scale = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:
                 w_hat, w_scale = plan.weight_operand(Role.DGRAD_WEIGHT, params)
-                dx = _rescale(_contract(d_hat, w_hat), d_scale, w_scale).to(ctx.x_dtype)
+                dx = _rescale(contract(d_hat, w_hat), d_scale, w_scale).to(ctx.x_dtype)
             if any(need_params):
                 if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
                     d_hat, d_scale = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
                 x_hat = x
                 if not ctx.shared_input:
                     x_hat, x_scale = plan.matrix_operand(Role.WGRAD_INPUT, x)
-                dw = _rescale(_contract(d_hat.T, x_hat), d_scale, x_scale)
+                dw = _rescale(contract(d_hat.T, x_hat), d_scale, x_scale)
                 dparams = plan.weight.gradients(
                     params, dw, plan.scheme.fprop_weight, key=plan.keys[Role.FPROP_WEIGHT]
                 )

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metis_hf.gemm import CallKeys, GemmPlan
 from metis_hf.linear import MetisLayer, MetisLinear, full_tensor
 from metis_hf.noise import Key, uniform
+from metis_hf.noise_monitor import GradientNoise, group_of, weight_gradient_noise
 from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral
 from metis_hf.schemes import Role, layer_rank
@@ -116,12 +118,7 @@ def weight_health(layer: MetisLayer) -> Stats:
     stats["stable_rank"] = stable_rank(weight)
     if isinstance(layer, MetisLinear):
         residual = params[-1].float()
-        u, vh = (p.float() for p in layer.weight_form.orthonormal(params))
-        stats |= _split_stats(weight, residual)
-        eye = torch.eye(layer.rank, device=u.device)
-        stats["orthogonality"] = torch.maximum(
-            (u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax()
-        )
+        stats |= _stored_split_stats(layer, params, weight)
     else:
         rank = layer_rank(layer.config, layer.in_features, layer.out_features)
         stats |= _split_stats(weight, spectral_split(weight, rank).residual)
@@ -136,6 +133,27 @@ def weight_health(layer: MetisLayer) -> Stats:
         stats["sqnr_db"] = sqnr_db(weight, w_hat)
         stats["zeroed"], stats["saturated"] = element_fates(residual, operand.quantizer)
     return {name: float(value) for name, value in stats.items()}
+
+
+@torch.no_grad()
+def split_health(layer: MetisLinear) -> Stats:
+    """energy, narrowing and orthogonality of a stored split: what a refresh changes.
+
+    Where the weight is sharded every process has to call this.
+    """
+    params = _whole_params(layer)
+    weight = layer.weight_form.dense(params).float()
+    stats = _stored_split_stats(layer, params, weight)
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _stored_split_stats(
+    layer: MetisLinear, params: list[Tensor], weight: Tensor
+) -> dict[str, Tensor]:
+    u, vh = (p.float() for p in layer.weight_form.orthonormal(params))
+    eye = torch.eye(layer.rank, device=u.device)
+    drift = torch.maximum((u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax())
+    return _split_stats(weight, params[-1].float()) | {"orthogonality": drift}
 
 
 def _whole_params(layer: MetisLayer) -> list[Tensor]:
@@ -153,18 +171,24 @@ class LayerProbe:
 
     Each layer is measured once, at its first call (and first backward) after `attach`; so with
     gradient accumulation the first micro-batch counts, and recomputed passes do not count twice.
+
+    Attributes:
+        stats: layer -> tensor kind -> statistics.
+        noise: layer -> norms of its weight gradient and of the quantization noise in it; only
+            trained layers with a quantized wgrad GEMM.
     """
 
     def __init__(self) -> None:
-        self.stats: dict[str, dict[str, Stats]] = {}  # layer -> tensor kind -> statistics
+        self.stats: dict[str, dict[str, Stats]] = {}
+        self.noise: dict[str, GradientNoise] = {}
         self._handles: list = []
 
     def attach(self, layers: dict[str, MetisLayer]) -> None:
         """Starts measuring."""
         self.detach()
-        self.stats = {}
+        self.stats, self.noise = {}, {}
         for name, layer in layers.items():
-            hook = _ProbeHook(name, self.stats.setdefault(name, {}))
+            hook = _ProbeHook(name, self.stats.setdefault(name, {}), self.noise)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
@@ -175,8 +199,8 @@ class LayerProbe:
 
 
 class _ProbeHook:
-    def __init__(self, name: str, stats: dict[str, Stats]) -> None:
-        self.name, self.stats, self.armed = name, stats, True
+    def __init__(self, name: str, stats: dict[str, Stats], noise: dict[str, GradientNoise]) -> None:
+        self.name, self.stats, self.noise, self.armed = name, stats, noise, True
 
     @torch.compiler.disable  # a measured step of a compiled model runs its measurements eagerly
     def __call__(
@@ -184,17 +208,39 @@ class _ProbeHook:
     ) -> None:
         if not layer.training:
             return
+        x = args[0]
         mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
-        mask = layer.row_mask(args[0]) if mask is None else mask
+        mask = layer.row_mask(x) if mask is None else mask
         if "activation" not in self.stats:
-            self.stats["activation"] = self._measure(layer, args[0], Role.FPROP_INPUT, mask)
-        if self.armed and output.requires_grad:
+            self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, mask)
+        if not output.requires_grad:
+            return
+        # Also where it is not needed: a recomputed pass has to save what the first one saved.
+        held = _Held.apply(x, torch.zeros((), requires_grad=True))
+        if self.armed:
             self.armed = False
-            output.register_hook(lambda grad: self._on_gradient(layer, grad, mask))
+            plan = _plan(layer, x, mask, output.dtype)
+            output.register_hook(lambda grad: self._on_gradient(layer, grad, mask, plan, held))
 
-    def _on_gradient(self, layer: MetisLayer, grad: Tensor, mask: Tensor | None) -> None:
+    def _on_gradient(
+        self,
+        layer: MetisLayer,
+        grad: Tensor,
+        mask: Tensor | None,
+        plan: GemmPlan,
+        held: Tensor,
+    ) -> None:
         stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, mask)
         self.stats.setdefault("gradient", stats)
+        if not layer.weight_params()[-1].requires_grad:
+            return
+        (x,) = held.grad_fn.saved_tensors  # type: ignore[union-attr]
+        with torch.autocast(x.device.type, enabled=False):
+            noise = weight_gradient_noise(
+                plan, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            )
+        if noise is not None:
+            self.noise[self.name] = noise
 
     @torch.no_grad()
     def _measure(self, layer: MetisLayer, x: Tensor, role: Role, mask: Tensor | None) -> Stats:
@@ -208,6 +254,31 @@ class _ProbeHook:
             )
 
 
+class _Held(torch.autograd.Function):
+    """Keeps a tensor for the backward pass as autograd keeps its own.
+
+    Under activation checkpointing it is recomputed and under offloading it is offloaded, so that a
+    measured step needs little more memory than another.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pragma: no cover  # nothing depends on the output
+        return None, None
+
+
+def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
+    """The plan of the call that just took x [... i], noise keys included."""
+    weight = layer.weight_params()[-1]
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
+    keys = CallKeys(layer.noise_key(), x.detach(), weight.detach())
+    return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask)
+
+
 def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
     """Means over the layers of a group, named "<tensor>/<group>/<statistic>".
 
@@ -215,7 +286,7 @@ def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
     """
     sums: dict[str, list[float]] = {}
     for name, kinds in per_layer.items():
-        group = next(part for part in reversed(name.split(".")) if not part.isdigit())
+        group = group_of(name)
         for kind, stats in kinds.items():
             for stat, value in stats.items():
                 sums.setdefault(f"{kind}/{group}/{stat}", []).append(value)

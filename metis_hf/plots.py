@@ -22,13 +22,16 @@ HEALTH_PANELS = (
 TENSORS = ("weight", "activation", "gradient")
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float], **kwargs):
+def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
+
+
+_figure = figure_axes
 
 
 def _colors(results: Sequence[SchemeResult]) -> dict[str, str]:
@@ -45,7 +48,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     """Training loss by step, and below it the gap to the control in percent, on equal batches."""
-    figure, axes = _figure(2, 1, (8, 7), sharex=True, height_ratios=[3, 2])
+    figure, axes = figure_axes(2, 1, (8, 7), sharex=True, height_ratios=[3, 2])
     (top,), (bottom,) = axes
     colors = _colors(results)
     control = next((r for r in results if r.scheme == CONTROL), None)
@@ -104,7 +107,7 @@ def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[in
 
 def plot_spectra(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     """Spectral health over training: a row per tensor, a column per statistic."""
-    figure, axes = _figure(len(TENSORS), len(HEALTH_PANELS), (16, 8), sharex=True)
+    figure, axes = figure_axes(len(TENSORS), len(HEALTH_PANELS), (16, 8), sharex=True)
     colors = _colors(results)
     for row, tensor in zip(axes, TENSORS):
         for axis, (stat, label) in zip(row, HEALTH_PANELS):

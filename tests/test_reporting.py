@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from metis_hf import MetisCallback, MetisTrainer
 from metis_hf.callback import HEALTH_FILE
 from metis_hf.health import group_means
+from metis_hf.noise_monitor import noise_ratios
 
 
 class Reporter(transformers.TrainerCallback):
@@ -65,7 +66,8 @@ def test_reporters_and_files_have_the_same_values(make, tmp_path):
 
     lines = map(json.loads, (tmp_path / HEALTH_FILE).read_text().splitlines())
     for line in lines:
-        means = {f"metis/{key}": value for key, value in group_means(line["layers"]).items()}
+        found = group_means(line["layers"]) | noise_ratios(line["noise"])
+        means = {f"metis/{key}": value for key, value in found.items()}
         rest = {"metis/nonfinite_tensors": 0.0}
         assert measured[line["step"]] == means | rest
 

@@ -63,6 +63,11 @@ class Page:
         self._blocks += [{"kind": "text", "text": text} for text in paragraphs]
         return self
 
+    def notice(self, text: str) -> Page:
+        """A line that must not be overlooked: something is missing or broken."""
+        self._blocks.append({"kind": "notice", "text": text})
+        return self
+
     def cards(self, *cards: tuple[str, str, str]) -> Page:
         """Key figures side by side: (label, value, note) each."""
         self._blocks.append({"kind": "cards", "cards": cards})
@@ -83,7 +88,11 @@ class Page:
         for row in cells:
             if len(row) != len(header):
                 raise ValueError(f"a row has {len(row)} cells, the header {len(header)}")
-        self._blocks.append({"kind": "table", "header": header, "rows": cells, "caption": caption})
+        # Columns of words are set flush left, columns of numbers flush right.
+        columns = list(zip(*cells)) if cells else [()] * len(header)
+        words = [i for i, column in enumerate(columns) if all(c.value is None for c in column)]
+        table = {"header": header, "rows": cells, "caption": caption, "words": words}
+        self._blocks.append({"kind": "table", **table})
         return self
 
     def render(self) -> str:

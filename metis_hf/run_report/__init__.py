@@ -1,0 +1,1 @@
+"""`metis-hf report`: an HTML page of a training run from what the run left in its directory."""

@@ -1,0 +1,177 @@
+"""Pictures of one run: curves, noise against gradient, refreshes; and of several runs, overlaid."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from metis_hf.experiment import CONTROL
+from metis_hf.noise_monitor import Crossing, find_crossing
+from metis_hf.plots import COLORS, figure_axes, smooth
+from metis_hf.run_report.read import Run
+
+BLUE, ORANGE, GREEN = COLORS[0], COLORS[1], COLORS[2]
+ALARM = "#D0021B"  # NaN and infinity; no series has it
+_REFRESHED = (
+    ("orthogonality", "|uᵀu - I|, entrywise maximum", True),
+    ("narrowing", "max |w| / max |residual|", False),
+    ("energy", "energy in the low-rank part", False),
+)
+
+
+def as_png(figure: Any) -> bytes:
+    """A matplotlib figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _style(axis: Axes, label: str) -> None:
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _span(count: int) -> int:
+    return max(1, count // 20) | 1
+
+
+def _curve(axis: Axes, run: Run, name: str, color: str, label: str) -> None:
+    """One figure of the log, raw and smoothed; steps that are not finite are marked."""
+    steps, values = run.series(name)
+    if not steps:
+        return
+    span = _span(len(steps))
+    marker = "." if len(steps) == 1 else None
+    axis.plot(steps, values, color=color, lw=0.7, alpha=0.35, marker=marker)
+    shown = f"{label}, mean of {span} entries" if span > 1 else label
+    axis.plot(steps, smooth(values, span), color=color, lw=1.6, label=shown)
+    bad = [step for step, value in zip(steps, values) if not math.isfinite(value)]
+    if bad:
+        axis.plot(bad, [0.02] * len(bad), "x", color=ALARM, transform=axis.get_xaxis_transform(),
+                  clip_on=False, label=f"{label} not finite ({len(bad)} steps)")  # fmt: skip
+
+
+def _limit(axis: Axes, values: Sequence[float]) -> None:
+    """Keeps the first, steep part and single spikes from flattening the rest of a curve."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if len(finite) < 20:
+        return
+    low, high = finite[0], finite[int(0.985 * (len(finite) - 1))]
+    margin = 0.06 * (high - low) or 0.1
+    axis.set_ylim(max(low - margin, 0 if low >= 0 else -math.inf), high + margin)
+
+
+def _mark_switches(axes: Sequence[Axes], run: Run) -> None:
+    for step in run.switches:
+        for axis in axes:
+            axis.axvline(step, color="gray", lw=1, ls=":")
+        axes[0].annotate("precision switched", (step, 1), xycoords=("data", "axes fraction"),
+                         fontsize=8, color="gray", ha="center", va="bottom")  # fmt: skip
+
+
+def curves(run: Run) -> bytes:
+    """Training and evaluation loss; below it gradient norm and learning rate."""
+    figure, axes = figure_axes(3, 1, (10, 7.6), sharex=True, height_ratios=[3, 1.5, 1])
+    loss, norm, rate = (row[0] for row in axes)
+    _curve(loss, run, "loss", BLUE, "training")
+    evaluations = [(int(e["step"]), float(e["eval_loss"])) for e in run.evaluations]
+    if evaluations:
+        loss.plot(*zip(*evaluations), "o-", color=ORANGE, ms=4, lw=1.2, label="evaluation")
+    _limit(loss, run.series("loss")[1] + [value for _, value in evaluations])
+    _curve(norm, run, "grad_norm", GREEN, "gradient norm")
+    _limit(norm, run.series("grad_norm")[1])
+    rate.plot(*run.series("learning_rate"), color="black", lw=1.3)
+    _style(loss, "loss (nats per token)")
+    _style(norm, "gradient norm")
+    _style(rate, "learning rate")
+    rate.set_xlabel("optimizer step")
+    _mark_switches((loss, norm, rate), run)
+    for axis in (loss, norm):
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=9, loc="upper right")
+    return as_png(figure)
+
+
+def noise(run: Run) -> tuple[bytes, Crossing]:
+    """|G| / (sqrt(3) noise) of the weight gradients by step, and where it crosses 1."""
+    series = run.noise_series()
+    figure, axes = figure_axes(1, 1, (10, 4.2))
+    axis = axes[0][0]
+    steps, ratios = series["all"]
+    axis.plot(steps, ratios, "o-", ms=4, lw=2.2, color="black", label="all layers", zorder=3)
+    for index, (group, (xs, ys)) in enumerate(series.items()):
+        if group != "all":
+            axis.plot(xs, ys, marker="o", ms=2.5, lw=1, label=group,
+                      color=COLORS[(index - 1) % len(COLORS)],
+                      ls="-" if index <= len(COLORS) else "--")  # fmt: skip
+    crossing = find_crossing(steps, ratios)
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0.8), max(high, 1.3))
+    axis.axhspan(min(low, 0.8), 1, color=ALARM, alpha=0.06, lw=0)
+    axis.axhline(1, color=ALARM, lw=1.4)
+    axis.annotate("1: gradient = √3 noise", (0.005, 1), xycoords=("axes fraction", "data"),
+                  xytext=(0, -4), textcoords="offset points", va="top",
+                  color=ALARM, fontsize=9)  # fmt: skip
+    if crossing.step is not None:
+        axis.axvline(crossing.step, color=ALARM, lw=1.2, ls="--")
+        axis.annotate(f" stays below from step {crossing.step}", (crossing.step, 0.97),
+                      xycoords=("data", "axes fraction"), color=ALARM, fontsize=9, va="top",
+                      ha="left" if crossing.step < 0.7 * steps[-1] else "right")  # fmt: skip
+    _style(axis, "|G| / (√3 noise), log scale")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value < 20 else "")
+    axis.tick_params(axis="y", which="minor", labelsize=8)
+    axis.set_xlabel("optimizer step")
+    axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    return as_png(figure), crossing
+
+
+def refreshes(run: Run) -> bytes:
+    """What each refresh changed: median and range over the layers, before and after."""
+    figure, axes = figure_axes(1, len(_REFRESHED), (12, 3.6))
+    for axis, (stat, label, log) in zip(axes[0], _REFRESHED):
+        for moment, color, marker in (("before", ORANGE, "o"), ("after", BLUE, "s")):
+            points = []
+            for step, layers in run.refreshes.items():
+                values = [layer[moment][stat] for layer in layers.values()]
+                if all(math.isfinite(value) for value in values):
+                    middle = statistics.median(values)
+                    points.append((step, middle, middle - min(values), max(values) - middle))
+            if points:
+                x, y, below, above = zip(*points)
+                axis.errorbar(x, y, yerr=(below, above), fmt=f"{marker}-", ms=4, lw=1.2,
+                              capsize=3, elinewidth=0.8, color=color, label=moment)  # fmt: skip
+        if log:
+            axis.set_yscale("log")
+        _style(axis, label)
+        axis.set_xlabel("step of the refresh")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
+    return as_png(figure)
+
+
+def overlay(runs: Sequence[Run]) -> bytes:
+    """Smoothed loss and gradient norm of several runs, the control in black."""
+    figure, axes = figure_axes(2, 1, (10, 7), sharex=True, height_ratios=[2, 1])
+    loss, norm = (row[0] for row in axes)
+    others = [run for run in runs if run.name != CONTROL]
+    for run in runs:
+        color = "black" if run.name == CONTROL else COLORS[others.index(run) % len(COLORS)]
+        _curve(loss, run, "loss", color, run.name)
+        _curve(norm, run, "grad_norm", color, run.name)
+    _limit(loss, [value for run in runs for value in run.series("loss")[1]])
+    _limit(norm, [value for run in runs for value in run.series("grad_norm")[1]])
+    _style(loss, "training loss (nats per token)")
+    _style(norm, "gradient norm")
+    norm.set_xlabel("optimizer step")
+    loss.legend(frameon=False, fontsize=9, loc="upper right")
+    return as_png(figure)

@@ -1,0 +1,186 @@
+"""Heat maps of a statistic over training: a row for each layer, a column for each measurement."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, PercentFormatter
+
+from metis_hf.noise_monitor import group_of
+from metis_hf.plots import TENSORS, figure_axes
+from metis_hf.run_report.figures import ALARM, as_png
+from metis_hf.run_report.read import Run
+
+_MISSING = "#e6e8eb"
+_ROW_LABELS = 48  # above so many rows only groups are named
+_COLUMN_LABELS = 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A statistic and how it is shown.
+
+    Args:
+        stat: its name in the health file.
+        title: heading of the picture.
+        unit: what the figure is, or what it is measured in.
+        explanation: caption.
+        log: logarithmic colours.
+        share: from 0 up, in percent.
+        colors: matplotlib's colour map; bright is what to look at.
+    """
+
+    stat: str
+    title: str
+    unit: str
+    explanation: str
+    log: bool = False
+    share: bool = False
+    colors: str = "viridis"
+
+
+PANELS = (
+    Panel("stable_rank", "Stable rank", r"$\|x\|_F^2 / \sigma_1^2$",
+          "Small (bright): a few directions dominate the tensor, which is what quantization to "
+          "four bits suffers from.", log=True, colors="viridis_r"),
+    Panel("narrowing", "Narrowing of the residual", "max |x| / max |residual|",
+          "How much range the spectral split takes away. Where a scheme does not split a tensor, "
+          "how much a split of the same rank would.", log=True),
+    Panel("sqnr_db", "SQNR", "signal to quantization noise, dB",
+          "Of the operand as the GEMM gets it. Low (bright) is bad.",
+          colors="plasma_r"),
+    Panel("zeroed", "Zeroed share", "of the non-zero elements",
+          "Elements that quantization turns to zero.", share=True, colors="magma"),
+    Panel("saturated", "Saturated share", "of the elements",
+          "Elements beyond the largest value that their block can hold.", share=True,
+          colors="magma"),
+    Panel("orthogonality", "Orthogonality drift", "max |uᵀu - I|, |vh vhᵀ - I|",
+          "How far training has moved the stored factors from orthonormal ones; a refresh brings "
+          "them back.", log=True, colors="magma"),
+)  # fmt: skip
+
+
+def order_layers(names: list[str]) -> list[str]:
+    """Layers by kind, kinds and layers in model order."""
+    kinds = list(dict.fromkeys(map(group_of, names)))
+    return sorted(names, key=lambda name: kinds.index(group_of(name)))  # stable
+
+
+def short_names(names: list[str]) -> list[str]:
+    """ "q_proj 3" for model.layers.3.self_attn.q_proj: the kind and the indices of the name."""
+    indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
+    return [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
+
+
+def grid(run: Run, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
+    """([layer step] values, NaN where not measured; [layer step] whether it is not finite)."""
+    layers = order_layers(layer_names(run))
+    values = np.full((len(layers), len(run.layers)), np.nan)
+    bad = np.zeros_like(values, dtype=bool)
+    for column, measured in enumerate(run.layers.values()):
+        for row, layer in enumerate(layers):
+            stats = measured.get(layer, {}).get(tensor, {})
+            value = stats.get(stat)
+            if value is not None:
+                values[row, column] = value if math.isfinite(value) else np.nan
+            bad[row, column] = stats.get("nonfinite", 0) > 0 or (
+                value is not None and not math.isfinite(value)
+            )
+    return values, bad
+
+
+def layer_names(run: Run) -> list[str]:
+    """All layers of the run, in model order."""
+    return list(dict.fromkeys(name for measured in run.layers.values() for name in measured))
+
+
+def heatmap(run: Run, panel: Panel) -> bytes | None:
+    """One picture of a statistic: weights, activations and gradients side by side.
+
+    Returns:
+        A PNG; None where the run has no such figure, or a share is zero everywhere.
+    """
+    grids = {tensor: grid(run, tensor, panel.stat) for tensor in TENSORS}
+    shown = {tensor: g for tensor, g in grids.items() if np.isfinite(g[0]).any()}
+    if not shown or (panel.share and not any(np.nanmax(g[0]) for g in shown.values())):
+        return None
+    layers = order_layers(layer_names(run))
+    rows = len(layers)
+    height = min(max(2.6, 1.2 + 0.19 * rows), 12)
+    figure, axes = figure_axes(1, len(shown), (2.9 * len(shown) + 1.3, height), sharey=True)
+    figure.suptitle(f"{panel.title}: {panel.unit}", fontsize=11)
+    for axis, (tensor, (values, bad)) in zip(axes[0], shown.items()):
+        image = _draw(axis, values, bad, panel)
+        axis.set_title(tensor, fontsize=10)
+        _step_ticks(axis, list(run.layers))
+        bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 3.2 / height), pad=0.02, aspect=18)
+        _scale_ticks(bar.ax, panel)
+        bar.outline.set_visible(False)
+    _row_labels(axes[0][0], layers)
+    for axis in axes[0]:
+        _group_lines(axis, layers)
+    return as_png(figure)
+
+
+def _draw(axis: Axes, values: np.ndarray, bad: np.ndarray, panel: Panel) -> Any:
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0]
+    low, high = float(finite.min()), float(finite.max())
+    if panel.share:
+        low, high = 0.0, max(high, 0.01)
+    norm: Normalize = Normalize(low, high if high > low else low + 1)
+    if panel.log and positive.size:
+        values = np.where(values > 0, values, np.where(np.isnan(values), np.nan, positive.min()))
+        norm = LogNorm(positive.min(), max(positive.max(), positive.min() * 1.01))
+    axis.set_facecolor(_MISSING)
+    image = axis.imshow(values, aspect="auto", interpolation="nearest", norm=norm,
+                        cmap=panel.colors)  # fmt: skip
+    y, x = np.nonzero(bad)
+    if x.size:
+        axis.scatter(x, y, marker="x", color=ALARM, s=22, lw=1.4)
+    axis.tick_params(length=2, labelsize=8)
+    axis.spines[:].set_visible(False)
+    return image
+
+
+def _scale_ticks(axis: Axes, panel: Panel) -> None:
+    """Plain numbers; matplotlib would label a logarithmic scale in powers of ten."""
+    axis.tick_params(labelsize=8, which="both")
+    if panel.share:
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+    elif panel.log and panel.stat != "orthogonality":
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_locator(NullLocator())
+
+
+def _step_ticks(axis: Axes, steps: list[int]) -> None:
+    """At most eight labels, evenly spaced, from the first measurement on."""
+    stride = max(1, math.ceil((len(steps) - 1) / (_COLUMN_LABELS - 1)))
+    places = list(range(0, len(steps), stride))
+    axis.set_xticks(places, [str(steps[place]) for place in places])
+    axis.set_xlabel("step", fontsize=9)
+
+
+def _row_labels(axis: Axes, layers: list[str]) -> None:
+    if len(layers) <= _ROW_LABELS:
+        axis.set_yticks(range(len(layers)), short_names(layers))
+        return
+    kinds = [group_of(layer) for layer in layers]
+    middles = {
+        kind: kinds.index(kind) + (kinds.count(kind) - 1) / 2 for kind in dict.fromkeys(kinds)
+    }
+    axis.set_yticks(list(middles.values()), list(middles))
+
+
+def _group_lines(axis: Axes, layers: list[str]) -> None:
+    kinds = [group_of(layer) for layer in layers]
+    for row in range(1, len(kinds)):
+        if kinds[row] != kinds[row - 1]:
+            axis.axhline(row - 0.5, color="white", lw=1.6)
