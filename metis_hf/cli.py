@@ -13,6 +13,10 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit(f'{error.name} is missing; pip install "metis-hf[eval]"') from error
 
+from metis_hf.compare.cli import register as register_compare
+from metis_hf.evaluation.cli import register as register_eval
+from metis_hf.run_report.cli import register as register_report
+
 app = typer.Typer(
     help="Train Hugging Face language models in four bits, emulated exactly on any device.",
     no_args_is_help=True,
@@ -109,6 +113,11 @@ def export(
         console.print(losses)
     summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4"
     console.print(summary, soft_wrap=True)  # a path is never broken into lines
+
+
+register_compare(app)
+register_eval(app)
+register_report(app)
 
 
 def main() -> None:

@@ -1,0 +1,215 @@
+"""Comparisons as a user runs them: real processes, seeds, resuming, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
+CONFIG = {
+    "scale": "tiny",
+    "model": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    },
+    "training": {"max_steps": 6, "save_steps": 2},
+    "sequence_length": 32,
+    "global_batch": 4,
+    "eval_sequences": 16,
+    "schemes": ["bf16", "nvfp4"],
+    "seeds": [0, 1],
+}
+
+
+def run(*args, **kwargs):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "140"}
+    return subprocess.run(
+        [*METIS_HF, "compare", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        **kwargs,
+    )
+
+
+def write_config(folder, **changes):
+    path = folder / "compare.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(directory, config, printed text) of two schemes with two seeds."""
+    folder = tmp_path_factory.mktemp("compare")
+    config = write_config(folder)
+    done = run("--config", config, "--out", folder / "out", "--jobs", 2)
+    assert done.returncode == 0, done.stderr
+    return folder / "out", config, done.stdout
+
+
+def record(out):
+    return json.loads((out / "compare.json").read_text())
+
+
+@pytest.mark.slow
+def test_outputs_hold_what_was_trained(finished):
+    out, _, printed = finished
+    found = record(out)
+    assert [(r["scheme"], r["seed"]) for r in found["runs"]] == [
+        ("bf16", 0), ("nvfp4", 0), ("bf16", 1), ("nvfp4", 1)
+    ]  # fmt: skip
+    assert found["tokens"] == 6 * 4 * 32
+    by_run = {(r["scheme"], r["seed"]): r for r in found["runs"]}
+    for r in found["runs"]:
+        assert r["curve"]["step"] == list(range(1, 7))
+        assert math.isfinite(r["loss"])
+        assert r["config"]["seed"] == r["seed"]
+        assert r["peak_memory"] > 0
+        # An untrained model of 300 tokens: the loss is near ln 300 = 5.7 and falls.
+        assert r["curve"]["loss"][0] == pytest.approx(math.log(300), abs=0.3)
+        assert r["curve"]["loss"][-1] < r["curve"]["loss"][0]
+    # One seed, one initialization and one order of data; the next seed has others.
+    first = {key: r["curve"]["loss"][0] for key, r in by_run.items()}
+    assert first["nvfp4", 0] == pytest.approx(first["bf16", 0], rel=0.02)
+    assert first["bf16", 0] != first["bf16", 1]
+    (summary,) = (s for s in found["summaries"] if s["name"] == "nvfp4")
+    gaps = [100 * (by_run["nvfp4", s]["loss"] / by_run["bf16", s]["loss"] - 1) for s in (0, 1)]
+    assert summary["gap"]["mean"] == pytest.approx(sum(gaps) / 2)
+    for name in ("table.md", "table.tex", "table.csv"):
+        assert "nvfp4" in (out / name).read_text()
+    for name in ("loss.png", "gap.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert f"{summary['mean']:.4f}" in printed
+    assert "seed 1: held-out loss" in printed
+
+
+@pytest.mark.slow
+def test_finished_runs_are_kept_and_others_can_be_added(finished):
+    out, config, _ = finished
+    before = {p: p.stat().st_mtime_ns for p in out.glob("runs/*/*/result.json")}
+    assert len(before) == 4
+    added = run("--config", config, "--schemes", "bf16,nvfp4,bf16-split", "--out", out)
+    assert added.returncode == 0, added.stderr
+    assert "2 runs of 6 steps" in added.stdout
+    assert (
+        before.items()
+        <= {p: p.stat().st_mtime_ns for p in out.glob("runs/*/*/result.json")}.items()
+    )
+    assert "bf16-split" in (out / "table.md").read_text()
+    assert "without quantizing anything (bf16-split)" in (out / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_half_a_result_is_named_and_the_run_evaluated_again(finished):
+    out, config, _ = finished
+    path = out / "runs" / "nvfp4" / "seed-1" / "result.json"
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    again = run("--config", config, "--out", out)
+    assert again.returncode == 0, again.stderr
+    assert "result.json is not a whole JSON file" in again.stdout
+    assert json.loads(path.read_text())["loss"] == json.loads(whole)["loss"]
+
+
+@pytest.mark.slow
+def test_a_directory_of_another_comparison_is_refused(finished, tmp_path):
+    out, _, _ = finished
+    config = write_config(tmp_path, training={"max_steps": 7, "save_steps": 2})
+    done = run("--config", config, "--out", out)
+    assert done.returncode == 2
+    assert "training.max_steps: 6 there, 7 now" in done.stderr
+    assert "Traceback" not in done.stderr
+    changed = write_config(tmp_path, schemes=None, variants={"nvfp4": {"scheme": "nvidia"}})
+    done = run("--config", changed, "--out", out)
+    assert done.returncode == 2
+    assert "another variant of the name 'nvfp4'" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_shown_and_the_others_go_on(tmp_path):
+    variants = {"broken": {"scheme": "nvfp4", "target_modules": ["nowhere"]}}
+    config = write_config(tmp_path, schemes=["bf16"], variants=variants, seeds=[0])
+    done = run("--config", config, "--out", tmp_path / "out", "--jobs", 1)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "1 of 2 runs failed; 1 are done" in done.stderr
+    assert "broken, seed 0 (exit code 1)" in done.stderr
+    assert "nowhere" in done.stderr  # the end of its log says why
+    assert "bf16" in (tmp_path / "out/table.md").read_text()  # what there is
+
+
+@pytest.mark.slow
+def test_interrupted_comparison_goes_on_to_the_same_numbers(finished, tmp_path):
+    """Stopped in the middle of a run and started again: the numbers of an undisturbed one."""
+    whole, _, _ = finished
+    config = write_config(tmp_path, schemes=["nvfp4"], seeds=[1])
+    out = tmp_path / "out"
+    command = [*METIS_HF, "compare", "--config", str(config), "--out", str(out), "--jobs", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not list(out.glob("runs/nvfp4/seed-1/checkpoint-*/trainer_state.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    result = out / "runs/nvfp4/seed-1/result.json"
+    if result.exists():
+        pytest.skip("the run was faster than the signal")
+    resumed = run(*command[4:])
+    assert resumed.returncode == 0, resumed.stderr
+    mine = json.loads(result.read_text())
+    theirs = json.loads((whole / "runs/nvfp4/seed-1/result.json").read_text())
+    assert [e["loss"] for e in mine["history"]] == [e["loss"] for e in theirs["history"]]
+    assert mine["loss"] == theirs["loss"]
+
+
+@pytest.mark.slow
+def test_several_processes_train_one_run(finished, tmp_path):
+    """Two processes with half the batch each give the losses of one process."""
+    whole, _, _ = finished
+    config = write_config(tmp_path, schemes=["bf16"], seeds=[0])
+    launcher = f"{sys.executable} -m accelerate.commands.launch --cpu --num_processes 2"
+    out = tmp_path / "out"
+    done = run("--config", config, "--out", out, "--launcher", launcher)
+    assert done.returncode == 0, done.stderr
+    spec = json.loads((out / "runs/bf16/seed-0/result.json").read_text())
+    theirs = json.loads((whole / "runs/bf16/seed-0/result.json").read_text())
+    assert len(spec["history"]) == 6
+    # bf16 autocast: sums of two halves round otherwise than one sum.
+    for mine, other in zip(spec["history"], theirs["history"]):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
+        (["--preset", "table9"], "preset 'table9' is not known; choose from main, ablations"),
+        (["--scale", "70b"], "scale '70b' is not known; choose from tiny, 130m, 1b1, 8b"),
+        (["--seeds", "0,one"], "--seeds 0,one: expected whole numbers"),
+        (["--seeds", "0,0"], "seed 0 is given more than once"),
+        (["--scale", "130m"], "scale 130m needs data"),
+        (["--schemes", "bf16", "--jobs", "2", "--launcher", "accelerate launch"], "one run at a"),
+        (["--data", "nowhere"], "nowhere has no meta.json"),
+    ],
+)
+def test_bad_input_is_one_line(args, message, tmp_path):
+    done = run("--out", tmp_path / "x", *args)
+    assert done.returncode == 2
+    assert message in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
