@@ -13,6 +13,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit(f'{error.name} is missing; pip install "metis-hf[eval]"') from error
 
+from metis_hf.analysis.cli import register as register_analyze
 from metis_hf.compare.cli import register as register_compare
 from metis_hf.evaluation.cli import register as register_eval
 from metis_hf.run_report.cli import register as register_report
@@ -118,6 +119,7 @@ def export(
 register_compare(app)
 register_eval(app)
 register_report(app)
+register_analyze(app)
 
 
 def main() -> None:

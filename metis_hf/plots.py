@@ -31,9 +31,6 @@ def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
-_figure = figure_axes
-
-
 def _colors(results: Sequence[SchemeResult]) -> dict[str, str]:
     others = [r.scheme for r in results if r.scheme != CONTROL]
     return {CONTROL: "black"} | {s: COLORS[i % len(COLORS)] for i, s in enumerate(others)}

@@ -1,0 +1,100 @@
+"""How well the dominant subspace of a few rows, or sequences, agrees with that of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metis_hf.noise import key_of
+from metis_hf.noise import uniform as noise_uniform
+from metis_hf.transforms.spectral import dominant_subspace
+
+RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+DRAWS = 8
+_EXACT_COLUMNS = 1024
+
+
+def subspace(x: Tensor, rank: int) -> Tensor:
+    """The `rank` leading right singular vectors of x [t c], [c k]; fewer where x spans fewer.
+
+    Up to 1024 columns exact, by the fp64 Gram matrix; above, randomized with as many extra
+    directions and eight power iterations, since a flat spectrum needs them.
+    """
+    rank = min(rank, *x.shape)
+    if x.shape[1] > _EXACT_COLUMNS:
+        return dominant_subspace(x, rank, oversample=max(16, rank), n_iter=8)
+    x = x.double()
+    x = x / x.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    wide = x.shape[0] < x.shape[1]
+    values, vectors = torch.linalg.eigh(x @ x.T if wide else x.T @ x)
+    floor = values[-1] * torch.finfo(torch.float64).eps * max(x.shape)
+    rank = min(rank, int((values > floor).sum()))
+    vectors = vectors.flip(1)[:, :rank]
+    return torch.linalg.qr(x.T @ vectors).Q if wide else vectors
+
+
+def mean_squared_correlation(a: Tensor, b: Tensor) -> float:
+    """Mean squared canonical correlation of two subspaces: |a^T b|_F^2 / k, 0 to 1.
+
+    Canonical correlations are the cosines of the principal angles.
+
+    Args:
+        a: [c k] orthonormal, the subspace asked for.
+        b: [c n] orthonormal; with n < k the k - n directions that it lacks count as 0.
+    """
+    product = a.double().T @ b.double()
+    return float(product.square().sum() / a.shape[1])
+
+
+def pick(count: int, total: int, *parts: int | str) -> Tensor:
+    """`count` of `total` indices, without repetition, the same for the same parts of the key."""
+    return noise_uniform((total,), key_of("alignment", *parts)).argsort(stable=True)[:count]
+
+
+def alignment_data(x: Tensor, rank: int, length: int) -> dict:
+    """Alignment against sample ratio, for rows and for whole sequences.
+
+    Args:
+        x: [t c], sequences of `length` rows one after the other.
+        rank: k, dimension of the dominant subspace.
+        length: rows of a sequence.
+
+    Returns:
+        rank, rows, sequences; under "by_row" and "by_sequence": ratio (what was really drawn),
+        count, mean, low, high over the draws. Ratios below one row or sequence are left out.
+    """
+    rank = min(rank, *x.shape)
+    whole = subspace(x, rank)
+    data: dict = {"rank": rank, "rows": x.shape[0], "sequences": x.shape[0] // length}
+    for unit, size in (("row", 1), ("sequence", length)):
+        total = x.shape[0] // size
+        blocks = x[: total * size].view(total, size, -1)
+        curve: dict[str, list[float]] = {
+            "ratio": [],
+            "count": [],
+            "mean": [],
+            "low": [],
+            "high": [],
+        }
+        for count in sorted({round(ratio * total) for ratio in RATIOS} - {0}):
+            draws = [
+                mean_squared_correlation(
+                    whole,
+                    subspace(blocks[pick(count, total, unit, count, draw)].flatten(0, 1), rank),
+                )
+                for draw in range(DRAWS if count < total else 1)
+            ]
+            mean = sum(draws) / len(draws)
+            values = (count / total, float(count), mean, min(draws), max(draws))
+            for key, value in zip(curve, values):
+                curve[key].append(value)
+        data[f"by_{unit}"] = curve
+    return data
+
+
+def at_ratio(curve: dict[str, list[float]], ratio: float) -> float:
+    """Mean alignment at a sample ratio, by linear interpolation in its logarithm."""
+    if not curve["ratio"] or ratio < curve["ratio"][0]:
+        return float("nan")
+    return float(np.interp(np.log(ratio), np.log(curve["ratio"]), curve["mean"]))

@@ -1,0 +1,56 @@
+"""The `analyze` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def analyze(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL_OR_CHECKPOINT ...",
+            help="Directory or hub name; further ones are compared by their last FFN.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for the page, figures and data.")],
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text, for activations and gradients.")
+    ] = None,
+    control: Annotated[
+        str | None, typer.Option(help="The same model trained without Metis.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Regular expression, searched in layer names.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Directions that Metis keeps apart; 1.5 % unless given.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="At most so many sequences of the text.")] = 128,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+) -> None:
+    """Show the spectra of a model and what four bits do to them, as a page, figures and data."""
+    from metis_hf.analysis.run import analyze as run
+
+    console = Console()
+    run(
+        models,
+        out,
+        text=text,
+        control=control,
+        layers=layers,
+        rank=rank,
+        sequences=sequences,
+        length=length,
+        console=console,
+    )
+    console.print(str(out / "index.html"), soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `analyze` to the command line."""
+    app.command()(analyze)

@@ -1,0 +1,192 @@
+"""index.html of an analysis, and the files behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metis_hf.analysis import figures
+from metis_hf.analysis.alignment import at_ratio
+from metis_hf.analysis.run import KINDS, Analysis, write_csv, write_json
+from metis_hf.html import Cell, Page, number
+
+RISK = (
+    "Risk is the largest share, over a layer's weight, activation and gradient, of singular "
+    "directions whose singular value is below the spectral norm of direct NVFP4's rounding error: "
+    "by Weyl's and Wedin's inequalities rounding may replace them."
+)
+HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "Stable rank",
+          "Zeroed", "SQNR dB", "Swamped", "SQNR dB (Metis)", "Swamped (Metis)")  # fmt: skip
+
+
+def write_report(result: Analysis, out: Path) -> None:
+    """Writes figures/*.png and *.json, layers.csv and index.html to `out`."""
+    folder = out / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def draw(name: str, make: Callable[[Any], bytes], data: Any) -> bytes:
+        write_json(folder / f"{name}.json", data)
+        picture = make(data)
+        (folder / f"{name}.png").write_bytes(picture)
+        return picture
+
+    write_csv(out / "layers.csv", result)
+    page = Page(f"Spectra of {figures.short_model(result.model)}", _subtitle(result))
+    page.cards(*_cards(result))
+    _overview(page, result, draw)
+    for layer in result.portraits:
+        _portrait(page, layer, result.portraits[layer], draw)
+    _table(page, result)
+    page.section("How it was measured", *_method(result), *result.notes)
+    page.save(out / "index.html")
+
+
+def _subtitle(result: Analysis) -> str:
+    batch = result.text
+    parts = [result.model, f"{len(result.lines)} linear layers"]
+    if batch:
+        parts.append(f"{batch['sequences']} x {batch['length']} tokens of {batch['file']}")
+    if result.control:
+        parts.append(f"control: {figures.short_model(result.control)}")
+    return " · ".join(parts)
+
+
+def _values(result: Analysis, kind: str, key: str) -> list[float]:
+    lines = (line.get(kind, {}).get(key) for line in result.lines.values())
+    return [value for value in lines if value is not None and math.isfinite(value)]
+
+
+def _cards(result: Analysis) -> list[tuple[str, str, str]]:
+    """Key figures; medians over layers."""
+    cards = []
+    for kind in KINDS:
+        shares = _values(result, kind, "fraction")
+        if shares:
+            noise = np.median(_values(result, kind, "noise_fraction"))
+            note = f"median elbow k*/r (noise: {noise:.1%})"
+            cards.append((f"{kind} elbow", f"{np.median(shares):.1%}", note))
+    for key, label in (("zeroed", "zeroed by NVFP4"), ("swamped", "directions swamped")):
+        medians = {
+            kind: np.median(found)
+            for kind in KINDS
+            if (found := _values(result, kind, f"nvfp4_{key}"))
+        }
+        if medians:
+            worst = max(medians, key=lambda kind: medians[kind])
+            others = ", ".join(f"{kind} {medians[kind]:.0%}" for kind in medians if kind != worst)
+            note = f"{worst}, median of layers" + f" ({others})" * bool(others)
+            cards.append((label, f"{medians[worst]:.0%}", note))
+    first = next(iter(result.portraits.values()), {})
+    curves = {k: first[k]["alignment"] for k in KINDS[1:] if "alignment" in first.get(k, {})}
+    if curves:
+        rows, sequences = (
+            [f"{at_ratio(curve[f'by_{unit}'], 0.01):.2f}" for curve in curves.values()]
+            for unit in ("row", "sequence")
+        )
+        note = f"last FFN's {', '.join(curves)}; 1 % of sequences: {', '.join(sequences)}"
+        cards.append(("alignment from 1 % of rows", ", ".join(rows), note))
+    riskiest = max(result.lines, key=lambda name: np.nan_to_num(result.risk(name), nan=-1.0))
+    block, module = figures.place(riskiest)
+    cards.append(("riskiest layer", f"{result.risk(riskiest):.0%}", f"block {block}, {module}"))
+    return cards
+
+
+def _overview(page: Page, result: Analysis, draw: Callable) -> None:
+    page.section("All layers", RISK)
+    page.figure(
+        draw("risk", figures.risk_map, result.lines),
+        "Share of singular directions that the rounding error swamps, by block (rows) and layer: "
+        "direct NVFP4 above, Metis below.",
+    )
+    page.figure(
+        draw("all-spectra", figures.all_spectra, result.lines),
+        "Spectra of all layers, first blocks light, last ones dark; dots are elbows.",
+    )
+    if result.universality:
+        page.figure(
+            draw("universality", figures.universality, result.universality),
+            "Weight of the last FFN's output projection; f = k*/r, the elbow's share.",
+            wide=False,
+        )
+    if result.residuals:
+        page.section(
+            "Residual after training",
+            "A weight trained with Metis is stored as a low-rank part and a residual. If the "
+            "residual's spectrum is flat, anisotropy has not come back. The fair comparison is a "
+            "weight trained without Metis and freed of as many leading components.",
+        )
+        page.figure(
+            draw("residual-spectra", figures.residual_spectra, result.residuals),
+            "Each curve relative to its own largest singular value; dots are elbows.",
+        )
+
+
+def _portrait(page: Page, layer: str, data: dict[str, Any], draw: Callable) -> None:
+    notes = [f"{kind}: {part['note']}" for kind, part in data.items() if "note" in part]
+    block, module = figures.place(layer)
+    page.section(f"Block {block}: {module}", layer, *notes)
+    for name, part, make, caption in figures.PORTRAIT:
+        if any(part in tensor for tensor in data.values()):
+            keys = ("shape", "note", part, *(("magnitudes",) if part == "distortion" else ()))
+            shown = {
+                kind: {key: tensor[key] for key in keys if key in tensor}
+                for kind, tensor in data.items()
+            }
+            page.figure(draw(f"{name}.{layer}", make, shown), caption)
+
+
+def _table(page: Page, result: Analysis) -> None:
+    page.section("Layers by risk", RISK, "A click on a column's head sorts by it.")
+    rows = []
+    order = sorted(result.lines, key=lambda name: -np.nan_to_num(result.risk(name), nan=2.0))
+    for name in order:
+        risk = result.risk(name)
+        for kind, line in result.lines[name].items():
+            head = [Cell(name), number(risk, ".0%", shade=risk), Cell(kind)]
+            if "note" in line:
+                flagged = [Cell(line["note"], math.nan, 1.0), *[Cell("")] * (len(HEADER) - 4)]
+                rows.append([*head, *flagged])
+                continue
+            rows.append([*head, *_cells(line)])
+    page.table(HEADER, rows)
+
+
+def _cells(line: dict[str, Any]) -> list[Cell]:
+    def share(key: str, shade: bool = False) -> Cell:
+        value = line[key]
+        if value is None:
+            return Cell("none", math.nan)
+        return number(value, ".1%", shade=value if shade else 0.0)
+
+    return [
+        share("fraction"),
+        share("noise_fraction"),
+        share("energy"),
+        number(line["stable_rank"], ".1f"),
+        share("nvfp4_zeroed", shade=True),
+        number(line["nvfp4_sqnr_db"], ".1f"),
+        share("nvfp4_swamped", shade=True),
+        number(line["metis_sqnr_db"], ".1f"),
+        share("metis_swamped", shade=True),
+    ]
+
+
+def _method(result: Analysis) -> list[str]:
+    ranks = sorted(set(result.ranks.values()))
+    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    return [
+        "Elbow: the point of greatest curvature of the polygon (i / (r - 1), singular values "
+        "scaled to 0..1), sampled evenly in arc length and smoothed by 1 % of that length, or by "
+        "10 components if that is more. A matrix of independent normal entries has an elbow too: "
+        "its share stands beside every other, and a share alone is no evidence of anisotropy; the "
+        "energy that it holds is.",
+        f"Metis keeps {shown} directions apart. Quantizers are the schemes' own, in training mode.",
+        "Histograms show about 4 million elements of a larger matrix, in whole rows.",
+        "The table measures activations and gradients on the first 8 sequences, figures on at most "
+        "4096 rows, alignment on all. A matrix with both sides above 4096 is row-sampled to 4096, "
+        "for quantization in the table and for errors by index to 1280.",
+    ]

@@ -1,0 +1,272 @@
+"""Weight matrices of a checkpoint on disk, read from safetensors one at a time.
+
+A split weight of a Metis checkpoint is read as the four tensors stored and as the matrix that they
+represent. The model itself is never built: only its skeleton, on the meta device, which says which
+weights are those of linear layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
+
+from metis_hf.config import MetisConfig
+from metis_hf.experts import fused_weights
+from metis_hf.matching import select_modules
+from metis_hf.schemes import build_scheme
+from metis_hf.weights import SplitWeight
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SPLIT = ("u", "s", "vh", "weight_residual")
+# Two-dimensional weights that no GEMM multiplies, where the skeleton does not know them.
+_NO_LINEAR = re.compile(
+    r"embed|wte|wpe|position|norm|lm_head|router|(^|\.|_)gate$|relative_attention_bias", re.I
+)
+_LAST_FFN = re.compile(
+    r"down_proj|(mlp|ffn)\.(c_proj|fc2|w2|wo)|fc2|dense_4h_to_h|DenseReluDense\.wo|"
+    r"(?<!attention\.)output\.dense|experts\..*w2",
+)
+_KEY = re.compile(r"k_proj|\.key\b|c_attn|query_key_value|qkv_proj|SelfAttention\.k\b|qkv\b")
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as a checkpoint holds it.
+
+    Attributes:
+        name: of the layer.
+        weight: the matrix that it stands for, [o i], fp32.
+        parts: u [o k], s [k], vh [k i], residual [o i] of a split weight, fp32; else None.
+        form: how the parts make the weight.
+        scheme: the scheme that the parts were trained in.
+    """
+
+    name: str
+    weight: Tensor
+    parts: tuple[Tensor, ...] | None = None
+    form: SplitWeight | None = None
+    scheme: str | None = None
+
+    def rows(self, index: Tensor) -> StoredWeight:
+        """The same with some of the rows only."""
+        parts = self.parts
+        if parts is not None:
+            parts = (parts[0][index], *parts[1:3], parts[3][index])
+        return replace(self, weight=self.weight[index], parts=parts)
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The stored residual [o i] of a split weight."""
+        return None if self.parts is None else self.parts[-1]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a layer's weight is: tensor name, whether it is stored [i o], index of an expert."""
+
+    key: str
+    transposed: bool = False
+    expert: int | None = None
+
+
+class WeightSource:
+    """The linear layers of a checkpoint by name, and their weights one by one.
+
+    Args:
+        checkpoint: a directory that `save_pretrained` wrote, or the name of a hub repository.
+
+    Raises:
+        FileNotFoundError: no such directory, no safetensors in it, or a shard is missing.
+        ValueError: no linear layer in it.
+    """
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        self.checkpoint = str(checkpoint)
+        self.config: Any = AutoConfig.from_pretrained(self.file("config.json"))
+        stored = getattr(self.config, "quantization_config", None) or {}
+        stored = stored if isinstance(stored, dict) else stored.to_dict()
+        method = stored.get("quant_method")
+        if method not in (None, MetisConfig.quant_method):
+            raise ValueError(
+                f"{checkpoint} is quantized by {method!r}; spectra need the weights themselves. "
+                "Give the checkpoint that it was made from"
+            )
+        self.metis = MetisConfig.from_dict(stored) if method else None
+        self._files = self._tensor_files()
+        self._places = dict(self._find())
+        if not self._places:
+            raise ValueError(f"{checkpoint} has no weight of a linear layer; nothing to analyze")
+
+    @property
+    def names(self) -> list[str]:
+        """Layers, in the order of the model."""
+        return list(self._places)
+
+    def file(self, name: str) -> Path:
+        """A file of the checkpoint, from the directory or from the hub's cache.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        folder = Path(self.checkpoint)
+        if folder.is_dir() or folder.is_absolute() or self.checkpoint.startswith("."):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"{folder} has no {name}; give a directory that save_pretrained wrote, or the "
+                    "name of a hub repository"
+                )
+            return folder / name
+        try:
+            found = cached_file(self.checkpoint, name)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{self.checkpoint!r} is no directory, and {name} of a hub repository of that name "
+                f"cannot be had: {str(error).splitlines()[0]}"
+            ) from error
+        assert found is not None
+        return Path(found)
+
+    def load(self, name: str) -> StoredWeight:
+        """Reads one layer's weight; nothing of it stays here.
+
+        Raises:
+            FileNotFoundError: a shard that the index names is missing.
+        """
+        place = self._places[name]
+        if not place.key.endswith(_SPLIT[-1]):
+            weight = self._read(place.key, place.expert)
+            return StoredWeight(name, weight.T.contiguous() if place.transposed else weight)
+        base = place.key.removesuffix(_SPLIT[-1])
+        parts = tuple(self._read(base + part) for part in _SPLIT)
+        config = (self.metis or MetisConfig()).for_layer(name)
+        out_features, in_features = parts[-1].shape
+        scheme = build_scheme(config, in_features, out_features)
+        gain = (out_features * in_features) ** -0.5 if scheme.unit_rms else 1.0
+        form = SplitWeight(scheme.compensated, gain)
+        return StoredWeight(name, form.dense(parts), parts, form, config.scheme)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(out_features, in_features) of a layer, without reading its weight."""
+        place = self._places[name]
+        rows, columns = self._shape(place.key)[-2:]
+        return (columns, rows) if place.transposed else (rows, columns)
+
+    def _read(self, key: str, index: int | None = None) -> Tensor:
+        with safe_open(self._files[key], "pt") as tensors:
+            if index is None:
+                return tensors.get_tensor(key).float()
+            return tensors.get_slice(key)[index].float()
+
+    def _tensor_files(self) -> dict[str, Path]:
+        """Tensor name -> the file that holds it."""
+        try:
+            index = self.file(INDEX)
+        except FileNotFoundError:
+            try:
+                path = self.file(SINGLE)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"{self.checkpoint} has neither {SINGLE} nor {INDEX}; weights are streamed "
+                    "from safetensors. Save it anew with save_pretrained"
+                ) from error
+            with safe_open(path, "pt") as tensors:
+                return dict.fromkeys(tensors.keys(), path)
+        shards = json.loads(index.read_text())["weight_map"]
+        paths = {shard: self.file(shard) for shard in sorted(set(shards.values()))}
+        return {key: paths[shard] for key, shard in shards.items()}
+
+    def _find(self) -> Iterator[tuple[str, _Place]]:
+        """(layer, place) of every weight of a linear layer, in the order of the model."""
+        skeleton = _skeleton(self.config)
+        linears, known = _linear_layers(skeleton)
+        found: dict[str, _Place] = {}
+        for key in self._files:
+            base, _, part = key.rpartition(".")
+            name = _in_model(base, known, getattr(skeleton, "base_model_prefix", ""))
+            if part == _SPLIT[-1]:
+                found[name] = _Place(key)
+            elif part == "weight" and (name in linears or (name not in known and self._is_2d(key))):
+                if name in linears or not _NO_LINEAR.search(name):
+                    found[name] = _Place(key, transposed=linears.get(name, False))
+            elif (whole := _in_model(key, linears, "")) in linears:
+                for expert in range(self._shape(key)[0]):
+                    found[f"{whole}.{expert}"] = _Place(key, linears[whole], expert)
+        order = {name: position for position, name in enumerate(known)}
+        return iter(sorted(found.items(), key=lambda item: _position(item[0], order)))
+
+    def _shape(self, key: str) -> list[int]:
+        with safe_open(self._files[key], "pt") as tensors:
+            return tensors.get_slice(key).get_shape()
+
+    def _is_2d(self, key: str) -> bool:
+        return len(self._shape(key)) == 2
+
+
+def _skeleton(config: Any) -> nn.Module | None:
+    """The model without memory, or None where transformers does not know its class."""
+    cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if cls is None:
+        return None
+    with torch.device("meta"):
+        return cls(config)
+
+
+def _linear_layers(skeleton: nn.Module | None) -> tuple[dict[str, bool], dict[str, None]]:
+    """(layers that conversion would take: name -> stored [i o]; names of all modules)."""
+    if skeleton is None:
+        return {}, {}
+    modules = dict(skeleton.named_modules())
+    selection = select_modules(skeleton, MetisConfig())
+    linears = {name: isinstance(modules[name], Conv1D) for name in selection.linears}
+    for name in selection.experts:
+        owner, _, weight = name.rpartition(".")
+        if weight in fused_weights(modules[owner]):
+            linears[name] = bool(modules[owner].is_transposed)
+    return linears, dict.fromkeys([*modules, *linears])
+
+
+def _in_model(base: str, known: dict[str, Any], prefix: str) -> str:
+    """A checkpoint's name for a module as the model's: the base model's prefix may differ."""
+    if base in known:
+        return base
+    others = (f"{prefix}.{base}", base.removeprefix(f"{prefix}."))
+    return next((name for name in others if name in known), base)
+
+
+def _position(name: str, order: dict[str, int]) -> tuple:
+    """Sorts by place in the model; indices as numbers, what the skeleton lacks by its parent."""
+    parent, tail = name, ""
+    while parent and parent not in order:
+        parent, _, last = parent.rpartition(".")
+        tail = f"{last}.{tail}"
+    digits = [part.zfill(6) if part.isdigit() else part for part in tail.split(".")]
+    return order.get(parent, len(order)), digits
+
+
+def portrait_layers(names: list[str]) -> list[str]:
+    """The layers that the paper shows: last and first FFN output, last and first attention key.
+
+    The last FFN comes first. Where names tell neither, the last and the first layer.
+    """
+    chosen = []
+    for pattern in (_LAST_FFN, _KEY):
+        matching = [name for name in names if pattern.search(name)]
+        chosen += [matching[-1], matching[0]] if matching else []
+    return list(dict.fromkeys(chosen or [names[-1], names[0]]))
+
+
+def last_ffn(names: list[str]) -> str:
+    """The output projection of the last FFN, or the last layer where names do not tell."""
+    return portrait_layers(names)[0]
