@@ -22,7 +22,7 @@ from metis_hf.health import LayerProbe, group_means, nonfinite_layers, split_hea
 from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.model import metis_layers
 from metis_hf.noise_monitor import noise_ratios
-from metis_hf.refresh import check_engine, refresh
+from metis_hf.refreshing import check_engine, refresh
 from metis_hf.resume import ResumeGuard
 from metis_hf.run_record import (
     HEALTH_FILE,

@@ -13,17 +13,19 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import nn
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
     register_quantization_config,
     register_quantizer,
 )
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from metis_hf.config import MetisConfig
-from metis_hf.model import get_metis_model, metis_layers
+
+# metis_hf.model is imported where it is used: this module is imported by `registration` while
+# transformers' quantizers are, and models import those.
 
 
 class MetisConfigLoader(QuantizationConfigMixin):
@@ -39,12 +41,16 @@ class MetisLoader(HfQuantizer):
     """Converts a model on its way through from_pretrained."""
 
     def _process_model_before_weight_loading(self, model, **kwargs):
+        from metis_hf.model import get_metis_model
+
         if self.pre_quantized:
             get_metis_model(model, self.quantization_config)
             _check_shapes(model, kwargs.get("checkpoint_files") or ())
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        from metis_hf.model import get_metis_model
+
         if self.pre_quantized:
             _check_complete(model)
         else:
@@ -73,6 +79,8 @@ class MetisLoader(HfQuantizer):
 
 def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
     """Refuses factors of another rank by name; transformers would only log which ones they are."""
+    from metis_hf.model import metis_layers
+
     expected = {
         f"{name}.{key}": tuple(param.shape)
         for name, layer in metis_layers(model)
@@ -97,6 +105,7 @@ def _check_complete(model: nn.Module) -> None:
 
     transformers marks the parameters that it loads. A way of loading that marks none is left alone.
     """
+    from metis_hf.model import metis_layers
 
     def loaded(param: nn.Parameter) -> bool:
         return getattr(param, "_is_hf_initialized", False)

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
         "schemes",
         "token_mask",
     },
-    "refresh": {"linear", "model"},
+    "refreshing": {"linear", "model"},
     "precision": {"config", "linear", "model", "schemes"},
     "lora": {"linear", "model"},
     "trainer": {"callback", "linear", "model"},
@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "linear",
         "model",
         "noise_monitor",
-        "refresh",
+        "refreshing",
         "resume",
         "run_record",
     },
@@ -165,14 +165,15 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "callback",
         "config",
-        "hub",
         "linear",
         "model",
         "precision",
-        "refresh",
+        "refreshing",
+        "registration",
         "schemes",
         "trainer",
     },
+    "registration": {"hub"},
 }
 
 
@@ -208,3 +209,34 @@ def test_import_is_light():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_from_pretrained_registers_without_a_model_imported(tmp_path):
+    """transformers' quantizers are not imported with metis_hf, and know it once they are."""
+    import transformers
+
+    from metis_hf import MetisConfig, get_metis_model
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    get_metis_model(model, MetisConfig()).save_pretrained(tmp_path)
+    code = (
+        "import sys, torch, transformers, metis_hf\n"
+        "heavy = ['transformers.quantizers.auto', 'transformers.modeling_utils', 'peft']\n"
+        "assert not [name for name in heavy if name in sys.modules]\n"
+        "import importlib.util\n"
+        "importlib.util.find_spec('transformers.quantizers.auto')  # a look is no import\n"
+        "assert type(metis_hf.MetisConfig()).__name__ == 'MetisConfig'\n"
+        f"model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        "print(len(list(metis_hf.metis_layers(model))), callable(metis_hf.refresh))\n"
+        "from transformers.quantizers import auto\n"
+        "assert 'metis' in auto.AUTO_QUANTIZER_MAPPING\n"
+        "spec = importlib.util.find_spec('transformers.quantizers.auto')\n"
+        "assert spec.loader is auto.__loader__ and 'metis_hf' not in type(spec.loader).__module__\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "7 True"

@@ -24,7 +24,7 @@ from metis_hf import (
     scheme_names,
     to_dense,
 )
-from metis_hf.refresh import refresh_layer
+from metis_hf.refreshing import refresh_layer
 from metis_hf.schemes import Scheme, base
 
 # fp32 rounding of u s vh + residual, relative to the largest logit.

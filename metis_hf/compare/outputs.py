@@ -63,7 +63,8 @@ def describe(plan: Plan, results: Sequence[SchemeResult]) -> str:
     """The comparison in a line: size, tokens, seeds, data."""
     parameters = results[0].parameters
     data = "Python's standard library" if plan.data is None else Path(plan.data).name
-    seeds = f"{len(plan.seeds)} seed{'s' * (len(plan.seeds) > 1)}"
+    count = len({result.seed for result in results})
+    seeds = f"{count} seed{'s' * (count > 1)}"
     return (
         f"{plan.experiment.model['model_type']} with {_human(parameters)} parameters, "
         f"{_human(plan.tokens)} tokens of {data}, {seeds}"
