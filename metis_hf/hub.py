@@ -125,9 +125,7 @@ def _check_complete(model: nn.Module) -> None:
         )
 
 
-def register() -> None:
-    """Makes transformers know quant_method "metis"; does nothing the second time."""
-    if MetisConfig.quant_method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(MetisConfig.quant_method)(MetisConfigLoader)
-    if MetisConfig.quant_method not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(MetisConfig.quant_method)(MetisLoader)
+if MetisConfig.quant_method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(MetisConfig.quant_method)(MetisConfigLoader)
+if MetisConfig.quant_method not in AUTO_QUANTIZER_MAPPING:
+    register_quantizer(MetisConfig.quant_method)(MetisLoader)

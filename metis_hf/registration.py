@@ -24,9 +24,7 @@ def register_on_import() -> None:
 
 
 def _register() -> None:
-    from metis_hf.hub import register
-
-    register()
+    import metis_hf.hub  # noqa: F401  registers at its end, also where it is being imported now
 
 
 class _Finder(MetaPathFinder):

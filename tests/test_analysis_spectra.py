@@ -184,7 +184,7 @@ def test_removed_components(rank, removed):
 
 
 def test_residual_data_of_a_spike():
-    sigma = np.r_[1000.0, np.full(63, 1.0)]
+    sigma = np.r_[1000.0, 100.0, np.full(62, 1.0)]
     x = with_spectrum(64, 96, sigma).float()
     data = distributions.residual_data(x, Svd.of(x))
     assert data["removed"] == 2

@@ -22,7 +22,9 @@ from typer.testing import CliRunner
 from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_model, metis_layers
 from metis_hf.callback import HEALTH_FILE
 from metis_hf.noise_monitor import find_crossing, noise_ratios
-from metis_hf.run_report import cli, read_run, write_report
+from metis_hf.run_report import cli
+from metis_hf.run_report.page import write_report
+from metis_hf.run_report.read import read_run
 from metis_hf.run_report import page as report_page
 from metis_hf.run_report.heatmaps import PANELS, grid, order_layers, short_names
 from metis_hf.run_report.page import run_page
