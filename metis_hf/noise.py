@@ -17,7 +17,7 @@ from torch import Tensor
 
 _FINGERPRINT_SAMPLES = 256
 _MASK32 = 0xFFFFFFFF
-_CACHED_INDICES = 1 << 22  # 16 MB of int32; longer tensors hash their indices anew
+_LANES = 16  # consecutive elements of a row that share the first half of the hash
 # Multipliers of the "lowbias32" integer hash (C. Wellons, hash-prospector), as signed int32.
 _M1 = 0x7FEB352D
 _M2 = 0x846CA68B - (1 << 32)
@@ -48,6 +48,17 @@ def key_of(*parts: int | str) -> Key:
     return Key(_mix(zlib.crc32(repr(parts).encode())))
 
 
+def as_key(key: Key | int | None) -> Key:
+    """A key from what callers may give for one.
+
+    Raises:
+        ValueError: None.
+    """
+    if key is None:
+        raise ValueError("stochastic rounding needs a noise key; pass key=...")
+    return Key(key) if isinstance(key, int) else key
+
+
 def _mix(h: int) -> int:
     """lowbias32 on a Python int."""
     h = ((h ^ h >> 16) * _M1) & _MASK32
@@ -58,6 +69,13 @@ def _mix(h: int) -> int:
 def _signed(h: int) -> int:
     """The same 32 bits as a number that int32 arithmetic accepts."""
     return (h & _MASK32) - ((h & 0x80000000) << 1)
+
+
+def _hash(h: Tensor) -> Tensor:
+    """lowbias32, in place."""
+    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
+    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -72,54 +90,92 @@ def fingerprint(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
     # An odd stride does not fall in step with a power-of-two row length.
     sample = flat[:: flat.numel() // _FINGERPRINT_SAMPLES | 1].float().view(torch.int32)
-    h = sample ^ _hashed_indices(sample.numel(), x.device)
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
-    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
-    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).sum(dtype=torch.int32)
+    return _hash(sample ^ _hashed_indices(sample.numel(), x.device)).sum(dtype=torch.int32)
 
 
 def _index_hash(count: int, device: torch.device) -> Tensor:
     """lowbias32(index), int32 [count]."""
-    dtype = torch.int32 if count < 2**31 else torch.int64
-    h = torch.arange(count, device=device, dtype=dtype).to(torch.int32)
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
-    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
-    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
+    return _hash(torch.arange(count, device=device, dtype=torch.int32))
 
 
 @functools.lru_cache(maxsize=8)
 def _cached_index_hash(device: torch.device) -> Tensor:
-    return _index_hash(_CACHED_INDICES, device)
+    return _index_hash(2 * _FINGERPRINT_SAMPLES, device)
 
 
 def _hashed_indices(count: int, device: torch.device) -> Tensor:
-    """`_index_hash`, from the cache where there is one; do not write to it."""
+    """`_index_hash` of few indices, from a cache; do not write to it."""
     # torch.compile would trace through a cache, with a warning; in a graph hashing is cheap.
-    if count > _CACHED_INDICES or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return _index_hash(count, device)
     return _cached_index_hash(device)[:count]
 
 
+def lane_hashes(device: torch.device) -> Tensor:
+    """What tells the 16 elements of a block apart: int32 [16]; do not write to it."""
+    return _hashed_indices(_LANES, device)
+
+
+def static_words(key: Key) -> tuple[int, int]:
+    """The host's part of a key as two signed 32-bit words."""
+    return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))
+
+
+def block_hashes(count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor) -> Tensor:
+    """One hash per block of 16 elements, of (key, index of the block).
+
+    Args:
+        count: blocks.
+        words: `static_words` of the key, as integers or 0-dim int32 tensors.
+        data: the key's 0-dim int32 tensor; 0 for a key without.
+
+    Returns:
+        int32 [count].
+    """
+    first = _hash(data + words[0])
+    # A second word, far away where two keys' first words are close: else the streams of such keys
+    # would be one stream, shifted.
+    second = _hash(first + words[1])
+    index = torch.arange(count, device=data.device, dtype=torch.int32)
+    return _hash(index.add_(first)).add_(second)
+
+
+def element_bits(blocks: Tensor, lanes: Tensor) -> Tensor:
+    """32 bits for each element, the upper 24 for use, from the hash of its block and its lane."""
+    h = (blocks ^ lanes).mul_(_M1)
+    return h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
+
+
+def to_uniform(bits: Tensor) -> Tensor:
+    """int32 -> fp32, uniform on the multiples of 2^-24 in [0, 1)."""
+    return bits.bitwise_right_shift(8).float().mul_(2.0**-24).add_(0.5)
+
+
 def random_bits(count: int, key: Key | int, device: torch.device | str | None = None) -> Tensor:
-    """`count` hashed 32-bit integers (int32) of (key, index); the upper bits are the best."""
+    """`count` hashed 32-bit integers (int32) of (key, index); the upper 24 bits are the noise."""
     device = torch.device(device or "cpu")
-    key = Key(key) if isinstance(key, int) else key
-    h = _hashed_indices(count, device) + _signed(_mix(key.static))
-    if key.data is not None:
-        h.bitwise_xor_(key.data)
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
-    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))
-    # The key enters again, between the rounds: else two keys would give permuted copies.
-    return h.add_(_signed(_mix(key.static ^ 0x5BD1E995))).mul_(_M2)
+    key = as_key(key)
+    data = key.data
+    if data is None:
+        data = torch.zeros((), dtype=torch.int32, device=device)
+    blocks = block_hashes(-(-count // _LANES), static_words(key), data)
+    return element_bits(blocks[:, None], lane_hashes(device)).view(-1)[:count]
 
 
 def uniform(
     shape: torch.Size | tuple[int, ...], key: Key | int, device: torch.device | str | None = None
 ) -> Tensor:
-    """fp32 noise, uniform on the multiples of 2^-24 in [0, 1); row-major index order."""
+    """fp32 noise, uniform on the multiples of 2^-24 in [0, 1).
+
+    An element's noise depends on the key, its row, and its place in the row (the last dimension):
+    rows are as good as padded to a multiple of 16.
+    """
     size = torch.Size(shape)
-    bits = random_bits(size.numel(), key, device)
-    return bits.bitwise_right_shift_(8).float().mul_(2.0**-24).add_(0.5).view(size)
+    width = size[-1] if size else 1
+    padded = -(-width // _LANES) * _LANES
+    rows = size.numel() // width if width else 0
+    u = to_uniform(random_bits(rows * padded, key, device))
+    return u.view(rows, padded)[:, :width].reshape(size)
 
 
 def key_from_generator(generator: torch.Generator | None, device: torch.device) -> Key:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics import kernels
 from metis_hf.numerics.formats import (
     NVFP4,
     SCALE_FP32,
     BlockFormat,
     get_format,
 )
-from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
+from metis_hf.numerics.layout import Tile, block_dims, to_blocks
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
     ScaleRounding,
@@ -121,21 +122,33 @@ class Quantizer:
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
 
-    def __call__(self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None) -> Tensor:
-        """Fake-quantizes: fp32, the shape of `x`.
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        dim: int = -1,
+        key: noise.Key | int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Fake-quantizes: the shape of `x`, rounded from fp32 to `dtype` at the end.
 
         Args:
             x: any shape and float dtype.
             dim: the dimension that row blocks run along; other tiles do not use it.
             key: noise key, for stochastic rounding only.
+            dtype: of the result.
         """
         if x.numel() == 0:
-            return x.float()
-        blocks = self.blocks(x, dim=dim, key=key)
-        return from_blocks(blocks.values(), x.shape, self.tile, dim)
+            return x.to(dtype)
+        return kernels.fake_quantize(x, self, dim=dim, key=key, dtype=dtype)[0]
 
     def unscaled(
-        self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = -1,
+        key: noise.Key | int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor | None]:
         """Like `__call__`, with the tensor scale apart: (code * block scale, global scale).
 
@@ -144,10 +157,8 @@ class Quantizer:
         scales to its output.
         """
         if x.numel() == 0:
-            return x.float(), None
-        blocks = self.blocks(x, dim=dim, key=key)
-        values = blocks._replace(global_scale=None).values()
-        return from_blocks(values, x.shape, self.tile, dim), blocks.global_scale
+            return x.to(dtype), None
+        return kernels.fake_quantize(x, self, dim=dim, key=key, dtype=dtype, scaled=False)
 
     def blocks(self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None) -> Blocks:
         """Quantizes `x` (not empty), laid out in blocks."""
@@ -159,9 +170,7 @@ class Quantizer:
         if self.rounding is Rounding.NEAREST:
             codes = round_nearest(y, element)
         else:
-            if key is None:
-                raise ValueError("stochastic rounding needs a noise key; pass key=...")
-            u = to_blocks(noise.uniform(x.shape, key, x.device), self.tile, size, dim)
+            u = to_blocks(noise.uniform(x.shape, noise.as_key(key), x.device), self.tile, size, dim)
             codes = round_stochastic(y, element, u)
         return Blocks(codes, scale, None if tensor is None else tensor.decode)
 
@@ -220,7 +229,7 @@ def _choice(kind: type[enum.Enum], name: str, value: object) -> enum.Enum:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, quantizer: Quantizer, dim: int, key: noise.Key | None) -> Tensor:
-        return quantizer(x, dim=dim, key=key).to(x.dtype)
+        return quantizer(x, dim=dim, key=key, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

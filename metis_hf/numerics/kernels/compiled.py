@@ -1,0 +1,186 @@
+"""The formulation through Inductor: C++ with OpenMP on CPU, Triton on GPU.
+
+Each variant is traced once with free sizes and compiled ahead of time, without Dynamo: a call
+checks no guards, nothing is ever compiled again because a batch changed, and calls of several
+threads do not meet. Compiled code is kept on disk by Inductor, so that a later process takes a
+fraction of a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf import noise
+from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Variant, fake_quantize
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Sizes that code is generated for; those of a call are free. Large: small ones would give code
+# without threads.
+_ROWS, _COLUMNS = 4096, 64
+_MAX_CACHED_KEYS = 4096
+
+
+class Program(NamedTuple):
+    """What one compilation is for."""
+
+    variant: Variant
+    ndim: int
+    dtype: torch.dtype
+    device: torch.device
+    threads: int  # generated C++ starts a fixed number of them
+
+
+class CompilationError(RuntimeError):
+    """The compiler, or torch's way to it, failed."""
+
+
+_kernels: dict[Program, Callable[..., tuple[Tensor, ...]]] = {}
+_seconds: dict[Program, float] = {}
+_lock = threading.Lock()
+
+
+def compile_seconds() -> dict[Program, float]:
+    """What this process has compiled, and how long each took (from Inductor's cache: little)."""
+    return dict(_seconds)
+
+
+def missing(device: torch.device) -> str | None:
+    """What compiling for this device lacks; None if nothing."""
+    if device.type == "cuda":
+        return (
+            None if _has_triton() else "the package triton, which comes with CUDA builds of torch"
+        )
+    if device.type != "cpu":
+        return f"a code generator that is known to give equal results on {device.type!r} devices"
+    return (
+        None
+        if _cpp_compiler()
+        else (
+            "a C++ compiler (none of $CXX, g++, clang++ is found); install one, "
+            'for example with "apt-get install g++" or "conda install cxx-compiler"'
+        )
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
+@functools.cache
+def _cpp_compiler() -> str | None:
+    candidates = [os.environ.get("CXX", ""), "g++", "clang++", "cl"]
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+
+
+def run(x: Tensor, variant: Variant, key: noise.Key | None) -> tuple[Tensor, ...]:
+    """`formulation.fake_quantize`, compiled."""
+    threads = torch.get_num_threads() if x.device.type == "cpu" else 0
+    program = Program(variant, x.dim(), x.dtype, x.device, threads)
+    kernel = _kernels.get(program)
+    if kernel is None:
+        kernel = _compile(program)
+    if key is None:
+        return kernel(x)
+    return kernel(x, *noise_of(key, x.device))
+
+
+def noise_of(key: noise.Key, device: torch.device) -> Noise:
+    """The key as tensors on `device`."""
+    words, zero = _static_words(key.static, device)
+    return Noise(words, zero if key.data is None else key.data, noise.lane_hashes(device))
+
+
+def traced_noise(key: noise.Key, device: torch.device) -> Noise:
+    """The same inside a graph that is being traced: no caches, and the words are constants."""
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    words = torch.tensor(noise.static_words(key), dtype=torch.int32, device=device)
+    return Noise(words, zero if key.data is None else key.data, noise.lane_hashes(device))
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED_KEYS)
+def _static_words(static: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Kept: a copy to a GPU for each call would cost more than the kernel, and break CUDA graphs.
+    words = torch.tensor(noise.static_words(noise.Key(static)), dtype=torch.int32)
+    return words.to(device), torch.zeros((), dtype=torch.int32, device=device)
+
+
+def _compile(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+    with _lock:
+        if program in _kernels:
+            return _kernels[program]
+        started = time.perf_counter()
+        try:
+            kernel = _build(program)
+        except Exception as error:
+            raise CompilationError(f"compiling a quantizer failed: {error}") from error
+        _seconds[program] = time.perf_counter() - started
+        _kernels[program] = kernel
+        return kernel
+
+
+def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+    # Imported here: they take a second, and most uses of the package compile nothing.
+    import torch._inductor
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    variant, device = program.variant, program.device
+
+    def traced(x: Tensor, *source: Tensor) -> tuple[Tensor, ...]:
+        return fake_quantize(x, variant, Noise(*source) if source else None)
+
+    sizes = (_ROWS, BLOCK) if program.ndim == 2 else (_ROWS, BLOCK, _COLUMNS, BLOCK)
+    examples: list[Any] = [torch.empty(sizes, dtype=program.dtype, device=device)]
+    if variant.stochastic:
+        examples += noise_of(noise.Key(0), device)
+    # No size is taken for a constant because it is 0, 1, or that of another dimension.
+    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def fake(index: int, example: Tensor) -> Tensor:
+        free = (0, 2) if index == 0 else ()
+        dynamic = [
+            DimDynamic.DYNAMIC if dim in free else DimDynamic.STATIC for dim in range(example.dim())
+        ]
+        return mode.from_tensor(
+            example,
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),
+            source=ConstantSource(f"argument{index}"),
+        )
+
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        fakes = [fake(index, example) for index, example in enumerate(examples)]
+        with mode:
+            graph = make_fx(traced)(*fakes)
+        _refuse_fixed_sizes(shapes)
+        return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_graph")
+
+
+def _refuse_fixed_sizes(shapes: ShapeEnv) -> None:
+    """Tracing must not have taken a size for a constant: nothing checks sizes at a call."""
+    import sympy
+
+    fixed = [str(guard.expr) for guard in shapes.guards if isinstance(guard.expr, sympy.Eq)]
+    if fixed:
+        raise RuntimeError(f"this version of torch fixed sizes while tracing: {', '.join(fixed)}")
