@@ -23,12 +23,10 @@ from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_mo
 from metis_hf.callback import HEALTH_FILE
 from metis_hf.noise_monitor import find_crossing, noise_ratios
 from metis_hf.run_report import cli
-from metis_hf.run_report.page import write_report
-from metis_hf.run_report.read import read_run
 from metis_hf.run_report import page as report_page
 from metis_hf.run_report.heatmaps import PANELS, grid, order_layers, short_names
-from metis_hf.run_report.page import run_page
-from metis_hf.run_report.read import events
+from metis_hf.run_report.page import run_page, write_report
+from metis_hf.run_report.read import events, read_run
 
 STEPS = 12
 MEASURED = [1, 3, 6, 9, 12]
