@@ -41,8 +41,6 @@ ENVIRONMENT = "METIS_KERNELS"
 # millisecond.
 _WORTH_COMPILING = 1 << 15
 _MAX_ELEMENTS = 2**31 - 1  # kernels count in 32 bits
-# benchmarks/quantizers.py: reference over compiled, fp32 4096 x 1024, one core.
-_REFERENCE_SLOWER = "6 to 10"  # nearest, stochastic
 
 _chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
 _warned: set[str] = set()
@@ -190,7 +188,6 @@ def _warn_slow(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(
-            f"quantizers run uncompiled, about {_REFERENCE_SLOWER} times slower, with equal "
-            f"results: {reason}",
+            f"quantizers run uncompiled, several times slower, with equal results: {reason}",
             stacklevel=4,
         )
