@@ -31,9 +31,10 @@ def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
-def _colors(results: Sequence[SchemeResult]) -> dict[str, str]:
-    others = [r.scheme for r in results if r.scheme != CONTROL]
-    return {CONTROL: "black"} | {s: COLORS[i % len(COLORS)] for i, s in enumerate(others)}
+def scheme_colors(names: Sequence[str]) -> dict[str, str]:
+    """A color for each scheme or variant, in their order; black for the control."""
+    others = [name for name in names if name != CONTROL]
+    return {CONTROL: "black"} | {name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
@@ -47,7 +48,7 @@ def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     """Training loss by step, and below it the gap to the control in percent, on equal batches."""
     figure, axes = figure_axes(2, 1, (8, 7), sharex=True, height_ratios=[3, 2])
     (top,), (bottom,) = axes
-    colors = _colors(results)
+    colors = scheme_colors([r.scheme for r in results])
     control = next((r for r in results if r.scheme == CONTROL), None)
     span = max(1, len(results[0].history) // 20)
     ends, labels = [], []
@@ -105,7 +106,7 @@ def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[in
 def plot_spectra(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     """Spectral health over training: a row per tensor, a column per statistic."""
     figure, axes = figure_axes(len(TENSORS), len(HEALTH_PANELS), (16, 8), sharex=True)
-    colors = _colors(results)
+    colors = scheme_colors([r.scheme for r in results])
     for row, tensor in zip(axes, TENSORS):
         for axis, (stat, label) in zip(row, HEALTH_PANELS):
             for result in results:

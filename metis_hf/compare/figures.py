@@ -9,12 +9,7 @@ from pathlib import Path
 
 from metis_hf.compare.statistics import Summary
 from metis_hf.experiment import CONTROL, SchemeResult
-from metis_hf.plots import COLORS, figure_axes, smooth, spread
-
-
-def _colors(names: Sequence[str]) -> dict[str, str]:
-    others = [name for name in names if name != CONTROL]
-    return {CONTROL: "black"} | {name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}
+from metis_hf.plots import figure_axes, scheme_colors, smooth, spread
 
 
 def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[list[float]]]]:
@@ -47,7 +42,7 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
     (top,), (bottom,) = axes
     by_name = curves(results)
-    colors = _colors(list(by_name))
+    colors = scheme_colors(list(by_name))
     span = max(1, max(len(steps) for steps, _ in by_name.values()) // 20)
     labels, ends = [], []
     for name, (steps, losses) in by_name.items():
@@ -111,7 +106,7 @@ def plot_gaps(summaries: Sequence[Summary], results: Sequence[SchemeResult], pat
     shown = [s for s in summaries if s.gap is not None]
     figure, axes = figure_axes(1, 1, (8, 1.3 + 0.42 * len(shown)))
     axis = axes[0][0]
-    colors = _colors([s.name for s in summaries])
+    colors = scheme_colors([s.name for s in summaries])
     base = {r.seed: r.loss for r in results if r.scheme == CONTROL}
     for place, summary in enumerate(reversed(shown)):
         assert summary.gap is not None
