@@ -1,8 +1,9 @@
 """What one converted layer costs a micro-batch: FLOPs by kind, and what its quantizers move.
 
 Formulas follow the code that they price (`gemm`, `operands`, `weights`, `transforms.spectral`) and
-are held to it by tests. A multiplication with addition counts as 2 FLOPs, so [a b] @ [b c] costs
-2abc (Golub & Van Loan, Matrix Computations, section 1.2). Planning whole runs is in `planning`.
+are held to it by tests; what layers that read one tensor share is counted for each of them. A
+multiplication with addition counts as 2 FLOPs, so [a b] @ [b c] costs 2abc (Golub & Van Loan,
+Matrix Computations, section 1.2). Planning whole runs is in `planning`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     if scheme.wgrad_grad_output is not None:
         cost += _matrix_cost(scheme.wgrad_grad_output, tokens, o)
     if scheme.wgrad_input is not None:
-        cost += _matrix_cost(scheme.wgrad_input, tokens, i)
+        cost += _matrix_cost(scheme.wgrad_input, tokens, i)  # quantized in forward
+    cost += _decoding_cost(scheme.resolve(Role.WGRAD_INPUT)[1], tokens, i)
     if isinstance(layer, MetisLinear):
         # weights.SplitWeight.gradients: dw @ vh^T and u^T @ dw, with u and vh quantized anew
         k = layer.rank
@@ -158,6 +160,14 @@ def _spectral_cost(split: Spectral, quantizer: Quantizer, t: int, c: int) -> Lay
         low_rank=2.0 * products * t * c * k + 2.0 * t * c,  # and one subtraction, one addition
     )
     return cost + _quantizers_cost(quantizer, (t, c), (t, k), (k, c))
+
+
+def _decoding_cost(operand: Operand, t: int, c: int) -> LayerCost:
+    """Putting together again what was saved of x [t c]: its low-rank part. Codes cost little."""
+    conditioner = operand.conditioner
+    if operand.quantizer is None or not isinstance(conditioner, Spectral):
+        return LayerCost()
+    return LayerCost(low_rank=2.0 * t * c * min(conditioner.rank, t, c))
 
 
 def _quantizers_cost(quantizer: Quantizer | None, *shapes: tuple[int, int]) -> LayerCost:

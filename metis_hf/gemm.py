@@ -6,12 +6,16 @@
 
 Quantizers are straight-through, so dw reaches the stored parameters by the chain rule through
 w_hat alone. Parameters are saved, never their quantized copies: w_hat is made again in backward.
+Of x its codes and scales are saved, from which backward has x_hat to the bit; see `SavedInput`.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from metis_hf.noise import Key, fingerprint
+from metis_hf.operands import Encoded, Operand
 from metis_hf.schemes.base import Role, Scheme
 from metis_hf.weights import WeightForm
 
@@ -26,22 +31,66 @@ from metis_hf.weights import WeightForm
 class CallKeys:
     """Noise keys of one forward call and its backward: role -> key.
 
-    Weights: (layer key, role, weight). Activations and gradients: also the input. Equal tensors
-    give equal noise, so a recomputed forward pass repeats the original exactly.
+    Weights: (layer key, role, weight). Gradients: also the input. Activations: (input key, role,
+    input), so that layers that read one tensor quantize it alike, as one wide GEMM would. Equal
+    tensors give equal noise, so a recomputed forward pass repeats the original exactly.
 
     Args:
         layer_key: of config seed, layer name and process rank.
         x: the input of the call.
         weight: the stored weight (the residual of a split one).
+        input_key: of config seed and process rank; None: activations have noise of this layer.
     """
 
-    def __init__(self, layer_key: Key, x: Tensor, weight: Tensor) -> None:
+    def __init__(
+        self, layer_key: Key, x: Tensor, weight: Tensor, input_key: Key | None = None
+    ) -> None:
+        data = fingerprint(x)
         self.weight_key = layer_key.with_data(fingerprint(weight))
-        self.call_key = self.weight_key.with_data(fingerprint(x))
+        self.input_key = (input_key or layer_key).with_data(data)
+        self.call_key = self.weight_key.with_data(data)
 
     def __getitem__(self, role: Role) -> Key:
-        is_weight = role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
-        return (self.weight_key if is_weight else self.call_key).fold(16 + role)
+        if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+            key = self.weight_key
+        elif role in (Role.FPROP_INPUT, Role.WGRAD_INPUT):
+            key = self.input_key
+        else:
+            key = self.call_key
+        return key.fold(16 + role)
+
+
+class _LastInput(threading.local):
+    """What was last encoded, and of what: layers that read one tensor encode it once.
+
+    Kept as long as that tensor lives, or until another is encoded; never its dense parts.
+    """
+
+    source: weakref.ref[Tensor] | None = None
+    version: int
+    wanted: tuple[Any, ...]
+    row_mask: Tensor | None
+    encoded: Encoded
+
+    def find(self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None) -> Encoded | None:
+        """What was encoded of this very tensor in this very way."""
+        if self.source is None or self.source() is not x or x._version != self.version:
+            return None
+        return self.encoded if wanted == self.wanted and row_mask is self.row_mask else None
+
+    def keep(
+        self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None, encoded: Encoded
+    ) -> None:
+        def forget(source: weakref.ref[Tensor]) -> None:
+            if self.source is source:
+                self.__dict__.clear()
+
+        self.source, self.version = weakref.ref(x, forget), x._version
+        self.wanted, self.row_mask = wanted, row_mask
+        self.encoded = encoded._replace(low=None)
+
+
+_last_input = _LastInput()
 
 
 @dataclass(frozen=True)
@@ -53,6 +102,8 @@ class GemmPlan:
     dtype: torch.dtype  # of the GEMMs and the output
     keys: CallKeys
     row_mask: Tensor | None = None
+    saves_input: bool = True  # a backward pass with wgrad may follow
+    source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
@@ -63,8 +114,93 @@ class GemmPlan:
     def matrix_operand(self, role: Role, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x_hat or dy_hat, for the GEMM that `role` names."""
         role, operand = self.scheme.resolve(role)
-        dim = 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
-        return operand(x, dim=dim, key=self.keys[role], dtype=self.dtype, row_mask=self.row_mask)
+        return operand(
+            x,
+            dim=_contracted(role),
+            key=self.keys[role],
+            dtype=self.dtype,
+            row_mask=self.row_mask,
+        )
+
+    def input_operand(self, x: Tensor) -> tuple[Tensor, Tensor | None, SavedInput]:
+        """x_hat for fprop, its tensor scale or None, and what is saved of x for wgrad."""
+        role, operand = self.scheme.resolve(Role.WGRAD_INPUT)
+        shared = role is Role.FPROP_INPUT
+        if self.saves_input and operand.has_codes(x):
+            dim = _contracted(role)
+            encoded = self._encode(operand, x, role, dim)
+            saved = SavedInput("encoded", encoded.tensors)
+            if shared:
+                shape = (x.shape[0], x.shape[1])
+                found = operand.decode(encoded, dim=dim, shape=shape, dtype=self.dtype)
+                return *found, saved
+            return *self.matrix_operand(Role.FPROP_INPUT, x), saved
+        x_hat, scale = self.matrix_operand(Role.FPROP_INPUT, x)
+        if not self.saves_input:
+            return x_hat, scale, SavedInput("dense", ())
+        if shared:
+            return x_hat, scale, SavedInput("dense", (x_hat, scale))
+        if operand.quantizer is None:
+            return x_hat, scale, SavedInput("dense", (x.to(self.dtype), None))
+        return x_hat, scale, SavedInput("input", (x,))
+
+    def _encode(self, operand: Operand, x: Tensor, role: Role, dim: int) -> Encoded:
+        """`Operand.encode`, or what it gave for another layer that reads the same tensor."""
+        key = self.keys[role]
+        source = None if self.source is None else self.source()
+        if source is None or source.is_inference() or torch.compiler.is_compiling():
+            return operand.encode(x, dim=dim, key=key, row_mask=self.row_mask)
+        wanted = (operand, dim, key.static)
+        encoded = _last_input.find(source, wanted, self.row_mask)
+        if encoded is None:
+            encoded = operand.encode(x, dim=dim, key=key, row_mask=self.row_mask)
+            _last_input.keep(source, wanted, self.row_mask, encoded)
+        return encoded
+
+    def wgrad_input(
+        self, saved: SavedInput, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """x_hat for wgrad and its tensor scale or None, from what forward saved of x."""
+        if saved.kind == "dense":
+            x_hat, scale = saved.tensors
+            assert x_hat is not None
+            return x_hat, scale
+        if saved.kind == "input":
+            x = saved.tensors[0]
+            assert x is not None
+            return self.matrix_operand(Role.WGRAD_INPUT, x)
+        role, operand = self.scheme.resolve(Role.WGRAD_INPUT)
+        encoded = Encoded(saved.tensors)
+        return operand.decode(encoded, dim=_contracted(role), shape=shape, dtype=self.dtype)
+
+
+class SavedInput(NamedTuple):
+    """What is saved of x [t c] for wgrad, by the operand that wgrad takes.
+
+    | operand                       | saved                                                    |
+    | direct, shared with fprop     | packed x, blocks along features                          |
+    | direct, of its own            | packed x, blocks along tokens, quantized in forward      |
+    | rotated (Hadamard)            | packed rotated x, padded to 16 tokens; rotated back in   |
+    |                               | backward                                                 |
+    | spectral, shared or of its    | packed residual [t c], packed factors [t k] and [k c], k |
+    | own                           | lengths; put together again in backward                  |
+    | high precision                | x in the dtype of the GEMM, as nn.Linear does            |
+    | another kind of conditioner   | shared: the dense operand; of its own: x, quantized in   |
+    | or quantizer; no rows         | backward                                                 |
+    | none: no weight is trained    | nothing                                                  |
+
+    A packed NVFP4 matrix takes 4.5 bits an element, and 32 more; elements of six bits take a byte.
+    Layers that read one tensor share one packed copy. Weights are saved as parameters, never
+    densely beside them.
+    """
+
+    kind: str  # "encoded": `Operand.encode`; "dense": (x_hat, tensor scale); "input": (x,)
+    tensors: tuple[Tensor | None, ...]
+
+
+def _contracted(role: Role) -> int:
+    """The dimension of x or dy along which the GEMM of that role sums."""
+    return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
 def contract(a: Tensor, b: Tensor) -> Tensor:
@@ -92,14 +228,13 @@ class QuantizedGemm(torch.autograd.Function):
     def forward(ctx, x: Tensor, bias: Tensor | None, plan: GemmPlan, *params: Tensor) -> Tensor:
         # x [t i], bias [o] or None, params as plan.weight stores them
         with torch.autocast(x.device.type, enabled=False):
-            x_hat, x_scale = plan.matrix_operand(Role.FPROP_INPUT, x)
+            x_hat, x_scale, saved = plan.input_operand(x)
             w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
             y = _rescale(contract(x_hat, w_hat.T), x_scale, w_scale)
             if bias is not None:
                 y += bias.to(plan.dtype)
-        shared_input = plan.scheme.reuses(Role.WGRAD_INPUT)
-        ctx.save_for_backward(x_hat if shared_input else x, x_scale, *params)
-        ctx.plan, ctx.shared_input, ctx.x_dtype = plan, shared_input, x.dtype
+        ctx.save_for_backward(*params, *saved.tensors)
+        ctx.plan, ctx.saved_kind, ctx.x_dtype = plan, saved.kind, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -107,8 +242,9 @@ class QuantizedGemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):  # dy [t o]
         plan: GemmPlan = ctx.plan
-        x, x_scale, *params = ctx.saved_tensors
         need_x, need_bias, _, *need_params = ctx.needs_input_grad
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them but once
+        params, saved = tensors[: len(need_params)], tensors[len(need_params) :]
         dx = dbias = None
         dparams: Sequence[Tensor | None] = [None] * len(params)
         with torch.autocast(dy.device.type, enabled=False):
@@ -120,9 +256,8 @@ class QuantizedGemm(torch.autograd.Function):
             if any(need_params):
                 if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
                     d_hat, d_scale = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
-                x_hat = x
-                if not ctx.shared_input:
-                    x_hat, x_scale = plan.matrix_operand(Role.WGRAD_INPUT, x)
+                shape = (dy.shape[0], params[-1].shape[1])
+                x_hat, x_scale = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
                 dw = _rescale(contract(d_hat.T, x_hat), d_scale, x_scale)
                 dparams = plan.weight.gradients(
                     params, dw, plan.scheme.fprop_weight, key=plan.keys[Role.FPROP_WEIGHT]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metis_hf.gemm import CallKeys, GemmPlan
+from metis_hf.gemm import GemmPlan
 from metis_hf.linear import MetisLayer, MetisLinear, full_tensor
 from metis_hf.noise import Key, uniform
 from metis_hf.noise_monitor import GradientNoise, group_of, weight_gradient_noise
@@ -275,7 +275,7 @@ def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype)
     """The plan of the call that just took x [... i], noise keys included."""
     weight = layer.weight_params()[-1]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
-    keys = CallKeys(layer.noise_key(), x.detach(), weight.detach())
+    keys = layer.call_keys(x.detach(), weight.detach())
     return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask)
 
 

@@ -7,6 +7,8 @@ package reports missing weights instead of giving a plausible model without its 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,6 +45,7 @@ class MetisLayer(nn.Module):
         self.set_config(config)
         self.name = name
         self.key = key_of("layer", config.seed, name)
+        self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
 
     def weight_params(self) -> tuple[Tensor, ...]:
@@ -86,8 +89,16 @@ class MetisLayer(nn.Module):
 
     def noise_key(self) -> Key:
         """The static part of this layer's noise keys: config seed, layer name, process rank."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return self.key.fold(rank)
+        return self.key.fold(_process_rank())
+
+    def input_noise_key(self) -> Key:
+        """The same for inputs, which layers share: config seed, process rank."""
+        return self.input_key.fold(_process_rank())
+
+    def call_keys(self, x: Tensor, weight: Tensor | None = None) -> CallKeys:
+        """The noise keys of a call with this input, and this stored weight if not the layer's."""
+        weight = self.weight_params()[-1] if weight is None else weight
+        return CallKeys(self.noise_key(), x, weight, self.input_noise_key())
 
     def forward(self, x: Tensor, row_mask: Tensor | None = None) -> Tensor:
         """x [... i] -> [... o]; row_mask [t] bool says which rows may be sampled (None: all)."""
@@ -104,8 +115,10 @@ class MetisLayer(nn.Module):
             scheme,
             self.weight_form,
             dtype,
-            CallKeys(self.noise_key(), x, params[-1]),
+            self.call_keys(x),
             row_mask,
+            saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in params),
+            source=None if torch.compiler.is_compiling() else weakref.ref(x),
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)
@@ -133,6 +146,10 @@ class MetisLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, scheme={self.config.scheme}"
+
+
+def _process_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class QuantLinear(MetisLayer):

@@ -3,19 +3,23 @@
 A conditioner turns a matrix into something that quantizes better and back again:
 identity is `qdq(x)`, rotation is `unrotate(qdq(rotate(x)))`, spectral is
 `qdq(a) * lam @ qdq(v.T) + qdq(residual)`. A new outlier trick is one conditioner.
+
+Each can also stop half way: `encode` gives what is stored of the operand, in codes and scales, and
+`decode` the operand from that, bit for bit what the conditioner gives directly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.transforms.hadamard import rotate, unrotate
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.transforms.hadamard import SIZE, rotate, unrotate
 from metis_hf.transforms.spectral import default_rows, find_subspace, project
 
 
@@ -27,14 +31,34 @@ class Part(NamedTuple):
     after: Tensor
 
 
-class Conditioner(Protocol):
-    """x [t c] -> x_hat [t c], fp32, quantizing what it likes on the way.
+class Encoded(NamedTuple):
+    """A matrix [t c] between quantization and use.
 
-    Along `dim`, which the GEMM contracts, x_hat may come with padding.
+    Attributes:
+        tensors: what `decode` needs, in the order in which the conditioner knows them.
+        low: the dense low-rank part [t c], where encoding has computed it; `decode` does without.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    low: Tensor | None = None
+
+
+class Conditioner(Protocol):
+    """x [t c] -> x_hat [t c] in `dtype`, quantizing what it likes on the way.
+
+    Along `dim`, which the GEMM contracts, x_hat may come with padding. A conditioner may have
+    `encode` and `decode` as well, as those here do; without them operands are saved densely.
     """
 
     def __call__(
-        self, x: Tensor, quantizer: Quantizer, *, dim: int, key: Key, row_mask: Tensor | None
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor: ...
 
     def parts(
@@ -46,11 +70,17 @@ class Conditioner(Protocol):
 class Identity:
     """Quantizes the matrix as it is."""
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None) -> Tensor:
-        return quantizer(x, dim=dim, key=key)
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        return quantizer(x, dim=dim, key=key, dtype=dtype)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         return [Part("tensor", x, quantizer(x, dim=dim, key=key))]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        return Encoded(pack(x, quantizer, dim=dim, key=key))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        return unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -65,14 +95,23 @@ class Hadamard:
 
     seed: int = 0
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None) -> Tensor:
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
         quantized = quantizer(rotated, dim=dim, key=key)
-        return unrotate(quantized, dim=dim, seed=self.seed)
+        return unrotate(quantized, dim=dim, seed=self.seed).to(dtype)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
         return [Part("rotated", rotated, quantizer(rotated, dim=dim, key=key))]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        rotated = rotate(_fp32(x), dim=dim, seed=self.seed)
+        return Encoded(pack(rotated, quantizer, dim=dim, key=key))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        shape = _rotated_shape(shape, dim=dim)
+        quantized = unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape)
+        return unrotate(quantized, dim=dim, seed=self.seed).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -97,21 +136,59 @@ class Spectral:
     n_iter: int = 1
     compensated: bool = True
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None) -> Tensor:
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
-            return x
-        low, residual = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)[:2]
-        return quantizer(residual, dim=dim, key=key.fold(3)).to(low.dtype).add_(low)
+            return x.to(dtype)
+        low, exact = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)[:2]
+        return quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=low)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        _, residual, a, v = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        _, exact, a, v = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        residual = x - exact
         return [
             Part("a", *a),
             Part("v", *v),
             Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
         ]
 
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        a, lam, v = self._project(x, key=key, row_mask=row_mask)
+        factors = (
+            *pack(a, quantizer, dim=dim, key=key.fold(1)),
+            *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
+            lam,
+        )
+        low = self._low(factors, quantizer, dim=dim, shape=x.shape)
+        exact = low if self.compensated else (a * lam) @ v.T
+        residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact)
+        return Encoded((*residual, *factors), low)
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        residual, factors = encoded.tensors[:3], encoded.tensors[3:]
+        low = encoded.low
+        if low is None:
+            low = self._low(factors, quantizer, dim=dim, shape=shape)
+        return unpack(Packed(*residual), quantizer, dim=dim, shape=shape, dtype=dtype, plus=low)
+
+    @staticmethod
+    def _low(factors, quantizer, *, dim, shape) -> Tensor:
+        """(a_hat * lam) @ vh_hat [t c] from the packed factors."""
+        lam = factors[6]
+        (t, c), k = shape, lam.shape[0]
+        a_hat = unpack(Packed(*factors[:3]), quantizer, dim=dim, shape=(t, k))
+        vh_hat = unpack(Packed(*factors[3:6]), quantizer, dim=dim, shape=(k, c))
+        return (a_hat.to(lam.dtype) * lam) @ vh_hat.to(lam.dtype)  # [t k] @ [k c] -> [t c]
+
     def _split(self, x, quantizer, *, dim, key, row_mask):
+        a, lam, v = self._project(x, key=key, row_mask=row_mask)
+        # Row blocks of every part run along the dimension that the GEMM contracts.
+        a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(v.dtype)
+        vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(v.dtype)
+        low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
+        exact = low if self.compensated else (a * lam) @ v.T
+        return low, exact, (a, a_hat), (v.T, vh_hat)
+
+    def _project(self, x, *, key, row_mask):
         # x ~ a diag(lam) v^T:  v from sampled rows, a and lam by projecting every row.
         rank = min(self.rank, *x.shape)
         v = find_subspace(
@@ -124,14 +201,16 @@ class Spectral:
             key=key,
             row_mask=row_mask,
         )  # [c k]
-        x = x.to(v.dtype)
-        a, lam = project(x, v)  # [t k] [k]
-        # Row blocks of every part run along the dimension that the GEMM contracts.
-        a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(x.dtype)
-        vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(x.dtype)
-        low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
-        exact = low if self.compensated else (a * lam) @ v.T
-        return low, x - exact, (a, a_hat), (v.T, vh_hat)
+        a, lam = project(x.to(v.dtype), v)  # [t k] [k]
+        return a, lam, v
+
+
+def _rotated_shape(shape, *, dim) -> tuple[int, int]:
+    """Of what `rotate` makes of a matrix."""
+    rows, columns = shape
+    if dim % 2:
+        return rows, columns + -columns % SIZE
+    return rows + -rows % SIZE, columns
 
 
 def _fp32(x: Tensor) -> Tensor:
@@ -175,12 +254,40 @@ class Operand:
         """
         if self.quantizer is None:
             return x.to(dtype), None
+        if self._keeps_scale_apart(dtype):
+            return self.quantizer.unscaled(x, dim=dim, key=key, dtype=dtype)
+        x_hat = self.conditioner(
+            x, self.quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype
+        )
+        return x_hat, None
+
+    def _keeps_scale_apart(self, dtype: torch.dtype) -> bool:
+        if dtype is not torch.bfloat16 or self.quantizer is None:
+            return False
         direct = isinstance(self.conditioner, Identity)  # a copied or unpickled one too
-        if dtype is torch.bfloat16 and direct and self.quantizer.two_level:
-            values, scale = self.quantizer.unscaled(x, dim=dim, key=key)
-            return values.to(dtype), scale
-        x_hat = self.conditioner(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)
-        return x_hat.to(dtype), None
+        return direct and bool(self.quantizer.two_level)
+
+    def has_codes(self, x: Tensor) -> bool:
+        """Whether `encode` takes x [t c]."""
+        known = isinstance(self.quantizer, Quantizer) and hasattr(self.conditioner, "encode")
+        return known and x.numel() > 0
+
+    def encode(self, x: Tensor, *, dim: int, key: Key, row_mask: Tensor | None = None) -> Encoded:
+        """The first half of a call: what is stored of x [t c]. See `has_codes`."""
+        conditioner: Any = self.conditioner
+        return conditioner.encode(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)
+
+    def decode(
+        self, encoded: Encoded, *, dim: int, shape: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """The second half: what the call returns, bit for bit, for x of that shape."""
+        assert self.quantizer is not None
+        if self._keeps_scale_apart(dtype):
+            packed = Packed(*encoded.tensors)  # type: ignore[arg-type]
+            values = unpack(packed, self.quantizer, dim=dim, shape=shape, dtype=dtype, scaled=False)
+            return values, packed.global_scale
+        conditioner: Any = self.conditioner
+        return conditioner.decode(encoded, self.quantizer, dim=dim, shape=shape, dtype=dtype), None
 
 
 HIGH_PRECISION = Operand()

@@ -77,10 +77,12 @@ class SplitWeight:
             return self.dense((u, s, vh, residual)).to(dtype), None
         u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
         low = (u_hat * (s * self.gain)) @ vh_hat  # [o k] @ [k i] -> [o i]
+        low = low if low.dtype is torch.float64 else low.float()
+        x, minus = residual, None
         if self.compensated:
-            residual = self.dense((u, s, vh, residual)).sub_(low)
-        w_hat = operand.quantizer(residual, dim=dim, key=key.fold(3)).to(low.dtype) + low
-        return w_hat.to(dtype), None
+            x, minus = self.dense((u, s, vh, residual)), low
+        w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=low)
+        return w_hat, None
 
     def gradients(self, params, dw, operand, *, key):
         # low = g u_hat diag(s) vh_hat and dL/dlow = dw:

@@ -29,12 +29,20 @@ STOCHASTIC = {"forward_rounding": "stochastic", "backward_rounding": "stochastic
 
 
 def layer_of(
-    scheme: str, mode: str | None = None, *, i=48, o=32, bias=True, dtype=torch.float32, **changes
+    scheme: str,
+    mode: str | None = None,
+    *,
+    i=48,
+    o=32,
+    bias=True,
+    dtype=torch.float32,
+    name="layer",
+    **changes,
 ) -> tuple[nn.Linear, MetisLayer]:
     """A linear layer, and the same one converted, in training mode."""
     linear = nn.Linear(i, o, bias=bias, dtype=dtype)
     config = MetisConfig(scheme=scheme, operand_mode=mode, **changes)
-    return linear, convert_linear(copy.deepcopy(linear), config, name="layer").train()
+    return linear, convert_linear(copy.deepcopy(linear), config, name=name).train()
 
 
 def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:
@@ -53,8 +61,9 @@ class Exact:
 
     two_level: bool = False
 
-    def __call__(self, x, *, dim=-1, key=None):
-        return x
+    def __call__(self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None):
+        after = x if minus is None else x - minus
+        return after if plus is None else after + plus
 
     def deterministic(self):
         return self
@@ -91,11 +100,12 @@ class Recorder:
     quantizer: Quantizer
     calls: list[Call]
 
-    def __call__(self, x, *, dim=-1, key=None):
-        after = self.quantizer(x, dim=dim, key=key)
+    def __call__(self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None):
+        before = x.detach().clone() if minus is None else x.detach() - minus
+        after = self.quantizer(before, dim=dim, key=key)
         # The callers go on to work in place.
-        self.calls.append(Call(self.quantizer, x.detach().clone(), dim, key, after.clone()))
-        return after
+        self.calls.append(Call(self.quantizer, before, dim, key, after.clone()))
+        return (after if plus is None else after + plus).to(dtype)
 
 
 def record(layer: MetisLayer) -> list[Call]:

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "operands": {"noise", "numerics", "transforms"},
     "weights": {"noise", "operands", "transforms"},
     "schemes": {"config", "noise", "numerics", "operands"},
-    "gemm": {"noise", "schemes", "weights"},
+    "gemm": {"noise", "operands", "schemes", "weights"},
     "token_mask": {"noise"},
     "linear": {"config", "gemm", "noise", "schemes", "token_mask", "weights"},
     "experts": {"linear"},

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from metis_hf import noise
-from metis_hf.numerics import Quantizer, fake_quantize, kernels
-from metis_hf.numerics.kernels import compiled, formulation, use_kernels
+from metis_hf.numerics import Quantizer, fake_quantize
+from metis_hf.numerics.kernels import choice, compiled, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK, Variant
 from metis_hf.numerics.kernels.layout import form_of, has_form
 
@@ -59,6 +59,7 @@ def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) 
     """The formulation run operation by operation: what compilers start from."""
     form = form_of(x, quantizer.tile, dim)
     variant = Variant(
+        "quantize",
         form.dims,
         bool(quantizer.two_level),
         quantizer.scale_rounding == "up",
@@ -66,9 +67,9 @@ def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) 
         True,
         dtype,
     )
-    source = compiled.traced_noise(noise.Key(5), x.device)
     operand = form.x if form.x.dtype in compiled.DTYPES else form.x.float()
-    return form.restore(formulation.fake_quantize(operand, variant, source)[0])
+    key = noise.Key(5) if variant.stochastic else None
+    return form.restore(compiled.traced(variant, key, operand)[0])
 
 
 def adversarial() -> dict[str, Tensor]:
@@ -260,15 +261,25 @@ def test_inside_a_compiled_function(rounding) -> None:
 
 
 def chosen(x: Tensor, quantizer: Quantizer | None = None) -> str:
-    return kernels._kernels_for(x, quantizer or Quantizer(), -1, torch.float32)
+    """What runs for a tensor; "compiled" if it would be compiled now."""
+    ran = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiled, "run", lambda *args: ran.append("compiled") or (x.view(-1, 16),))
+        (quantizer or Quantizer())(x)
+    return ran[0] if ran else "reference"
 
 
 def test_automatic_choice(monkeypatch) -> None:
     large, small = torch.zeros(256, 256), torch.zeros(16, 16)
-    monkeypatch.setattr(kernels, "_chosen", None)
+    monkeypatch.setattr(choice, "_chosen", None)
     monkeypatch.setattr(compiled, "missing", lambda device: None)
+    monkeypatch.setattr(compiled, "_kernels", {})
     assert chosen(large) == "compiled"
     assert chosen(small) == "reference"
+    for two_level in (True, False):  # what is compiled already serves small tensors too
+        variant = Variant("quantize", (1,), two_level)
+        compiled._kernels[compiled.program_of(variant, small)] = lambda *args: None
+    assert chosen(small) == "compiled"
     assert chosen(large, Quantizer("mxfp4")) == "reference"
     assert chosen(large, Quantizer(scale_rule="four-over-six")) == "reference"
     with use_kernels("compiled"):
@@ -279,8 +290,8 @@ def test_automatic_choice(monkeypatch) -> None:
 
 
 def test_without_a_compiler_the_reference_runs_and_says_so_once(monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_chosen", None)
-    monkeypatch.setattr(kernels, "_warned", set())
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(choice, "_warned", set())
     monkeypatch.setattr(compiled, "_cpp_compiler", lambda: None)
     x = torch.randn(256, 256, generator=seeded(0))
     with pytest.warns(UserWarning, match=r"times slower.*C\+\+ compiler.*install one"):
@@ -296,12 +307,12 @@ def test_a_failing_compilation_leaves_the_reference(monkeypatch) -> None:
     def fail(program):
         raise RuntimeError("cc1plus: out of memory")
 
-    monkeypatch.setattr(kernels, "_chosen", None)
-    monkeypatch.setattr(kernels, "_warned", set())
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(choice, "_warned", set())
     monkeypatch.setattr(compiled, "_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(compiled, "_build", fail)
     monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(kernels, "_failed", set())
+    monkeypatch.setattr(choice, "_failed", set())
     x = torch.randn(256, 256, generator=seeded(0))
     with use_kernels("reference"):
         wanted = Quantizer()(x)
@@ -315,7 +326,7 @@ def test_a_failing_compilation_leaves_the_reference(monkeypatch) -> None:
 def test_unknown_names_are_refused(monkeypatch) -> None:
     with pytest.raises(ValueError, match="choose one of reference, compiled"), use_kernels("fast"):
         pass
-    monkeypatch.setattr(kernels, "_chosen", "fast")  # as from the environment
+    monkeypatch.setattr(choice, "_chosen", "fast")  # as from the environment
     with pytest.raises(ValueError, match="METIS_KERNELS"):
         Quantizer()(torch.zeros(16, 16))
 

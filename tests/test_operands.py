@@ -32,7 +32,6 @@ from layer_tools import (
 )
 
 from metis_hf import MetisConfig
-from metis_hf.gemm import CallKeys
 from metis_hf.operands import IDENTITY, Hadamard, Spectral
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.transforms.hadamard import hadamard_matrix
@@ -238,7 +237,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     """y and all gradients by the table, in float64, from operands checked on the way."""
     table = OPERANDS[scheme, mode]
     params = {name: array(p) for name, p in layer.named_parameters()}
-    keys = CallKeys(layer.noise_key(), x, layer.weight_params()[-1])
+    keys = layer.call_keys(x)
     tensors = {"x": x.detach(), "dy": dy}
     done: dict[str, Terms | SplitParts] = {}
 
@@ -355,7 +354,7 @@ def test_roundings_of_a_layer(scheme, mode):
 def test_parts_are_what_the_layer_quantizes(scheme, mode):
     """Health statistics measure `Conditioner.parts`: the very tensors that enter the GEMMs."""
     layer, x, dy, calls, _ = run(scheme, mode)
-    keys = CallKeys(layer.noise_key(), x, layer.weight_params()[-1])
+    keys = layer.call_keys(x)
     seen = 0
     for role, tensor in ((Role.FPROP_INPUT, x.detach()), (Role.DGRAD_GRAD_OUTPUT, dy)):
         operand = layer.scheme.operand(role)

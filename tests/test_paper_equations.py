@@ -20,7 +20,6 @@ import torch
 from layer_tools import layer_of
 
 from metis_hf.config import DECOMPOSABLE
-from metis_hf.gemm import CallKeys
 from metis_hf.linear import MetisLinear
 from metis_hf.operands import Spectral
 from metis_hf.schemes import Role
@@ -71,7 +70,7 @@ def test_paper_equations(decompose, mode, bias):
 
     scheme = layer.scheme
     params = [p.detach() for p in layer.weight_params()]
-    keys = CallKeys(layer.noise_key(), x, params[-1])
+    keys = layer.call_keys(x)
 
     def branches(role, tensor):
         """(left, diagonal, right', residual) as the GEMM of that role takes them."""

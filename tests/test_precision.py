@@ -19,7 +19,6 @@ from metis_hf import (
     scheme_names,
     set_precision,
 )
-from metis_hf.gemm import CallKeys
 from metis_hf.precision import CHANGEABLE
 from metis_hf.schemes import Role
 
@@ -86,7 +85,7 @@ def test_each_gemm_after_the_switch(scheme, passes):
     y.backward(dy)
 
     params = tuple(p.detach() for p in layer.weight_params())
-    keys = CallKeys(layer.noise_key(), x, params[-1])
+    keys = layer.call_keys(x)
 
     def operand(role, exact):
         """[t c] or [o i]: exact, or quantized by the scheme for this very GEMM.

@@ -129,18 +129,26 @@ class Quantizer:
         dim: int = -1,
         key: noise.Key | int | None = None,
         dtype: torch.dtype = torch.float32,
+        minus: Tensor | None = None,
+        plus: Tensor | None = None,
     ) -> Tensor:
         """Fake-quantizes: the shape of `x`, rounded from fp32 to `dtype` at the end.
+
+        With `minus` and `plus` it is plus + Q(x - minus), in the same passes over memory.
 
         Args:
             x: any shape and float dtype.
             dim: the dimension that row blocks run along; other tiles do not use it.
             key: noise key, for stochastic rounding only.
             dtype: of the result.
+            minus: of the shape of `x`, fp32 (fp64): taken off before.
+            plus: the same, added after.
         """
         if x.numel() == 0:
             return x.to(dtype)
-        return kernels.fake_quantize(x, self, dim=dim, key=key, dtype=dtype)[0]
+        return kernels.fake_quantize(
+            x, self, dim=dim, key=key, dtype=dtype, minus=minus, plus=plus
+        )[0]
 
     def unscaled(
         self,

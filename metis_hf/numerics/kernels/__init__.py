@@ -2,8 +2,9 @@
 
 `reference` is the definition: `Quantizer.blocks`, operation by operation. `compiled` is the same
 arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and GPU.
-Results are equal to the bit, stochastic rounding included. What compiled kernels do not cover
-(formats other than NVFP4, Four Over Six) the reference computes.
+`triton` are kernels written by hand, for CUDA devices. Results are equal to the bit, stochastic
+rounding included. What the kernels do not cover (formats other than NVFP4, Four Over Six) the
+reference computes, and what is inside torch.compile is compiled with all around it.
 
 The choice is automatic: compiled where it can be and the tensor is large enough to be worth it.
 The environment variable METIS_KERNELS and `use_kernels` override it.
@@ -11,67 +12,40 @@ The environment variable METIS_KERNELS and `use_kernels` override it.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from metis_hf import noise
 from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels import compiled, formulation
+from metis_hf.numerics.kernels import compiled, reference
+from metis_hf.numerics.kernels.choice import (
+    KERNELS,
+    fall_back,
+    kernels_for,
+    triton_backend,
+    use_kernels,
+    worth_it,
+)
 from metis_hf.numerics.kernels.formulation import Variant
-from metis_hf.numerics.kernels.layout import form_of, has_form
-from metis_hf.numerics.layout import from_blocks
+from metis_hf.numerics.kernels.layout import (
+    Form,
+    Packed,
+    form_of,
+    has_form,
+    packed_form,
+    packs,
+)
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import ScaleRounding, ScaleRule
 
 if TYPE_CHECKING:
     from metis_hf.numerics.quantize import Quantizer
 
-__all__ = ["KERNELS", "fake_quantize", "use_kernels"]
+__all__ = ["KERNELS", "Packed", "fake_quantize", "pack", "unpack", "use_kernels"]
 
-KERNELS = ("reference", "compiled")
-ENVIRONMENT = "METIS_KERNELS"
-# Below this many elements a compilation is not worth its seconds: the reference takes less than a
-# millisecond.
-_WORTH_COMPILING = 1 << 15
 _MAX_ELEMENTS = 2**31 - 1  # kernels count in 32 bits
-
-_chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
-_warned: set[str] = set()
-_failed: set[str] = set()  # types of devices for which a compilation failed
-
-
-@contextlib.contextmanager
-def use_kernels(kernels: str | None) -> Iterator[None]:
-    """Chooses the implementation inside a `with` block, for all threads of the process.
-
-    Args:
-        kernels: "reference", "compiled", or None for the automatic choice.
-
-    Raises:
-        ValueError: another name.
-    """
-    global _chosen
-    _check(kernels)
-    before, _chosen = _chosen, kernels
-    try:
-        yield
-    finally:
-        _chosen = before
-
-
-def _check(kernels: str | None) -> None:
-    if kernels is not None and kernels not in KERNELS:
-        raise ValueError(
-            f"kernels {kernels!r} do not exist; choose one of {', '.join(KERNELS)} "
-            f"(in the environment variable {ENVIRONMENT} too)"
-        )
 
 
 def fake_quantize(
@@ -82,8 +56,10 @@ def fake_quantize(
     key: noise.Key | int | None = None,
     dtype: torch.dtype = torch.float32,
     scaled: bool = True,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantizes and back with the kernels in force.
+    """Quantizes and back with the kernels in force: plus + Q(x - minus).
 
     Args:
         x: any shape and float dtype, not empty.
@@ -91,103 +67,167 @@ def fake_quantize(
         dim: the dimension that row blocks run along.
         key: noise key, for stochastic rounding only.
         dtype: of the result, which is computed in fp32 and rounded once.
-        scaled: whether the tensor scale is multiplied in.
+        scaled: whether the tensor scale is multiplied in; it must be where there is a `plus`.
+        minus: of the shape of `x`, in fp32 or more.
+        plus: the same.
 
     Returns:
         (values of the shape of `x`, the tensor scale that they still lack or None).
     """
-    x = x.detach()
-    kernels = _kernels_for(x, quantizer, dim, dtype)
-    if kernels == "reference":
-        return _reference(x, quantizer, dim, key, dtype, scaled)
-    form = form_of(x, quantizer.tile, dim)
-    two_level = bool(quantizer.two_level)
-    variant = Variant(
-        form.dims,
-        two_level,
-        quantizer.scale_rounding is ScaleRounding.UP,
-        quantizer.rounding is Rounding.STOCHASTIC,
-        scaled or not two_level,
-        dtype,
+    same = minus is not None and minus is plus
+    x, minus, plus = x.detach(), _detached(minus), _detached(plus)
+    kernels = "reference"
+    if _covers(x, quantizer, dim, dtype, minus, plus):
+        kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
+    if kernels == "triton" and minus is None and plus is None:
+        triton = triton_backend()
+        assert triton is not None
+        return triton.quantize(x, triton.Copy(quantizer, dim, key, dtype, scaled))[0]
+    if kernels != "reference":
+        form = form_of(x, quantizer.tile, dim)
+        variant = _variant(
+            "quantize",
+            quantizer,
+            form,
+            scaled=scaled or not quantizer.two_level,
+            dtype=dtype,
+            minus=minus is not None,
+            plus=plus is not None,
+            same=same,
+        )
+        others = [None if t is None else form_of(t, quantizer.tile, dim).x for t in (minus, plus)]
+        out = _run(kernels, variant, key, _readable(form.x), *others[: 1 if variant.same else 2])
+        if out is not None:
+            return form.restore(out[0]), out[1] if len(out) > 1 else None
+    return reference.fake_quantize(
+        x, quantizer, dim=dim, key=key, dtype=dtype, scaled=scaled, minus=minus, plus=plus
     )
-    noise_key = noise.as_key(key) if variant.stochastic else None
-    operand = form.x if x.dtype in compiled.DTYPES else form.x.float()
-    if kernels == "compiled":
-        try:
-            out = compiled.run(operand, variant, noise_key)
-        except compiled.CompilationError as error:
-            if _chosen is not None:
-                raise
-            _failed.add(x.device.type)
-            _warn_slow(str(error))
-            return _reference(x, quantizer, dim, key, dtype, scaled)
-    else:
-        source = None if noise_key is None else compiled.traced_noise(noise_key, x.device)
-        out = formulation.fake_quantize(operand, variant, source)
-    return form.restore(out[0]), out[1] if len(out) > 1 else None
 
 
-def _reference(
+def pack(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    dim: int = -1,
+    key: noise.Key | int | None = None,
+    minus: Tensor | None = None,
+) -> Packed:
+    """Quantizes a matrix to codes and scales: Q(x - minus), for `unpack`.
+
+    Args:
+        x: [t c], not empty.
+        quantizer, dim, key, minus: as in `fake_quantize`.
+    """
+    x, minus = x.detach(), _detached(minus)
+    tile = quantizer.tile
+    if _covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
+        kernels = kernels_for(*(t for t in (x, minus) if t is not None))
+        if kernels != "reference":
+            form = form_of(x, tile, dim, paired=True)
+            taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
+            variant = _variant("pack", quantizer, form, minus=minus is not None)
+            out = _run(kernels, variant, key, _readable(form.x), taken)
+            if out is not None:
+                codes, scale, *decode = out
+                return Packed(codes, scale.view(-1), decode[0] if decode else None)
+    return reference.pack(x, quantizer, dim=dim, key=key, minus=minus)
+
+
+def unpack(
+    packed: Packed,
+    quantizer: Quantizer,
+    *,
+    dim: int = -1,
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    scaled: bool = True,
+    plus: Tensor | None = None,
+) -> Tensor:
+    """The values of a packed matrix: bit for bit what `fake_quantize` gives.
+
+    Args:
+        packed: from `pack`, with the same quantizer and `dim`.
+        shape: of the matrix that was packed.
+        quantizer, dim, dtype, scaled, plus: as in `fake_quantize`.
+    """
+    codes, tile = packed.codes, quantizer.tile
+    plus = _detached(plus)
+    two_level = packed.global_scale is not None
+    scaled = scaled or not two_level
+    if (
+        quantizer.fmt == NVFP4
+        and dtype in compiled.DTYPES
+        and packs(shape, tile, dim)
+        and (plus is None or plus.dtype is torch.float32)
+    ):
+        kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
+        if kernels != "reference":
+            form, scale = packed_form(codes, packed.scale, shape, tile, dim)
+            variant = Variant(
+                "unpack", form.dims, two_level, scaled=scaled, dtype=dtype, plus=plus is not None
+            )
+            added = None if plus is None else form_of(plus, tile, dim, paired=True).x
+            decode = packed.global_scale if scaled else None
+            out = _run(kernels, variant, None, form.x, scale, decode, added)
+            if out is not None:
+                return form.restore(out[0])
+    return reference.unpack(
+        packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
+    )
+
+
+def _covers(
     x: Tensor,
     quantizer: Quantizer,
     dim: int,
-    key: noise.Key | int | None,
     dtype: torch.dtype,
-    scaled: bool,
-) -> tuple[Tensor, Tensor | None]:
-    blocks = quantizer.blocks(x, dim=dim, key=key)
-    missing_scale = None
-    if not scaled:
-        missing_scale = blocks.global_scale
-        blocks = blocks._replace(global_scale=None)
-    return from_blocks(blocks.values(), x.shape, quantizer.tile, dim).to(dtype), missing_scale
-
-
-def _kernels_for(x: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype) -> str:
-    """The kernels for one call; "traced" inside torch.compile, which compiles them itself."""
-    if not _covers(x, quantizer, dim, dtype) or _chosen == "reference":
-        return "reference"
-    if torch.compiler.is_compiling():
-        return "traced"
-    _check(_chosen)
-    # Tensors that only stand for tensors: fake ones, distributed ones, those of a tracing mode.
-    if type(x) is not Tensor or _get_current_dispatch_mode() is not None:
-        return "reference"
-    if _chosen is None:
-        return _automatic(x)
-    lacks = compiled.missing(x.device)
-    if lacks:
-        raise RuntimeError(
-            f"kernels {_chosen!r} were asked for (use_kernels or {ENVIRONMENT}), and there is no "
-            f"{lacks}. Without the request the reference runs, with equal results"
-        )
-    return _chosen
-
-
-def _covers(x: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype) -> bool:
+    minus: Tensor | None,
+    plus: Tensor | None,
+) -> bool:
     return (
         quantizer.fmt == NVFP4
         and quantizer.scale_rule is ScaleRule.ABSMAX
         and dtype in compiled.DTYPES
         and has_form(x, quantizer.tile, dim)
         and x.numel() <= _MAX_ELEMENTS
+        and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
     )
 
 
-def _automatic(x: Tensor) -> str:
-    if x.numel() < _WORTH_COMPILING or x.device.type in _failed:
-        return "reference"
-    lacks = compiled.missing(x.device)
-    if lacks is None:
-        return "compiled"
-    _warn_slow(f"there is no {lacks}")
-    return "reference"
+def _variant(task: str, quantizer: Quantizer, form: Form, **options: Any) -> Variant:
+    return Variant(
+        task,
+        form.dims,
+        bool(quantizer.two_level),
+        quantizer.scale_rounding is ScaleRounding.UP,
+        quantizer.rounding is Rounding.STOCHASTIC,
+        **options,
+    )
 
 
-def _warn_slow(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(
-            f"quantizers run uncompiled, several times slower, with equal results: {reason}",
-            stacklevel=4,
-        )
+def _run(
+    kernels: str,
+    variant: Variant,
+    key: noise.Key | int | None,
+    x: Tensor,
+    *others: Tensor | None,
+) -> tuple[Tensor, ...] | None:
+    """A compiled function, or None where the reference is to run after all."""
+    noise_key = noise.as_key(key) if variant.stochastic else None
+    if kernels == "traced":
+        return compiled.traced(variant, noise_key, x, *others)
+    if not worth_it(x, compiled.program_of(variant, x)):
+        return None
+    try:
+        return compiled.run(variant, noise_key, x, *others)
+    except compiled.CompilationError as error:
+        fall_back(x, error)
+        return None
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.dtype in compiled.DTYPES else x.float()

@@ -13,14 +13,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Variant, fake_quantize
+from metis_hf.numerics.kernels import formulation
+from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Variant
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -36,7 +37,7 @@ class Program(NamedTuple):
     """What one compilation is for."""
 
     variant: Variant
-    ndim: int
+    ndim: int  # of the first tensor
     dtype: torch.dtype
     device: torch.device
     threads: int  # generated C++ starts a fixed number of them
@@ -87,16 +88,63 @@ def _cpp_compiler() -> str | None:
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
-def run(x: Tensor, variant: Variant, key: noise.Key | None) -> tuple[Tensor, ...]:
-    """`formulation.fake_quantize`, compiled."""
-    threads = torch.get_num_threads() if x.device.type == "cpu" else 0
-    program = Program(variant, x.dim(), x.dtype, x.device, threads)
+def run(
+    variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """One of the functions of `formulation`, compiled.
+
+    Args:
+        variant: which, and what it does.
+        key: noise key of stochastic rounding.
+        x: the first argument of the function.
+        others: tensors after it and the noise, in their order; None is left out.
+    """
+    program = program_of(variant, x)
     kernel = _kernels.get(program)
     if kernel is None:
         kernel = _compile(program)
-    if key is None:
-        return kernel(x)
-    return kernel(x, *noise_of(key, x.device))
+    rest = [other for other in others if other is not None]
+    return kernel(x, *([] if key is None else noise_of(key, x.device)), *rest)
+
+
+def program_of(variant: Variant, x: Tensor) -> Program:
+    """The program that `run` takes."""
+    threads = torch.get_num_threads() if x.device.type == "cpu" else 0
+    return Program(variant, x.dim(), x.dtype, x.device, threads)
+
+
+def is_compiled(program: Program) -> bool:
+    """Whether this process has it."""
+    return program in _kernels
+
+
+def traced(
+    variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The same inside a graph that is being traced for another compilation."""
+    source = [] if key is None else traced_noise(key, x.device)
+    return call(variant, [x, *source, *(other for other in others if other is not None)])
+
+
+def call(variant: Variant, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A function of `formulation` with its arguments in a row, without those that are None."""
+    x, *rest = arguments
+    source = None
+    if variant.stochastic:
+        source, rest = Noise(*rest[:3]), rest[3:]
+
+    def taken(wanted: bool) -> Tensor | None:
+        return rest.pop(0) if wanted else None
+
+    if variant.task == "unpack":
+        scale = rest.pop(0)
+        decode = taken(variant.two_level and variant.scaled)
+        return formulation.unpack(x, variant, scale, decode, taken(variant.plus))
+    minus = taken(variant.minus)
+    if variant.task == "pack":
+        return formulation.pack(x, variant, source, minus)
+    plus = minus if variant.same else taken(variant.plus)
+    return formulation.fake_quantize(x, variant, source, minus, plus)
 
 
 def noise_of(key: noise.Key, device: torch.device) -> Noise:
@@ -145,23 +193,20 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         StatelessSymbolicContext,
     )
 
-    variant, device = program.variant, program.device
-
-    def traced(x: Tensor, *source: Tensor) -> tuple[Tensor, ...]:
-        return fake_quantize(x, variant, Noise(*source) if source else None)
-
-    sizes = (_ROWS, BLOCK) if program.ndim == 2 else (_ROWS, BLOCK, _COLUMNS, BLOCK)
-    examples: list[Any] = [torch.empty(sizes, dtype=program.dtype, device=device)]
-    if variant.stochastic:
-        examples += noise_of(noise.Key(0), device)
-    # No size is taken for a constant because it is 0, 1, or that of another dimension.
-    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    device = program.device
+    examples = _examples(program)
+    # No size is taken for a constant because it is 0 or 1. Equal ones are one size: the examples
+    # have equal ones only where calls have.
+    shapes = ShapeEnv(specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=shapes)
 
+    def traced(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return call(program.variant, arguments)
+
     def fake(index: int, example: Tensor) -> Tensor:
-        free = (0, 2) if index == 0 else ()
         dynamic = [
-            DimDynamic.DYNAMIC if dim in free else DimDynamic.STATIC for dim in range(example.dim())
+            DimDynamic.DUCK if size in (_ROWS, _COLUMNS) else DimDynamic.STATIC
+            for size in example.shape
         ]
         return mode.from_tensor(
             example,
@@ -170,11 +215,34 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         )
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        fakes = [fake(index, example) for index, example in enumerate(examples)]
+        fakes: list[Any] = [fake(index, example) for index, example in enumerate(examples)]
         with mode:
             graph = make_fx(traced)(*fakes)
         _refuse_fixed_sizes(shapes)
-        return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_graph")
+        return torch._inductor.standalone_compile(graph, fakes, dynamic_shapes="from_graph")
+
+
+def _examples(program: Program) -> list[Tensor]:
+    """Arguments of `call`; what is free in them has sizes that nothing else has."""
+    variant, device = program.variant, program.device
+    whole = {2: (_ROWS, BLOCK), 3: (_ROWS, 2, BLOCK), 4: (_ROWS, BLOCK, _COLUMNS, BLOCK)}
+    unpacks = variant.task == "unpack"
+    first = whole[3 if unpacks and program.ndim == 2 else program.ndim]
+    if unpacks:
+        codes = (_ROWS, BLOCK) if program.ndim == 2 else (_ROWS, BLOCK // 2, _COLUMNS, BLOCK)
+        blocks = [1 if dim in variant.dims else size for dim, size in enumerate(first)]
+        examples = [
+            torch.empty(codes, dtype=torch.uint8, device=device),
+            torch.empty(blocks, dtype=torch.float8_e4m3fn, device=device),
+        ]
+        if variant.two_level and variant.scaled:
+            examples.append(torch.empty((), device=device))
+    else:
+        examples = [torch.empty(first, dtype=program.dtype, device=device)]
+        if variant.stochastic:
+            examples += noise_of(noise.Key(0), device)
+    dense = variant.minus + (variant.plus and not variant.same)
+    return examples + [torch.empty(first, device=device) for _ in range(dense)]
 
 
 def _refuse_fixed_sizes(shapes: ShapeEnv) -> None:

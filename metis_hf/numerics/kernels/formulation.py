@@ -1,4 +1,8 @@
-"""NVFP4 fake quantization in few tensor operations that compilers fuse and vectorize.
+"""NVFP4 quantization in few tensor operations that compilers fuse and vectorize.
+
+`fake_quantize` goes there and back; `pack` stops half way, at two codes a byte and block scales,
+and `unpack` goes on from there. Each takes what goes around the quantizer of a split along in the
+same passes: `minus` is taken off before, `plus` is added after.
 
 The arithmetic is that of `metis_hf.numerics.quantize`, to the bit; the way there is another one:
 
@@ -11,7 +15,8 @@ The arithmetic is that of `metis_hf.numerics.quantize`, to the bit; the way ther
 
 Tensors come in one of two forms, with every 16 a constant and everything else free to change:
 row blocks [b 16], and [g 16 c 16] for blocks along the second to last dimension (column blocks) and
-for square ones.
+for square ones. The two elements of a byte of codes lie whole vectors apart, so that no vector is
+taken to pieces: the halves of [p 2 16] where blocks are rows, of [g 2 8 c 16] where not.
 """
 
 from __future__ import annotations
@@ -37,12 +42,16 @@ _DROPPED = 20  # mantissa bits of fp32 that E4M3 lacks
 class Variant(NamedTuple):
     """What a compiled kernel is specialized for."""
 
+    task: str  # "quantize": `fake_quantize`; "pack"; "unpack"
     dims: tuple[int, ...]  # inside a block, of the tensor's form
     two_level: bool
-    scale_up: bool
-    stochastic: bool
-    scaled: bool  # whether the tensor scale is multiplied in
-    dtype: torch.dtype  # of the result
+    scale_up: bool = False
+    stochastic: bool = False
+    scaled: bool = True  # whether the tensor scale is multiplied in
+    dtype: torch.dtype = torch.float32  # of the result
+    minus: bool = False
+    plus: bool = False
+    same: bool = False  # minus is plus
 
 
 class Noise(NamedTuple):
@@ -116,31 +125,146 @@ def _uniform(shape: torch.Size, source: Noise) -> Tensor:
     return noise.to_uniform(noise.element_bits(blocks, source.lanes))
 
 
-def fake_quantize(x: Tensor, variant: Variant, source: Noise | None) -> tuple[Tensor, ...]:
-    """Quantizes to NVFP4 and back.
+def _quantized(
+    x: Tensor, variant: Variant, minus: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(fp32 x, block scales, what elements are multiplied by, tensor scale)."""
+    x = x.float()
+    if minus is not None:
+        x = x - minus
+    return x, *_scales(x.abs().amax(variant.dims, keepdim=True), variant)
+
+
+def _rounded(magnitude: Tensor, uniform: Tensor | None) -> Tensor:
+    return _nearest(magnitude) if uniform is None else _stochastic(magnitude, uniform)
+
+
+def _finished(values: Tensor, plus: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if plus is not None:
+        # The clamp keeps the product before it and the sum apart; see `reference.add_back`.
+        values = values.clamp(max=FLT_MAX) + plus
+    return values.to(dtype)
+
+
+def fake_quantize(
+    x: Tensor,
+    variant: Variant,
+    source: Noise | None = None,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Quantizes to NVFP4 and back: plus + Q(x - minus).
 
     Args:
         x: fp32, bf16 or fp16, contiguous, in one of the forms above.
         variant: what to do.
         source: of stochastic rounding.
+        minus: fp32, of the shape of `x`.
+        plus: fp32, of the shape of `x`.
 
     Returns:
         (values,) of the shape of `x`; where the tensor scale is not multiplied in, also that scale,
         0-dim fp32.
     """
-    x = x.float()
-    amax = x.abs().amax(variant.dims, keepdim=True)
-    scale, inverse, decode = _scales(amax, variant)
+    x, scale, inverse, decode = _quantized(x, variant, minus)
     scaled = x * inverse
-    magnitude = scaled.abs().clamp(max=_MAX_CODE)
-    if variant.stochastic:
-        assert source is not None
-        codes = _stochastic(magnitude, _uniform(x.shape, source))
-    else:
-        codes = _nearest(magnitude)
+    uniform = None if source is None else _uniform(x.shape, source)
+    codes = _rounded(scaled.abs().clamp(max=_MAX_CODE), uniform)
     values = codes.copysign(scaled) * scale
     if decode is None:
-        return (values.to(variant.dtype),)
+        return (_finished(values, plus, variant.dtype),)
     if not variant.scaled:
         return values.to(variant.dtype), decode
-    return ((values * decode).to(variant.dtype),)
+    return (_finished(values * decode, plus, variant.dtype),)
+
+
+def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
+    """What is to be rounded -> E2M1 codes 0 to 15, as fp32 numbers; of NaN, 0 or 8."""
+    magnitude = scaled.abs().clamp(max=_MAX_CODE)
+    rounded = _rounded(magnitude, uniform)
+    # 0 .5 1 1.5, 2 3, 4 6 are the codes 0 to 7. Comparisons leave NaN to the last choice: it must
+    # not spoil the other code of the byte.
+    last = torch.where(rounded <= _MAX_CODE, rounded * 0.5 + 4, 0.0)
+    code = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, last))
+    negative = (magnitude + 1).copysign(scaled) < 0  # of -0 too
+    return code + torch.where(negative, 8.0, 0.0)
+
+
+def _decoded(code: Tensor) -> Tensor:
+    """E2M1 codes 0 to 15, as fp32 numbers -> fp32 values."""
+    negative = code >= 8
+    code = code - torch.where(negative, 8.0, 0.0)
+    value = torch.where(code < 4, code * 0.5, torch.where(code < 6, code - 2, code * 2 - 8))
+    return torch.where(negative, -value, value)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The two elements of each byte: [p 2 16] -> [p 16] each, [g 16 c 16] -> [g 8 c 16] each."""
+    return (x[:, 0], x[:, 1]) if x.dim() == 3 else (x[:, : BLOCK // 2], x[:, BLOCK // 2 :])
+
+
+def _half_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Block scales of the halves: [p 2 1] -> [p 1] each; a column's or a square's go to both."""
+    return (scale[:, 0], scale[:, 1]) if scale.dim() == 3 else (scale, scale)
+
+
+def pack(
+    x: Tensor, variant: Variant, source: Noise | None = None, minus: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Quantizes x - minus to codes and scales.
+
+    Args:
+        x: as in `fake_quantize`, row blocks as [p 2 16].
+        variant: what to do.
+        source: of stochastic rounding.
+        minus: fp32, of the shape of `x`.
+
+    Returns:
+        (codes uint8 [p 16] or [g 8 c 16], block scales E4M3, tensor scale if there is one).
+    """
+    x, scale, inverse, decode = _quantized(x, variant, minus)
+    uniform: tuple[Tensor | None, Tensor | None] = (None, None)
+    if source is not None:
+        uniform = halves(_uniform(x.shape, source))
+    low, high = (
+        _code(half * half_inverse, half_uniform)
+        for half, half_inverse, half_uniform in zip(halves(x), _half_scales(inverse), uniform)
+    )
+    codes = (low + high * 16).to(torch.uint8)
+    stored = scale.to(torch.float8_e4m3fn)
+    return (codes, stored) if decode is None else (codes, stored, decode)
+
+
+def unpack(
+    codes: Tensor,
+    variant: Variant,
+    scale: Tensor,
+    decode: Tensor | None = None,
+    plus: Tensor | None = None,
+) -> tuple[Tensor]:
+    """plus + the values of what `pack` gives.
+
+    Args:
+        codes: uint8 [p 16] or [g 8 c 16].
+        variant: its `dtype`, `scaled` and `dims`.
+        scale: E4M3, [p 2 1], [g 1 c 16] or [g 1 c 1].
+        decode: tensor scale, 0-dim fp32.
+        plus: fp32 [p 2 16] or [g 16 c 16].
+
+    Returns:
+        values [p 2 16] or [g 16 c 16].
+    """
+    byte = codes.float()
+    high = (byte * (1 / 16)).floor()
+    pairs = (byte - high * 16, high)
+    scales = _half_scales(_stored(scale.float()))
+    added = (None, None) if plus is None else halves(plus)
+    out = []
+    for code, half_scale, half_plus in zip(pairs, scales, added):
+        values = _decoded(code) * half_scale
+        if decode is not None and variant.scaled:
+            values = values * decode
+        out.append(_finished(values, half_plus, variant.dtype))
+    if codes.dim() == 2:
+        return (torch.stack(out, 1),)
+    return (torch.cat(out, 1),)

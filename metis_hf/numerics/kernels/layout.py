@@ -1,7 +1,9 @@
-"""The two forms that kernels take tensors in, and the way there and back."""
+"""The two forms that kernels take tensors in, the way there and back, and that of packed codes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,19 +13,21 @@ from torch import Tensor
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.layout import Tile
 
-_ROW_DIMS, _COLUMN_DIMS, _SQUARE_DIMS = (1,), (1,), (1, 3)
+_ROW_DIMS, _PAIR_DIMS, _COLUMN_DIMS, _SQUARE_DIMS = (1,), (2,), (1,), (1, 3)
 
 
 class Form(NamedTuple):
     """A tensor as kernels take it."""
 
-    x: Tensor  # [b 16] or [g 16 c 16], contiguous
+    x: Tensor  # [b 16], [p 2 16] or [g 16 c 16], contiguous
     dims: tuple[int, ...]  # inside a block
     padded: torch.Size  # of the tensor before it was cut
     shape: torch.Size  # without padding
 
     def restore(self, values: Tensor) -> Tensor:
         """A result of the form of `x` -> the original shape."""
+        if values.dim() == 3:  # perhaps with half a pair too much
+            values = values.view(-1)[: self.padded.numel()]
         values = values.view(self.padded)
         if self.padded == self.shape:
             return values
@@ -31,6 +35,55 @@ class Form(NamedTuple):
         if len(self.shape) > 1:
             values = values[..., : self.shape[-2], :]
         return values.reshape(self.shape)
+
+
+class Packed(NamedTuple):
+    """A quantized matrix that waits for its use: 4.5 bits an element for NVFP4, and 32 more.
+
+    In a layout for work, not for files: in `to_blocks` order, 4-bit codes two to a byte, of which
+    the second (in the high nibble) lies `run_of` elements after the first.
+
+    Attributes:
+        codes: uint8.
+        scale: block scales in their stored dtype [blocks]; of row blocks an even number.
+        global_scale: 0-dim fp32, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+
+def in_row_blocks(tile: Tile, dim: int) -> bool:
+    """Whether blocks of a matrix lie along its rows."""
+    return tile is Tile.ROW and dim % 2 == 1
+
+
+def blocked_shape(
+    shape: tuple[int, int], tile: Tile, size: int | None, dim: int
+) -> tuple[int, ...]:
+    """Of `to_blocks` of a matrix."""
+    rows, columns = shape
+    if tile is Tile.TENSOR:
+        return shape
+    if tile is Tile.SQUARE:
+        assert size is not None
+        return -(-rows // size), size, -(-columns // size), size
+    size = size or shape[dim]
+    if dim % 2:
+        return rows, -(-columns // size), size
+    return -(-rows // size), size, columns
+
+
+def run_of(blocked: Sequence[int], tile: Tile, dim: int) -> int:
+    """How far apart the two elements of a byte lie, of a matrix cut into blocks.
+
+    The next block of the same row, or the other half of the same column block or square.
+    """
+    if tile is Tile.TENSOR or in_row_blocks(tile, dim):
+        return blocked[-1]
+    within = math.prod(blocked[1:])
+    return within // 2 if blocked[1] % 2 == 0 else within
 
 
 def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
@@ -46,8 +99,14 @@ def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
     return ndim == 2 or x.shape[-2] % BLOCK == 0
 
 
-def form_of(x: Tensor, tile: Tile, dim: int) -> Form:
+def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
     """Pads to whole blocks and cuts; for tensors with `has_form`.
+
+    Args:
+        x: the tensor.
+        tile: shape of its blocks.
+        dim: that row blocks run along.
+        paired: row blocks two by two, [p 2 16], a block of zeros after an odd number.
 
     The last dimension is padded whatever dimension blocks run along: noise is drawn in groups of
     16 along it.
@@ -62,6 +121,34 @@ def form_of(x: Tensor, tile: Tile, dim: int) -> Form:
     padded = matrix.shape if rows or columns else shape
     matrix = matrix.contiguous()
     if along_rows:
-        return Form(matrix.view(-1, BLOCK), _ROW_DIMS, padded, shape)
+        blocks = matrix.view(-1, BLOCK)
+        if not paired:
+            return Form(blocks, _ROW_DIMS, padded, shape)
+        if len(blocks) % 2:
+            blocks = F.pad(blocks, (0, 0, 0, 1))
+        return Form(blocks.view(-1, 2, BLOCK), _PAIR_DIMS, padded, shape)
     form = matrix.view(-1, BLOCK, matrix.shape[-1] // BLOCK, BLOCK)
     return Form(form, _SQUARE_DIMS if tile is Tile.SQUARE else _COLUMN_DIMS, padded, shape)
+
+
+def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
+    """Whether kernels pack a matrix as the reference does, which pads blocked dimensions only."""
+    if len(shape) != 2 or tile is Tile.TENSOR:
+        return False
+    return tile is Tile.SQUARE or in_row_blocks(tile, dim) or shape[1] % BLOCK == 0
+
+
+def packed_form(
+    codes: Tensor, scale: Tensor, shape: tuple[int, int], tile: Tile, dim: int
+) -> tuple[Form, Tensor]:
+    """Packed codes and block scales as kernels take them; for matrices that `packs`."""
+    down, across = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
+    if in_row_blocks(tile, dim):
+        padded = torch.Size((shape[0], across * BLOCK))
+        form = Form(codes.view(-1, BLOCK), _PAIR_DIMS, padded, torch.Size(shape))
+        return form, scale.view(-1, 2, 1)
+    square = tile is Tile.SQUARE
+    padded = torch.Size((down * BLOCK, across * BLOCK))
+    view = codes.view(down, BLOCK // 2, across, BLOCK)
+    form = Form(view, _SQUARE_DIMS if square else _COLUMN_DIMS, padded, torch.Size(shape))
+    return form, scale.view(down, 1, across, 1 if square else BLOCK)

@@ -1,0 +1,139 @@
+"""Which kernels run: those asked for, or compiled ones where there can be any."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from metis_hf.numerics.kernels import compiled
+
+# The automatic choice on CUDA devices is `compiled` too: which of the two is faster there has not
+# been measured.
+KERNELS = ("reference", "compiled", "triton")
+ENVIRONMENT = "METIS_KERNELS"
+# Below this many elements a compilation is not worth its seconds: the reference takes less than a
+# millisecond.
+_WORTH_COMPILING = 1 << 15
+
+_chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
+_warned: set[str] = set()
+_failed: set[str] = set()  # types of devices for which a compilation failed
+
+
+@contextlib.contextmanager
+def use_kernels(kernels: str | None) -> Iterator[None]:
+    """Chooses the implementation inside a `with` block, for all threads of the process.
+
+    Args:
+        kernels: "reference", "compiled", "triton", or None for the automatic choice.
+
+    Raises:
+        ValueError: another name.
+    """
+    global _chosen
+    _check(kernels)
+    before, _chosen = _chosen, kernels
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def _check(kernels: str | None) -> None:
+    if kernels is not None and kernels not in KERNELS:
+        raise ValueError(
+            f"kernels {kernels!r} do not exist; choose one of {', '.join(KERNELS)} "
+            f"(in the environment variable {ENVIRONMENT} too)"
+        )
+
+
+def kernels_for(*tensors: Tensor) -> str:
+    """The kernels for one call; "traced" inside torch.compile, which compiles them itself.
+
+    Raises:
+        ValueError: those asked for do not exist.
+        RuntimeError: they cannot run here.
+    """
+    if _chosen == "reference":
+        return "reference"
+    if torch.compiler.is_compiling():
+        return "traced"
+    _check(_chosen)
+    # Tensors that only stand for tensors: fake ones, distributed ones, those of a tracing mode.
+    if any(type(x) is not Tensor for x in tensors) or _get_current_dispatch_mode() is not None:
+        return "reference"
+    x = tensors[0]
+    if _chosen is None:
+        return _automatic(x)
+    lacks = _missing(_chosen, x.device)
+    if lacks:
+        raise RuntimeError(
+            f"kernels {_chosen!r} were asked for (use_kernels or {ENVIRONMENT}), and there is no "
+            f"{lacks}. Without the request the reference runs, with equal results"
+        )
+    return _chosen
+
+
+def _missing(kernels: str, device: torch.device) -> str | None:
+    """What the named kernels lack on this device; None if nothing."""
+    if kernels != "triton":
+        return compiled.missing(device)
+    triton = triton_backend()
+    return "package triton" if triton is None else triton.missing(device)
+
+
+@functools.cache
+def triton_backend() -> ModuleType | None:
+    """The Triton kernels, imported when they are asked for; None where triton is not installed."""
+    try:
+        from metis_hf.numerics.kernels import triton_launch
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return triton_launch
+
+
+def _automatic(x: Tensor) -> str:
+    if x.device.type in _failed:
+        return "reference"
+    lacks = compiled.missing(x.device)
+    if lacks is None:
+        return "compiled"
+    if x.numel() >= _WORTH_COMPILING:
+        _warn_slow(f"there is no {lacks}")
+    return "reference"
+
+
+def worth_it(x: Tensor, program: compiled.Program) -> bool:
+    """Whether to run a program on a tensor, if it has to be compiled first."""
+    return _chosen is not None or x.numel() >= _WORTH_COMPILING or compiled.is_compiled(program)
+
+
+def fall_back(x: Tensor, error: compiled.CompilationError) -> None:
+    """From now on the reference runs on this type of device, unless compiled code was asked for.
+
+    Raises:
+        CompilationError: it was.
+    """
+    if _chosen is not None:
+        raise error
+    _failed.add(x.device.type)
+    _warn_slow(str(error))
+
+
+def _warn_slow(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"quantizers run uncompiled, several times slower, with equal results: {reason}",
+            stacklevel=4,
+        )
