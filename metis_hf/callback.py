@@ -1,9 +1,10 @@
 """MetisCallback: what a quantized run needs from Trainer besides the training itself.
 
 At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
-steps it decomposes the weights anew; every `health_interval` steps it measures spectral health and
-quantization noise and puts the means into Trainer's own logs (a summary on the console) and the
-figures of each layer into `metis_health.jsonl`, from which `metis-hf report` makes a page.
+steps it decomposes the weights anew; after each step it does what schemes with a state need; every
+`health_interval` steps it measures spectral health and quantization noise and puts the means into
+Trainer's own logs (a summary on the console) and the figures of each layer into
+`metis_health.jsonl`, from which `metis-hf report` makes a page.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from metis_hf.health import LayerProbe, group_means, nonfinite_layers, split_hea
 from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.model import metis_layers
 from metis_hf.noise_monitor import noise_ratios
-from metis_hf.refreshing import check_engine, refresh
+from metis_hf.oscillation import oscillating_layers, suppress_oscillation
+from metis_hf.refreshing import check_engine, refresh, synchronize_state
 from metis_hf.resume import ResumeGuard
 from metis_hf.run_record import (
     HEALTH_FILE,
@@ -123,6 +125,8 @@ class MetisCallback(ResumeGuard):
             self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
         if self._refresh_every:
             check_engine(model, f"refresh_interval={self._refresh_every}")
+        if oscillating_layers(model):
+            check_engine(model, "OsciReset (scheme tetrajet2)", 'Use scheme "nvfp4" or "nvidia"')
         self._warn_of_reporters(args)
         self._precision = precision_of(next(iter(self._layers.values())))
         if state.is_world_process_zero and self.health_interval:
@@ -145,6 +149,10 @@ class MetisCallback(ResumeGuard):
         # see is consistent. Nothing accumulated refers to the old factors.
         if self._refresh_every and state.global_step % self._refresh_every == 0:
             self._refresh(optimizer)
+        synchronize_state(self._model)
+        reset = suppress_oscillation(self._model, state.global_step, state.max_steps)
+        if reset:
+            self._pending["metis/oscillation_reset"] = sum(reset.values()) / len(reset)
         if self._measuring:
             self._measuring = False
             self._probe.detach()

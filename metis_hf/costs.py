@@ -1,9 +1,9 @@
 """What one converted layer costs a micro-batch: FLOPs by kind, and what its quantizers move.
 
-Formulas follow the code that they price (`gemm`, `operands`, `weights`, `transforms.spectral`) and
-are held to it by tests; what layers that read one tensor share is counted for each of them. A
-multiplication with addition counts as 2 FLOPs, so [a b] @ [b c] costs 2abc (Golub & Van Loan,
-Matrix Computations, section 1.2). Planning whole runs is in `planning`.
+Formulas follow the code that they price (`gemm`, `weights`) and are held to it by tests; those of
+conditioners stand beside them (`operands.Work`). What layers that read one tensor share is counted
+for each of them. A multiplication with addition counts as 2 FLOPs, so [a b] @ [b c] costs 2abc
+(Golub & Van Loan, Matrix Computations, section 1.2). Planning whole runs is in `planning`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.operands import Hadamard, Identity, Operand, Spectral
-from metis_hf.schemes import Role
-from metis_hf.transforms.hadamard import SIZE as HADAMARD_SIZE
-from metis_hf.transforms.spectral import default_rows
+from metis_hf.operands import Operand
+from metis_hf.schemes import Role, Scheme
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class LayerCost:
         projection: coordinates of every row in that subspace.
         low_rank: putting the low-rank part together again, and taking the residual.
         weight_factors: the products with u and vh of split weights, forward and backward.
-        rotation: Hadamard transforms.
+        elementwise: element operations around the quantizers: means, shifts, scales, clamps.
+        rotation: Hadamard and other orthogonal transforms.
         quantizers: element operations of the quantizers; none of them runs on tensor cores.
         quantizer_bytes: what those read and write in unfused PyTorch, in bytes.
     """
@@ -46,6 +45,7 @@ class LayerCost:
     projection: float = 0
     low_rank: float = 0
     weight_factors: float = 0
+    elementwise: float = 0
     rotation: float = 0
     quantizers: float = 0
     quantizer_bytes: float = 0
@@ -75,7 +75,7 @@ def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     cost = LayerCost(gemm=2.0 * tokens * i * o)
     if scheme.is_high_precision:
         return cost + _dense_weight_cost(layer)
-    cost += _matrix_cost(scheme.fprop_input, tokens, i)
+    cost += _operand_cost(scheme.fprop_input, (tokens, i), -1)
     return cost + _weight_cost(layer, scheme.fprop_weight)
 
 
@@ -85,18 +85,20 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     cost = LayerCost(gemm=4.0 * tokens * i * o)
     if scheme.is_high_precision:
         return cost + _dense_weight_cost(layer) * 2  # the gradients of both factors
-    cost += _matrix_cost(scheme.dgrad_grad_output, tokens, o)
-    cost += _weight_cost(layer, scheme.resolve(Role.DGRAD_WEIGHT)[1])  # saved nowhere: made again
+    cost += _operand_cost(scheme.dgrad_grad_output, (tokens, o), -1)
+    role, weight = scheme.resolve(Role.DGRAD_WEIGHT)  # saved nowhere: made again
+    cost += _weight_cost(layer, weight, dim=-1 if role is Role.FPROP_WEIGHT else 0)
     if scheme.wgrad_grad_output is not None:
-        cost += _matrix_cost(scheme.wgrad_grad_output, tokens, o)
-    if scheme.wgrad_input is not None:
-        cost += _matrix_cost(scheme.wgrad_input, tokens, i)  # quantized in forward
-    cost += _decoding_cost(scheme.resolve(Role.WGRAD_INPUT)[1], tokens, i)
+        cost += _operand_cost(scheme.wgrad_grad_output, (tokens, o), 0)
+    cost += _wgrad_input_cost(scheme, tokens, i)
     if isinstance(layer, MetisLinear):
         # weights.SplitWeight.gradients: dw @ vh^T and u^T @ dw, with u and vh quantized anew
         k = layer.rank
         cost += LayerCost(weight_factors=4.0 * o * i * k)
-        cost += _quantizers_cost(scheme.fprop_weight.quantizer, (o, k), (k, i))
+        if not scheme.exact_factors:
+            cost += _quantizers_cost(scheme.fprop_weight.quantizer, (o, k), (k, i))
+    if scheme.clipped_weight:
+        cost += LayerCost(elementwise=10.0 * o * i)  # weights.ClippedWeight.gradients
     return cost
 
 
@@ -107,12 +109,15 @@ def _dense_weight_cost(layer: MetisLayer) -> LayerCost:
     return LayerCost(weight_factors=2.0 * layer.out_features * layer.in_features * layer.rank)
 
 
-def _weight_cost(layer: MetisLayer, operand: Operand) -> LayerCost:
-    """weights.*.quantize: one quantized copy of the weight [o i]."""
+def _weight_cost(layer: MetisLayer, operand: Operand, *, dim: int = -1) -> LayerCost:
+    """weights.*.quantize: one quantized copy of the weight [o i], blocks along `dim`."""
     i, o = layer.in_features, layer.out_features
     if not isinstance(layer, MetisLinear):
-        return _matrix_cost(operand, o, i)
+        clip = LayerCost(elementwise=2.0 * o * i) if layer.scheme.clipped_weight else LayerCost()
+        return clip + _operand_cost(operand, (o, i), dim)
     k = layer.rank
+    if layer.scheme.exact_factors:
+        return LayerCost(weight_factors=2.0 * o * i * k) + _operand_cost(operand, (o, i), dim)
     products = 1  # the low-rank part ...
     if operand.quantizer is not None and layer.weight_form.compensated:
         products = 2  # ... from quantized and from exact factors
@@ -120,54 +125,31 @@ def _weight_cost(layer: MetisLayer, operand: Operand) -> LayerCost:
     return cost + _quantizers_cost(operand.quantizer, (o, i), (o, k), (k, i))
 
 
-def _matrix_cost(operand: Operand, rows: int, columns: int) -> LayerCost:
-    """operands.Operand on a matrix [rows columns]."""
+def _operand_cost(
+    operand: Operand, shape: tuple[int, int], dim: int, *phases: str, quantizes: bool = True
+) -> LayerCost:
+    """operands.Operand on a matrix of this shape: `phases` of `Work`, by default a call."""
     if operand.quantizer is None:
         return LayerCost()
-    conditioner = operand.conditioner
-    if isinstance(conditioner, Spectral):
-        return _spectral_cost(conditioner, operand.quantizer, rows, columns)
-    cost = _quantizers_cost(operand.quantizer, (rows, columns))
-    if isinstance(conditioner, Hadamard):  # one 16 x 16 block product each way
-        return cost + LayerCost(rotation=2 * 2.0 * HADAMARD_SIZE * rows * columns)
-    if isinstance(conditioner, Identity):
-        return cost
-    raise TypeError(
-        f"no cost formula for the conditioner {type(conditioner).__name__}; add one to "
-        "metis_hf.costs before planning a run with it"
-    )
+    if not hasattr(operand.conditioner, "work"):
+        raise TypeError(
+            f"no cost formula for the conditioner {type(operand.conditioner).__name__}; give it a "
+            "method work(shape, *, dim) -> metis_hf.operands.Work before planning a run with it"
+        )
+    work = operand.conditioner.work(shape, dim=dim)
+    cost = LayerCost()
+    for phase in phases or ("call",):
+        cost += LayerCost(**getattr(work, phase))
+    return cost + _quantizers_cost(operand.quantizer, *work.quantized) if quantizes else cost
 
 
-def _spectral_cost(split: Spectral, quantizer: Quantizer, t: int, c: int) -> LayerCost:
-    """The dynamic split of [t c]: transforms.spectral.dominant_subspace, then the projection.
-
-    n sampled rows, sketch width w, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
-    0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw and a QR; thin 2ncw, its
-    Gram 2nw^2, rotation 2cwk. Householder QR of [c w] with Q formed: 4(cw^2 - w^3/3); symmetric
-    eigenproblem with vectors: 9w^3 (Golub & Van Loan, sections 5.2 and 8.3). Then all t rows:
-    projection 2tck; low-rank part 2tck, twice where the residual is taken against the exact one.
-    """
-    k = min(split.rank, t, c)
-    rows = max(int(split.sample_frac * t + 0.999999), default_rows(k, split.oversample), k)
-    n = min(rows, t)
-    w = min(k + split.oversample, n, c)
-    p = split.n_iter
-    products = 1 if split.compensated else 2
-    cost = LayerCost(
-        subspace=2.0 * n * c * w * (2 + 2 * p) + 2.0 * n * w * w + 2.0 * c * w * k,
-        factorization=(p + 1) * 4.0 * (c * w * w - w**3 / 3) + 9.0 * w**3,
-        projection=2.0 * t * c * k,
-        low_rank=2.0 * products * t * c * k + 2.0 * t * c,  # and one subtraction, one addition
-    )
-    return cost + _quantizers_cost(quantizer, (t, c), (t, k), (k, c))
-
-
-def _decoding_cost(operand: Operand, t: int, c: int) -> LayerCost:
-    """Putting together again what was saved of x [t c]: its low-rank part. Codes cost little."""
-    conditioner = operand.conditioner
-    if operand.quantizer is None or not isinstance(conditioner, Spectral):
-        return LayerCost()
-    return LayerCost(low_rank=2.0 * t * c * min(conditioner.rank, t, c))
+def _wgrad_input_cost(scheme: Scheme, tokens: int, width: int) -> LayerCost:
+    """What is saved of x [t i], and the operand from that; of a shared copy the latter only."""
+    role, operand = scheme.resolve(Role.WGRAD_INPUT)
+    shape = (tokens, width)
+    if role is Role.FPROP_INPUT:
+        return _operand_cost(operand, shape, -1, "decode", quantizes=False)
+    return _operand_cost(operand, shape, 0, "encode", "decode")
 
 
 def _quantizers_cost(quantizer: Quantizer | None, *shapes: tuple[int, int]) -> LayerCost:

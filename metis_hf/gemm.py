@@ -104,16 +104,25 @@ class GemmPlan:
     row_mask: Tensor | None = None
     saves_input: bool = True  # a backward pass with wgrad may follow
     source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
+    state: Any = None  # what the scheme's `LayerState` froze for this call
+
+    def resolve(self, role: Role) -> tuple[Role, Operand]:
+        """`Scheme.resolve`, with conditioners that know the call's state."""
+        role, operand = self.scheme.resolve(role)
+        conditioner: Any = operand.conditioner
+        if self.state is not None and hasattr(conditioner, "bind"):
+            operand = Operand(operand.quantizer, conditioner.bind(self.state))
+        return role, operand
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
-        role, operand = self.scheme.resolve(role)
+        role, operand = self.resolve(role)
         dim = -1 if role is Role.FPROP_WEIGHT else 0
         return self.weight.quantize(params, operand, dim=dim, key=self.keys[role], dtype=self.dtype)
 
     def matrix_operand(self, role: Role, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x_hat or dy_hat, for the GEMM that `role` names."""
-        role, operand = self.scheme.resolve(role)
+        role, operand = self.resolve(role)
         return operand(
             x,
             dim=_contracted(role),
@@ -124,7 +133,7 @@ class GemmPlan:
 
     def input_operand(self, x: Tensor) -> tuple[Tensor, Tensor | None, SavedInput]:
         """x_hat for fprop, its tensor scale or None, and what is saved of x for wgrad."""
-        role, operand = self.scheme.resolve(Role.WGRAD_INPUT)
+        role, operand = self.resolve(Role.WGRAD_INPUT)
         shared = role is Role.FPROP_INPUT
         if self.saves_input and operand.has_codes(x):
             dim = _contracted(role)
@@ -169,7 +178,7 @@ class GemmPlan:
             x = saved.tensors[0]
             assert x is not None
             return self.matrix_operand(Role.WGRAD_INPUT, x)
-        role, operand = self.scheme.resolve(Role.WGRAD_INPUT)
+        role, operand = self.resolve(Role.WGRAD_INPUT)
         encoded = Encoded(saved.tensors)
         return operand.decode(encoded, dim=_contracted(role), shape=shape, dtype=self.dtype)
 
@@ -182,6 +191,8 @@ class SavedInput(NamedTuple):
     | direct, of its own            | packed x, blocks along tokens, quantized in forward      |
     | rotated (Hadamard)            | packed rotated x, padded to 16 tokens; rotated back in   |
     |                               | backward                                                 |
+    | scaled per channel            | packed (x - shift) / scale; both are the plan's          |
+    | quantized twice               | packed second quantization, as of its conditioner        |
     | spectral, shared or of its    | packed residual [t c], packed factors [t k] and [k c], k |
     | own                           | lengths; put together again in backward                  |
     | high precision                | x in the dtype of the GEMM, as nn.Linear does            |

@@ -8,6 +8,7 @@ package reports missing weights instead of giving a plausible model without its 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from metis_hf.gemm import CallKeys, GemmPlan, QuantizedGemm
 from metis_hf.noise import Key, key_of
 from metis_hf.schemes import Scheme, build_scheme, layer_rank
 from metis_hf.token_mask import TokenMask
-from metis_hf.weights import DenseWeight, SplitWeight, WeightForm
+from metis_hf.weights import ClippedWeight, DenseWeight, SplitWeight, WeightForm
+
+CLIP = 4.0  # sigmoid(4) = .982: where OmniQuant starts its clipping strengths
 
 
 class MetisLayer(nn.Module):
@@ -28,6 +31,7 @@ class MetisLayer(nn.Module):
 
     weight_form: WeightForm
     rank: int | None = None  # of the stored factors
+    state_names: tuple[str, ...] = ()  # of the buffers that the scheme's state lives in
     bias: nn.Parameter | None
 
     def __init__(
@@ -57,6 +61,36 @@ class MetisLayer(nn.Module):
         self.config = config
         self.scheme = build_scheme(config, self.in_features, self.out_features)
         self.eval_scheme = self.scheme.deterministic()
+        if self._parameters:  # the layer is there already
+            self._register_state()
+
+    def _register_state(self) -> None:
+        """Makes the buffers of the scheme's state; those that are there keep their contents."""
+        state, initial = self.scheme.state, {}
+        if state is not None:
+            with torch.device(self.weight_params()[-1].device):
+                initial = state.initial(self.in_features, self.out_features)
+        for name in set(self.state_names) - initial.keys():
+            delattr(self, name)
+        for name, value in initial.items():
+            if name not in self._buffers:
+                self.register_buffer(name, value)
+        self.state_names = tuple(initial)
+
+    def state_buffers(self) -> dict[str, Tensor]:
+        """The buffers of the scheme's state by name."""
+        return {name: getattr(self, name) for name in self.state_names}
+
+    def _apply(self, fn, recurse=True):
+        # Casts of the model (.to(torch.bfloat16), .half()) leave the state in its own precision:
+        # they pass over integers, and moves between devices do not.
+        state = self.state_buffers()
+        for name, buffer in state.items():
+            self._buffers[name] = buffer.view(torch.int32)
+        super()._apply(fn, recurse)
+        for name, buffer in state.items():
+            self._buffers[name] = getattr(self, name).view(buffer.dtype)
+        return self
 
     def check_config(self, config: MetisConfig) -> None:
         """Refuses a config that this layer's parameters do not fit.
@@ -78,10 +112,12 @@ class MetisLayer(nn.Module):
     @staticmethod
     def _form(scheme: Scheme) -> tuple[bool, ...]:
         """How a scheme wants weights stored."""
-        return (True, scheme.compensated, scheme.unit_rms) if scheme.split_weight else (False,)
+        if scheme.split_weight:
+            return (True, scheme.compensated, scheme.unit_rms, scheme.exact_factors)
+        return (False, scheme.clipped_weight)
 
     def _stored_form(self) -> tuple[bool, ...]:
-        return (False,)
+        return (False, isinstance(self.weight_form, ClippedWeight))
 
     def active_scheme(self) -> Scheme:
         """The scheme of the current mode: eval rounds to nearest everywhere."""
@@ -111,17 +147,36 @@ class MetisLayer(nn.Module):
         params = self.weight_params()
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
+        keys = self.call_keys(x)
         plan = GemmPlan(
             scheme,
             self.weight_form,
             dtype,
-            self.call_keys(x),
+            keys,
             row_mask,
             saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in params),
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
+            state=self.call_state(x, keys, update=self.training),
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)
+
+    @torch.no_grad()
+    def call_state(self, x: Tensor, keys: CallKeys, *, update: bool = False) -> Any:
+        """What a call with this input takes from the scheme's state; None if it has none.
+
+        Without `update` (evaluation, measurements) the state stays as it is: asked again after a
+        call in training, it gives what that call got.
+        """
+        state = self.scheme.state
+        if state is None:
+            return None
+        buffers, rows = self.state_buffers(), x.detach().reshape(-1, self.in_features)
+        if update:
+            mark = keys.weight_key.data
+            assert mark is not None
+            state.update(buffers, rows, mark)
+        return state.freeze(buffers, rows, self.weight_params()[-1].detach())
 
     def row_mask(self, x: Tensor) -> Tensor | None:
         """Which rows of x [... i] are tokens, as [t] bool; None where all are, or nobody knows."""
@@ -155,10 +210,11 @@ def _process_rank() -> int:
 class QuantLinear(MetisLayer):
     """A linear layer with one dense weight whose GEMM operands are quantized.
 
-    `weight` is [o i], or [i o] where it replaces a Conv1D.
+    `weight` is [o i], or [i o] where it replaces a Conv1D. A scheme with clipped weights has
+    `weight_clip` [o] beside it.
     """
 
-    weight_form = DenseWeight()
+    weight_form: WeightForm = DenseWeight()
 
     def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
         conv1d = kwargs.get("conv1d", False)
@@ -166,15 +222,27 @@ class QuantLinear(MetisLayer):
         super().__init__(in_features, out_features, config, **kwargs)
         self.weight = _parameter(weight)
         self.bias = None if bias is None else _parameter(bias)
+        if self.scheme.clipped_weight:
+            self.weight_form = ClippedWeight()
+            clip = weight.new_full((out_features,), CLIP)
+            self.weight_clip = nn.Parameter(clip, requires_grad=weight.requires_grad)
+        self._register_state()
 
     def weight_params(self) -> tuple[Tensor, ...]:
-        return (self.weight.T if self.conv1d else self.weight,)
+        weight = self.weight.T if self.conv1d else self.weight
+        clipped = isinstance(self.weight_form, ClippedWeight)
+        return (self.weight_clip, weight) if clipped else (weight,)
 
     def _high_precision(self, x: Tensor) -> Tensor:
         if self.conv1d and self.bias is not None:  # as Conv1D computes it, to the bit
             flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-            return flat.view(*x.shape[:-1], self.out_features)
-        return super()._high_precision(x)
+            y = flat.view(*x.shape[:-1], self.out_features)
+        else:
+            y = super()._high_precision(x)
+        if isinstance(self.weight_form, ClippedWeight):
+            # Nothing is clipped; a gradient of zero, since DDP waits for that of each parameter.
+            y = y + 0 * self.weight_clip.sum()
+        return y
 
 
 class MetisLinear(MetisLayer):
@@ -192,7 +260,8 @@ class MetisLinear(MetisLayer):
         w = weight.T if conv1d else weight
         super().__init__(w.shape[1], w.shape[0], config, **kwargs)
         gain = (w.shape[0] * w.shape[1]) ** -0.5 if self.scheme.unit_rms else 1.0
-        self.weight_form = SplitWeight(self.scheme.compensated, gain)
+        exact = self.scheme.exact_factors
+        self.weight_form = SplitWeight(self.scheme.compensated, gain, exact)
         self.rank = layer_rank(config, self.in_features, self.out_features)
         if w.is_meta:  # a checkpoint is about to be loaded into it
             shapes = ((w.shape[0], self.rank), (self.rank,), (self.rank, w.shape[1]), w.shape)
@@ -204,9 +273,11 @@ class MetisLinear(MetisLayer):
             nn.Parameter(f.to(w.dtype).contiguous(), requires_grad=requires_grad) for f in factors
         )
         self.bias = None if bias is None else _parameter(bias)
+        self._register_state()
 
     def _stored_form(self) -> tuple[bool, ...]:
-        return (True, self.weight_form.compensated, self.weight_form.gain != 1)
+        form = self.weight_form
+        return (True, form.compensated, form.gain != 1, form.exact_factors)
 
     @property
     def weight(self) -> Tensor:

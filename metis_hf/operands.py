@@ -10,8 +10,9 @@ Each can also stop half way: `encode` gives what is stored of the operand, in co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,11 +44,29 @@ class Encoded(NamedTuple):
     low: Tensor | None = None
 
 
+class Work(NamedTuple):
+    """What a conditioner computes of a matrix [t c]: FLOPs by kind, see `costs.LayerCost`.
+
+    Attributes:
+        call: from the matrix to the operand.
+        encode: to what is stored of it.
+        decode: from there to the operand.
+        quantized: shapes of the tensors that it hands to the quantizer.
+    """
+
+    call: Mapping[str, float]
+    encode: Mapping[str, float]
+    decode: Mapping[str, float]
+    quantized: tuple[tuple[int, int], ...]
+
+
 class Conditioner(Protocol):
     """x [t c] -> x_hat [t c] in `dtype`, quantizing what it likes on the way.
 
-    Along `dim`, which the GEMM contracts, x_hat may come with padding. A conditioner may have
-    `encode` and `decode` as well, as those here do; without them operands are saved densely.
+    Along `dim`, which the GEMM contracts, x_hat may come with padding. A conditioner may have more,
+    as those here do: `encode` and `decode`, without which operands are saved densely;
+    `work(shape, dim=...) -> Work`, without which runs cannot be planned; `uses_row_mask = True`,
+    without which nobody looks for padding among the rows.
     """
 
     def __call__(
@@ -82,6 +101,9 @@ class Identity:
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
         return unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape, dtype=dtype)
 
+    def work(self, shape, *, dim) -> Work:
+        return Work({}, {}, {}, (shape,))
+
 
 @dataclass(frozen=True)
 class Hadamard:
@@ -113,6 +135,12 @@ class Hadamard:
         quantized = unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape)
         return unrotate(quantized, dim=dim, seed=self.seed).to(dtype)
 
+    def work(self, shape, *, dim) -> Work:
+        t, c = shape
+        product = 2.0 * SIZE * t * c  # of every block with the 16 x 16 matrix
+        once = {"rotation": product}
+        return Work({"rotation": 2 * product}, once, once, (shape,))
+
 
 @dataclass(frozen=True)
 class Spectral:
@@ -135,6 +163,8 @@ class Spectral:
     oversample: int = 8
     n_iter: int = 1
     compensated: bool = True
+
+    uses_row_mask: ClassVar[bool] = True
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
@@ -169,6 +199,31 @@ class Spectral:
         if low is None:
             low = self._low(factors, quantizer, dim=dim, shape=shape)
         return unpack(Packed(*residual), quantizer, dim=dim, shape=shape, dtype=dtype, plus=low)
+
+    def work(self, shape, *, dim) -> Work:
+        """Range finder on the sampled rows (`transforms.spectral`), then the projection of all.
+
+        n sampled rows, sketch width w, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
+        0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw and a QR; thin 2ncw,
+        its Gram 2nw^2, rotation 2cwk. Householder QR of [c w] with Q formed: 4(cw^2 - w^3/3);
+        symmetric eigenproblem with vectors: 9w^3 (Golub & Van Loan, sections 5.2 and 8.3). Then all
+        t rows: projection 2tck; low-rank part 2tck, twice where the residual is taken against the
+        exact one; its subtraction and addition.
+        """
+        t, c = shape
+        k = min(self.rank, t, c)
+        rows = max(int(self.sample_frac * t + 0.999999), default_rows(k, self.oversample), k)
+        n = min(rows, t)
+        w = min(k + self.oversample, n, c)
+        p = self.n_iter
+        products = 1 if self.compensated else 2
+        split = {
+            "subspace": 2.0 * n * c * w * (2 + 2 * p) + 2.0 * n * w * w + 2.0 * c * w * k,
+            "factorization": (p + 1) * 4.0 * (c * w * w - w**3 / 3) + 9.0 * w**3,
+            "projection": 2.0 * t * c * k,
+            "low_rank": 2.0 * products * t * c * k + 2.0 * t * c,
+        }
+        return Work(split, split, {"low_rank": 2.0 * t * c * k}, ((t, c), (t, k), (k, c)))
 
     @staticmethod
     def _low(factors, quantizer, *, dim, shape) -> Tensor:

@@ -30,7 +30,8 @@ _FLOPS = {
     "projection": "+ projection",
     "low_rank": "+ low-rank part and residual",
     "weight_factors": "+ thin factors of weights",
-    "rotation": "+ Hadamard rotation",
+    "elementwise": "+ means, scales (elementwise)",
+    "rotation": "+ Hadamard and other rotations",
     "quantizers": "+ quantizers (elementwise)",
 }
 _COMMUNICATION = {

@@ -1,7 +1,8 @@
-"""Decomposing split weights anew during training, in one process or many.
+"""What is done to a converted model between optimizer steps, in one process or many.
 
-The represented weight stays what it is; u, s, vh and the residual are written in place, so that the
-optimizer, DDP's buckets and FSDP2's shards keep their parameters.
+`refresh` decomposes split weights anew: the represented weight stays what it is; u, s, vh and the
+residual are written in place, so that the optimizer, DDP's buckets and FSDP2's shards keep their
+parameters. `synchronize_state` makes processes agree on running statistics.
 """
 
 from __future__ import annotations
@@ -36,11 +37,7 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         NotImplementedError: under DeepSpeed or FSDP1; see `check_engine`.
     """
     check_engine(model, "refresh()")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # After a forward pass without backward some units stay whole: what they then show as
-            # parameters are copies, and what is written to those is lost.
-            module.reshard()
+    reshard(model)
     drifts = {}
     for name, layer in metis_layers(model):
         if not isinstance(layer, MetisLinear):
@@ -53,12 +50,42 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     return drifts
 
 
-def check_engine(model: nn.Module, asked: str) -> None:
-    """Refuses engines that train copies of the parameters, which would undo a refresh.
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2's units show their own parameters, for writing.
+
+    After a forward pass without backward some units stay whole: what they then show as parameters
+    are copies, and what is written to those is lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def synchronize_state(model: nn.Module) -> None:
+    """Takes the maxima of the running step's input ranges over all processes; call it at its end.
+
+    MetisCallback does. Without it each process (under DDP: the first) goes by what it has seen.
+    """
+    ranges = [
+        layer.state_buffers()["step_range"]
+        for _, layer in metis_layers(model)
+        if "step_range" in layer.state_names
+    ]
+    if ranges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        flat = torch.cat([each.reshape(-1) for each in ranges])
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        for each, part in zip(ranges, flat.split([each.numel() for each in ranges])):
+            each.copy_(part.view_as(each))
+
+
+def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interval=0") -> None:
+    """Refuses engines that train copies of the parameters, which would undo what is written.
 
     Args:
         model: as the engine prepared it.
-        asked: what needs the refresh, for the message.
+        asked: what writes to parameters, for the message.
+        advice: what to do instead, for the message.
 
     Raises:
         NotImplementedError: the model runs under DeepSpeed or FSDP1.
@@ -69,7 +96,7 @@ def check_engine(model: nn.Module, asked: str) -> None:
     elif any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         engine = "FSDP1, which flattens parameters; FSDP2 (fsdp_version: 2) supports it"
     if engine is not None:
-        raise NotImplementedError(f"{asked} does not work under {engine}. Set refresh_interval=0")
+        raise NotImplementedError(f"{asked} does not work under {engine}. {advice}")
 
 
 def is_deepspeed(model: nn.Module) -> bool:
@@ -89,7 +116,7 @@ def refresh_layer(layer: MetisLinear) -> float:
     factors = layer.weight_form.decompose(before, layer.rank, layer.key)
     values = [_agreed(f.to(p.dtype)) for f, p in zip(factors, params)]
     for param, value in zip(layer.weight_params(), values):
-        _write(param, value)
+        write(param, value)
     drift = torch.linalg.vector_norm(layer.weight_form.dense(values).float() - before)
     return (drift / torch.linalg.vector_norm(before).clamp_min(1e-30)).item()
 
@@ -102,7 +129,8 @@ def _agreed(value: Tensor) -> Tensor:
     return value
 
 
-def _write(param: Tensor, value: Tensor) -> None:
+def write(param: Tensor, value: Tensor) -> None:
+    """Gives a parameter, perhaps sharded by FSDP2, a new value (whole, the same everywhere)."""
     if hasattr(param, "full_tensor"):  # a DTensor: sharded by FSDP2
         from torch.distributed.tensor import DTensor, distribute_tensor
 

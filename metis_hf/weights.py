@@ -1,8 +1,9 @@
 """How a layer stores its weight, and how the stored parameters become the GEMM operand w_hat.
 
-Dense: one matrix. Split: u [o k], s [k], vh [k i], residual [o i], all trainable, with
-w = gain * (u * s) @ vh + residual. The gradients are the chain rule through w_hat with
-straight-through quantizers; written out they are the paper's five equations.
+Dense: one matrix. Clipped: one matrix and a clipping strength per row. Split: u [o k], s [k],
+vh [k i], residual [o i], all trainable, with w = gain * (u * s) @ vh + residual. The gradients are
+the chain rule through w_hat with straight-through quantizers; written out they are the paper's five
+equations.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.noise import Key
@@ -47,7 +49,59 @@ class DenseWeight:
         return operand(params[0].detach(), dim=dim, key=key, dtype=dtype)
 
     def gradients(self, params, dw, operand, *, key):
+        estimate = getattr(operand.conditioner, "weight_gradient", None)
+        if estimate is not None:  # instead of the straight-through 1
+            dw = estimate(dw, params[0].detach(), operand.quantizer)
         return [dw.to(params[0].dtype)]
+
+
+@dataclass(frozen=True)
+class ClippedWeight:
+    """clip [o] and one matrix w: w_hat = Q(C(w)) with C(w) = clamp(w, -t, t).
+
+    t = sigmoid(clip) * amax, one clip per output row, one amax per block of 16 along the row
+    (OmniQuant, arXiv 2308.13137, equation 2, with the group size of NVFP4; one strength for both
+    signs, as NVFP4 is symmetric). Its quantizer is straight-through, C is differentiated as it is:
+    a clipped element's gradient goes to the element that sets amax, and to clip. The represented
+    weight is w, not clipped.
+    """
+
+    block: int = 16
+
+    def dense(self, params):
+        return params[1]
+
+    def quantize(self, params, operand, *, dim, key, dtype):
+        clip, w = (p.detach() for p in params)
+        if operand.quantizer is not None:
+            blocks, _, limit = self._blocks(clip, w)
+            w = blocks.clamp(-limit, limit).flatten(-2)[:, : w.shape[1]]
+        return operand(w, dim=dim, key=key, dtype=dtype)
+
+    def gradients(self, params, dw, operand, *, key):
+        clip, w = (p.detach() for p in params)
+        if operand.quantizer is None:
+            return [torch.zeros_like(clip), dw.to(w.dtype)]
+        blocks, amax, limit = self._blocks(clip, w)
+        g = self._cut(dw.to(blocks.dtype))
+        over = blocks.abs() > limit
+        moved = (g * blocks.sign() * over).sum(-1, keepdim=True)  # dL/dt [o n 1]
+        strength = torch.sigmoid(clip.to(blocks.dtype))
+        largest = blocks.abs() == amax
+        shares = largest / largest.sum(-1, keepdim=True).clamp_min(1)
+        # Products rather than `where`: a NaN gradient shows in clipped elements too.
+        through = g * ~over + shares * blocks.sign() * strength[:, None, None] * moved
+        dclip = (moved * amax).sum((1, 2)) * strength * (1 - strength)
+        return [dclip.to(clip.dtype), through.flatten(-2)[:, : w.shape[1]].to(w.dtype)]
+
+    def _blocks(self, clip: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""
+        blocks = self._cut(w if w.dtype is torch.float64 else w.float())
+        amax = blocks.abs().amax(-1, keepdim=True)
+        return blocks, amax, torch.sigmoid(clip.to(blocks.dtype))[:, None, None] * amax
+
+    def _cut(self, w: Tensor) -> Tensor:
+        return F.pad(w, (0, -w.shape[1] % self.block)).unflatten(-1, (-1, self.block))
 
 
 @dataclass(frozen=True)
@@ -62,10 +116,14 @@ class SplitWeight:
             dominant part at a much higher rate than the same weight stored densely.
         compensated: w_hat = low + Q(residual + (u * s) @ vh - low) with low = Q(u) * s @ Q(vh);
             the correction is a constant to autograd. The paper has w_hat = low + Q(residual).
+        exact_factors: the factors stay in high precision (arXiv 2411.05007), so that there is
+            nothing to compensate: w_hat = (u * s) @ vh + Q(residual), with the operand's
+            conditioner around Q.
     """
 
     compensated: bool = True
     gain: float = 1.0
+    exact_factors: bool = False
 
     def dense(self, params):
         u, s, vh, residual = params
@@ -78,6 +136,9 @@ class SplitWeight:
         u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
         low = (u_hat * (s * self.gain)) @ vh_hat  # [o k] @ [k i] -> [o i]
         low = low if low.dtype is torch.float64 else low.float()
+        if self.exact_factors:
+            w_hat, _ = operand(residual, dim=dim, key=key.fold(3), dtype=low.dtype)
+            return (w_hat + low).to(dtype), None
         x, minus = residual, None
         if self.compensated:
             x, minus = self.dense((u, s, vh, residual)), low
@@ -109,7 +170,7 @@ class SplitWeight:
         return (u, vh) if self.gain == 1 else (u / u.shape[0] ** 0.5, vh / vh.shape[1] ** 0.5)
 
     def _factors(self, u, vh, operand, *, dim, key):
-        if operand.quantizer is None:
+        if operand.quantizer is None or self.exact_factors:
             return u, vh
         u_hat = operand.quantizer(u, dim=dim, key=key.fold(1)).to(u.dtype)
         vh_hat = operand.quantizer(vh, dim=dim, key=key.fold(2)).to(vh.dtype)

@@ -12,11 +12,14 @@ Each link starts from the layer's own previous one, so nothing can be off by a r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from eden_reference import eden
 from layer_tools import Call
 from reference import fake_quantize
+
+from metis_hf.noise import uniform
 
 UNIT = 2.0**-24  # relative error of one fp32 operation
 
@@ -89,7 +92,17 @@ class Recording:
             np.testing.assert_array_equal(given, expected, f"{row.slot}: what is quantized")
         assert_quantized_as(call, row)
         assert call.quantizer.rounding.value == "nearest"
-        found = fake_quantize(given, dim=row.dim, scale_rounding=row.scales, tile=row.tile).values
+        if row.scale_rule == "eden":
+            found = eden(given, scale_noise(call), row.dim).values
+        else:
+            found = fake_quantize(
+                given,
+                row.fmt,
+                dim=row.dim,
+                scale_rounding=row.scale_rounding,
+                tile=row.tile,
+                scale_rule=row.scale_rule,
+            ).values
         assert found.tobytes() == array(call.after).tobytes(), f"{row.slot}: the quantized values"
         return exact(found)
 
@@ -110,33 +123,54 @@ class Slot:
 
     slot: str  # "fprop.input", ...
     source: str  # "x", "w", "dy"; of a reused copy: ""
-    blocks: str = "-"  # "1x16", "16x16"; "-": high precision
+    blocks: str = "-"  # "1x16", "16x16": NVFP4; "1x32", "32x32": MXFP4; "-": high precision
     along: str = "-"  # the dimension that 1x16 blocks run along: "in", "out", "tokens"
     rounding: str = "-"
-    scales: str = "-"
+    scales: str = "-"  # of block scales; "nearest-4/6": each block's maximum on 6 or on 4
     conditioner: str = "direct"
     reuses: str = ""  # the slot whose quantized copy is taken
 
     @property
     def tile(self) -> str:
-        return {"1x16": "row", "16x16": "square"}[self.blocks]
+        return "row" if self.blocks.startswith("1x") else "square"
+
+    @property
+    def fmt(self) -> str:
+        return {"16": "nvfp4", "32": "mxfp4"}[self.blocks.split("x")[1]]
+
+    @property
+    def scale_rounding(self) -> str:
+        return self.scales.removesuffix("-4/6").removesuffix("-eden")
+
+    @property
+    def scale_rule(self) -> str:
+        rules = {"4/6": "four-over-six", "eden": "eden"}
+        return rules.get(self.scales.rpartition("-")[2], "absmax")
 
     @property
     def dim(self) -> int:
-        """As an index of the source: tokens are the rows of x and dy, features the columns."""
-        return 0 if self.along == "tokens" else -1
+        """As an index of the source: tokens are the rows of x and dy, out those of w."""
+        return 0 if self.along == "tokens" or (self.source, self.along) == ("w", "out") else -1
 
     @property
     def quantized(self) -> bool:
         return self.blocks != "-"
 
 
+def scale_noise(call: Call) -> np.ndarray:
+    """The noise with which MS-EDEN rounded a call's scales: [t blocks] or [blocks c]."""
+    rows, columns = call.before.shape
+    shape = (rows, -(-columns // 16)) if call.dim % 2 else (-(-rows // 16), columns)
+    return array(uniform((shape[0] * shape[1],), call.key.fold(1))).reshape(shape)
+
+
 def assert_quantized_as(call: Call, row: Slot) -> None:
     """The quantizer of a recorded call is that of the table, apart from its element rounding."""
-    assert call.quantizer.fmt.name == "nvfp4"
-    assert call.quantizer.two_level
+    assert call.quantizer.fmt.name == row.fmt
+    assert call.quantizer.two_level == (row.fmt == "nvfp4")
     assert call.quantizer.tile.value == row.tile, row.slot
-    assert call.quantizer.scale_rounding.value == row.scales, row.slot
+    assert call.quantizer.scale_rounding.value == row.scale_rounding, row.slot
+    assert call.quantizer.scale_rule.value == row.scale_rule, row.slot
     assert row.tile == "square" or call.dim % 2 == row.dim % 2, row.slot
 
 
@@ -154,13 +188,36 @@ def rotation(rows: int, signs: np.ndarray) -> np.ndarray:
 
 
 def hadamard_operand(recording: Recording, x: np.ndarray, row: Slot, signs: np.ndarray) -> Terms:
-    """H^T Q(H x): the rotated matrix, blocks along tokens, quantized and rotated back.
+    """H^T Q(H x): the rotated matrix, blocks along its rotated dimension, and rotated back.
 
-    With the rows of its padding, which quantization in the rotated basis fills.
+    With the rows (or columns) of its padding, which quantization in the rotated basis fills.
     """
+    if row.dim == -1:
+        h = rotation(x.shape[1], signs)
+        quantized = recording.quantize(exact(x) @ exact(h).T, row)
+        return quantized @ exact(rotation(h.shape[0], signs))
     h = rotation(x.shape[0], signs)
     quantized = recording.quantize(exact(h) @ exact(x), row)
     return exact(rotation(h.shape[0], signs)).T @ quantized
+
+
+def rotated_operand(
+    recording: Recording, x: np.ndarray, row: Slot, rotation: np.ndarray, axis: int
+) -> Terms:
+    """R^T Q(R x) along an axis: the whole dimension rotated, quantized and rotated back."""
+    r = exact(rotation)
+    if axis == 0:
+        return r.T @ recording.quantize(r @ exact(x), row)
+    return recording.quantize(exact(x) @ r.T, row) @ r
+
+
+def mean_operand(recording: Recording, x: np.ndarray, row: Slot) -> Terms:
+    """1 Q(mu) + Q(x - 1 mu) with mu the mean of the rows, in blocks along its length."""
+    rows = exact(np.full((1, x.shape[0]), 1 / x.shape[0]))
+    mean = rows @ exact(x)
+    mean_hat = recording.quantize(mean, replace(row, along="in"))
+    ones = exact(np.ones((x.shape[0], 1)))
+    return ones @ mean_hat + recording.quantize(exact(x) - ones @ mean, row)
 
 
 def spectral_operand(recording: Recording, x: np.ndarray, row: Slot, basis: np.ndarray) -> Terms:

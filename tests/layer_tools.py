@@ -16,12 +16,14 @@ from metis_hf.numerics import Quantizer
 from metis_hf.schemes import Role, Scheme
 
 FP4_SCHEMES = [name for name in scheme_names() if not name.startswith("bf16")]
+# Schemes that are defined by their copies per GEMM: operand_mode="shared" would be another scheme.
+CONTRACTION_ONLY = {"nvidia", "four-over-six", "tetrajet2", "hot-channel", "quartet2"}
 # Every scheme in every mode that it has.
 SCHEME_MODES = [
     (scheme, mode)
     for scheme in scheme_names()
     for mode in ("shared", "contraction")
-    if (scheme, mode) != ("nvidia", "shared")
+    if not (scheme in CONTRACTION_ONLY and mode == "shared")
 ]
 FP4_SCHEME_MODES = [pair for pair in SCHEME_MODES if pair[0] in FP4_SCHEMES]
 NEAREST = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
@@ -106,6 +108,10 @@ class Recorder:
         # The callers go on to work in place.
         self.calls.append(Call(self.quantizer, before, dim, key, after.clone()))
         return (after if plus is None else after + plus).to(dtype)
+
+    def deterministic(self):
+        """The real one: what is quantized again is no operand."""
+        return self.quantizer.deterministic()
 
 
 def record(layer: MetisLayer) -> list[Call]:

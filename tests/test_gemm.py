@@ -86,6 +86,8 @@ class TestExactQuantizers:
     def test_linear(self, scheme, mode, shape):
         linear, layer = layer_of(scheme, mode, dtype=torch.float64)
         layer.scheme = with_exact_quantizers(layer.scheme)
+        if layer.scheme.clipped_weight:
+            layer.weight_clip.data.fill_(40)  # whose sigmoid is 1
         x = torch.randn(shape, dtype=torch.float64)
         ya, dxa, grads_a = forward_backward(linear, x)
         yb, dxb, grads_b = forward_backward(layer, x)
@@ -118,7 +120,7 @@ class TestExactQuantizers:
             return torch.func.functional_call(layer, dict(zip(names, values)), (x,))
 
         values = tuple(p.detach().clone().requires_grad_() for p in layer.parameters())
-        assert len(values) == (5 if isinstance(layer, MetisLinear) else 2)
+        assert len(values) == (5 if layer.scheme.split_weight else 2 + layer.scheme.clipped_weight)
         assert torch.autograd.gradcheck(call, (x, *values))
 
 
@@ -147,7 +149,10 @@ class TestFewTokens:
         ya, dxa, grads_a = forward_backward(linear, x)
         yb, dxb, grads_b = forward_backward(layer.train(train), x, autocast_dtype)
         dw = grads_b.get("weight", grads_b.get("weight_residual"))
-        for found, expected in ((yb, ya), (dxb, dxa), (dw, grads_a["weight"])):
+        # The slope that a gradient estimator puts in the place of 1 is no error.
+        straight = not hasattr(layer.scheme.fprop_weight.conditioner, "weight_gradient")
+        pairs = [(yb, ya), (dxb, dxa), (dw, grads_a["weight"])][: 2 + straight]
+        for found, expected in pairs:
             error = (found.float() - expected).norm() / expected.norm()
             assert error < 0.5, error.item()  # two operands of 14 % each; 1 if anything is lost
         torch.testing.assert_close(grads_b["bias"], grads_a["bias"])

@@ -31,6 +31,8 @@ from layer_tools import (
 from torch import nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.conditioners.mean import MeanRemoved
+from metis_hf.conditioners.outliers import HotChannels
 from metis_hf.linear import convert_linear
 from metis_hf.noise import uniform
 from metis_hf.operands import Spectral
@@ -195,7 +197,13 @@ def keys_of(calls):
 
 def parts_of(operand):
     """How many tensors are quantized for it."""
-    return 3 if isinstance(operand.conditioner, Spectral) else 1
+    return {Spectral: 3, MeanRemoved: 2, HotChannels: 2}.get(type(operand.conditioner), 1)
+
+
+def parts_at(scheme, *roles):
+    """How many tensors are quantized at some roles, a copy that several of them take once."""
+    used = {scheme.resolve(role)[0] for role in roles}
+    return sum(parts_of(scheme.operand(role)) for role in used)
 
 
 def set_rank(monkeypatch, rank):
@@ -285,12 +293,14 @@ class TestDistinct:
                 keys |= {key_values(call.key): call.key for call in calls}
             first, second = map(set, micro_batches)
             assert len(first) == len(second) == len(calls)  # no role, no part shares a key
-            assert len(first & second) == (3 if layer.scheme.split_weight else 1)
+            weights = parts_at(layer.scheme, Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
+            factors = layer.scheme.split_weight and not layer.scheme.exact_factors
+            assert len(first & second) == (3 if factors else weights)
             of_layer[seed, name] = first | second
         for seed in (0, 1):
             first, second = of_layer[seed, "a"], of_layer[seed, "b"]
-            copies = 1 if layer.scheme.reuses(Role.WGRAD_INPUT) else 2
-            assert len(first & second) == 2 * copies * parts_of(layer.scheme.fprop_input)
+            inputs = parts_at(layer.scheme, Role.FPROP_INPUT, Role.WGRAD_INPUT)
+            assert len(first & second) == 2 * inputs
             expected += len(first | second)
         assert len(keys) == expected  # no seed shares one with another
         streams = torch.stack([uniform((self.STREAM,), key).double() for key in keys.values()])
@@ -342,8 +352,7 @@ class TestContent:
         layer.scheme = original
         after = one_pass(layer)
         same = set(keys_of(before)) & set(keys_of(after))
-        copies = 1 if layer.scheme.reuses(Role.WGRAD_INPUT) else 2
-        assert len(same) == copies * parts_of(layer.scheme.fprop_input)
+        assert len(same) == parts_at(layer.scheme, Role.FPROP_INPUT, Role.WGRAD_INPUT)
 
     def test_steps_of_16_bit_weights(self):
         """The stored bits count: a step that rounds back to them changes nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,11 +18,14 @@ from layer_reference import (
     assert_quantized_as,
     exact,
     hadamard_operand,
+    mean_operand,
+    rotated_operand,
     rotation,
     spectral_operand,
     split_weight,
 )
 from layer_tools import (
+    CONTRACTION_ONLY,
     FP4_SCHEME_MODES,
     FP4_SCHEMES,
     NEAREST,
@@ -30,16 +34,35 @@ from layer_tools import (
     layer_of,
     record,
 )
+from outlier_reference import clamped_operand, hot_operand, random_signs, with_content
+from reference import fake_quantize
 
 from metis_hf import MetisConfig
-from metis_hf.operands import IDENTITY, Hadamard, Spectral
+from metis_hf.conditioners.channelwise import PerChannel
+from metis_hf.conditioners.gradient_estimator import DifferentiableEstimator
+from metis_hf.conditioners.mean import MeanRemoved
+from metis_hf.conditioners.ms_eden import RandomHadamard
+from metis_hf.conditioners.outliers import Clamped, HotChannels
+from metis_hf.conditioners.requantized import Requantized
+from metis_hf.conditioners.rotated import FullHadamard, RandomKronecker
+from metis_hf.gemm import GemmPlan
+from metis_hf.operands import Hadamard, Identity, Spectral
 from metis_hf.schemes import Role, build_scheme
+from metis_hf.schemes._channels import Shifting, Smoothing
 from metis_hf.transforms.hadamard import hadamard_matrix
+from metis_hf.transforms.rotation import rotate_all, rotation_of
 from metis_hf.transforms.spectral import default_rows, find_subspace
 
 # y [t o] = x [t i] w [o i]^T;  dx = dy w;  dw = dy^T x. Columns: slot (GEMM and operand), source,
 # shape of a block, dimension that it runs along, element rounding, rounding of the block scales,
 # conditioner. Every scale has two levels. "split": the weight is stored as u s vh + residual;
+# "rotated": the whole dimension that the GEMM contracts is rotated, quantized, rotated back, or the
+# other one ("across"). "mean": the mean row and the rest are quantized apart.
+# "smooth", "shifted": columns are scaled (and shifted) before and back after, by ranges of x and w.
+# "clipped": elements of w beyond a share of their block's largest are cut. "requantized": quantized
+# to nearest along the features first. "split smooth": only the residual is quantized, scaled.
+# "clamped": elements beyond two quantiles are cut, and the rest of them added. "hot": the residuals
+# of the worst channels are quantized too. "random": groups are rotated with signs of the content.
 # "spectral": x or dy is split as a lam v^T + residual. Each of the three matrices is quantized
 # alone, with the blocks of its line: along its last dimension, or its first for "tokens". Residuals
 # are taken against the exact factors ("published") or the quantized ones ("compensated").
@@ -107,6 +130,202 @@ metis, contraction
     dgrad.weight       = fprop.weight
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
     wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
+nvfp4-rne, shared
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   1x16   in      nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+nvfp4-rne, contraction
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   16x16  -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  direct
+mxfp4, shared
+    fprop.input        x   1x32   in      nearest     floor    direct
+    fprop.weight       w   1x32   in      nearest     floor    direct
+    dgrad.grad_output  dy  1x32   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+mxfp4, contraction
+    fprop.input        x   1x32   in      nearest     floor    direct
+    fprop.weight       w   32x32  -       nearest     floor    direct
+    dgrad.grad_output  dy  1x32   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x32   tokens  stochastic  up       direct
+    wgrad.input        x   1x32   tokens  nearest     floor    direct
+four-over-six, contraction
+    fprop.input        x   1x16   in      nearest     nearest-4/6 direct
+    fprop.weight       w   16x16  -       nearest     nearest-4/6 direct
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest  direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 hadamard
+nvidia-paper, shared
+    fprop.input        x   1x16   in      stochastic  up       rotated hadamard
+    fprop.weight       w   1x16   in      stochastic  up       rotated hadamard
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+nvidia-paper, contraction
+    fprop.input        x   1x16   in      stochastic  up       rotated hadamard
+    fprop.weight       w   1x16   in      stochastic  up       rotated hadamard
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard
+    dgrad.weight       w   1x16   out     stochastic  up       rotated hadamard
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       rotated hadamard
+    wgrad.input        x   1x16   tokens  stochastic  up       rotated hadamard
+quarot, shared
+    fprop.input        x   1x16   in      nearest     nearest  rotated hadamard
+    fprop.weight       w   1x16   in      nearest     nearest  rotated hadamard
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+quarot, contraction
+    fprop.input        x   1x16   in      nearest     nearest  rotated hadamard
+    fprop.weight       w   1x16   in      nearest     nearest  rotated hadamard
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard
+    dgrad.weight       w   1x16   out     nearest     nearest  rotated hadamard
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       rotated hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  rotated hadamard
+quip, shared
+    fprop.input        x   1x16   in      nearest     nearest  rotated kronecker
+    fprop.weight       w   1x16   in      nearest     nearest  rotated kronecker
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated kronecker
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+quip, contraction
+    fprop.input        x   1x16   in      nearest     nearest  rotated kronecker
+    fprop.weight       w   1x16   in      nearest     nearest  rotated kronecker
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated kronecker
+    dgrad.weight       w   1x16   out     nearest     nearest  rotated kronecker
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       rotated kronecker
+    wgrad.input        x   1x16   tokens  nearest     nearest  rotated kronecker
+halo, shared
+    fprop.input        x   1x16   in      nearest     nearest  rotated hadamard
+    fprop.weight       w   1x16   in      nearest     nearest  rotated hadamard
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard across
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+halo, contraction
+    fprop.input        x   1x16   in      nearest     nearest  rotated hadamard
+    fprop.weight       w   16x16  -       nearest     nearest  rotated hadamard
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard across
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  rotated hadamard across
+mean, shared
+    fprop.input        x   1x16   in      stochastic  up       mean
+    fprop.weight       w   1x16   in      stochastic  up       direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       mean
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+mean, contraction
+    fprop.input        x   1x16   in      stochastic  up       mean
+    fprop.weight       w   16x16  -       stochastic  up       direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       mean
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       mean
+    wgrad.input        x   1x16   tokens  stochastic  up       mean
+smoothquant, shared
+    fprop.input        x   1x16   in      nearest     nearest  smooth
+    fprop.weight       w   1x16   in      nearest     nearest  smooth
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+smoothquant, contraction
+    fprop.input        x   1x16   in      nearest     nearest  smooth
+    fprop.weight       w   16x16  -       nearest     nearest  smooth
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  smooth
+outlier-suppression-plus, shared
+    fprop.input        x   1x16   in      nearest     nearest  shifted
+    fprop.weight       w   1x16   in      nearest     nearest  shifted
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+outlier-suppression-plus, contraction
+    fprop.input        x   1x16   in      nearest     nearest  shifted
+    fprop.weight       w   16x16  -       nearest     nearest  shifted
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  shifted
+omniquant, shared
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   1x16   in      nearest     nearest  clipped
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+omniquant, contraction
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   16x16  -       nearest     nearest  clipped
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  direct
+svdquant, shared
+    fprop.input        x   1x16   in      nearest     nearest  smooth
+    fprop.weight       w   1x16   in      nearest     nearest  split smooth
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+svdquant, contraction
+    fprop.input        x   1x16   in      nearest     nearest  smooth
+    fprop.weight       w   16x16  -       nearest     nearest  split smooth
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  smooth
+tetrajet2, contraction
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   1x16   in      nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest  hadamard
+    dgrad.weight       w   1x16   out     stochastic  nearest  requantized hadamard
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  hadamard
+    wgrad.input        x   1x16   tokens  stochastic  nearest  requantized hadamard
+occ, shared
+    fprop.input        x   1x16   in      nearest     nearest  clamped
+    fprop.weight       w   1x16   in      nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+occ, contraction
+    fprop.input        x   1x16   in      nearest     nearest  clamped
+    fprop.weight       w   16x16  -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  clamped
+hot-channel, contraction
+    fprop.input        x   1x16   in      nearest     nearest  hot
+    fprop.weight       w   16x16  -       nearest     nearest  hot
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest  direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  hadamard
+quartet2, contraction
+    fprop.input        x   1x16   in      nearest     nearest-4/6 direct
+    fprop.weight       w   1x16   in      nearest     nearest-4/6 direct
+    dgrad.grad_output  dy  1x16   out     nearest     nearest-eden random
+    dgrad.weight       w   1x16   out     nearest     nearest-eden requantized random
+    wgrad.grad_output  dy  1x16   tokens  nearest     nearest-eden random
+    wgrad.input        x   1x16   tokens  nearest     nearest-eden requantized random
 """
 
 
@@ -152,6 +371,22 @@ def test_the_table_is_complete():
         assert list(section) == SLOTS
 
 
+# The last column, of each kind of conditioner.
+CONDITIONERS = {
+    Identity: lambda c: "direct",
+    Hadamard: lambda c: "hadamard",
+    FullHadamard: lambda c: "rotated hadamard" + c.across * " across",
+    RandomKronecker: lambda c: "rotated kronecker" + c.across * " across",
+    MeanRemoved: lambda c: "mean",
+    Requantized: lambda c: f"requantized {CONDITIONERS[type(c.second)](c.second)}",
+    RandomHadamard: lambda c: "random",
+    Clamped: lambda c: "clamped",
+    HotChannels: lambda c: "hot",
+    DifferentiableEstimator: lambda c: "direct",  # another gradient, which has its own test
+    Spectral: lambda c: f"spectral {'compensated' if c.compensated else 'published'}",
+}
+
+
 def described(scheme, role: Role) -> Slot:
     """What a Scheme object says of one slot, in the words of the table."""
     slot = slot_of(role)
@@ -159,31 +394,35 @@ def described(scheme, role: Role) -> Slot:
     if used is not role:
         return Slot(slot, "", reuses=slot_of(used))
     source = {"input": "x", "weight": "w", "grad_output": "dy"}[slot.split(".")[1]]
-    if source == "w":
-        assert operand.conditioner is IDENTITY  # a split weight is conditioned by how it is stored
-        split = f"split {'compensated' if scheme.compensated else 'published'}"
-        conditioner = split if scheme.split_weight else "direct"
+    if isinstance(operand.conditioner, PerChannel):
+        assert operand.conditioner.weight == (source == "w")
+        conditioner = {Smoothing: "smooth", Shifting: "shifted"}[type(scheme.state)]
     else:
-        conditioner = {
-            type(IDENTITY): lambda c: "direct",
-            Hadamard: lambda c: "hadamard",
-            Spectral: lambda c: f"spectral {'compensated' if c.compensated else 'published'}",
-        }[type(operand.conditioner)](operand.conditioner)
+        conditioner = CONDITIONERS[type(operand.conditioner)](operand.conditioner)
+    if source == "w" and scheme.clipped_weight:
+        conditioner = {"direct": "clipped"}[conditioner]
+    if source == "w" and scheme.exact_factors:
+        conditioner = f"split {conditioner}"
+    elif source == "w" and scheme.split_weight:
+        assert conditioner == "direct"  # a split weight is conditioned by how it is stored
+        conditioner = f"split {'compensated' if scheme.compensated else 'published'}"
     quantizer = operand.quantizer
     if quantizer is None:
         return Slot(slot, source, conditioner=conditioner.split()[0])
-    assert quantizer.fmt.name == "nvfp4"
-    assert quantizer.two_level
-    assert quantizer.scale_rule.value == "absmax"
+    size = quantizer.fmt.block_size
+    assert quantizer.fmt.name == {16: "nvfp4", 32: "mxfp4"}[size]
+    assert quantizer.two_level == (size == 16)
     square = quantizer.tile.value == "square"
-    along = "tokens" if slot.startswith("wgrad") else "out" if source == "dy" else "in"
+    along = "tokens" if slot.startswith("wgrad") else "out" if slot.startswith("dgrad") else "in"
+    rules = {"absmax": "", "four-over-six": "-4/6", "eden": "-eden"}
+    rule = rules[quantizer.scale_rule.value]
     return Slot(
         slot,
         source,
-        "16x16" if square else "1x16",
+        f"{size}x{size}" if square else f"1x{size}",
         "-" if square else along,
         quantizer.rounding.value,
-        quantizer.scale_rounding.value,
+        quantizer.scale_rounding.value + rule,
         conditioner,
     )
 
@@ -198,13 +437,14 @@ def test_schemes_say_what_the_table_says(scheme, mode):
 @pytest.mark.parametrize("scheme", FP4_SCHEMES)
 def test_mode_of_a_scheme_by_default(scheme):
     default = build_scheme(MetisConfig(scheme=scheme), IN, OUT)
-    mode = "contraction" if scheme == "nvidia" else "shared"
+    mode = "contraction" if scheme in CONTRACTION_ONLY else "shared"
     assert [described(default, role) for role in Role] == list(OPERANDS[scheme, mode].values())
 
 
-def test_nvidia_has_no_shared_mode():
-    with pytest.raises(ValueError, match="operand_mode"):
-        build_scheme(MetisConfig(scheme="nvidia", operand_mode="shared"), IN, OUT)
+@pytest.mark.parametrize("scheme", sorted(CONTRACTION_ONLY))
+def test_copies_per_gemm_have_no_shared_mode(scheme):
+    with pytest.raises(ValueError, match=f'"{scheme}".*operand_mode'):
+        build_scheme(MetisConfig(scheme=scheme, operand_mode="shared"), IN, OUT)
 
 
 def inputs():
@@ -233,6 +473,79 @@ def run(scheme, mode, **changes):
     return layer, x, dy, distinct(calls), results
 
 
+def operand(recording, x: np.ndarray, row: Slot, conditioner) -> Terms:
+    """One quantized tensor by its line; random numbers of the conditioner are the layer's."""
+    kind, *options = row.conditioner.split()
+    if kind == "direct":
+        return recording.quantize(x, row)
+    if kind in ("mean", "clamped", "hot"):
+        return {"mean": mean_operand, "clamped": clamped_operand, "hot": hot_operand}[kind](
+            recording, x, row
+        )
+    if kind == "requantized":
+        (kind,), conditioner = options, conditioner.second
+        rule = "four-over-six" if kind == "random" else "absmax"
+        x = fake_quantize(x, scale_rounding=row.scale_rounding, scale_rule=rule).values
+    if kind == "random":
+        return hadamard_operand(recording, x, row, random_signs(conditioner, x.shape[row.dim]))
+    if kind == "hadamard":
+        signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])  # Sylvester's has none
+        return hadamard_operand(recording, x, row, signs)
+    assert kind == "rotated"
+    axis = (row.dim + ("across" in options)) % 2
+    n = torch.eye(x.shape[axis], dtype=torch.float64)
+    rotation = rotate_all(n, rotation_of(options[0], len(n), conditioner.seed, n), dim=0)
+    return rotated_operand(recording, x, row, array(rotation), axis)
+
+
+def channels(kind, x: np.ndarray, params) -> tuple[Terms, Terms]:
+    """(s, z) of the first call: by its own input."""
+    x = x.astype(np.float64)
+    if kind == "smooth":
+        w = params.get("weight", params.get("weight_residual"))
+        s = (np.abs(x).max(0) / np.abs(w).max(0)) ** 0.5
+        return exact(s), exact(np.zeros(len(s)))
+    z, half = (x.max(0) + x.min(0)) / 2, (x.max(0) - x.min(0)) / 2
+    median = np.sort(half)[(len(half) - 1) // 2]
+    return exact(np.maximum(1, half / (median * half.max()) ** 0.5)), exact(z)
+
+
+def clipped(w: np.ndarray, clip: np.ndarray):
+    """(the clipped weight, its gradients from those of the clipped weight), block by block."""
+    strength = 1 / (1 + np.exp(-clip.astype(np.float64)))
+    cut, over, largest = w.astype(np.float64), np.zeros_like(w, bool), np.zeros_like(w, bool)
+    amax = np.zeros(w.shape)
+    for row in range(w.shape[0]):
+        for start in range(0, w.shape[1], 16):
+            block = (row, slice(start, start + 16))
+            amax[block] = np.abs(cut[block]).max()
+            largest[row, start + np.abs(cut[block]).argmax()] = True
+            limit = strength[row] * amax[block]
+            over[block] = np.abs(cut[block]) > limit
+            cut[block] = np.clip(cut[block], -limit, limit)
+
+    def gradients(dw: Terms) -> dict[str, Terms]:
+        """Of w: of what is not cut, and for a block's largest of all that is; of clip."""
+
+        def both(function) -> Terms:
+            return Terms(function(dw.value, np.sign(w)), function(dw.size, np.ones_like(w)))
+
+        def through(g, sign):
+            moved = g * sign * over
+            blocks = range(0, w.shape[1], 16)
+            sums = np.concatenate(
+                [np.repeat(moved[:, b : b + 16].sum(1)[:, None], len(w[0, b : b + 16]), 1)
+                 for b in blocks], 1)  # fmt: skip
+            return g * ~over + largest * sign * strength[:, None] * sums
+
+        def of_clip(g, sign):
+            return (g * sign * over * amax).sum(1) * strength * (1 - strength)
+
+        return {"weight": both(through), "weight_clip": both(of_clip)}
+
+    return Terms(cut, np.abs(cut)), gradients
+
+
 def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     """y and all gradients by the table, in float64, from operands checked on the way."""
     table = OPERANDS[scheme, mode]
@@ -248,12 +561,14 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
         tensor = tensors[row.source]
         if not row.quantized:
             return exact(tensor)
-        if row.conditioner == "direct":
-            return recording.quantize(array(tensor), row)
-        if row.conditioner == "hadamard":
-            conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner
-            signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])  # Sylvester's has none
-            return hadamard_operand(recording, array(tensor), row, signs)
+        kind, *_ = row.conditioner.split()
+        conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner
+        conditioner = with_content(conditioner, keys, slot)
+        if kind in ("smooth", "shifted"):
+            s, z = channels(kind, array(tensor), params)
+            return s * recording.quantize((exact(tensor) - z).divided_by(s), row) + z
+        if kind != "spectral":
+            return operand(recording, array(tensor), row, conditioner)
         rank = min(layer.rank, *tensor.shape)
         basis = find_subspace(
             tensor,
@@ -270,12 +585,27 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
         row = table[slot]
         if row.reuses:
             return done[row.reuses]
+        if row.conditioner == "clipped":
+            return recording.quantize(clipped(params["weight"], params["weight_clip"])[0], row)
+        if row.conditioner in ("smooth", "shifted"):
+            s, _ = channels(row.conditioner, array(x), params)
+            return recording.quantize(exact(params["weight"]) * s, row).divided_by(s)
+        if row.conditioner == "split smooth":
+            s, _ = channels("smooth", array(x), params)
+            gain = exact((IN * OUT) ** -0.5)
+            factors = [exact(params[name]) for name in ("u", "s", "vh")]
+            factors[1] = factors[1] * gain
+            residual = recording.quantize(exact(params["weight_residual"]) * s, row).divided_by(s)
+            low = (factors[0] * factors[1]) @ factors[2]
+            return SplitParts(low + residual, *factors, gain)
         if row.conditioner.startswith("split"):
             gain = 1.0 if scheme == "metis-paper" else (IN * OUT) ** -0.5
             return split_weight(recording, params, row, gain)
-        return (
-            recording.quantize(params["weight"], row) if row.quantized else exact(params["weight"])
-        )
+        if not row.quantized:
+            return exact(params["weight"])
+        conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner
+        conditioner = with_content(conditioner, keys, slot)
+        return operand(recording, params["weight"], row, conditioner)
 
     for slot in SLOTS:
         done[slot] = weight(slot) if slot.endswith("weight") else matrix(slot)
@@ -292,11 +622,14 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     }
     if isinstance(done["fprop.weight"], SplitParts):
         return expected | dict(done["fprop.weight"].gradients(dw))
+    if table["fprop.weight"].conditioner == "clipped":
+        _, gradients = clipped(params["weight"], params["weight_clip"])
+        return expected | gradients(dw)
     return expected | {"weight": dw}
 
 
 def has_rank(scheme: str) -> bool:
-    return "metis" in scheme or "split" in scheme
+    return "metis" in scheme or "split" in scheme or scheme == "svdquant"
 
 
 @functools.cache
@@ -343,6 +676,9 @@ def test_roundings_of_a_layer(scheme, mode):
     expected = []
     for row in OPERANDS[scheme, mode].values():
         matrices = 3 if row.conditioner.split()[0] in ("spectral", "split") else 1
+        matrices = {"split smooth": 1, "hot": 2}.get(row.conditioner, matrices)
+        if row.conditioner == "mean":
+            expected.append(replace(row, along="in"))  # the mean, along its length
         expected += [row] * (0 if row.reuses else matrices)
     assert len(calls) == len(expected)
     for call, row in zip(calls, expected):
@@ -357,7 +693,9 @@ def test_parts_are_what_the_layer_quantizes(scheme, mode):
     keys = layer.call_keys(x)
     seen = 0
     for role, tensor in ((Role.FPROP_INPUT, x.detach()), (Role.DGRAD_GRAD_OUTPUT, dy)):
-        operand = layer.scheme.operand(role)
+        plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
+        plan = replace(plan, state=layer.call_state(x, keys))
+        operand = plan.resolve(role)[1]
         for part in operand.conditioner.parts(
             tensor, operand.quantizer.quantizer, dim=-1, key=keys[role], row_mask=None
         ):
@@ -366,7 +704,9 @@ def test_parts_are_what_the_layer_quantizes(scheme, mode):
                 for call in calls
             ), part.name
             seen += 1
-    assert seen == (6 if has_rank(scheme) else 2)
+    per_tensor = {"spectral": 3, "mean": 2, "hot": 2}
+    slots = (OPERANDS[scheme, mode][slot] for slot in ("fprop.input", "dgrad.grad_output"))
+    assert seen == sum(per_tensor.get(row.conditioner.split()[0], 1) for row in slots)
 
 
 def test_signs_of_the_rotation_are_random():

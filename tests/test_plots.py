@@ -1,7 +1,21 @@
 """Small pieces of the plots that can be wrong without looking wrong."""
 
-from metis_hf.experiment import SchemeResult
-from metis_hf.plots import health_series, smooth, spread
+import pytest
+
+from metis_hf import scheme_names
+from metis_hf.experiment import CONTROL, SchemeResult
+from metis_hf.plots import health_series, scheme_styles, smooth, spread
+
+
+def test_no_two_schemes_look_alike():
+    styles = scheme_styles(scheme_names())
+    assert set(styles) == set(scheme_names())
+    assert len(set(styles.values())) == len(styles)
+    assert styles[CONTROL].color == "black"
+    looks = {(style.color, style.line) for style in styles.values()}
+    assert len(looks) == len(styles)  # curves have no markers
+    with pytest.raises(ValueError, match="29 schemes in one picture"):
+        scheme_styles([f"scheme{i}" for i in range(29)])
 
 
 def test_smooth_is_a_centred_mean_shorter_at_the_ends():

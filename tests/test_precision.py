@@ -19,6 +19,7 @@ from metis_hf import (
     scheme_names,
     set_precision,
 )
+from metis_hf.gemm import GemmPlan
 from metis_hf.precision import CHANGEABLE
 from metis_hf.schemes import Role
 
@@ -78,6 +79,8 @@ def test_each_gemm_after_the_switch(scheme, passes):
     model = converted(scheme).train()
     layer = up_proj(model)
     scheme_before = layer.scheme
+    if scheme_before.clipped_weight:
+        layer.weight_clip.data.fill_(40)  # whose sigmoid is 1: the weight's gradient is dL/dW
     set_precision(model, high_precision=passes)
     x = torch.randn(40, 64, requires_grad=True)
     dy = torch.randn(40, 96)
@@ -86,6 +89,8 @@ def test_each_gemm_after_the_switch(scheme, passes):
 
     params = tuple(p.detach() for p in layer.weight_params())
     keys = layer.call_keys(x)
+    state = layer.call_state(x, keys)
+    plan = GemmPlan(scheme_before, layer.weight_form, torch.float32, keys, state=state)
 
     def operand(role, exact):
         """[t c] or [o i]: exact, or quantized by the scheme for this very GEMM.
@@ -98,7 +103,7 @@ def test_each_gemm_after_the_switch(scheme, passes):
         if role is Role.WGRAD_GRAD_OUTPUT:
             role, _ = scheme_before.resolve(role)
         options = {"dim": 0 if role in CONTRACT_ROWS else -1, "key": keys[role]}
-        quantizer = scheme_before.resolve(role)[1]
+        quantizer = plan.resolve(role)[1]
         if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
             form = layer.weight_form
             return form.quantize(params, quantizer, dtype=torch.float32, **options)[0]

@@ -19,6 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 import metis_hf.linear
 from metis_hf import MetisConfig, gemm
+from metis_hf.conditioners.channelwise import PerChannel
+from metis_hf.conditioners.mean import MeanRemoved
+from metis_hf.conditioners.outliers import Clamped
+from metis_hf.conditioners.requantized import Requantized
 from metis_hf.gemm import contract
 from metis_hf.linear import convert_linear
 from metis_hf.noise import Key
@@ -30,6 +34,7 @@ from metis_hf.schemes import Role, Scheme
 WIDTH, TOKENS = 512, 1536  # no saved tensor has the shape of a weight
 LARGEST_SHARE = 0.33  # of what nn.Linear saves; the target
 NVFP4_BITS = 4 + 8 / 16  # an E2M1 code, and 1/16 of an E4M3 scale
+MXFP4_BITS = 4 + 8 / 32  # and 1/32 of an E8M0 scale
 TENSOR_SCALE = 4  # bytes
 
 
@@ -310,9 +315,18 @@ def saved_bytes(layer, x, dtype=torch.bfloat16):
 
 
 def expected_bytes(layer, tokens, width):
-    """By hand: NVFP4 x, and the factors and lengths of a split."""
+    """By hand: x in FP4, and the factors and lengths of a split, or a mean."""
+    operand = layer.scheme.resolve(Role.WGRAD_INPUT)[1]
+    if operand.quantizer.fmt.name == "mxfp4":
+        return tokens * width * MXFP4_BITS / 8
     size = tokens * width * NVFP4_BITS / 8 + TENSOR_SCALE
-    if isinstance(layer.scheme.resolve(Role.WGRAD_INPUT)[1].conditioner, Spectral):
+    if isinstance(operand.conditioner, MeanRemoved):
+        size += width * NVFP4_BITS / 8 + TENSOR_SCALE
+    if isinstance(operand.conditioner, Clamped):  # values and columns of 2 bytes, ends of rows of 4
+        size += 2 * (tokens * width // 100) * (2 + 2) + 4 * tokens
+    if isinstance(operand.conditioner, Requantized) and hasattr(operand.conditioner.second, "bind"):
+        size += 4  # what the signs of a random rotation come from
+    if isinstance(operand.conditioner, Spectral):
         # Blocks along features: of a [t k] along k, of v^T [k c] along c. Along tokens: along t, k.
         k, blocks = layer.rank, -(-layer.rank // 16)
         shared = layer.scheme.reuses(Role.WGRAD_INPUT)
@@ -355,13 +369,14 @@ def attention(scheme, mode="shared"):
 
 @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
 def test_layers_that_read_one_tensor_save_it_once(scheme, mode):
-    """As nn.Linear does, and in as many bytes as one layer."""
+    """As nn.Linear does, and in as many bytes as one layer; but for scales of each layer's own."""
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16).requires_grad_()
     dense = saved_bytes(Attention(lambda _: nn.Linear(WIDTH, WIDTH)), x)
     packed = attention(scheme, mode)
     assert dense == 2 * TOKENS * WIDTH
     one = expected_bytes(packed.projections[0], TOKENS, WIDTH)
-    assert saved_bytes(packed, x) == one
+    own = isinstance(packed.projections[0].scheme.fprop_input.conditioner, PerChannel)
+    assert saved_bytes(packed, x) == (3 * one if own else one)
 
 
 def test_a_shared_input_gives_what_each_layer_gives_alone():

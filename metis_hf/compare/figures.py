@@ -9,7 +9,7 @@ from pathlib import Path
 
 from metis_hf.compare.statistics import Summary
 from metis_hf.experiment import CONTROL, SchemeResult
-from metis_hf.plots import figure_axes, scheme_colors, smooth, spread
+from metis_hf.plots import CROWDED, Style, figure_axes, scheme_styles, smooth, spread
 
 
 def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[list[float]]]]:
@@ -42,23 +42,27 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
     (top,), (bottom,) = axes
     by_name = curves(results)
-    colors = scheme_colors(list(by_name))
+    styles = scheme_styles(list(by_name))
     span = max(1, max(len(steps) for steps, _ in by_name.values()) // 20)
     labels, ends = [], []
     for name, (steps, losses) in by_name.items():
         smoothed = [smooth(values, span) for values in losses]
-        _band(top, steps, smoothed, colors[name], name)
+        _band(top, steps, smoothed, styles[name], name)
         ends += [v for values in smoothed for v in values[len(values) // 8 :] if math.isfinite(v)]
         if name != CONTROL and CONTROL in by_name:
             steps, gaps = paired_gaps(results, name, 2 * span)
-            mean = _band(bottom, steps, gaps, colors[name], name)
+            mean = _band(bottom, steps, gaps, styles[name], name)
             if mean and math.isfinite(mean[-1]):
                 labels.append((mean[-1], steps[-1], name))
     if ends:
         margin = 0.05 * (max(ends) - min(ends))
         top.set_ylim(min(ends) - margin, max(ends) + margin)
     top.set_ylabel("training loss (nats per token)")
-    top.legend(frameon=False)
+    if len(by_name) > CROWDED:
+        labels = []
+        figure.legend(*top.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    else:
+        top.legend(frameon=False)
     top.set_title(title)
     bottom.axhline(0, color="black", lw=1)
     bottom.set_ylabel(f"gap to {CONTROL} (%)")
@@ -67,25 +71,27 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     low, high = bottom.get_ylim()
     places = spread([label[0] for label in labels], (high - low) / 15)
     for (_, step, name), place in zip(labels, places):
-        bottom.annotate(f" {name}", (step, place), color=colors[name], fontsize=8, va="center",
-                        annotation_clip=False)  # fmt: skip
+        bottom.annotate(f" {name}", (step, place), color=styles[name].color, fontsize=8,
+                        va="center", annotation_clip=False)  # fmt: skip
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
-def _band(axis, steps: list[int], series: list[list[float]], color: str, label: str) -> list[float]:
+def _band(
+    axis, steps: list[int], series: list[list[float]], style: Style, label: str
+) -> list[float]:
     """Draws mean and range of some curves; returns the mean."""
     if not series:
         return []
     columns = list(zip(*series))
     mean = [statistics.fmean(column) for column in columns]
     steps = steps[: len(mean)]
-    axis.plot(steps, mean, color=color, lw=1.5, label=label)
+    axis.plot(steps, mean, color=style.color, ls=style.line, lw=1.5, label=label)
     if len(series) > 1:
         low, high = [min(c) for c in columns], [max(c) for c in columns]
-        axis.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
+        axis.fill_between(steps, low, high, color=style.color, alpha=0.15, lw=0)
     return mean
 
 
@@ -106,22 +112,22 @@ def plot_gaps(summaries: Sequence[Summary], results: Sequence[SchemeResult], pat
     shown = [s for s in summaries if s.gap is not None]
     figure, axes = figure_axes(1, 1, (8, 1.3 + 0.42 * len(shown)))
     axis = axes[0][0]
-    colors = scheme_colors([s.name for s in summaries])
+    styles = scheme_styles([s.name for s in summaries])
     base = {r.seed: r.loss for r in results if r.scheme == CONTROL}
     for place, summary in enumerate(reversed(shown)):
         assert summary.gap is not None
-        color = colors[summary.name]
+        style = styles[summary.name]
         gaps = [100 * (v / base[s] - 1) for s, v in summary.losses.items() if s in base]
-        axis.plot(gaps, [place] * len(gaps), "o", color=color, alpha=0.45, ms=5)
+        axis.plot(gaps, [place] * len(gaps), style.marker, color=style.color, alpha=0.4, ms=5)
         width = summary.gap.half_width
         axis.errorbar(summary.gap.mean, place, xerr=None if math.isnan(width) else width,
-                      fmt="D", color=color, ms=6, capsize=4, lw=1.6)  # fmt: skip
+                      fmt=style.marker, color=style.color, ms=8, capsize=4, lw=1.6)  # fmt: skip
     axis.axvline(0, color="black", lw=1)
     axis.set_yticks(range(len(shown)), [s.name for s in reversed(shown)])
     axis.set_ylim(-0.6, len(shown) - 0.4)
     axis.set_xlabel(
         f"held-out loss above {CONTROL} (%), paired by seed\n"
-        "dots: seeds; diamonds: mean with 95 % interval"
+        "pale: seeds; large: mean with 95 % interval"
     )
     axis.grid(alpha=0.3, axis="x")
     axis.spines[["top", "right"]].set_visible(False)

@@ -26,13 +26,15 @@ from metis_hf.numerics.formats import (
     BlockFormat,
     get_format,
 )
-from metis_hf.numerics.layout import Tile, block_dims, to_blocks
+from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
     ScaleRounding,
     ScaleRule,
     TensorScale,
     block_scale,
+    clipping_scale,
+    corrected_scale,
     four_over_six,
     largest_scale,
     tensor_scale,
@@ -121,6 +123,11 @@ class Quantizer:
                 f'scale_rule="four-over-six" chooses between the NVFP4 codes 4 and 6, '
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
+        if self.scale_rule is ScaleRule.EDEN and fmt != NVFP4:
+            raise ValueError(
+                f'scale_rule="eden" corrects E4M3 scales of NVFP4 blocks, '
+                f'and the format is {fmt.name}; use scale_rule="absmax"'
+            )
 
     def __call__(
         self,
@@ -139,7 +146,7 @@ class Quantizer:
         Args:
             x: any shape and float dtype.
             dim: the dimension that row blocks run along; other tiles do not use it.
-            key: noise key, for stochastic rounding only.
+            key: noise key, where `needs_noise`.
             dtype: of the result.
             minus: of the shape of `x`, fp32 (fp64): taken off before.
             plus: the same, added after.
@@ -174,13 +181,26 @@ class Quantizer:
         dims = block_dims(self.tile, x.dim(), dim)
         x32 = to_blocks(x.detach().float(), self.tile, size, dim)
         scale, inverse, tensor = self._scales(x32, dims)
-        y = (x32 * inverse).clamp_(-element.max, element.max)
+        y = x32 * inverse
+        eden = self.scale_rule is ScaleRule.EDEN
+        limits = -element.max, element.max
+        inside = y.clamp(*limits) if eden else y.clamp_(*limits)
         if self.rounding is Rounding.NEAREST:
-            codes = round_nearest(y, element)
+            codes = round_nearest(inside, element)
         else:
             u = to_blocks(noise.uniform(x.shape, noise.as_key(key), x.device), self.tile, size, dim)
-            codes = round_stochastic(y, element, u)
+            codes = round_stochastic(inside, element, u)
+        if eden:
+            # One dimension: noise is drawn in groups of 16 along the last one.
+            u = noise.uniform((scale.numel(),), noise.as_key(key).fold(_SCALE_NOISE), x.device)
+            scale = corrected_scale(scale, y, codes, dims, self.fmt.scale, u.view(scale.shape))
         return Blocks(codes, scale, None if tensor is None else tensor.decode)
+
+    def in_code_units(self, x: Tensor, *, dim: int = -1) -> Tensor:
+        """x (not empty) in units of its scales: what is clamped and rounded to codes; fp32."""
+        x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
+        _, inverse, _ = self._scales(x32, block_dims(self.tile, x.dim(), dim))
+        return from_blocks(x32 * inverse, x.shape, self.tile, dim)
 
     def _scales(
         self, x: Tensor, dims: tuple[int, ...]
@@ -193,13 +213,26 @@ class Quantizer:
             tensor = tensor_scale(amax.amax(), self.fmt, largest_scale(self.fmt, self.scale_rule))
         if self.scale_rule is ScaleRule.FOUR_OVER_SIX:
             scale, inverse = four_over_six(x, amax, dims, self.fmt, self.scale_rounding, tensor)
+        elif self.scale_rule is ScaleRule.EDEN:
+            scale, inverse = clipping_scale(amax, self.fmt, self.scale_rounding, tensor)
         else:
             scale, inverse = block_scale(amax, self.fmt, self.scale_rounding, tensor)
         return scale, inverse, tensor
 
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the result depends on a noise key."""
+        return self.rounding is Rounding.STOCHASTIC or self.scale_rule is ScaleRule.EDEN
+
     def deterministic(self) -> Quantizer:
-        """The same with elements rounded to nearest."""
-        return replace(self, rounding=Rounding.NEAREST)
+        """The same without noise: elements rounded to nearest.
+
+        MS-EDEN, which is noise by nature, gives way to Four Over Six: what Quartet II has beside
+        it for the forward pass.
+        """
+        eden = self.scale_rule is ScaleRule.EDEN
+        rule = ScaleRule.FOUR_OVER_SIX if eden else self.scale_rule
+        return replace(self, rounding=Rounding.NEAREST, scale_rule=rule)
 
     def saturated(self, x: Tensor, *, dim: int = -1) -> Tensor:
         """Share of elements beyond the largest value that their block can hold; 0-dim.
@@ -218,6 +251,7 @@ class Quantizer:
         return (x32.abs() > largest * tolerance).sum() / x.numel()
 
 
+_SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
 _ENUMS: dict[str, type[enum.Enum]] = {
     "rounding": Rounding,
     "scale_rounding": ScaleRounding,
@@ -273,7 +307,9 @@ def fake_quantize(
             is lost.
         tile: "row" (1 x block size; the whole row for "fp8-*"), "square" (block size x block size
             over the last two dimensions) or "tensor" (one scale; for fp32 scales).
-        scale_rule: "absmax" or "four-over-six" (arXiv 2512.02010; NVFP4 only).
+        scale_rule: "absmax", "four-over-six" (arXiv 2512.02010; NVFP4 only) or "eden" (arXiv
+            2601.22813; NVFP4 only): unbiased for a tensor in a random basis, with noise in the
+            scales alone.
         generator: source of the stochastic noise; None draws from torch's default generator.
 
     Returns:
@@ -305,6 +341,6 @@ def check_input(
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
-    if quantizer.rounding is Rounding.NEAREST:
+    if not quantizer.needs_noise:
         return None
     return noise.key_from_generator(generator, x.device)

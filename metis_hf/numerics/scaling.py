@@ -17,6 +17,10 @@ from metis_hf.numerics.rounding import power_below, round_nearest
 
 _SMALLEST_E8M0 = 2.0**-127
 _FOUR_OVER_SIX_MAX = 256.0  # 256 * 1.5 = 384 is an E4M3 value; 448 * 1.5 would saturate
+_EDEN_MAX = 256.0  # room for the correction
+# MS-EDEN scales amax beyond the largest code: by 1 / .93, where nearest rounding of a rotated
+# tensor has the smallest error, less the 17/16 that rounding a scale down could add to that.
+_EDEN_CLIP = 0.93 * 17 / 16
 
 
 class ScaleRounding(str, enum.Enum):
@@ -32,6 +36,7 @@ class ScaleRule(str, enum.Enum):
 
     ABSMAX = "absmax"  # the largest one
     FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
+    EDEN = "eden"  # a little beyond the largest; the scale is then corrected, in expectation
 
 
 class TensorScale(NamedTuple):
@@ -104,9 +109,12 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
 def largest_scale(fmt: BlockFormat, rule: ScaleRule) -> float:
     """The block scale that the tensor's largest block gets.
 
-    Four Over Six leaves room to scale that block by another 1.5 (arXiv 2512.02010, section 3).
+    Four Over Six leaves room to scale that block by another 1.5 (arXiv 2512.02010, section 3),
+    MS-EDEN for its correction (arXiv 2601.22813).
     """
-    return _FOUR_OVER_SIX_MAX if rule is ScaleRule.FOUR_OVER_SIX else fmt.scale.max
+    if rule is ScaleRule.ABSMAX:
+        return fmt.scale.max
+    return _FOUR_OVER_SIX_MAX if rule is ScaleRule.FOUR_OVER_SIX else _EDEN_MAX
 
 
 def four_over_six(
@@ -146,3 +154,51 @@ def four_over_six(
     four_scale, four_inverse, four_error = candidate(base * 1.5)
     four = four_error < six_error
     return torch.where(four, four_scale, six_scale), torch.where(four, four_inverse, six_inverse)
+
+
+def clipping_scale(
+    amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
+) -> tuple[Tensor, Tensor]:
+    """The scales that MS-EDEN quantizes with: `block_scale` for a slightly smaller amax."""
+    return block_scale(amax * _EDEN_CLIP, fmt, rounding, tensor)
+
+
+def corrected_scale(
+    scale: Tensor, y: Tensor, codes: Tensor, dims: tuple[int, ...], fmt: ScaleFormat, noise: Tensor
+) -> Tensor:
+    """MS-EDEN (arXiv 2601.22813, algorithm 1): scale * <y, y> / <y, codes>, rounded stochastically.
+
+    With that factor the projection of codes * scale on y is y itself. In a basis that is random
+    enough, what is orthogonal to y averages to zero, and the quantized block is right in
+    expectation although its elements are rounded to nearest. The factor is within some 10 % of 1,
+    too fine for E4M3: hence the stochastic rounding.
+
+    Args:
+        scale: block scales that `y` was taken in units of, broadcastable against it.
+        y: fp32 elements in units of the scales, not clamped; `dims` are inside a block.
+        codes: what they were rounded to.
+        fmt: of the scales, E4M3.
+        noise: fp32 uniform on [0, 1), the shape of `scale`.
+    """
+    energy = y.square().sum(dims, keepdim=True)
+    projection = (y * codes).sum(dims, keepdim=True)
+    usable = (projection > 0) & (scale > 0)  # else every code or the scale is zero
+    factor = torch.where(usable, energy / projection, torch.ones_like(scale))
+    return round_scale_stochastic(scale * factor, fmt, noise)
+
+
+def round_scale_stochastic(value: Tensor, fmt: ScaleFormat, noise: Tensor) -> Tensor:
+    """Rounds non-negative fp32 block scales to one of the two nearest 8-bit floats, unbiased.
+
+    Args:
+        value: fp32 >= 0, saturated first; NaN stays NaN.
+        noise: fp32 uniform on [0, 1), the shape of `value`.
+    """
+    value = value.clamp(max=fmt.max)
+    cast = value.to(fmt.dtype)
+    # Codes of positive floats are ordered as their values are.
+    code = cast.view(torch.uint8)
+    below = torch.where(cast.float() > value, code - 1, code)
+    low = below.view(fmt.dtype).float()
+    gap = (below + 1).view(fmt.dtype).float() - low  # NaN at the largest scale, which stays
+    return torch.where(noise * gap < value - low, low + gap, low)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from metis_hf.config import MetisConfig
-from metis_hf.operands import HIGH_PRECISION, Operand, Spectral
+from metis_hf.operands import HIGH_PRECISION, Operand
 
 
 class Role(enum.IntEnum):
@@ -33,6 +35,26 @@ _REUSED = {
 }
 
 
+class LayerState(Protocol):
+    """What a scheme keeps of a layer beside its weight, in buffers that are saved with the model.
+
+    Every call of the layer takes `freeze`'s result into its plan, and the plan gives it to each
+    conditioner that has `bind`: forward and backward see the same. A recomputed forward pass, and
+    further micro-batches of a step, must get what the first one got. So `update` may only add up
+    (idempotently) what later steps will use; it knows a new step by `mark`, which is equal as long
+    as the weight is.
+    """
+
+    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
+        """The buffers by name, as they are before the first call."""
+
+    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
+        """Takes note of the input x [t i] of a call in training, in place, without host sync."""
+
+    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Any:
+        """What a call with input x [t i] takes for weight [o i]; None: no operand needs any."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """Six operands; None in the last three reuses the quantized copy of the first three.
@@ -48,10 +70,15 @@ class Scheme:
         compensated: the weight's residual makes up for the rounding of its factors.
         unit_rms: store u and vh with entries of unit RMS rather than as unit vectors; see
             `weights.SplitWeight`.
+        exact_factors: the factors of a split weight stay in high precision.
+        clipped_weight: the weight is clipped before it is quantized, by trained strengths; see
+            `weights.ClippedWeight`.
+        state: what it keeps of a layer from step to step, if anything.
 
     Attributes:
         is_high_precision: no operand is quantized: a plain linear layer.
-        samples_rows: an operand is split by a subspace of sampled rows, which must not be padding.
+        samples_rows: an operand depends on which rows are padding: the sampled rows of a subspace,
+            or a mean, must not be.
     """
 
     fprop_input: Operand = HIGH_PRECISION
@@ -63,6 +90,9 @@ class Scheme:
     split_weight: bool = False
     compensated: bool = True
     unit_rms: bool = False
+    exact_factors: bool = False
+    clipped_weight: bool = False
+    state: LayerState | None = None
     is_high_precision: bool = field(init=False, repr=False, compare=False)
     samples_rows: bool = field(init=False, repr=False, compare=False)
 
@@ -88,7 +118,7 @@ class Scheme:
         # it takes a lock in Python 3.11.
         operands = [self.resolve(role)[1] for role in Role]
         high = all(operand.quantizer is None for operand in operands)
-        samples = any(isinstance(operand.conditioner, Spectral) for operand in operands)
+        samples = any(getattr(op.conditioner, "uses_row_mask", False) for op in operands)
         object.__setattr__(self, "samples_rows", samples)
         object.__setattr__(self, "is_high_precision", high)
 

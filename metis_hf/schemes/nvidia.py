@@ -33,8 +33,8 @@ def nvidia(config: MetisConfig, rank: int) -> Scheme:
     """
     if config.operand_mode == "shared":
         raise ValueError(
-            'scheme "nvidia" casts a copy per GEMM; operand_mode="shared" would be another '
-            'scheme. Leave operand_mode unset, or use scheme "nvfp4"'
+            f'scheme "{config.scheme}" casts a copy per GEMM; operand_mode="shared" would be '
+            'another scheme. Leave operand_mode unset, or use scheme "nvfp4"'
         )
     forward = quantizer(config, rounding="nearest", scale_rounding="nearest")
     backward = quantizer(config, rounding="stochastic", scale_rounding="nearest", backward=True)

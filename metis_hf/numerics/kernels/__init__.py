@@ -3,8 +3,8 @@
 `reference` is the definition: `Quantizer.blocks`, operation by operation. `compiled` is the same
 arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and GPU.
 `triton` are kernels written by hand, for CUDA devices. Results are equal to the bit, stochastic
-rounding included. What the kernels do not cover (formats other than NVFP4, Four Over Six) the
-reference computes, and what is inside torch.compile is compiled with all around it.
+rounding included. What the kernels do not cover (formats other than NVFP4, Four Over Six, MS-EDEN)
+the reference computes, and what is inside torch.compile is compiled with all around it.
 
 The choice is automatic: compiled where it can be and the tensor is large enough to be worth it.
 The environment variable METIS_KERNELS and `use_kernels` override it.

@@ -1,0 +1,195 @@
+"""Outliers apart: clamped elements with a sparse rest (OCC), residuals of hot channels (HCP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.operands import Encoded, Part, Work
+
+# The sparse part's dtype: BF16 for what is computed in BF16 or FP32.
+_SPARSE_DTYPES = {torch.float64: torch.float64, torch.float16: torch.float16}
+
+
+class Sparse(NamedTuple):
+    """A matrix [t c] with room for n entries, row by row (CSR).
+
+    Attributes:
+        values: [n]; zero where there is no entry.
+        columns: [n], int16 where that holds them.
+        row_ends: int32 [t], number of entries up to the end of each row.
+    """
+
+    values: Tensor
+    columns: Tensor
+    row_ends: Tensor
+
+    @classmethod
+    def difference(cls, a: Tensor, b: Tensor, mask: Tensor, room: int) -> Sparse:
+        """a - b [t c] where `mask` is, which is at most `room` times."""
+        width, size = a.shape[1], a.numel()
+        # The number of entries stays on the device.
+        at = torch.nonzero_static(mask.view(-1), size=room, fill_value=size)[:, 0]
+        inside = at.clamp(max=size - 1)
+        values = (a.view(-1)[inside] - b.view(-1)[inside]).masked_fill(at == size, 0)
+        narrow = width <= torch.iinfo(torch.int16).max
+        columns = (inside % width).to(torch.int16 if narrow else torch.int32)
+        return cls(values, columns, mask.sum(1).cumsum(0, dtype=torch.int32))
+
+    def add_to(self, dense: Tensor) -> Tensor:
+        """dense [t c] + this, in place."""
+        places = torch.arange(len(self.values), dtype=torch.int32, device=dense.device)
+        rows = torch.searchsorted(self.row_ends, places, right=True).clamp_(max=len(dense) - 1)
+        flat = rows * dense.shape[1] + self.columns
+        dense.view(-1).index_add_(0, flat, self.values.to(dense.dtype))
+        return dense
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """x_hat = Q(clamp(x, lo, hi)) + (x - clamp(x, lo, hi)), the latter sparse, in high precision.
+
+    Outlier clamping and compensation, arXiv 2501.17116, section 3.2. lo and hi are the quantiles
+    1 - alpha and alpha of the whole matrix, up to 1 % of their magnitude: see `thresholds`. The
+    sparse part, at most 2 (1 - alpha) of the elements, is in BF16 (fp16 and fp64 stay as they are).
+
+    Args:
+        alpha: quantile beyond which elements are clamped, on either side.
+    """
+
+    alpha: float = 0.99
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        if x.numel() == 0:
+            return x.to(dtype)
+        clamped, sparse = self._separate(x)
+        return sparse.add_to(quantizer(clamped, dim=dim, key=key).contiguous()).to(dtype)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        clamped, _ = self._separate(x)
+        return [Part("clamped", clamped, quantizer(clamped, dim=dim, key=key))]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        clamped, sparse = self._separate(x)
+        return Encoded((*pack(clamped, quantizer, dim=dim, key=key), *sparse))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        packed, sparse = Packed(*encoded.tensors[:3]), Sparse(*encoded.tensors[3:])
+        quantized = unpack(packed, quantizer, dim=dim, shape=shape)
+        return sparse.add_to(quantized.contiguous()).to(dtype)
+
+    def work(self, shape, *, dim) -> Work:
+        # No matrix products: the sparse one is part of the dense one in emulation.
+        return Work({}, {}, {}, (shape,))
+
+    def outliers(self, size: int) -> int:
+        """How many of `size` elements are beyond each threshold, at most."""
+        return int((1 - self.alpha) * size + 1e-6)
+
+    def _separate(self, x: Tensor) -> tuple[Tensor, Sparse]:
+        """clamp(x, lo, hi), fp32 or fp64, and what is missing of x [t c]."""
+        count = self.outliers(x.numel())
+        x, kind = x.contiguous(), _SPARSE_DTYPES.get(x.dtype, torch.bfloat16)
+        x32 = x.float()
+        low, high = thresholds(x32, count)
+        x = x if x.dtype is torch.float64 else x32
+        clamped = torch.where(x32 > high, high.to(x.dtype), x)
+        clamped = torch.where(x32 < low, low.to(x.dtype), clamped)
+        outside = (x32 > high) | (x32 < low)
+        sparse = Sparse.difference(x, clamped, outside, 2 * count)
+        return clamped, sparse._replace(values=sparse.values.to(kind))
+
+
+def thresholds(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values beyond which lie at most `count` elements of x (fp32, contiguous), on either side.
+
+    From a histogram over the upper 16 bits of the elements, whose bins are between 1/256 and 1/128
+    of their values wide: one pass, no sorting, and the host does not wait. Every element beyond the
+    threshold's bin is beyond the threshold, none in it. NaN counts as the largest magnitude of its
+    sign.
+
+    Returns:
+        (low, high), 0-dim fp32.
+    """
+    upper = x.view(torch.int16).view(-1, 2)[:, 1]  # little-endian
+    order = (upper ^ (upper >> 15 & 0x7FFF)).int() + 0x8000  # ascending as the numbers are
+    one = torch.ones((), dtype=torch.int32, device=x.device)
+    bins = torch.zeros(1 << 16, dtype=torch.int32, device=x.device)
+    upto = bins.index_add_(0, order, one.expand(order.numel())).cumsum(0)
+    highest = (x.numel() - upto > count).sum()
+    lowest = (upto <= count).sum()
+    return _edge(lowest, upward=False), _edge(highest, upward=True)
+
+
+def _edge(place: Tensor, *, upward: bool) -> Tensor:
+    """The largest (smallest) number of a bin, by its place among the bins; 0-dim fp32."""
+    order = place - 0x8000
+    upper = order ^ (order >> 15 & 0x7FFF)
+    outward = (order >= 0) == upward  # the lower bits are of the magnitude
+    return ((upper << 16) + 0xFFFF * outward).to(torch.int32).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class HotChannels:
+    """x_hat = Q(x) + Q(x - Q(x)) in the channels of largest error, Q(x) in the others.
+
+    Hot-Channel Patch, arXiv 2602.02047, section 4: channels along the contraction are ranked by
+    their mean absolute quantization error, and the residuals of the first ones join the GEMM as
+    further channels, [x_hat, r_hat] @ [w_hat, w_hat_hot]^T and likewise for w. They are quantized
+    as the rest is, in blocks of their own along the appended channels.
+
+    Args:
+        share: of the channels that are patched, rounded up to whole blocks of 16.
+    """
+
+    share: float = 1 / 16
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        if x.numel() == 0:
+            return x.to(dtype)
+        quantized, channels, residual = self._residual(x, quantizer, dim, key)
+        residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
+        return quantized.index_add(dim, channels, residual_hat).to(dtype)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        quantized, _, residual = self._residual(x, quantizer, dim, key)
+        residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
+        return [Part("tensor", x, quantized), Part("hot residual", residual, residual_hat)]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        packed = pack(x, quantizer, dim=dim, key=key)
+        quantized = unpack(packed, quantizer, dim=dim, shape=x.shape)
+        channels, residual = self._hot(x - quantized, dim)
+        patch = pack(residual, quantizer, dim=dim, key=key.fold(1))
+        return Encoded((*packed, *patch, channels.to(torch.int32)))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        *packed, channels = encoded.tensors
+        quantized = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=shape)
+        rows, columns = shape
+        hot = (rows, len(channels)) if dim % 2 else (len(channels), columns)
+        residual = unpack(Packed(*packed[3:]), quantizer, dim=dim, shape=hot)
+        return quantized.index_add(dim, channels, residual).to(dtype)
+
+    def work(self, shape, *, dim) -> Work:
+        t, c = shape
+        hot = self.channels(shape[dim])
+        return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)))
+
+    def channels(self, n: int) -> int:
+        """How many of n channels are patched."""
+        return min(n, 16 * max(1, -(-round(self.share * n * 1e6) // 16_000_000)))
+
+    def _residual(self, x, quantizer, dim, key) -> tuple[Tensor, Tensor, Tensor]:
+        quantized = quantizer(x, dim=dim, key=key)
+        return quantized, *self._hot(x - quantized, dim)
+
+    def _hot(self, error: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """(indices, in order; their columns or rows of `error`)."""
+        score = error.abs().mean(1 - dim % 2)
+        channels = score.topk(self.channels(len(score)), sorted=False).indices.sort().values
+        return channels, error.index_select(dim, channels)

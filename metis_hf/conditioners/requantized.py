@@ -1,0 +1,45 @@
+"""Backward operands made from the forward pass's quantized copy (TetraJet, arXiv 2502.20853)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metis_hf.operands import Encoded, Part, Work
+
+
+@dataclass(frozen=True)
+class Requantized:
+    """Quantizes to nearest along the columns, as fprop does, then quantizes that along `dim`.
+
+    The gradient is then that of the very operands of the forward pass: an unbiased second
+    quantization of Q(x) gives it in expectation, one of x would not.
+
+    Args:
+        second: the conditioner of the second quantization, one with codes.
+    """
+
+    second: Any
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        return self.second(_first(x, quantizer), quantizer, dim=dim, key=key, dtype=dtype)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        return self.second.parts(_first(x, quantizer), quantizer, dim=dim, key=key)
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        return self.second.encode(_first(x, quantizer), quantizer, dim=dim, key=key)
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        return self.second.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
+
+    def work(self, shape, *, dim) -> Work:
+        second = self.second.work(shape, dim=dim)
+        return second._replace(quantized=(shape, *second.quantized))
+
+
+def _first(x: Tensor, quantizer) -> Tensor:
+    return quantizer.deterministic()(x, dim=-1)

@@ -1,0 +1,48 @@
+"""HALO: Hadamard rotations in the forward and the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metis_hf.conditioners.rotated import FullHadamard
+from metis_hf.config import MetisConfig
+from metis_hf.noise import key_of
+from metis_hf.operands import Operand
+from metis_hf.schemes._parts import in_mode, nearest_forward
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "halo",
+    summary="HALO-2: Hadamard of input and weight along in, of output gradients along tokens",
+    source="arXiv 2501.02625 (HALO), level 2 of its released code",
+)
+def halo(config: MetisConfig, rank: int) -> Scheme:
+    """Level 2, which has the most rotations; levels 0 and 1 leave gradients as they are.
+
+    With H along in_features and G along tokens, both full-width:
+        fprop   y  = Q(x H) Q(w H)^T
+        dgrad   dx = G^T [Q(G dy) Q(w H)] H^T
+        wgrad   dw = [Q(dy)^T Q(x H)] H^T
+    Of dgrad and wgrad the rotations outside of the brackets are of outputs. Quantized weights and
+    inputs serve both passes. In "shared" mode so does the output gradient, Q(G dy); "contraction"
+    has the equations as they are. HALO fine-tunes in FP8, FP6 and INT8, rounded to nearest; in
+    NVFP4 gradients are rounded stochastically, with scales up.
+    """
+    forward, backward = nearest_forward(config)
+    seed = key_of("hadamard", config.seed).static
+    along, across = FullHadamard(seed), FullHadamard(seed, across=True)
+    mode = config.operand_mode or "shared"
+    scheme = Scheme(
+        fprop_input=Operand(forward, along),
+        fprop_weight=Operand(forward, along),
+        dgrad_grad_output=Operand(backward, across),
+    )
+    if mode == "shared":
+        return scheme
+    # Along tokens, which wgrad contracts, blocks run across the rotated features.
+    return replace(
+        in_mode(scheme, mode),
+        wgrad_grad_output=Operand(backward),
+        wgrad_input=Operand(forward, across),
+    )

@@ -1,0 +1,42 @@
+"""Hot-Channel Patch on NVIDIA's recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metis_hf.conditioners.outliers import HotChannels
+from metis_hf.config import MetisConfig
+from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.nvidia import nvidia
+
+
+@register_scheme(
+    "hot-channel",
+    summary="the recipe of `nvidia` with residuals of the worst input channels added in fprop",
+    source="arXiv 2602.02047 (Hot-Channel Patch, CHON)",
+)
+def hot_channel(config: MetisConfig, rank: int) -> Scheme:
+    """Input and weight of fprop with `conditioners.outliers.HotChannels`; the rest as `nvidia`.
+
+    The paper's variant is S-O2-B: one GEMM with appended channels, both operands compensated. What
+    it leaves open, or what differs here:
+    - Every operand ranks its own channels by its own error; the paper adds the errors of both.
+    - They are ranked anew in every call, so that nothing has to be kept; the paper does it
+      periodically.
+    - 1/16 of the channels are patched, at least one block of 16.
+    - Residuals are NVFP4 too: a single FP4 GEMM takes nothing else.
+    - Where both operands patch a channel, the product of their residuals is in it; the paper leaves
+      that second-order term out.
+    - dgrad takes the patched weight of fprop, the others are not patched.
+    CHON also keeps a few layers in BF16; `exclude_modules` does that for every scheme.
+
+    Raises:
+        ValueError: `operand_mode="shared"`, as `nvidia`.
+    """
+    scheme = nvidia(config, rank)
+    patch = HotChannels()
+    return replace(
+        scheme,
+        fprop_input=replace(scheme.fprop_input, conditioner=patch),
+        fprop_weight=replace(scheme.fprop_weight, conditioner=patch),
+    )

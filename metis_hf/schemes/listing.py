@@ -1,0 +1,117 @@
+"""The registry as data: which operand is where in each scheme, in how many bits, and from where."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from metis_hf.config import MetisConfig
+from metis_hf.noise import Key
+from metis_hf.numerics.kernels import use_kernels
+from metis_hf.numerics.layout import Tile
+from metis_hf.operands import IDENTITY, Operand
+from metis_hf.schemes.base import Role, Scheme, build_scheme, layer_rank, scheme_info, scheme_names
+
+WIDTH = 4096  # in_features, out_features and tokens of the layer whose bits are counted
+HIGH_PRECISION_BITS = 16.0  # what is not quantized, in bf16
+
+SLOTS = {role: role.name.lower().replace("_", ".", 1) for role in Role}  # fprop.input, ...
+
+
+def list_schemes(
+    names: Sequence[str] | None = None, mode: str | None = None
+) -> list[dict[str, Any]]:
+    """A JSON-ready record for each registered scheme.
+
+    Args:
+        names: of schemes; None: all.
+        mode: `MetisConfig.operand_mode`; schemes without that mode are shown in their own.
+
+    Raises:
+        ValueError: a name that is not registered, a mode that does not exist.
+    """
+    return [_record(name, mode) for name in names or scheme_names()]
+
+
+def _record(name: str, mode: str | None) -> dict[str, Any]:
+    info = scheme_info(name)
+    config = MetisConfig(scheme=name, operand_mode=mode)
+    try:
+        scheme = build_scheme(config, WIDTH, WIDTH)
+    except ValueError:
+        config = config.replace(operand_mode=None)
+        scheme = build_scheme(config, WIDTH, WIDTH)
+    rank = layer_rank(config, WIDTH, WIDTH)
+    return {
+        "name": name,
+        "summary": info.summary,
+        "source": info.source,
+        "weight": "split" if scheme.split_weight else "dense",
+        "operands": {SLOTS[role]: _operand(scheme, role, rank) for role in Role},
+    }
+
+
+def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
+    used, operand = scheme.resolve(role)
+    if used is not role:
+        return {"reuses": SLOTS[used]}
+    quantizer = operand.quantizer
+    if quantizer is None:
+        return {"format": "high precision", "bits": HIGH_PRECISION_BITS}
+    size = quantizer.fmt.block_size
+    square = quantizer.tile is Tile.SQUARE
+    gemm, kind = SLOTS[role].split(".")
+    split = kind == "weight" and scheme.split_weight
+    return {
+        "format": quantizer.fmt.name,
+        "blocks": f"{size}x{size}" if square else f"1x{size}",
+        "along": None if square else {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}[gemm],
+        "rounding": quantizer.rounding.value,
+        "scale_rounding": quantizer.scale_rounding.value if quantizer.scale_rounding else None,
+        "scale_rule": quantizer.scale_rule.value,
+        "two_level": bool(quantizer.two_level),
+        "conditioner": "split" if split else conditioner_name(operand.conditioner),
+        "bits": round(_bits(scheme, operand, role, rank if split else None), 3),
+    }
+
+
+def conditioner_name(conditioner: Any) -> str:
+    """The words of its class's name, and the options that are on: "full hadamard (across)"."""
+    words = re.findall("[A-Z][a-z]*", type(conditioner).__name__)
+    values = (
+        {f.name: getattr(conditioner, f.name) for f in dataclasses.fields(conditioner)}
+        if dataclasses.is_dataclass(conditioner)
+        else {}
+    )
+    options = [option for option, value in values.items() if value is True]
+    options += [conditioner_name(value) for value in values.values() if hasattr(value, "parts")]
+    return " ".join(words).lower() + (f" ({', '.join(options)})" if options else "")
+
+
+def _bits(scheme: Scheme, operand: Operand, role: Role, rank: int | None) -> float:
+    """Stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means."""
+    dim = -1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
+    whole = (WIDTH, WIDTH)
+    if rank is None:
+        return _encoded_bits(operand, whole, dim) / WIDTH**2
+    factors = [(WIDTH, rank), (rank, WIDTH)]
+    direct = dataclasses.replace(operand, conditioner=IDENTITY)
+    if scheme.exact_factors:
+        extra = HIGH_PRECISION_BITS * sum(rows * columns for rows, columns in factors)
+    else:
+        extra = sum(_encoded_bits(direct, shape, dim) for shape in factors)
+    return (_encoded_bits(direct, whole, dim) + extra) / WIDTH**2
+
+
+def _encoded_bits(operand: Operand, shape: tuple[int, int], dim: int) -> float:
+    """What `Operand.encode` stores of a matrix, counted without its values."""
+    x = torch.empty(shape, device="meta")
+    if not operand.has_codes(x):
+        return HIGH_PRECISION_BITS * x.numel()  # saved densely
+    with use_kernels("reference"):
+        tensors = operand.encode(x, dim=dim, key=Key(0)).tensors
+    return 8.0 * sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -1,0 +1,29 @@
+"""Mean removal (Averis), by the authors of Metis."""
+
+from __future__ import annotations
+
+from metis_hf.conditioners.mean import MeanRemoved
+from metis_hf.config import MetisConfig
+from metis_hf.operands import Operand
+from metis_hf.schemes._parts import in_mode, stochastic_everywhere
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "mean",
+    summary="token mean of inputs and gradients quantized apart, stochastic rounding everywhere",
+    source="arXiv 2603.10444 (Averis)",
+)
+def mean(config: MetisConfig, rank: int) -> Scheme:
+    """x = 1 mu^T + rest, both quantized, of inputs and output gradients; weights directly.
+
+    The rest is taken against the exact mean. Stochastic rounding everywhere with scales rounded up
+    is what the same group's arXiv 2509.00404 has; this paper leaves the scales open.
+    """
+    forward, backward = stochastic_everywhere(config)
+    scheme = Scheme(
+        fprop_input=Operand(forward, MeanRemoved()),
+        fprop_weight=Operand(forward),
+        dgrad_grad_output=Operand(backward, MeanRemoved()),
+    )
+    return in_mode(scheme, config.operand_mode or "shared")

@@ -1,0 +1,28 @@
+"""Direct FP4 with nearest rounding in the forward pass."""
+
+from __future__ import annotations
+
+from metis_hf.config import MetisConfig
+from metis_hf.operands import Operand
+from metis_hf.schemes._parts import in_mode, nearest_forward
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "nvfp4-rne",
+    summary="direct NVFP4, nearest forward, stochastic gradients",
+    source="arXiv 2505.19115 (FP4 All the Way)",
+)
+def nvfp4_rne(config: MetisConfig, rank: int) -> Scheme:
+    """Every operand straight to NVFP4; only gradients are rounded stochastically.
+
+    Open in the paper and chosen here: block scales to nearest in the forward pass, up for
+    gradients, so that these are unbiased; the input of wgrad is rounded as that of fprop.
+    """
+    forward, backward = nearest_forward(config)
+    scheme = Scheme(
+        fprop_input=Operand(forward),
+        fprop_weight=Operand(forward),
+        dgrad_grad_output=Operand(backward),
+    )
+    return in_mode(scheme, config.operand_mode or "shared")

@@ -1,0 +1,27 @@
+"""NVIDIA's recipe as the authors of Metis rebuilt it to compare with."""
+
+from __future__ import annotations
+
+from metis_hf.conditioners.rotated import FullHadamard
+from metis_hf.config import MetisConfig
+from metis_hf.noise import key_of
+from metis_hf.schemes._parts import rotated_scheme, stochastic_everywhere
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "nvidia-paper",
+    summary="full-width random Hadamard of all three tensors, stochastic rounding everywhere",
+    source="arXiv 2509.00404, extended evaluation, and its released code",
+)
+def nvidia_paper(config: MetisConfig, rank: int) -> Scheme:
+    """Hadamard and stochastic rounding as arXiv 2509.00404 has them; NVIDIA's own is `nvidia`.
+
+    The paper says "a random Hadamard transform alongside SR", with SR in all its experiments. Its
+    code rotates the features of input, weight and output gradient by one wide Hadamard matrix, and
+    uses each quantized tensor, rotated back, in all its GEMMs. That matrix has no random signs
+    and 4096 columns whatever the width; here it has signs, as the paper says, and the width's own
+    size.
+    """
+    rotation = FullHadamard(seed=key_of("hadamard", config.seed).static)
+    return rotated_scheme(config, stochastic_everywhere(config), rotation)

@@ -1,0 +1,33 @@
+"""Outlier clamping and compensation with the differentiable gradient estimator."""
+
+from __future__ import annotations
+
+from metis_hf.conditioners.gradient_estimator import DifferentiableEstimator
+from metis_hf.conditioners.outliers import Clamped
+from metis_hf.config import MetisConfig
+from metis_hf.operands import Operand
+from metis_hf.schemes._parts import in_mode, nearest_forward
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "occ",
+    summary="inputs clamped at their 1 % and 99 % quantiles plus a sparse BF16 rest; DGE weights",
+    source="arXiv 2501.17116 (FP4 training, OCC and DGE)",
+)
+def occ(config: MetisConfig, rank: int) -> Scheme:
+    """Inputs: `conditioners.outliers.Clamped`; weights: `DifferentiableEstimator`.
+
+    The paper's alpha = .99, k = 5 and cap of 3. Its FP4 has one scale per token and per output
+    channel; here it is NVFP4, as in every scheme. Its sparse product is in FP8 or FP16; here the
+    sparse part is in BF16. It gives no quantizer for the gradient of the output, although its cost
+    model counts backward GEMMs as FP4 ones: here that is rounded stochastically, without clamping.
+    Gradients of weights are multiplied by the estimator's slope, 0.6 on average.
+    """
+    forward, backward = nearest_forward(config)
+    scheme = Scheme(
+        fprop_input=Operand(forward, Clamped()),
+        fprop_weight=Operand(forward, DifferentiableEstimator()),
+        dgrad_grad_output=Operand(backward),
+    )
+    return in_mode(scheme, config.operand_mode or "shared")

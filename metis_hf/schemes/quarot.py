@@ -1,0 +1,26 @@
+"""QuaRot's rotations as a training-time conditioner."""
+
+from __future__ import annotations
+
+from metis_hf.conditioners.rotated import FullHadamard
+from metis_hf.config import MetisConfig
+from metis_hf.noise import key_of
+from metis_hf.schemes._parts import nearest_forward, rotated_scheme
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "quarot",
+    summary="full-width random Hadamard of both operands, nearest forward (meant for inference)",
+    source="arXiv 2404.00456 (QuaRot)",
+)
+def quarot(config: MetisConfig, rank: int) -> Scheme:
+    """Both operands rotated along the contraction dimension, then NVFP4.
+
+    Meant for inference: QuaRot folds rotations into a trained model's weights where that is exact.
+    In training the weights stay as they are and the rotation is applied at each use, which gives
+    the same quantized products. Gradients, which QuaRot does not have, are treated alike and
+    rounded stochastically. Its clipping ratios and GPTQ need calibration and are left out.
+    """
+    rotation = FullHadamard(seed=key_of("hadamard", config.seed).static)
+    return rotated_scheme(config, nearest_forward(config), rotation)

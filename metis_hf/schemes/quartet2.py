@@ -1,0 +1,80 @@
+"""Quartet II: unbiased backward operands by MS-EDEN, Four Over Six forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from metis_hf.conditioners.ms_eden import Contents, RandomHadamard
+from metis_hf.conditioners.requantized import Requantized
+from metis_hf.config import MetisConfig
+from metis_hf.noise import fingerprint, key_of
+from metis_hf.numerics import ScaleRule
+from metis_hf.operands import Operand
+from metis_hf.schemes._parts import quantizer
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@dataclass(frozen=True)
+class SharedSigns:
+    """Tells a call's gradients which signs their partners in the two GEMMs have; keeps nothing."""
+
+    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
+        return {}
+
+    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
+        """Nothing to note."""
+
+    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Contents:
+        return Contents(weight=fingerprint(weight), input=fingerprint(x))
+
+
+@register_scheme(
+    "quartet2",
+    summary="4/6 forward; backward operands by MS-EDEN: random basis, nearest, corrected scales",
+    source="arXiv 2601.22813 (Quartet II); github.com/IST-DASLab/Quartet-II",
+)
+def quartet2(config: MetisConfig, rank: int) -> Scheme:
+    """Per-GEMM operands, blocks of 16 everywhere (native scales, no square tiles).
+
+    | GEMM  | operand     | of   | blocks       | basis  | elements | scales      |
+    | fprop | input       | x    | along in     | its own| nearest  | 4/6         |
+    | fprop | weight      | w    | along in     | its own| nearest  | 4/6         |
+    | dgrad | grad_output | dy   | along out    | random | nearest  | MS-EDEN     |
+    | dgrad | weight      | Q(w) | along out    | random | nearest  | MS-EDEN     |
+    | wgrad | grad_output | dy   | along tokens | random | nearest  | MS-EDEN     |
+    | wgrad | input       | Q(x) | along tokens | random | nearest  | MS-EDEN     |
+
+    Q is the copy of fprop, so that the gradient is that of the quantized network. MS-EDEN is
+    algorithm 1 of the paper: groups of 128 rotated by Hadamard's matrix with fresh signs, amax
+    scaled to 6.07, nearest elements, one correction factor for each block of 16 in its scale, which
+    is rounded stochastically (the released code has one factor for each group of 128). Both
+    operands of a GEMM have the same signs: in dgrad a function of the weight, in wgrad of the
+    input; so the signs of dgrad are the same in all micro-batches of a step.
+
+    Raises:
+        ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.
+    """
+    if config.operand_mode == "shared":
+        raise ValueError(
+            'scheme "quartet2" quantizes a copy per GEMM; operand_mode="shared" would be another '
+            'scheme. Leave operand_mode unset, or use scheme "nvfp4"'
+        )
+    nearest = quantizer(config, rounding="nearest", scale_rounding="nearest")
+    forward = replace(nearest, scale_rule=ScaleRule.FOUR_OVER_SIX)
+    nearest = quantizer(config, rounding="nearest", scale_rounding="nearest", backward=True)
+    backward = replace(nearest, scale_rule=ScaleRule.EDEN)
+    dgrad, wgrad = (
+        RandomHadamard(key_of("signs", name, config.seed).static) for name in ("dgrad", "wgrad")
+    )
+    return Scheme(
+        fprop_input=Operand(forward),
+        fprop_weight=Operand(forward),
+        dgrad_grad_output=Operand(backward, replace(dgrad, partner="weight")),
+        dgrad_weight=Operand(backward, Requantized(dgrad)),
+        wgrad_grad_output=Operand(backward, replace(wgrad, partner="input")),
+        wgrad_input=Operand(backward, Requantized(wgrad)),
+        state=SharedSigns(),
+    )

@@ -1,0 +1,26 @@
+"""QuIP's random orthogonal preprocessing as a training-time conditioner."""
+
+from __future__ import annotations
+
+from metis_hf.conditioners.rotated import RandomKronecker
+from metis_hf.config import MetisConfig
+from metis_hf.noise import key_of
+from metis_hf.schemes._parts import nearest_forward, rotated_scheme
+from metis_hf.schemes.base import Scheme, register_scheme
+
+
+@register_scheme(
+    "quip",
+    summary="random orthogonal Kronecker rotation of both operands (meant for inference)",
+    source="arXiv 2307.13304 (QuIP)",
+)
+def quip(config: MetisConfig, rank: int) -> Scheme:
+    """Both operands multiplied by (P_1 x P_2) and a permutation along the contraction dimension.
+
+    Meant for inference, and for weights alone, rotated from both sides; only the side that the GEMM
+    contracts has to be, since the other does not meet the second operand. Inputs and gradients get
+    the same rotation, so that it cancels. LDLQ rounding and the rescaling of channels need the
+    Hessian of calibration data and are left out; rounding is as in `quarot`.
+    """
+    rotation = RandomKronecker(seed=key_of("kronecker", config.seed).static)
+    return rotated_scheme(config, nearest_forward(config), rotation)
