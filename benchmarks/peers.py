@@ -111,12 +111,15 @@ def paper_module(path: Path) -> Any:
     It imports TransformerEngine at the top, and uses it for options that are off here.
     """
     engine = ("transformer_engine", "transformer_engine.pytorch")
-    stubs = {name: types.ModuleType(name) for name in engine}
-    with (
-        mock.patch.dict(sys.modules, stubs),
-        mock.patch.object(sys, "path", [str(path), *sys.path]),
-    ):
-        return importlib.import_module("Metis.bitlinear")
+    missing = [name for name in engine if name not in sys.modules]
+    sys.modules.update({name: types.ModuleType(name) for name in missing})
+    try:
+        with mock.patch.object(sys, "path", [str(path), *sys.path]):
+            return importlib.import_module("Metis.bitlinear")
+    finally:
+        # These alone: what else it has imported cannot be imported a second time.
+        for name in missing:
+            del sys.modules[name]
 
 
 def paper_quantizer(path: Path, x: Tensor) -> Call:

@@ -176,6 +176,26 @@ def beyond_markdown() -> str:
     return table(["layer", "kernels", "ms beyond nn.Linear", "over metis, compiled"], cells)
 
 
+def headline_markdown() -> str:
+    """What each scheme costs: a layer, and the steps of two models."""
+    steps = read("step")["rows"]
+    models = list(dict.fromkeys(row["model"] for row in steps))
+
+    def cells(name: str, dtype: str) -> list[str]:
+        found = [find(steps, model=model, name=name, dtype=dtype) or {} for model in models]
+        numbers = [value(layer_row(name)) if dtype == "float32" else None]
+        for key in ("ratio", "saved_over_bf16"):
+            numbers += [row.get(key) for row in found]
+        return ["" if number is None else short(number) for number in numbers]
+
+    rows = [[name, *cells(name, "float32")] for name in step.SCHEMES]
+    rows += [[f"{name}, bf16 GEMMs", *cells(name, "bfloat16")] for name in (step.PLAIN, "metis")]
+    columns = ["", "one layer, over nn.Linear"]
+    columns += [f"{model} step, over fp32" for model in models]
+    columns += [f"{model}: saved by linears, of bf16's" for model in models]
+    return table(columns, rows)
+
+
 def machines_markdown() -> str:
     cells = []
     for name in ("quantizers", "layer", "step", "scaling", "roofline", "imports"):
@@ -212,6 +232,7 @@ def tables() -> dict[str, str]:
     reached, sweeps = read("roofline"), read("scaling")
     return {
         "targets": targets_markdown(),
+        "headline": headline_markdown(),
         "machines": machines_markdown(),
         "quantizers": quantizers.markdown(quantized),
         "compilation": compile_markdown(),

@@ -17,6 +17,8 @@ import report
 import scaling
 import timing
 
+from metis_hf.numerics.kernels import choice
+
 BENCHMARKS = Path(report.__file__).parent
 
 # script -> its tables, and the keys of their rows
@@ -81,8 +83,23 @@ def test_pages_are_written_from_the_records():
     for page in report.PAGES:
         text = page.read_text()
         assert text == report.with_tables(text, tables)
-    text = report.PAGES[0].read_text()
+    text = "".join(page.read_text() for page in report.PAGES)
     assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(tables)
+
+
+def test_what_the_warning_says_of_the_reference():
+    """The times by which it is slower are those of the record, rounded outwards."""
+    rows = report.read("quantizers")["rows"]
+    of_size = [row for row in rows if row["shape"] == report.QUANTIZED_SHAPE]
+    ms = {(row["name"], row["dtype"], row.get("kernels")): row["ms"] for row in of_size}
+    ratios = [
+        ms[name, dtype, "reference"] / time
+        for (name, dtype, kernels), time in ms.items()
+        if kernels == "compiled" and dtype == "float32"
+    ]
+    low, high = map(int, choice._REFERENCE_SLOWER.split(" to "))
+    assert low - 0.5 <= min(ratios)
+    assert max(ratios) <= high + 0.5
 
 
 def test_every_target_is_answered_from_a_record():
