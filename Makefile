@@ -4,12 +4,13 @@ BIN    := $(VENV)/bin
 # CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
 INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench clean
 
 help:
 	@echo "make demo   train a small language model in FP4 four ways and print the table"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
+	@echo "make bench  measure speed and memory, and write docs/performance.md (a quarter of an hour)"
 	@echo "make clean  remove .venv and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
@@ -31,6 +32,18 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# One after the other: they would disturb each other's times. PAPER: a checkout of the paper's code.
+bench: $(VENV)/.installed
+	for name in quantizers layer step scaling roofline imports; do \
+	  case $$name in \
+	    quantizers|layer) own="$(if $(PAPER),--paper $(PAPER))";; \
+	    step) own="--threads 2";; \
+	    *) own=;; \
+	  esac; \
+	  $(BIN)/python benchmarks/$$name.py $$own $(ARGS) || exit 1; \
+	done
+	$(BIN)/python benchmarks/report.py
 
 clean:
 	rm -rf $(VENV) runs

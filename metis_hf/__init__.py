@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from metis_hf.refreshing import refresh
     from metis_hf.schemes import register_scheme, scheme_names
     from metis_hf.trainer import MetisTrainer, MetisTrainerMixin
+    from metis_hf.weight_reuse import reuse_weights
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "metis_layers",
     "refresh",
     "register_scheme",
+    "reuse_weights",
     "scheme_names",
     "set_precision",
     "to_dense",
@@ -46,6 +48,7 @@ _LAZY = {
     "metis_layers": "model",
     "refresh": "refreshing",
     "register_scheme": "schemes",
+    "reuse_weights": "weight_reuse",
     "scheme_names": "schemes",
     "set_precision": "precision",
     "to_dense": "model",

@@ -34,6 +34,7 @@ from metis_hf.run_record import (
     precision_of,
     write_run,
 )
+from metis_hf.weight_reuse import hold, release
 
 logger = logging.get_logger(__name__)
 
@@ -65,6 +66,7 @@ class MetisCallback(ResumeGuard):
         self._probe = LayerProbe()
         self._refresh_every: int | None = 0
         self._measuring = False
+        self._reuses_weights = False
         self._alarm = False  # a logged loss or gradient norm was not finite
         self._pending: dict[str, float] = {}
         self._record: dict[str, Any] = {}  # of the running step, for the health file
@@ -114,6 +116,11 @@ class MetisCallback(ResumeGuard):
                 "get_metis_model(model, MetisConfig(...)) before you build the Trainer"
             )
         super().on_train_begin(args, state, control, model=model)
+        release(model)  # of a run that was interrupted in the middle of a step
+        # With one micro-batch a weight is used twice, and putting it together twice saves nothing.
+        self._reuses_weights = args.gradient_accumulation_steps > 1 or any(
+            getattr(module, "gradient_checkpointing", False) for module in model.modules()
+        )
         if optimizer is not None:
             _check_optimizer(self._layers, optimizer)
         _check_dtypes(model)
@@ -135,12 +142,17 @@ class MetisCallback(ResumeGuard):
             write_run(_directory(args), describe_run(model, config, args, state.max_steps))
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
+        if self._reuses_weights:
+            hold(self._model)
         step = state.global_step + 1
         due = self.health_interval and (step == 1 or step % self.health_interval == 0)
         if due or self._alarm:
             self._alarm = False
             self._measuring = True
             self._probe.attach(self._layers)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs: Any) -> None:
+        release(self._model)
 
     def on_step_end(
         self, args, state, control, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from metis_hf.noise import Key, fingerprint
 from metis_hf.operands import Encoded, Operand
 from metis_hf.schemes.base import Role, Scheme
-from metis_hf.weights import WeightForm
+from metis_hf.weights import HeldWeight, WeightForm
 
 
 class CallKeys:
@@ -105,6 +105,7 @@ class GemmPlan:
     saves_input: bool = True  # a backward pass with wgrad may follow
     source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
     state: Any = None  # what the scheme's `LayerState` froze for this call
+    held: HeldWeight | None = None  # w_hat of earlier calls with the same parameters
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
         """`Scheme.resolve`, with conditioners that know the call's state."""
@@ -117,8 +118,14 @@ class GemmPlan:
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
         role, operand = self.resolve(role)
-        dim = -1 if role is Role.FPROP_WEIGHT else 0
-        return self.weight.quantize(params, operand, dim=dim, key=self.keys[role], dtype=self.dtype)
+        options: dict[str, Any] = {
+            "dim": -1 if role is Role.FPROP_WEIGHT else 0,
+            "key": self.keys[role],
+            "dtype": self.dtype,
+        }
+        if self.held is not None and self.state is None:
+            return self.held.operand(self.weight, params, operand, **options)
+        return self.weight.quantize(params, operand, **options)
 
     def matrix_operand(self, role: Role, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x_hat or dy_hat, for the GEMM that `role` names."""

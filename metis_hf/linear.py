@@ -21,7 +21,7 @@ from metis_hf.gemm import CallKeys, GemmPlan, QuantizedGemm
 from metis_hf.noise import Key, key_of
 from metis_hf.schemes import Scheme, build_scheme, layer_rank
 from metis_hf.token_mask import TokenMask
-from metis_hf.weights import ClippedWeight, DenseWeight, SplitWeight, WeightForm
+from metis_hf.weights import ClippedWeight, DenseWeight, HeldWeight, SplitWeight, WeightForm
 
 CLIP = 4.0  # sigmoid(4) = .982: where OmniQuant starts its clipping strengths
 
@@ -51,6 +51,7 @@ class MetisLayer(nn.Module):
         self.key = key_of("layer", config.seed, name)
         self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
+        self.held_weight: HeldWeight | None = None  # see `weight_reuse`
 
     def weight_params(self) -> tuple[Tensor, ...]:
         """The stored tensors, as `weight_form` takes them."""
@@ -157,6 +158,7 @@ class MetisLayer(nn.Module):
             saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in params),
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
             state=self.call_state(x, keys, update=self.training),
+            held=None if torch.compiler.is_compiling() else self.held_weight,
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)

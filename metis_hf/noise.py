@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
 
 _FINGERPRINT_SAMPLES = 256
 _MASK32 = 0xFFFFFFFF
@@ -90,30 +93,40 @@ def fingerprint(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
     # An odd stride does not fall in step with a power-of-two row length.
     sample = flat[:: flat.numel() // _FINGERPRINT_SAMPLES | 1].float().view(torch.int32)
-    return _hash(sample ^ _hashed_indices(sample.numel(), x.device)).sum(dtype=torch.int32)
+    return _hash(sample ^ _index_hash(x.device)[: sample.numel()]).sum(dtype=torch.int32)
 
 
-def _index_hash(count: int, device: torch.device) -> Tensor:
-    """lowbias32(index), int32 [count]."""
-    return _hash(torch.arange(count, device=device, dtype=torch.int32))
+def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Keeps what a function without other inputs makes of its arguments; do not write to it.
+
+    Not inside torch.compile, which would trace through a cache, and not what is made under a mode
+    that makes tensors without values.
+    """
+    kept: dict[Any, Tensor] = {}
+
+    @functools.wraps(make)
+    def found(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if torch.compiler.is_compiling():
+            return make(*args, **kwargs)
+        tensor = kept.get(args)
+        if tensor is None:
+            tensor = make(*args, **kwargs)
+            if type(tensor) is Tensor:
+                kept[args] = tensor
+        return tensor
+
+    return found
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_index_hash(device: torch.device) -> Tensor:
-    return _index_hash(2 * _FINGERPRINT_SAMPLES, device)
-
-
-def _hashed_indices(count: int, device: torch.device) -> Tensor:
-    """`_index_hash` of few indices, from a cache; do not write to it."""
-    # torch.compile would trace through a cache, with a warning; in a graph hashing is cheap.
-    if torch.compiler.is_compiling():
-        return _index_hash(count, device)
-    return _cached_index_hash(device)[:count]
+@constant
+def _index_hash(device: torch.device) -> Tensor:
+    """lowbias32(index), int32, for as many indices as there are samples of a fingerprint."""
+    return _hash(torch.arange(2 * _FINGERPRINT_SAMPLES, device=device, dtype=torch.int32))
 
 
 def lane_hashes(device: torch.device) -> Tensor:
     """What tells the 16 elements of a block apart: int32 [16]; do not write to it."""
-    return _hashed_indices(_LANES, device)
+    return _index_hash(device)[:_LANES]
 
 
 def static_words(key: Key) -> tuple[int, int]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.noise import Key
-from metis_hf.operands import Operand
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.operands import Encoded, Operand
 from metis_hf.transforms import decompose_weight
 
 
@@ -32,10 +33,59 @@ class WeightForm(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """(w_hat [o i] in `dtype`, tensor scale or None), as `Operand.__call__`."""
 
+    def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
+        """Whether `quantize` has two halves, `encode` and `decode`."""
+
+    def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
+        """The first half of `quantize`: codes and scales of w_hat."""
+
+    def decode(
+        self,
+        params: Sequence[Tensor],
+        encoded: Encoded,
+        operand: Operand,
+        *,
+        dim: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The second half: what `quantize` gives, bit for bit."""
+
     def gradients(
         self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
     ) -> list[Tensor]:
         """dw = dL/dw_hat [o i] carried to each parameter."""
+
+
+class HeldWeight:
+    """Codes and scales of one layer's w_hat, for as long as the parameters do not change.
+
+    4.5 bits an element for each operand; the dense w_hat is made of them at each use.
+    """
+
+    def __init__(self) -> None:
+        self._encoded: dict[tuple[Any, ...], Encoded] = {}
+
+    def operand(
+        self,
+        form: WeightForm,
+        params: Sequence[Tensor],
+        operand: Operand,
+        *,
+        dim: int,
+        key: Key,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`WeightForm.quantize`, of which the first half is done once."""
+        if not form.encodes(params, operand) or params[-1].is_inference():
+            return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
+        # Storage and version guard against most changes that should not have happened.
+        seen = tuple((param.data_ptr(), param._version) for param in params)
+        name = (operand, dim, key.static, seen)
+        encoded = self._encoded.get(name)
+        if encoded is None:
+            encoded = form.encode(params, operand, dim=dim, key=key)
+            self._encoded[name] = encoded._replace(low=None)
+        return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -47,6 +97,15 @@ class DenseWeight:
 
     def quantize(self, params, operand, *, dim, key, dtype):
         return operand(params[0].detach(), dim=dim, key=key, dtype=dtype)
+
+    def encodes(self, params, operand):
+        return operand.has_codes(params[0])
+
+    def encode(self, params, operand, *, dim, key):
+        return operand.encode(params[0].detach(), dim=dim, key=key)
+
+    def decode(self, params, encoded, operand, *, dim, dtype):
+        return operand.decode(encoded, dim=dim, shape=tuple(params[0].shape), dtype=dtype)
 
     def gradients(self, params, dw, operand, *, key):
         estimate = getattr(operand.conditioner, "weight_gradient", None)
@@ -72,11 +131,22 @@ class ClippedWeight:
         return params[1]
 
     def quantize(self, params, operand, *, dim, key, dtype):
-        clip, w = (p.detach() for p in params)
-        if operand.quantizer is not None:
-            blocks, _, limit = self._blocks(clip, w)
-            w = blocks.clamp(-limit, limit).flatten(-2)[:, : w.shape[1]]
+        w = params[1].detach() if operand.quantizer is None else self._clipped(params)
         return operand(w, dim=dim, key=key, dtype=dtype)
+
+    def encodes(self, params, operand):
+        return operand.has_codes(params[1])
+
+    def encode(self, params, operand, *, dim, key):
+        return operand.encode(self._clipped(params), dim=dim, key=key)
+
+    def decode(self, params, encoded, operand, *, dim, dtype):
+        return operand.decode(encoded, dim=dim, shape=tuple(params[1].shape), dtype=dtype)
+
+    def _clipped(self, params) -> Tensor:
+        clip, w = (p.detach() for p in params)
+        blocks, _, limit = self._blocks(clip, w)
+        return blocks.clamp(-limit, limit).flatten(-2)[:, : w.shape[1]]
 
     def gradients(self, params, dw, operand, *, key):
         clip, w = (p.detach() for p in params)
@@ -133,17 +203,53 @@ class SplitWeight:
         u, s, vh, residual = (p.detach() for p in params)
         if operand.quantizer is None:
             return self.dense((u, s, vh, residual)).to(dtype), None
-        u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
-        low = (u_hat * (s * self.gain)) @ vh_hat  # [o k] @ [k i] -> [o i]
-        low = low if low.dtype is torch.float64 else low.float()
+        low = self._low(s, *self._factors(u, vh, operand, dim=dim, key=key))
         if self.exact_factors:
             w_hat, _ = operand(residual, dim=dim, key=key.fold(3), dtype=low.dtype)
             return (w_hat + low).to(dtype), None
-        x, minus = residual, None
-        if self.compensated:
-            x, minus = self.dense((u, s, vh, residual)), low
+        x, minus = self._outside(u, s, vh, residual, low)
         w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=low)
         return w_hat, None
+
+    def encodes(self, params, operand):
+        return operand.has_codes(params[-1]) and not self.exact_factors
+
+    def encode(self, params, operand, *, dim, key):
+        u, s, vh, residual = (p.detach() for p in params)
+        factors = (
+            *pack(u, operand.quantizer, dim=dim, key=key.fold(1)),
+            *pack(vh, operand.quantizer, dim=dim, key=key.fold(2)),
+        )
+        low = self._low_of(factors, (u, s, vh), operand, dim=dim)
+        x, minus = self._outside(u, s, vh, residual, low)
+        rest = pack(x, operand.quantizer, dim=dim, key=key.fold(3), minus=minus)
+        return Encoded((*rest, *factors), low)
+
+    def decode(self, params, encoded, operand, *, dim, dtype):
+        u, s, vh, residual = (p.detach() for p in params)
+        low = encoded.low
+        if low is None:
+            low = self._low_of(encoded.tensors[3:], (u, s, vh), operand, dim=dim)
+        options = {"dim": dim, "shape": tuple(residual.shape), "dtype": dtype, "plus": low}
+        return unpack(Packed(*encoded.tensors[:3]), operand.quantizer, **options), None
+
+    def _low(self, s: Tensor, u_hat: Tensor, vh_hat: Tensor) -> Tensor:
+        """gain * (u_hat * s) @ vh_hat: [o k] @ [k i] -> [o i], fp32 or fp64."""
+        low = (u_hat * (s * self.gain)) @ vh_hat
+        return low if low.dtype is torch.float64 else low.float()
+
+    def _low_of(self, factors, stored, operand, *, dim) -> Tensor:
+        """The same from packed factors of the stored ones."""
+        u, s, vh = stored
+        u_hat, vh_hat = (
+            unpack(Packed(*packed), operand.quantizer, dim=dim, shape=tuple(like.shape))
+            for packed, like in ((factors[:3], u), (factors[3:], vh))
+        )
+        return self._low(s, u_hat.to(u.dtype), vh_hat.to(vh.dtype))
+
+    def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
+        """What is quantized outside the factors: (a matrix, what is taken off it or None)."""
+        return (self.dense((u, s, vh, residual)), low) if self.compensated else (residual, None)
 
     def gradients(self, params, dw, operand, *, key):
         # low = g u_hat diag(s) vh_hat and dL/dlow = dw:

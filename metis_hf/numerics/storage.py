@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metis_hf.numerics import kernels
 from metis_hf.numerics.formats import NVFP4, BlockFormat
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.quantize import Blocks, Quantizer, check_input
@@ -98,6 +99,8 @@ def quantize(
         rows = rows.movedim(dim, -1)
     if x.numel() == 0:
         codes, scale, global_scale = rows.to(torch.uint8), rows.to(fmt.scale.dtype), None
+    elif (stored := kernels.store(x, quantizer, dim=dim, key=key)) is not None:
+        codes, scale, global_scale = stored
     else:
         # Noise belongs to elements in their original order, as in fake quantization.
         blocks = quantizer.blocks(x, dim=dim, key=key)

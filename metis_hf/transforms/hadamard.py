@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metis_hf.noise import random_bits
+from metis_hf.noise import constant, random_bits
 
 SIZE = 16
 
@@ -22,19 +20,21 @@ def hadamard_matrix(seed: int) -> Tensor:
     return h / SIZE**0.5 * signs
 
 
-_cached_matrix = functools.lru_cache(maxsize=32)(hadamard_matrix)
-
-
-def _matrix(seed: int) -> Tensor:
-    # torch.compile would trace through a cache, with a warning.
-    return hadamard_matrix(seed) if torch.compiler.is_compiling() else _cached_matrix(seed)
+@constant
+def _matrix(seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return hadamard_matrix(seed).to(device, dtype)
 
 
 def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
-    n = x.shape[dim]
-    blocks = F.pad(x.movedim(dim, 0), [0, 0] * (x.dim() - 1) + [0, -n % SIZE])
-    out = torch.einsum("hj,bjc->bhc", matrix.to(x), blocks.reshape(-1, SIZE, x.numel() // n))
-    return out.reshape(blocks.shape).movedim(0, dim)
+    dim %= x.dim()
+    missing = -x.shape[dim] % SIZE
+    if missing:
+        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+    if dim == x.dim() - 1:
+        return (x.reshape(-1, SIZE) @ matrix.T).view(x.shape)
+    # [.. b 16 c]: one small product for each block, along rows as they lie in memory.
+    blocks = x.reshape(*x.shape[:dim], -1, SIZE, x.shape[dim + 1 :].numel())
+    return (matrix @ blocks).view(x.shape)
 
 
 def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
@@ -43,9 +43,9 @@ def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
     Returns:
         `x` rotated; its size along `dim` rounded up to a multiple of 16.
     """
-    return x if x.numel() == 0 else _apply(x, _matrix(seed), dim)
+    return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype), dim)
 
 
 def unrotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
     """Inverse of `rotate`, padding included: what is added to x in between reaches it."""
-    return x if x.numel() == 0 else _apply(x, _matrix(seed).T, dim)
+    return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype).T, dim)

@@ -180,6 +180,18 @@ def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return p / length.clamp_min(1.0), length * largest
 
 
+def _svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The thin SVD; of a long matrix by way of its triangular factor, many times faster."""
+    if w.shape[0] < w.shape[1]:
+        v, s, uh = _svd(w.T)
+        return uh.T, s, v.T
+    if w.shape[0] < 2 * w.shape[1]:
+        return torch.linalg.svd(w, full_matrices=False)
+    q, r = torch.linalg.qr(w)
+    u, s, vh = torch.linalg.svd(r)
+    return q @ u, s, vh
+
+
 def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralSplit:
     """The rank-k SVD of a weight [o i] plus residual, exact or nearly so.
 
@@ -195,7 +207,7 @@ def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralS
     if not torch.isfinite(w).all():
         raise ValueError("the weight has NaN or infinite entries; it cannot be decomposed")
     if min(w.shape) <= 1024:
-        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        u, s, vh = _svd(w)
         u, s, vh = u[:, :rank], s[:rank], vh[:rank]
     else:
         v = dominant_subspace(w, rank, oversample=max(8, rank // 4), n_iter=4, key=key)

@@ -2,9 +2,10 @@
 
 `reference` is the definition: `Quantizer.blocks`, operation by operation. `compiled` is the same
 arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and GPU.
-`triton` are kernels written by hand, for CUDA devices. Results are equal to the bit, stochastic
-rounding included. What the kernels do not cover (formats other than NVFP4, Four Over Six, MS-EDEN)
-the reference computes, and what is inside torch.compile is compiled with all around it.
+`triton` are kernels written by hand, for CUDA devices; the two halves of the way, `pack` and
+`unpack`, are the compiled ones there too. Results are equal to the bit, stochastic rounding
+included. What the kernels do not cover (formats other than NVFP4, Four Over Six, MS-EDEN) the
+reference computes, and what is inside torch.compile is compiled with all around it.
 
 The choice is automatic: compiled where it can be and the tensor is large enough to be worth it.
 The environment variable METIS_KERNELS and `use_kernels` override it.
@@ -12,6 +13,7 @@ The environment variable METIS_KERNELS and `use_kernels` override it.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +45,7 @@ from metis_hf.numerics.scaling import ScaleRounding, ScaleRule
 if TYPE_CHECKING:
     from metis_hf.numerics.quantize import Quantizer
 
-__all__ = ["KERNELS", "Packed", "fake_quantize", "pack", "unpack", "use_kernels"]
+__all__ = ["KERNELS", "Packed", "fake_quantize", "pack", "store", "unpack", "use_kernels"]
 
 _MAX_ELEMENTS = 2**31 - 1  # kernels count in 32 bits
 
@@ -75,14 +77,15 @@ def fake_quantize(
         (values of the shape of `x`, the tensor scale that they still lack or None).
     """
     same = minus is not None and minus is plus
-    x, minus, plus = x.detach(), _detached(minus), _detached(plus)
+    x, minus = x.detach(), _detached(minus)
+    plus = minus if same else _detached(plus)
     kernels = "reference"
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
-    if kernels == "triton" and minus is None and plus is None:
-        triton = triton_backend()
-        assert triton is not None
-        return triton.quantize(x, triton.Copy(quantizer, dim, key, dtype, scaled))[0]
+    if kernels == "triton":
+        return _triton().fake_quantize(
+            x, quantizer, dim=dim, key=key, dtype=dtype, scaled=scaled, minus=minus, plus=plus
+        )
     if kernels != "reference":
         form = form_of(x, quantizer.tile, dim)
         variant = _variant(
@@ -176,6 +179,30 @@ def unpack(
     )
 
 
+def store(
+    x: Tensor, quantizer: Quantizer, *, dim: int = -1, key: noise.Key | int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Quantizes to what files hold, with the Triton kernels.
+
+    Args:
+        x, quantizer, dim, key: as in `fake_quantize`.
+
+    Returns:
+        (codes, block scales, tensor scale) as `storage.QuantizedTensor` has them, or None where
+        those kernels are not in force or do not cover the call.
+    """
+    x = x.detach()
+    if _covers(x, quantizer, dim, torch.float32, None, None) and kernels_for(x) == "triton":
+        return _triton().store(x, quantizer, dim=dim, key=key)
+    return None
+
+
+def _triton() -> ModuleType:
+    backend = triton_backend()
+    assert backend is not None  # or `kernels_for` would have said so
+    return backend
+
+
 def _covers(
     x: Tensor,
     quantizer: Quantizer,
@@ -191,6 +218,8 @@ def _covers(
         and has_form(x, quantizer.tile, dim)
         and x.numel() <= _MAX_ELEMENTS
         and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
+        # The difference from an fp64 tensor is one in fp64.
+        and (minus is None or x.dtype in compiled.DTYPES)
     )
 
 

@@ -1,0 +1,201 @@
+"""Times one linear layer, forward and backward, per scheme against nn.Linear, split by part.
+
+    python benchmarks/layer.py            # three minutes on one core
+    python benchmarks/layer.py --quick    # seconds
+
+The work is x [t i] -> y, then dx and dw from a given dy, without optimizer. Ratios are over
+nn.Linear in fp32 on the CPU, in bf16 on a GPU, round by round. Parts are timed apart, since that
+costs time itself. Writes results/layer.json and .png.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import parts
+import peers
+import torch
+from quantizers import available
+from timing import (
+    Row,
+    arguments,
+    figure,
+    interleave,
+    machine,
+    parse,
+    prepare,
+    spread,
+    summary,
+    table,
+    write,
+)
+from torch import Tensor, nn
+
+from metis_hf import MetisConfig
+from metis_hf.linear import convert_linear
+from metis_hf.numerics.kernels import use_kernels
+
+SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
+SHAPES = [(8192, 1024, 1024), (2048, 256, 256)]  # tokens, in_features, out_features
+GPU_SHAPES = [(16384, 4096, 4096)]
+QUICK_SHAPES = [(256, 64, 64)]
+ROUNDS, PART_ROUNDS, BUDGET = 7, 3, 200.0
+NN_LINEAR, PAPER = "nn.Linear", "paper's code"
+
+
+def step_of(layer: nn.Module, x: Tensor, dy: Tensor, kernels: str | None) -> Callable[[], None]:
+    """Forward and backward; gradients are dropped at the start, as an optimizer would."""
+    x = x.clone().requires_grad_()
+
+    def step() -> None:
+        layer.zero_grad()
+        x.grad = None
+        with use_kernels(kernels):
+            layer(x).backward(dy)
+
+    return step
+
+
+def realistic(tokens: int, width: int, seed: int, device: torch.device) -> Tensor:
+    """[t c] with a few strong directions, in fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    strong = torch.randn(tokens, 8, generator=generator) @ torch.randn(
+        8, width, generator=generator
+    )
+    return (torch.randn(tokens, width, generator=generator) + strong).to(device)
+
+
+def cases(
+    shape: tuple[int, int, int], device: torch.device, paper: Path | None
+) -> list[tuple[Row, Callable[[], None]]]:
+    tokens, inputs, outputs = shape
+    x, dy = realistic(tokens, inputs, 0, device), realistic(tokens, outputs, 1, device) * 1e-3
+    base = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found: list[tuple[Row, Callable[[], None]]] = []
+
+    def add(name: str, layer: nn.Module, dtype: torch.dtype, kernels: str | None = None) -> None:
+        row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": kernels}
+        layer = layer.to(device, dtype)
+        found.append((row, step_of(layer, x.to(dtype), dy.to(dtype), kernels)))
+
+    def linear() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(inputs, outputs, bias=False)
+
+    add(NN_LINEAR, linear(), base)
+    for kernels in reversed(available(device)):
+        for scheme in SCHEMES if kernels != "reference" else SCHEMES[1:]:
+            config = MetisConfig(scheme=scheme)
+            layer = convert_linear(linear(), config, name="layer").train()
+            add(scheme, layer, base, kernels)
+    other = torch.bfloat16 if base is torch.float32 else torch.float32
+    add(NN_LINEAR, linear(), other)
+    metis = convert_linear(linear(), MetisConfig(), name="layer").train()
+    add("metis", metis, other, available(device)[-1])
+    if paper is not None:
+        rank = max(1, round(MetisConfig().rank_frac * min(inputs, outputs)))
+        peer = peers.PaperLayer(paper, linear(), rank)
+        # It wants [b s c].
+        row = {"name": PAPER, "dtype": "float32", "kernels": None}
+        rows = (4, tokens // 4, -1)
+        found.append((row, step_of(peer, x.view(rows), dy.view(rows), None)))
+    return found
+
+
+def measure(
+    shape: tuple[int, int, int],
+    rounds: int,
+    budget: float,
+    device: torch.device,
+    paper: Path | None,
+) -> list[Row]:
+    found = cases(shape, device, paper)
+    times = interleave([step for _, step in found], rounds, budget=budget, device=device)
+    rows = []
+    for (case, step), seconds in zip(found, times):
+        row = {**case, "shape": list(shape), **summary(seconds, times[0])}
+        if case["name"] not in (NN_LINEAR, PAPER):
+            split = [parts.by_part(step, device) for _ in range(PART_ROUNDS)]
+            row["parts_ms"] = {
+                name: statistics.median(one[name] for one in split) * 1e3 for name in parts.NAMES
+            }
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: list[Row]) -> str:
+    names = [name for name in parts.NAMES if any(row["parts_ms"][name] > 0 for row in _split(rows))]
+    cells = []
+    for row in rows:
+        split = row.get("parts_ms")
+        shares = [f"{100 * split[n] / sum(split.values()):.0f} %" if split else "" for n in names]
+        shape = " x ".join(str(n) for n in row["shape"])
+        kernels = row["kernels"] or ""
+        cells.append(
+            [shape, row["name"], row["dtype"], kernels, spread(row, "ms"), spread(row), *shares]
+        )
+    columns = ["shape", "layer", "dtype", "kernels", "ms (quartiles)", "over nn.Linear"]
+    return table([*columns, *names], cells)
+
+
+def _split(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if "parts_ms" in row]
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Stacked parts of the first shape, over nn.Linear."""
+    shape = rows[0]["shape"]
+    base = rows[0]
+    shown = [
+        row
+        for row in _split(rows)
+        if row["shape"] == shape and row["dtype"] == base["dtype"] and row["name"] != "bf16"
+    ]
+    colours = (
+        "#000000",
+        "#0072B2",
+        "#D55E00",
+        "#CC79A7",
+        "#E69F00",
+        "#56B4E9",
+        "#009E73",
+        "#999999",
+    )
+    found, axes = figure(1, 1, (8.5, 0.42 * len(shown) + 1.9))
+    axis = axes[0, 0]
+    labels = [f"{row['name']}  ({row['kernels']})" for row in shown]
+    left = [0.0] * len(shown)
+    for name, colour in zip(parts.NAMES, colours):
+        widths = [row["parts_ms"][name] / base["ms"] for row in shown]
+        if max(widths) > 0:
+            axis.barh(labels, widths, left=left, label=name, color=colour)
+        left = [a + b for a, b in zip(left, widths)]
+    axis.axvline(1, color="black", lw=1, ls="--")
+    size = " x ".join(str(n) for n in shape)
+    axis.set(xlabel=f"time over nn.Linear, forward and backward, {base['dtype']}, {size}")
+    axis.invert_yaxis()
+    found.legend(loc="outside lower center", ncols=4, frameon=False)
+    found.savefig(path)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--paper", type=Path, help="checkout of the paper's released code")
+    args = parse(parser)
+    prepare(args.threads)
+    before = machine(args.device)
+    shapes = GPU_SHAPES if args.device.type == "cuda" else SHAPES
+    shapes = QUICK_SHAPES if args.quick else shapes
+    rounds = 2 if args.quick else ROUNDS
+    rows: list[Row] = []
+    for shape in shapes:
+        rows += measure(shape, rounds, BUDGET / len(shapes), args.device, args.paper)
+    print(markdown(rows))
+    write(args.out, "layer", {"machine": before, "rows": rows})
+    draw(rows, args.out / "layer.png")
+
+
+if __name__ == "__main__":
+    main()

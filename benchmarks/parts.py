@@ -1,0 +1,88 @@
+"""Splits the time of a layer's step by part, with functions of the package wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from metis_hf import gemm, operands
+from metis_hf.numerics import kernels
+from metis_hf.operands import Hadamard, Spectral
+from metis_hf.weights import SplitWeight
+
+GEMMS, QUANTIZE, SUBSPACE, PROJECT = "GEMMs", "quantize", "subspace", "project"
+LOW_RANK, WEIGHT, ROTATE, REST = "low-rank and residual", "weight factors", "rotate", "rest"
+NAMES = (GEMMS, QUANTIZE, SUBSPACE, PROJECT, LOW_RANK, WEIGHT, ROTATE, REST)
+# A part is what runs in these and not in those of another part that they call.
+_WRAPPED: list[tuple[Any, str, str]] = [
+    (gemm, "contract", GEMMS),
+    (kernels, "fake_quantize", QUANTIZE),
+    (operands, "pack", QUANTIZE),
+    (operands, "unpack", QUANTIZE),
+    (operands, "find_subspace", SUBSPACE),
+    (operands, "project", PROJECT),
+    (Spectral, "__call__", LOW_RANK),
+    (Spectral, "encode", LOW_RANK),
+    (Spectral, "decode", LOW_RANK),
+    (SplitWeight, "quantize", WEIGHT),
+    (SplitWeight, "gradients", WEIGHT),
+    (Hadamard, "__call__", ROTATE),
+    (Hadamard, "encode", ROTATE),
+    (Hadamard, "decode", ROTATE),
+]
+
+
+class Stopwatch:
+    """Seconds by part; nested parts are taken out of the one around them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._device = device
+        self._inner: list[float] = []
+
+    def clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return time.perf_counter()
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+    def wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = self.clock()
+            self._inner.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total = self.clock() - started
+                self.seconds[part] += total - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += total
+
+        return timed
+
+
+@contextlib.contextmanager
+def watching(device: torch.device) -> Iterator[Stopwatch]:
+    """A stopwatch that the package's functions report to inside the block."""
+    watch = Stopwatch(device)
+    with contextlib.ExitStack() as stack:
+        for owner, name, part in _WRAPPED:
+            wrapped = watch.wrap(getattr(owner, name), part)
+            stack.enter_context(mock.patch.object(owner, name, wrapped))
+        yield watch
+
+
+def by_part(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Seconds of each part in one call of `step`, the rest included."""
+    with watching(device) as watch:
+        started = watch.clock()
+        step()
+        total = watch.clock() - started
+    found = {name: watch.seconds.get(name, 0.0) for name in NAMES if name != REST}
+    return found | {REST: total - sum(found.values())}

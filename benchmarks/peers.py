@@ -1,0 +1,171 @@
+"""Quantizers and layers of other libraries behind one call, where they can be imported.
+
+torchao is looked for in the folder `oracles` of the environment too, where `make` installs it:
+transformers would load it from anywhere else. The paper's code comes from a checkout whose path is
+given.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+BLOCK = 16
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+Call = Callable[[], object]
+
+
+def torchao(x: Tensor) -> Call:
+    sys.path.append(str(Path(sys.prefix) / "oracles"))
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    def call() -> Tensor:
+        scale = per_tensor_amax_to_scale(x.abs().max())
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(x.dtype)
+
+    return call
+
+
+def compressed_tensors(x: Tensor) -> Call:
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    args = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
+
+    def call() -> Tensor:
+        tensor_scale = generate_gparam(x.amin(), x.amax())
+        blocks = x.unflatten(-1, (-1, BLOCK))
+        scale, zero = calculate_qparams(
+            blocks.amin(-1), blocks.amax(-1), args, global_scale=tensor_scale
+        )
+        return fake_quantize(x, scale, zero, args, global_scale=tensor_scale)
+
+    return call
+
+
+def ml_dtypes(x: Tensor) -> Call:
+    """The casts are the library's, the two levels of scales numpy around them."""
+    dtypes = importlib.import_module("ml_dtypes")
+    array = x.float().numpy()
+
+    def call() -> np.ndarray:
+        blocks = array.reshape(-1, BLOCK)
+        tensor_scale = np.abs(array).max() / (E4M3_MAX * E2M1_MAX)
+        wanted = np.abs(blocks).max(1, keepdims=True) / (E2M1_MAX * tensor_scale)
+        scale = wanted.astype(dtypes.float8_e4m3fn).astype(np.float32) * tensor_scale
+        codes = np.clip(blocks / scale, -E2M1_MAX, E2M1_MAX).astype(dtypes.float4_e2m1fn)
+        return codes.astype(np.float32) * scale
+
+    return call
+
+
+def modelopt(x: Tensor) -> Call:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    def call() -> Tensor:
+        quantized, scale, tensor_scale = NVFP4QTensor.quantize(x, BLOCK)
+        return quantized.dequantize(
+            dtype=x.dtype, scale=scale, double_scale=tensor_scale, block_sizes={-1: BLOCK}
+        )
+
+    return call
+
+
+QUANTIZERS: dict[str, Callable[[Tensor], Call]] = {
+    "torchao": torchao,
+    "compressed-tensors": compressed_tensors,
+    "ml_dtypes": ml_dtypes,
+    "modelopt": modelopt,
+}
+
+
+def usable(make: Callable[[], Call], name: str) -> Call | None:
+    """The call, run once; None, with a line on stderr, where it cannot be."""
+    try:
+        call = make()
+        call()
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        print(f"{name} is left out: {type(error).__name__}: {first}", file=sys.stderr)
+        return None
+    return call
+
+
+@functools.lru_cache
+def paper_module(path: Path) -> Any:
+    """`Metis.bitlinear` of a checkout of github.com/sii-research/Metis.
+
+    It imports TransformerEngine at the top, and uses it for options that are off here.
+    """
+    engine = ("transformer_engine", "transformer_engine.pytorch")
+    missing = [name for name in engine if name not in sys.modules]
+    sys.modules.update({name: types.ModuleType(name) for name in missing})
+    try:
+        with mock.patch.object(sys, "path", [str(path), *sys.path]):
+            return importlib.import_module("Metis.bitlinear")
+    finally:
+        # These alone: what else it has imported cannot be imported a second time.
+        for name in missing:
+            del sys.modules[name]
+
+
+def paper_quantizer(path: Path, x: Tensor) -> Call:
+    """Its FP4 blocks of 1 x 16: stochastic rounding, one level of fp32 scales."""
+    module = paper_module(path)
+    quantizer = module.Cast2Fp4e2m1Block
+    module.BlockQuantFunc.block_shape = (1, BLOCK)
+
+    def call() -> Tensor:
+        scale = quantizer.get_scalar(x)
+        return quantizer.rquant(quantizer.quant(x, scale), scale)
+
+    return call
+
+
+class PaperLayer(nn.Module):
+    """A layer of the paper's code with its splits on: `BitLinear.forward` after `BitLinear.split`.
+
+    `split` itself runs on a GPU only. Activations and gradients: one power iteration from the
+    subspace of the step before, over all rows.
+    """
+
+    def __init__(self, path: Path, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        module = paper_module(path)
+        function = module.LinearLowbitFunction
+        module.BlockQuantFunc.block_shape = (1, BLOCK)
+        for place in ("forward_input", "forward_weight", "backward_input", "backward_weight"):
+            setattr(function, f"q_{place}", module.Cast2Fp4e2m1Block)
+        function.q_backward_outputgrad = module.Cast2Fp4e2m1Block
+        function.enable_forward_svd_intime = False
+        function.enable_activation_svd = function.enable_backward_svd = True
+        function.activation_lowrank_svd = function.backward_lowrank_svd = rank
+        function.activation_lowrank_niter = function.backward_lowrank_niter = 1
+        args = types.SimpleNamespace(device="cpu")
+        outputs, inputs = linear.weight.shape
+        self.residual = module.LinearLowbit(inputs, outputs, bias=False, args=args)
+        u, s, vh = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+        self.v = nn.Linear(inputs, rank, bias=False)
+        self.s = nn.Parameter(s[:rank].clone())
+        self.u = nn.Linear(rank, outputs, bias=False)
+        with torch.no_grad():
+            self.v.weight.copy_(vh[:rank])
+            self.u.weight.copy_(u[:, :rank])
+            self.residual.weight.copy_(linear.weight - (u[:, :rank] * s[:rank]) @ vh[:rank])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.u(torch.mul(self.s, self.v(x)))
+        return y + self.residual(x)

@@ -1,0 +1,269 @@
+"""Writes the tables of docs/performance.md and README.md from results/*.json.
+
+    python benchmarks/report.py
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. No number is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import layer
+import parts
+import quantizers
+import roofline
+import scaling
+import step
+from timing import RESULTS, Row, short, table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "docs" / "performance.md", ROOT / "README.md"]
+QUANTIZED_SHAPE = [4096, 1024]
+LAYER_SHAPE = [8192, 1024, 1024]
+GPT2, GPT2_BATCH = "GPT-2 130M", [4, 512]
+
+
+def read(name: str) -> Row:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def find(rows: list[Row], **wanted: object) -> Row | None:
+    return next((r for r in rows if all(r.get(k) == v for k, v in wanted.items())), None)
+
+
+def value(row: Row | None, key: str = "ratio") -> float | None:
+    return None if row is None else row[key]
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A limit, and the number in the records that it is held against (None: not measured)."""
+
+    what: str
+    limit: float
+    measure: Callable[[], float | None]
+    at_least: bool = False
+
+
+def quantizer(name: str, dtype: str = "float32") -> Callable[[], float | None]:
+    def measure() -> float | None:
+        rows = read("quantizers")["rows"]
+        wanted = {"name": name, "dtype": dtype, "kernels": "compiled", "shape": QUANTIZED_SHAPE}
+        return value(find(rows, **wanted))
+
+    return measure
+
+
+def layer_row(name: str, kernels: str | None = "compiled") -> Row | None:
+    rows = read("layer")["rows"]
+    return find(rows, name=name, kernels=kernels, dtype="float32", shape=LAYER_SHAPE)
+
+
+def layer_ratio(name: str) -> Callable[[], float | None]:
+    return lambda: value(layer_row(name))
+
+
+def paper_over_ours() -> float | None:
+    paper, ours = layer_row(layer.PAPER, None), layer_row("metis")
+    return None if paper is None or ours is None else paper["ms"] / ours["ms"]
+
+
+def share(*names: str) -> Callable[[], float | None]:
+    """Percent of the metis layer's time."""
+
+    def measure() -> float | None:
+        row = layer_row("metis")
+        if row is None:
+            return None
+        split = row["parts_ms"]
+        return 100 * sum(split[name] for name in names) / sum(split.values())
+
+    return measure
+
+
+def moved(operand: str) -> Callable[[], float | None]:
+    def measure() -> float | None:
+        rows = read("roofline")["traffic"]
+        return value(find(rows, operand=operand, kernels="compiled"), "over_copy")
+
+    return measure
+
+
+def step_value(key: str, dtype: str) -> Callable[[], float | None]:
+    def measure() -> float | None:
+        wanted = {"model": GPT2, "name": "metis", "dtype": dtype, "batch": GPT2_BATCH}
+        return value(find(read("step")["rows"], **wanted), key)
+
+    return measure
+
+
+def import_seconds() -> float:
+    return read("imports")["rows"][0]["ms"] / 1e3
+
+
+def not_measured() -> None:
+    return None
+
+
+_LAYER = "linear 8192 x 1024 x 1024, forward and backward, over nn.Linear, fp32: "
+TARGETS = [
+    Target("NVFP4 nearest, one level, fp32 4096 x 1024, over a copy", 2.2,
+           quantizer("nvfp4, one level")),
+    Target("NVFP4 nearest, two levels", 3.0, quantizer("nvfp4")),
+    Target("NVFP4 stochastic, two levels", 4.0, quantizer("nvfp4, stochastic")),
+    Target("bf16 tensor, nearest, two levels, over a copy of the fp32 tensor", 3.0,
+           quantizer("nvfp4", "bfloat16")),
+    Target("bf16 tensor, stochastic, two levels", 4.5, quantizer("nvfp4, stochastic", "bfloat16")),
+    Target(_LAYER + "nvfp4", 1.12, layer_ratio("nvfp4")),
+    Target("the same, nvidia", 1.30, layer_ratio("nvidia")),
+    Target("the same, metis", 1.28, layer_ratio("metis")),
+    Target("the paper's released layer, its splits on, over metis", 3.5, paper_over_ours, True),
+    Target("subspace and projection, % of the metis layer", 10,
+           share(parts.SUBSPACE, parts.PROJECT)),
+    Target("bytes moved per quantized operand, direct, over a copy", 2, moved("direct")),
+    Target("the same, with the split", 4, moved("split")),
+    Target("GPT-2 130M step, batch 4 x 512, metis over fp32", 1.5, step_value("ratio", "float32")),
+    Target("its linear layers' saved activations, metis over bf16", 0.33,
+           step_value("saved_over_bf16", "float32")),
+    Target("`import metis_hf` beyond torch and transformers, s", 0.3, import_seconds),
+    Target("H100, 16384 x 4096 x 4096, nvfp4 over bf16 nn.Linear", 1.8, not_measured),
+    Target("the same, metis", 2.2, not_measured),
+]  # fmt: skip
+
+
+def targets_markdown() -> str:
+    cells = []
+    for target in TARGETS:
+        found = target.measure()
+        sign = ">=" if target.at_least else "<="
+        verdict = "not measured"
+        if found is not None:
+            met = found >= target.limit if target.at_least else found <= target.limit
+            verdict = "met" if met else "missed"
+        cells.append(
+            [
+                target.what,
+                f"{sign} {target.limit:g}",
+                "-" if found is None else short(found),
+                verdict,
+            ]
+        )
+    return table(["what", "target", "measured", ""], cells)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def beyond_markdown() -> str:
+    """Time that a layer adds to nn.Linear's."""
+    base, ours = layer_row(layer.NN_LINEAR, None), layer_row("metis")
+    assert base is not None
+    assert ours is not None
+    cells = []
+    for row in read("layer")["rows"]:
+        same = (row["shape"], row["dtype"]) == (LAYER_SHAPE, "float32")
+        if same and row["name"] not in (layer.NN_LINEAR, "bf16"):
+            extra = row["ms"] - base["ms"]
+            over = short(extra / (ours["ms"] - base["ms"]))
+            cells.append([row["name"], row["kernels"] or "", short(extra), over])
+    return table(["layer", "kernels", "ms beyond nn.Linear", "over metis, compiled"], cells)
+
+
+def headline_markdown() -> str:
+    """What each scheme costs: a layer, and the steps of two models."""
+    steps = read("step")["rows"]
+    models = list(dict.fromkeys(row["model"] for row in steps))
+
+    def cells(name: str, dtype: str) -> list[str]:
+        found = [find(steps, model=model, name=name, dtype=dtype) or {} for model in models]
+        numbers = [value(layer_row(name)) if dtype == "float32" else None]
+        for key in ("ratio", "saved_over_bf16"):
+            numbers += [row.get(key) for row in found]
+        return ["" if number is None else short(number) for number in numbers]
+
+    rows = [[name, *cells(name, "float32")] for name in step.SCHEMES]
+    rows += [[f"{name}, bf16 GEMMs", *cells(name, "bfloat16")] for name in (step.PLAIN, "metis")]
+    columns = ["", "one layer, over nn.Linear"]
+    columns += [f"{model} step, over fp32" for model in models]
+    columns += [f"{model}: saved by linears, of bf16's" for model in models]
+    return table(columns, rows)
+
+
+def machines_markdown() -> str:
+    cells = []
+    for name in ("quantizers", "layer", "step", "scaling", "roofline", "imports"):
+        machine = read(name)["machine"]
+        units = "yes" if machine["bf16_units"] else "no"
+        cells.append(
+            [
+                name,
+                machine["processor"],
+                machine["capability"],
+                units,
+                f"{machine['threads']} of {machine['cores']}",
+                machine["torch"],
+                f"{machine['load'][0]:.1f}",
+            ]
+        )
+    columns = ["benchmark", "processor", "vectors", "bf16 units", "threads", "torch"]
+    return table([*columns, "other load"], cells)
+
+
+def compile_markdown() -> str:
+    rows = [row for row in read("quantizers")["rows"] if row.get("kernels") == "compiled"]
+    times = [row["first_call_s"] for row in rows if row["shape"] == rows[0]["shape"]]
+    cells = [
+        [len(times), short(min(times)), short(sorted(times)[len(times) // 2]), short(max(times))]
+    ]
+    return table(["compiled quantizers", "first call, s: least", "median", "most"], cells)
+
+
+def tables() -> dict[str, str]:
+    """Name -> markdown, of all tables that a page may show."""
+    rows = read("quantizers")["rows"]
+    quantized = [row for row in rows if row["shape"] == QUANTIZED_SHAPE]
+    reached, sweeps = read("roofline"), read("scaling")
+    return {
+        "targets": targets_markdown(),
+        "headline": headline_markdown(),
+        "machines": machines_markdown(),
+        "quantizers": quantizers.markdown(quantized),
+        "compilation": compile_markdown(),
+        "layer": layer.markdown(read("layer")["rows"]),
+        "beyond": beyond_markdown(),
+        "step": step.markdown(read("step")["rows"]),
+        "scaling": scaling.markdown(sweeps["rows"]),
+        "slopes": scaling.slopes_markdown(sweeps["slopes"]),
+        "traffic": roofline.traffic_markdown(reached["traffic"]),
+        "bandwidth": roofline.bandwidth_markdown(reached["bandwidth"]),
+        "predictions": roofline.prediction_markdown(reached["predictions"]),
+    }
+
+
+def with_tables(page: str, found: dict[str, str]) -> str:
+    """A page with each `<!-- table: name -->` ... `<!-- end -->` filled; other names stay."""
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in found:
+            return match[0]
+        return f"{match[1]}{found[match[2]]}{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", fill, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    found = tables()
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(), found))
+    print(found["targets"])
+
+
+if __name__ == "__main__":
+    main()

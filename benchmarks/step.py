@@ -1,0 +1,341 @@
+"""Times a training step of GPT-2 and Llama models per scheme against plain fp32 and bf16.
+
+    python benchmarks/step.py            # five minutes on one core
+    python benchmarks/step.py --quick    # seconds
+
+A step is forward, backward and AdamW. Parameters are fp32; "bf16" rows run under autocast, the
+others in fp32 (on a GPU all but the first run under autocast). Ratios are over the plain fp32
+model, round by round. Writes results/step.json and .png.
+
+Saved bytes are what autograd keeps between forward and backward (`saved_tensors_hooks`), every
+storage once, parameters left out: of the linear layers' own forward passes, without copies of their
+weights, and of the whole model. Peak memory is the step's first: resident memory at its highest,
+less that before the step; gradients and AdamW's state are in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from timing import (
+    Row,
+    arguments,
+    figure,
+    interleave,
+    machine,
+    parse,
+    prepare,
+    spread,
+    summary,
+    table,
+    write,
+)
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.linear import MetisLayer
+from metis_hf.numerics import fake_quantize
+
+SCHEMES = ("nvfp4", "nvidia", "metis-paper", "metis")
+PLAIN = "nn.Linear"
+ROUNDS, BUDGET = 5, 200.0
+BATCH, LENGTH = 4, 512
+
+
+class Shape(NamedTuple):
+    """A model: its config and the batch."""
+
+    config: Callable[[], Any]
+    batch: int
+    length: int
+    schemes: tuple[str, ...] = SCHEMES
+    autocast: tuple[str, ...] = (PLAIN, "metis")
+
+
+def gpt2(**changes: Any) -> transformers.GPT2Config:
+    """GPT-2 of 124 million parameters unless changed."""
+    return transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **changes)
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, vocab: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=vocab,
+        max_position_embeddings=LENGTH,
+    )
+
+
+SHAPES = {
+    "GPT-2 130M": Shape(gpt2, BATCH, LENGTH, ("nvfp4", "metis"), (PLAIN,)),
+    "Llama 60M": Shape(lambda: llama(512, 1376, 8, 8, 32000), BATCH // 2, LENGTH),
+}
+QUICK_SHAPES = {
+    "GPT-2": Shape(
+        lambda: gpt2(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=32), 3, 32
+    ),
+    "Llama": Shape(lambda: llama(64, 96, 2, 2, 128), 3, 32, ("metis",), ()),
+}
+
+
+class Case(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: Tensor
+
+    def forward(self) -> Tensor:
+        enabled = self.dtype is torch.bfloat16
+        with torch.autocast(self.tokens.device.type, torch.bfloat16, enabled=enabled):
+            return self.model(input_ids=self.tokens, labels=self.tokens).loss
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def cases(shape: Shape, device: torch.device) -> list[Case]:
+    config = shape.config()
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(config).train()
+    size = (shape.batch, shape.length)
+    tokens = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(1))
+    models = {PLAIN: plain}
+    for scheme in shape.schemes:
+        models[scheme] = get_metis_model(copy.deepcopy(plain), MetisConfig(scheme=scheme)).train()
+    low = torch.bfloat16
+    runs = [(PLAIN, torch.float32)]
+    if device.type == "cuda":
+        runs += [(name, low) for name in models]
+    else:
+        runs += [(name, torch.float32) for name in shape.schemes]
+        runs += [(name, low) for name in shape.autocast]
+    optimizers = {}
+    for name, model in models.items():
+        model.to(device)
+        optimizers[name] = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return [
+        Case(name, dtype, models[name], optimizers[name], tokens.to(device)) for name, dtype in runs
+    ]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Saved:
+    """Bytes of the tensors that autograd keeps: all, and those of linear layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.sizes: dict[int, int] = {}  # by address: all are alive until the backward pass
+        self.of_linears: set[int] = set()
+        self.module: nn.Module | None = None
+
+    def pack(self, x: Tensor) -> Tensor:
+        place = x.untyped_storage().data_ptr()
+        if place not in self.parameters:
+            self.sizes[place] = x.untyped_storage().nbytes()
+            if self.module is not None and not _is_weight(x, self.module):
+                self.of_linears.add(place)
+        return x
+
+    def bytes(self) -> tuple[int, int]:
+        """(of linear layers, of the model)."""
+        return sum(self.sizes[place] for place in self.of_linears), sum(self.sizes.values())
+
+
+def _is_weight(x: Tensor, module: nn.Module) -> bool:
+    """A copy of a parameter, as autocast makes."""
+    shapes = {tuple(p.shape) for p in module.parameters()}
+    return tuple(x.shape) in shapes or tuple(x.shape[::-1]) in shapes
+
+
+def converted_names(case: Case, shape: Shape) -> set[str]:
+    """Layers that schemes convert: the others, as the output head, are the same in all."""
+    model = case.model
+    if not any(isinstance(module, MetisLayer) for module in model.modules()):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(shape.config())
+            model = get_metis_model(model, MetisConfig(scheme="nvfp4"))
+    return {name for name, _ in metis_layers(model)}
+
+
+@contextlib.contextmanager
+def counting_saved(case: Case, shape: Shape) -> Iterator[Saved]:
+    """Counts what the forward pass inside saves; a backward pass may follow."""
+    saved = Saved(case.model)
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        saved.module = module
+
+    def leave(*_: Any) -> None:
+        saved.module = None
+
+    names = converted_names(case, shape)
+    handles = []
+    for name, module in case.model.named_modules():
+        if name in names:
+            assert isinstance(module, nn.Linear | Conv1D | MetisLayer)
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave))
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
+        yield saved
+    for handle in handles:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[dict[str, int]]:
+    """{"bytes": the highest use inside, over that before}; empty where nobody counts."""
+    found: dict[str, int] = {}
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found["bytes"] = torch.cuda.max_memory_allocated(device) - before
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        resident = _status("VmRSS")
+    except OSError:
+        yield found
+        return
+    yield found
+    found["bytes"] = _status("VmHWM") - resident
+
+
+def _status(field: str) -> int:
+    """A size of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+# --- measurement ----------------------------------------------------------------------------------
+
+
+def load_compiler(device: torch.device) -> None:
+    """Compiles before memory is measured: the compiler takes some hundred megabytes."""
+    x = torch.ones(256, 256, device=device)
+    for rounding in ("nearest", "stochastic"):
+        fake_quantize(x, rounding=rounding)
+
+
+def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.device) -> list[Row]:
+    found = cases(shape, device)
+    rows = []
+    for case in found:
+        # Also the warm-up.
+        with counting_saved(case, shape) as saved, peak_memory(device) as peak:
+            case.step()
+        linears, everything = saved.bytes()
+        rows.append(
+            {
+                "model": name,
+                "name": case.name,
+                "dtype": str(case.dtype).split(".")[1],
+                "batch": [shape.batch, shape.length],
+                "parameters": sum(p.numel() for p in case.model.parameters()),
+                "saved_linear_bytes": linears,
+                "saved_bytes": everything,
+                "peak_bytes": peak.get("bytes"),
+            }
+        )
+    calls = [case.step for case in found]
+    times = interleave(calls, rounds, budget=budget, device=device, warm_up=False)
+    tokens = shape.batch * shape.length
+    for row, seconds in zip(rows, times):
+        row |= summary(seconds, times[0])
+        row["tokens_per_s"] = tokens / statistics.median(seconds)
+    _add_ratios(rows)
+    return rows
+
+
+def _add_ratios(rows: list[Row]) -> None:
+    plain = [row for row in rows if row["name"] == PLAIN and row["dtype"] == "bfloat16"]
+    for row in rows if plain else ():
+        row["saved_over_bf16"] = row["saved_linear_bytes"] / plain[0]["saved_linear_bytes"]
+
+
+def markdown(rows: list[Row]) -> str:
+    cells = [
+        [
+            f"{row['model']}, {row['batch'][0]} x {row['batch'][1]}",
+            row["name"],
+            "bf16" if row["dtype"] == "bfloat16" else "fp32",
+            spread(row, "ms"),
+            f"{row['tokens_per_s']:.0f}",
+            spread(row),
+            _mb(row["peak_bytes"]),
+            _mb(row["saved_bytes"]),
+            _mb(row["saved_linear_bytes"]),
+            f"{row['saved_over_bf16']:.2f}" if "saved_over_bf16" in row else "",
+        ]
+        for row in rows
+    ]
+    columns = ["model", "linears", "GEMMs", "ms a step (quartiles)", "tokens/s", "over fp32"]
+    memory = ["peak MB", "saved MB", "saved by linears MB", "of bf16's"]
+    return table(columns + memory, cells)
+
+
+def _mb(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f}" if size > 2**20 else f"{size / 2**20:.2f}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    found, axes = figure(2, len(models), (5 * len(models), 5.5))
+    for column, model in enumerate(models):
+        shown = [row for row in rows if row["model"] == model]
+        kinds = {"float32": "fp32", "bfloat16": "bf16"}
+        labels = [f"{row['name']}\n{kinds[row['dtype']]}" for row in shown]
+        colors = ["black" if row["name"] == PLAIN else "#0072B2" for row in shown]
+        values = [
+            [row["ratio"] for row in shown],
+            [row["saved_linear_bytes"] / 2**20 for row in shown],
+        ]
+        for axis, heights in zip(axes[:, column], values):
+            bars = axis.bar(range(len(shown)), heights, color=colors)
+            axis.bar_label(bars, fmt="%.3g", padding=2)
+            axis.set_xticks(range(len(shown)), labels, fontsize=7)
+            axis.margins(y=0.12)
+        axes[0, column].set_title(model)
+    axes[0, 0].set_ylabel("time over plain fp32")
+    axes[1, 0].set_ylabel("saved by linear layers (MB)")
+    found.savefig(path)
+
+
+def main() -> None:
+    args = parse(arguments(__doc__))
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    before = machine(args.device)
+    shapes = QUICK_SHAPES if args.quick else SHAPES
+    rounds = 2 if args.quick else ROUNDS
+    load_compiler(args.device)
+    rows: list[Row] = []
+    for name, shape in shapes.items():
+        prepare(args.threads)
+        rows += measure(name, shape, rounds, BUDGET / len(shapes), args.device)
+        write(args.out, "step", {"machine": before, "rows": rows})
+    print(markdown(rows))
+    draw(rows, args.out / "step.png")
+
+
+if __name__ == "__main__":
+    main()

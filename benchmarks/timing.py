@@ -1,0 +1,197 @@
+"""What the benchmarks share: interleaved timing, medians with quartiles, JSON, tables.
+
+Everything that is compared runs in turn, round after round in one process, so that a change of the
+machine's speed meets all of it. On one CPU thread a time is the CPU time of that thread, which
+other processes disturb least; with more threads it is the wall clock, on a GPU its events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Row = dict[str, Any]
+
+_EVICTING = 1 << 25  # fp32 numbers: 128 MiB, several times the caches of most CPUs
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks take."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--out", type=Path, help="folder of the results; default results/")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU; default 1")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Arguments with `out`: a quick run must not replace the records."""
+    args = parser.parse_args()
+    if args.out is None:
+        quick = Path(tempfile.gettempdir()) / "metis-benchmarks"
+        args.out = quick if args.quick else RESULTS
+    return args
+
+
+def prepare(threads: int) -> None:
+    """Fixes the number of threads, and lets glibc keep freed memory.
+
+    Else page faults of fresh memory would be a large part of what is measured.
+    """
+    torch.set_num_threads(threads)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
+    """One call."""
+    if device is not None and device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
+    call()
+    return clock() - started
+
+
+def interleave(
+    calls: Sequence[Callable[[], object]],
+    rounds: int,
+    *,
+    budget: float,
+    device: torch.device | None = None,
+    warm_up: bool = True,
+    cold: bool = False,
+) -> list[list[float]]:
+    """Seconds of each call in each round.
+
+    Args:
+        calls: what is compared.
+        rounds: at most this many, at least two.
+        budget: seconds after which no further round begins.
+        device: where the calls compute.
+        warm_up: run each once before, untimed.
+        cold: empty a CPU's caches before each call. Else a call finds there what its predecessor
+            left, which flatters some and not others; it matters for single passes over memory.
+    """
+    started = time.perf_counter()
+    if warm_up:
+        for call in calls:
+            call()
+    on_cpu = device is None or device.type == "cpu"
+    other = torch.zeros(_EVICTING) if cold and on_cpu else None
+    times: list[list[float]] = [[] for _ in calls]
+    for done in range(rounds):
+        if done >= 2 and time.perf_counter() - started > budget:
+            break
+        for call, found in zip(calls, times):
+            if other is not None:
+                other.add_(1)
+            found.append(seconds(call, device))
+    return times
+
+
+def summary(times: Sequence[float], base: Sequence[float] | None = None) -> Row:
+    """Median and quartiles in ms, and over the times `base` of the same rounds."""
+    low, middle, high = quartiles(times)
+    row = {"ms": middle * 1e3, "quartiles_ms": [low * 1e3, high * 1e3], "rounds": len(times)}
+    if base is not None:
+        low, middle, high = quartiles([a / b for a, b in zip(times, base)])
+        row |= {"ratio": middle, "quartiles_ratio": [low, high]}
+    return row
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile, all within the values."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def machine(device: torch.device | None = None) -> Row:
+    """What ran, and what else did."""
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    row = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "capability": capabilities,
+        "bf16_units": bool(
+            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        ),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": [round(x, 1) for x in os.getloadavg()],
+    }
+    if device is not None and device.type == "cuda":
+        row["gpu"] = torch.cuda.get_device_name(device)
+    return row
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def write(out: Path, name: str, record: Mapping[str, Any]) -> None:
+    """OUT/NAME.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Markdown; columns after the first are aligned right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def spread(row: Row, key: str = "ratio") -> str:
+    """ "1.23 (1.20-1.30)"."""
+    low, high = row[f"quartiles_{key}"]
+    return f"{short(row[key])} ({short(low)}-{short(high)})"
+
+
+def short(value: float) -> str:
+    """Three significant digits, never in exponential form."""
+    return (
+        f"{value:.2f}"
+        if abs(value) < 10
+        else f"{value:.1f}"
+        if abs(value) < 100
+        else f"{value:.0f}"
+    )
+
+
+def figure(rows: int, columns: int, size: tuple[float, float]):
+    """(figure, axes [rows columns]), in the style of the package's plots."""
+    from metis_hf.plots import figure_axes
+
+    found, axes = figure_axes(rows, columns, size)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return found, axes
