@@ -17,6 +17,7 @@ from metis_hf.analysis.cli import register as register_analyze
 from metis_hf.compare.cli import register as register_compare
 from metis_hf.evaluation.cli import register as register_eval
 from metis_hf.run_report.cli import register as register_report
+from metis_hf.schemes.cli import register as register_schemes
 
 app = typer.Typer(
     help="Train Hugging Face language models in four bits, emulated exactly on any device.",
@@ -53,20 +54,6 @@ def demo(
         out = Path("runs/quick")
     names = [name.strip() for name in schemes.split(",") if name.strip()]
     run_demo(out=out, steps=steps, schemes=names, seed=seed, quick=quick)
-
-
-@app.command()
-def schemes() -> None:
-    """List the registered schemes."""
-    from metis_hf.schemes import base
-
-    table = Table()
-    for title in ("Scheme", "What it does", "Source"):
-        table.add_column(title)
-    for name in base.scheme_names():
-        info = base.scheme_info(name)
-        table.add_row(name, info.summary, info.source)
-    Console().print(table)
 
 
 @app.command()
@@ -119,6 +106,7 @@ def export(
 register_compare(app)
 register_eval(app)
 register_report(app)
+register_schemes(app)
 register_analyze(app)
 
 

@@ -200,6 +200,8 @@ class SavedInput(NamedTuple):
     |                               | backward                                                 |
     | scaled per channel            | packed (x - shift) / scale; both are the plan's          |
     | quantized twice               | packed second quantization, as of its conditioner        |
+    | rotated over its whole length | packed rotated x, not padded                             |
+    | mean apart                    | packed rest, packed mean [1 c]                           |
     | spectral, shared or of its    | packed residual [t c], packed factors [t k] and [k c], k |
     | own                           | lengths; put together again in backward                  |
     | high precision                | x in the dtype of the GEMM, as nn.Linear does            |

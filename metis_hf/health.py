@@ -211,26 +211,25 @@ class _ProbeHook:
         x = args[0]
         mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
         mask = layer.row_mask(x) if mask is None else mask
+        plan = _plan(layer, x, mask, output.dtype)
         if "activation" not in self.stats:
-            self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, mask)
+            self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, plan)
         if not output.requires_grad:
             return
         # Also where it is not needed: a recomputed pass has to save what the first one saved.
         held = _Held.apply(x, torch.zeros((), requires_grad=True))
         if self.armed:
             self.armed = False
-            plan = _plan(layer, x, mask, output.dtype)
-            output.register_hook(lambda grad: self._on_gradient(layer, grad, mask, plan, held))
+            output.register_hook(lambda grad: self._on_gradient(layer, grad, plan, held))
 
     def _on_gradient(
         self,
         layer: MetisLayer,
         grad: Tensor,
-        mask: Tensor | None,
         plan: GemmPlan,
         held: Tensor,
     ) -> None:
-        stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, mask)
+        stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, plan)
         self.stats.setdefault("gradient", stats)
         if not layer.weight_params()[-1].requires_grad:
             return
@@ -243,14 +242,14 @@ class _ProbeHook:
             self.noise[self.name] = noise
 
     @torch.no_grad()
-    def _measure(self, layer: MetisLayer, x: Tensor, role: Role, mask: Tensor | None) -> Stats:
+    def _measure(self, layer: MetisLayer, x: Tensor, role: Role, plan: GemmPlan) -> Stats:
         with torch.autocast(x.device.type, enabled=False):
             return operand_health(
                 x.reshape(-1, x.shape[-1]),
-                layer.active_scheme().resolve(role)[1],
+                plan.resolve(role)[1],
                 rank=layer_rank(layer.config, layer.in_features, layer.out_features),
                 key=layer.noise_key(),
-                row_mask=mask,
+                row_mask=plan.row_mask,
             )
 
 
@@ -276,7 +275,8 @@ def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype)
     weight = layer.weight_params()[-1]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
     keys = layer.call_keys(x.detach(), weight.detach())
-    return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask)
+    state = layer.call_state(x.detach(), keys)
+    return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask, state=state)
 
 
 def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:

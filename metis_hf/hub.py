@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -107,14 +107,14 @@ def _check_complete(model: nn.Module) -> None:
     """
     from metis_hf.model import metis_layers
 
-    def loaded(param: nn.Parameter) -> bool:
-        return getattr(param, "_is_hf_initialized", False)
+    def loaded(tensor: Tensor) -> bool:
+        return getattr(tensor, "_is_hf_initialized", False)
 
     missing = [
         f"{name}.{key}"
         for name, layer in metis_layers(model)
-        for key, param in layer.named_parameters(recurse=False)
-        if not loaded(param)
+        for key, tensor in (*layer.named_parameters(recurse=False), *layer.state_buffers().items())
+        if not loaded(tensor)
     ]
     if missing and any(loaded(param) for param in model.parameters()):
         shown = ", ".join(missing[:4]) + (f", ... ({len(missing)})" if len(missing) > 4 else "")

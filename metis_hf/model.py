@@ -34,7 +34,6 @@ from metis_hf.linear import (
     make_layer,
 )
 from metis_hf.matching import select_modules
-from metis_hf.numerics import NVFP4
 from metis_hf.report import ConversionReport, LayerReport, gemm_weights
 from metis_hf.schemes import build_scheme, kept_directions, layer_rank
 from metis_hf.token_mask import TokenMask
@@ -252,11 +251,12 @@ def _report(name: str, original: Tensor, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
     rank, error = None, 0.0
     quantizer = layer.scheme.fprop_weight.quantizer
-    element_bits = 16.0 if quantizer is None else NVFP4.bits_per_element
+    element_bits = 16.0 if quantizer is None else quantizer.fmt.bits_per_element
+    factor_bits = 16.0 if layer.scheme.exact_factors else element_bits
     bits = element_bits
     if isinstance(layer, MetisLinear):
         rank = layer_rank(layer.config, i, o)
-        bits += (element_bits * (o + i) * rank + 32 * rank) / (o * i)
+        bits += (factor_bits * (o + i) * rank + 32 * rank) / (o * i)
         if not original.is_meta:
             with torch.no_grad():
                 scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)

@@ -133,6 +133,8 @@ def unsupported(layer: MetisLayer) -> str | None:
         return f"its weight is quantized to {quantizer.fmt.name} in tiles {quantizer.tile.value!r}"
     if not isinstance(layer.eval_scheme.fprop_weight.conditioner, Identity):
         return "its scheme transforms the weight around the quantizer"
+    if layer.scheme.clipped_weight:
+        return "its weight is clipped before it is quantized"
     return None
 
 

@@ -40,7 +40,7 @@ NORM_TOLERANCE = 1e-6  # of norms of about 1; FSDP2 sums squares shard by shard
 DRIFT_TOLERANCE = 1e-6  # of a refreshed weight: fp32 products and one SVD; 1e-8 to 1e-7 are usual
 LOGITS_TOLERANCE = 1e-6  # of logits below 1 in a GEMM of the same operands
 BF16_TOLERANCE = 0.02  # of losses: GEMMs of 8-bit mantissas, 2^-9 each, in two blocks
-LAUNCH_TIMEOUT = 240  # s for all cases of an engine; half a minute is usual
+LAUNCH_TIMEOUT = 600  # s for all cases of an engine; half a minute is usual
 
 # What is launched together, by engine and, where one has several launches, a name after a dash.
 CASES = {
