@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "transforms": {"noise"},
     "operands": {"noise", "numerics", "transforms"},
     "weights": {"noise", "numerics", "operands", "transforms"},
-    "weight_reuse": {"linear", "weights"},
+    "weight_reuse": {"model", "weights"},
     "schemes": {"config", "noise", "numerics", "operands"},
     "gemm": {"noise", "operands", "schemes", "weights"},
     "token_mask": {"noise"},
