@@ -33,8 +33,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Another library to compare with, apart as torchao is, and what it imports.
+$(VENV)/.peers: $(VENV)/.installed
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/oracles \
+	  nvidia-modelopt omegaconf antlr4-python3-runtime pulp nvidia-ml-py
+	touch $@
+
 # One after the other: they would disturb each other's times. PAPER: a checkout of the paper's code.
-bench: $(VENV)/.installed
+bench: $(VENV)/.peers
 	for name in quantizers layer step scaling roofline imports; do \
 	  case $$name in \
 	    quantizers|layer) own="$(if $(PAPER),--paper $(PAPER))";; \

@@ -1,7 +1,7 @@
 """Quantizers and layers of other libraries behind one call, where they can be imported.
 
-torchao is looked for in the folder `oracles` of the environment too, where `make` installs it:
-transformers would load it from anywhere else. The paper's code comes from a checkout whose path is
+torchao and modelopt are looked for in the folder `oracles` of the environment too, where `make`
+installs them. The paper's code comes from a checkout whose path is
 given.
 """
 
@@ -12,6 +12,7 @@ import importlib
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,15 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 Call = Callable[[], object]
 
 
+def _see_oracles() -> None:
+    """What `make` installs apart, since transformers takes it for its own where it finds it."""
+    folder = str(Path(sys.prefix) / "oracles")
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def torchao(x: Tensor) -> Call:
-    sys.path.append(str(Path(sys.prefix) / "oracles"))
+    _see_oracles()
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
@@ -73,7 +81,10 @@ def ml_dtypes(x: Tensor) -> Call:
 
 
 def modelopt(x: Tensor) -> Call:
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    _see_oracles()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the versions that it finds beside it
+        from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     def call() -> Tensor:
         quantized, scale, tensor_scale = NVFP4QTensor.quantize(x, BLOCK)

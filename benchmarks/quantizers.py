@@ -18,6 +18,7 @@ from pathlib import Path
 import peers
 import torch
 from timing import (
+    KERNEL_COLOURS,
     Row,
     arguments,
     figure,
@@ -145,12 +146,11 @@ def draw(rows: list[Row], path: Path) -> None:
     shape = rows[0]["shape"]
     rows = [row for row in rows if row["shape"] == shape and row["dtype"] == "float32"]
     rows.sort(key=lambda row: row["ratio"])
-    colours = {"compiled": "#0072B2", "triton": "#009E73", "reference": "#E69F00"}
     found, axes = figure(1, 1, (8, 0.28 * len(rows) + 1.2))
     axis = axes[0, 0]
     labels = [f"{row['name']}  ({row.get('kernels', 'torch')})" for row in rows]
     ratios = [row["ratio"] for row in rows]
-    colors = [colours.get(row.get("kernels", ""), "#999999") for row in rows]
+    colors = [KERNEL_COLOURS.get(row.get("kernels", ""), "#999999") for row in rows]
     bars = axis.barh(labels, ratios, color=["black", *colors[1:]])
     axis.bar_label(bars, [short(ratio) for ratio in ratios], padding=3)
     axis.set(xscale="log", xlabel=f"time over a copy of the tensor, fp32 {shape[0]} x {shape[1]}")

@@ -26,6 +26,7 @@ import traffic
 from layer import SCHEMES, realistic, step_of
 from quantizers import available
 from timing import (
+    KERNEL_COLOURS,
     Row,
     arguments,
     figure,
@@ -263,12 +264,11 @@ def draw(rows: list[Row], path: Path) -> None:
     axis = axes[0, 0]
     names = list(OPERANDS)
     kernels = list(dict.fromkeys(row["kernels"] for row in rows))
-    colours = {"compiled": "#0072B2", "triton": "#009E73", "reference": "#E69F00"}
     height = 0.8 / len(kernels)
     for index, kernel in enumerate(kernels):
         values = [row["over_copy"] for row in rows if row["kernels"] == kernel]
         places = [place + index * height for place in range(len(names))]
-        bars = axis.barh(places, values, height, color=colours[kernel], label=kernel)
+        bars = axis.barh(places, values, height, color=KERNEL_COLOURS[kernel], label=kernel)
         axis.bar_label(bars, [short(value) for value in values], padding=3)
     axis.set_yticks([place + height * (len(kernels) - 1) / 2 for place in range(len(names))], names)
     axis.set(xlabel="bytes moved, over reading and writing the tensor once")

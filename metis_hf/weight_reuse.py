@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from metis_hf.linear import MetisLayer
+from metis_hf.model import metis_layers
 from metis_hf.weights import HeldWeight
 
 
@@ -39,19 +39,15 @@ def hold(model: nn.Module) -> None:
 
     Their whole copies would outlive the moment for which they are gathered.
     """
-    for layer in _layers(model):
+    for _, layer in metis_layers(model):
         if not any(_is_sharded(param) for param in layer.parameters(recurse=False)):
             layer.held_weight = HeldWeight()
 
 
 def release(model: nn.Module) -> None:
     """Forgets it; before parameters change."""
-    for layer in _layers(model):
+    for _, layer in metis_layers(model):
         layer.held_weight = None
-
-
-def _layers(model: nn.Module) -> Iterator[MetisLayer]:
-    return (module for module in model.modules() if isinstance(module, MetisLayer))
 
 
 def _is_sharded(param: nn.Parameter) -> bool:

@@ -21,6 +21,7 @@ from metis_hf import (
     scheme_names,
     set_precision,
 )
+from metis_hf.numerics.kernels import use_kernels
 
 # Gradients that differ in their last bits put some elements on other FP4 values at the next step:
 # differences of 2^-2 of a few elements, seen as up to 0.005 nats.
@@ -85,6 +86,21 @@ def test_one_graph_with_the_numbers_of_eager_mode(scheme):
         assert same(got[index], expected[index]), shape
     # One graph for the first shape, and one for all other shapes.
     assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["nvidia", "metis"])
+def test_kernels_are_part_of_the_graph(scheme):
+    """The formulation that compilers get, packed inputs included, gives the reference's bits."""
+    model = model_for(scheme)
+    expected = loss_and_grads(model, model, batch(2, 24))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with use_kernels(None):
+        got = loss_and_grads(model, compiled, batch(2, 24))
+    assert same(got, expected)
+    (graph,) = counter.graphs
+    assert "float8_e4m3fn" in graph.print_readable(print_output=False)
 
 
 @pytest.mark.slow

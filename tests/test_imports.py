@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "operands": {"noise", "numerics", "transforms"},
     "conditioners": {"noise", "numerics", "operands", "transforms"},
     "weights": {"noise", "numerics", "operands", "transforms"},
-    "weight_reuse": {"linear", "weights"},
+    "weight_reuse": {"model", "weights"},
     "schemes": {"conditioners", "config", "noise", "numerics", "operands"},
     "gemm": {"noise", "operands", "schemes", "weights"},
     "token_mask": {"noise"},

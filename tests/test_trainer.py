@@ -283,7 +283,8 @@ class TestCheckpoints:
         model = converted()
         made = trainer(
             tmp_path, model, save_strategy="steps", save_steps=1, eval_strategy="steps",
-            eval_steps=1, load_best_model_at_end=True, learning_rate=0.3, save_total_limit=2,
+            eval_steps=1, load_best_model_at_end=True, learning_rate=3.0, save_total_limit=2,
+            lr_scheduler_type="constant",
         )  # fmt: skip
         made.train()
         evaluations = {e["step"]: e["eval_loss"] for e in made.state.log_history

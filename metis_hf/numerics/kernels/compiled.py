@@ -31,6 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # without threads.
 _ROWS, _COLUMNS = 4096, 64
 _MAX_CACHED_KEYS = 4096
+# On a GPU Inductor divides approximately and may flush subnormal numbers, unless it is told not to.
+_EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 
 
 class Program(NamedTuple):
@@ -184,6 +186,7 @@ def _compile(program: Program) -> Callable[..., tuple[Tensor, ...]]:
 def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     # Imported here: they take a second, and most uses of the package compile nothing.
     import torch._inductor
+    import torch._inductor.config
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -214,7 +217,9 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
             source=ConstantSource(f"argument{index}"),
         )
 
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    known = torch._inductor.config.get_config_copy()
+    exact = torch._inductor.config.patch({name: True for name in _EXACT if name in known})
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), exact:
         fakes: list[Any] = [fake(index, example) for index, example in enumerate(examples)]
         with mode:
             graph = make_fx(traced)(*fakes)

@@ -67,6 +67,11 @@ def _stored(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x as a division, which compilers for GPUs can be told to round correctly."""
+    return torch.ones_like(x) / x
+
+
 def _round_e4m3(value: Tensor, up: bool) -> Tensor:
     """fp32 in [0, 448] or NaN to an E4M3 value, still fp32: nearest with ties to even, or up."""
     bits = value.view(torch.int32)
@@ -89,14 +94,14 @@ def _scales(amax: Tensor, variant: Variant) -> tuple[Tensor, Tensor, Tensor | No
         largest = _stored(amax.amax())
         encode = torch.full_like(largest, E4M3.max * _MAX_CODE) / largest
         encode = _stored(torch.where(largest == 0, 1.0, encode.clamp(max=FLT_MAX)))
-        decode = _stored(encode.reciprocal())
+        decode = _stored(_inverse(encode))
         to_scale = encode * _INVERSE_MAX_CODE
     wanted = amax * to_scale
     # Infinity becomes NaN rather than the largest scale.
     wanted = torch.where(wanted > FLT_MAX, torch.nan, wanted.clamp(max=E4M3.max))
     scale = _stored(_round_e4m3(wanted, variant.scale_up))
     decoded = scale if decode is None else scale * decode
-    return scale, _stored(decoded.reciprocal().clamp(max=FLT_MAX)), decode
+    return scale, _stored(_inverse(decoded).clamp(max=FLT_MAX)), decode
 
 
 def _by_range(magnitude: Tensor, low: float, middle: float, high: float) -> Tensor:
