@@ -44,7 +44,10 @@ class MetisConfig:
             from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
         oversample: extra columns of the random sketch.
         n_iter: power iterations of the range finder.
-        decompose: which tensors are split: any of "weight", "activation", "gradient".
+        decompose: which tensors "metis" and "metis-paper" split: any of "weight", "activation",
+            "gradient".
+        split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
+            (False), under any scheme; None takes the scheme's own.
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
@@ -82,6 +85,7 @@ class MetisConfig:
     oversample: int = 8
     n_iter: int = 1
     decompose: tuple[str, ...] = DECOMPOSABLE
+    split_weight: bool | None = None
     operand_mode: str | None = None
     forward_rounding: str | None = None
     backward_rounding: str | None = None
@@ -152,6 +156,8 @@ class MetisConfig:
             require(is_int(value) and value >= 0, name, "an integer >= 0")
         require(is_int(self.seed), "seed", "an integer")
         require(isinstance(self.two_level, bool), "two_level", "True or False")
+        split = self.split_weight
+        require(split is None or isinstance(split, bool), "split_weight", "None, True or False")
         require(
             isinstance(self.decompose, tuple) and set(self.decompose) <= set(DECOMPOSABLE),
             "decompose",

@@ -19,7 +19,7 @@ from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import Operand
-from metis_hf.schemes import Role, Scheme
+from metis_hf.schemes import Role, Scheme, layer_rank
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     if scheme.is_high_precision:
         return cost + _dense_weight_cost(layer)
     cost += _operand_cost(scheme.fprop_input, (tokens, i), -1)
-    return cost + _weight_cost(layer, scheme.fprop_weight)
+    cost += _weight_cost(layer, scheme.fprop_weight)
+    if scheme.corrects_coordinates:
+        cost += _correction_cost(layer, tokens)
+    return cost
 
 
 def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
@@ -100,6 +103,18 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     if scheme.clipped_weight:
         cost += LayerCost(elementwise=10.0 * o * i)  # weights.ClippedWeight.gradients
     return cost
+
+
+def _correction_cost(layer: MetisLayer, tokens: int) -> LayerCost:
+    """gemm.GemmPlan.coordinates: (x - x_hat) @ vh_hat^T, quantized, and its product with a_hat."""
+    i, o = layer.in_features, layer.out_features
+    k = layer_rank(layer.config, i, o)
+    cost = LayerCost(
+        elementwise=1.0 * tokens * i,
+        projection=2.0 * tokens * i * k,
+        low_rank=2.0 * tokens * o * k,
+    )
+    return cost + _quantizers_cost(layer.scheme.fprop_input.quantizer, (tokens, k))
 
 
 def _dense_weight_cost(layer: MetisLayer) -> LayerCost:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from metis_hf.noise import Key, fingerprint
-from metis_hf.operands import Encoded, Operand
+from metis_hf.operands import Encoded, LowRank, Operand
 from metis_hf.schemes.base import Role, Scheme
-from metis_hf.weights import HeldWeight, WeightForm
+from metis_hf.weights import FactoredForm, HeldWeight, WeightForm
 
 
 class CallKeys:
@@ -91,6 +91,7 @@ class _LastInput(threading.local):
 
 
 _last_input = _LastInput()
+_COORDINATES = 32  # of the key of the correction, beyond those of an operand's parts
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ class GemmPlan:
     source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
     state: Any = None  # what the scheme's `LayerState` froze for this call
     held: HeldWeight | None = None  # w_hat of earlier calls with the same parameters
+
+    def corrects(self, x: Tensor) -> bool:
+        """Whether fprop adds the input's rounding errors in the weight's dominant directions."""
+        return self.scheme.corrects_coordinates and x.numel() > 0
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
         """`Scheme.resolve`, with conditioners that know the call's state."""
@@ -126,6 +131,25 @@ class GemmPlan:
         if self.held is not None and self.state is None:
             return self.held.operand(self.weight, params, operand, **options)
         return self.weight.quantize(params, operand, **options)
+
+    def weight_factors(self, params: Sequence[Tensor]) -> tuple[Tensor, LowRank]:
+        """w_hat [o i] for fprop and its low-rank part, of a scheme that corrects coordinates."""
+        role, operand = self.resolve(Role.FPROP_WEIGHT)
+        options: dict[str, Any] = {"dim": -1, "key": self.keys[role], "dtype": self.dtype}
+        weight = cast(FactoredForm, self.weight)
+        if self.held is not None:
+            return self.held.with_factors(weight, params, operand, **options)
+        return weight.with_factors(params, operand, **options)
+
+    def coordinates(self, x: Tensor, x_hat: Tensor, scale: Tensor | None, basis: Tensor) -> Tensor:
+        """Q((x - x_hat) basis^T) [t k]: what rounding took off x in the directions of `basis`."""
+        x_hat = x_hat if scale is None else x_hat * scale
+        error = x.to(self.dtype) - x_hat  # [t i] - [t i]
+        left = error @ basis.to(self.dtype).T  # [t i] @ [i k] -> [t k]
+        role, operand = self.resolve(Role.FPROP_INPUT)
+        assert operand.quantizer is not None
+        key = self.keys[role].fold(_COORDINATES)
+        return operand.quantizer(left, dim=-1, key=key, dtype=self.dtype)
 
     def matrix_operand(self, role: Role, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x_hat or dy_hat, for the GEMM that `role` names."""
@@ -249,8 +273,14 @@ class QuantizedGemm(torch.autograd.Function):
         # x [t i], bias [o] or None, params as plan.weight stores them
         with torch.autocast(x.device.type, enabled=False):
             x_hat, x_scale, saved = plan.input_operand(x)
-            w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
-            y = _rescale(contract(x_hat, w_hat.T), x_scale, w_scale)
+            if plan.corrects(x):
+                w_hat, low = plan.weight_factors(params)
+                y = _rescale(x_hat @ w_hat.T, x_scale)
+                left = plan.coordinates(x, x_hat, x_scale, low.right)
+                y.addmm_(left, low.left.to(plan.dtype).T)  # [t k] @ [k o] -> [t o]
+            else:
+                w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
+                y = _rescale(contract(x_hat, w_hat.T), x_scale, w_scale)
             if bias is not None:
                 y += bias.to(plan.dtype)
         ctx.save_for_backward(*params, *saved.tensors)

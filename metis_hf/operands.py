@@ -44,6 +44,13 @@ class Encoded(NamedTuple):
     low: Tensor | None = None
 
 
+class LowRank(NamedTuple):
+    """left @ right [t c]: the thin part of a split operand, of quantized factors."""
+
+    left: Tensor  # [t k], lengths included
+    right: Tensor  # [k c]
+
+
 class Work(NamedTuple):
     """What a conditioner computes of a matrix [t c]: FLOPs by kind, see `costs.LayerCost`.
 
@@ -169,11 +176,18 @@ class Spectral:
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
             return x.to(dtype)
-        low, exact = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)[:2]
-        return quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=low)
+        return self.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype)[0]
+
+    def with_factors(
+        self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
+    ) -> tuple[Tensor, LowRank]:
+        """A call's result for x [t c] that is not empty, and its low-rank part."""
+        low, exact, lam, a, v = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        x_hat = quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=low)
+        return x_hat, LowRank(a[1] * lam, v[1])
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        _, exact, a, v = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        _, exact, _, a, v = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         residual = x - exact
         return [
             Part("a", *a),
@@ -225,14 +239,22 @@ class Spectral:
         }
         return Work(split, split, {"low_rank": 2.0 * t * c * k}, ((t, c), (t, k), (k, c)))
 
+    def factors(self, encoded, quantizer, *, dim, shape) -> LowRank:
+        """The low-rank part of what `encode` gave for a matrix of that shape."""
+        return self._factors(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
+
     @staticmethod
-    def _low(factors, quantizer, *, dim, shape) -> Tensor:
-        """(a_hat * lam) @ vh_hat [t c] from the packed factors."""
-        lam = factors[6]
+    def _factors(packed, quantizer, *, dim, shape) -> LowRank:
+        lam = packed[6]
         (t, c), k = shape, lam.shape[0]
-        a_hat = unpack(Packed(*factors[:3]), quantizer, dim=dim, shape=(t, k))
-        vh_hat = unpack(Packed(*factors[3:6]), quantizer, dim=dim, shape=(k, c))
-        return (a_hat.to(lam.dtype) * lam) @ vh_hat.to(lam.dtype)  # [t k] @ [k c] -> [t c]
+        a_hat = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=(t, k))
+        vh_hat = unpack(Packed(*packed[3:6]), quantizer, dim=dim, shape=(k, c))
+        return LowRank(a_hat.to(lam.dtype) * lam, vh_hat.to(lam.dtype))
+
+    def _low(self, packed, quantizer, *, dim, shape) -> Tensor:
+        """(a_hat * lam) @ vh_hat [t c] from the packed factors."""
+        left, right = self._factors(packed, quantizer, dim=dim, shape=shape)
+        return left @ right  # [t k] @ [k c] -> [t c]
 
     def _split(self, x, quantizer, *, dim, key, row_mask):
         a, lam, v = self._project(x, key=key, row_mask=row_mask)
@@ -241,7 +263,7 @@ class Spectral:
         vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(v.dtype)
         low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
         exact = low if self.compensated else (a * lam) @ v.T
-        return low, exact, (a, a_hat), (v.T, vh_hat)
+        return low, exact, lam, (a, a_hat), (v.T, vh_hat)
 
     def _project(self, x, *, key, row_mask):
         # x ~ a diag(lam) v^T:  v from sampled rows, a and lam by projecting every row.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, Operand
+from metis_hf.operands import Encoded, LowRank, Operand, Spectral
 from metis_hf.transforms import decompose_weight
 
 
@@ -56,6 +56,20 @@ class WeightForm(Protocol):
         """dw = dL/dw_hat [o i] carried to each parameter."""
 
 
+class FactoredForm(WeightForm, Protocol):
+    """A way to store a weight of which a split operand can be made."""
+
+    def with_factors(
+        self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
+    ) -> tuple[Tensor, LowRank]:
+        """w_hat, whose tensor scale is in it, and its low-rank part; of a split operand only."""
+
+    def factors(
+        self, params: Sequence[Tensor], encoded: Encoded, operand: Operand, *, dim: int
+    ) -> LowRank:
+        """The low-rank part of what `encode` gave."""
+
+
 class HeldWeight:
     """Codes and scales of one layer's w_hat, for as long as the parameters do not change.
 
@@ -76,16 +90,41 @@ class HeldWeight:
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
         """`WeightForm.quantize`, of which the first half is done once."""
-        if not form.encodes(params, operand) or params[-1].is_inference():
+        encoded = self._find(form, params, operand, dim, key)
+        if encoded is None:
             return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
+        return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
+
+    def with_factors(
+        self,
+        form: FactoredForm,
+        params: Sequence[Tensor],
+        operand: Operand,
+        *,
+        dim: int,
+        key: Key,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, LowRank]:
+        """`WeightForm.with_factors`, of which the first half is done once."""
+        encoded = self._find(form, params, operand, dim, key)
+        if encoded is None:
+            return form.with_factors(params, operand, dim=dim, key=key, dtype=dtype)
+        w_hat, _ = form.decode(params, encoded, operand, dim=dim, dtype=dtype)
+        return w_hat, form.factors(params, encoded, operand, dim=dim)
+
+    def _find(
+        self, form: WeightForm, params: Sequence[Tensor], operand: Operand, dim: int, key: Key
+    ) -> Encoded | None:
+        """The codes of these parameters, made if they are not there; None where there are none."""
+        if not form.encodes(params, operand) or params[-1].is_inference():
+            return None
         # Storage and version guard against most changes that should not have happened.
         seen = tuple((param.data_ptr(), param._version) for param in params)
         name = (operand, dim, key.static, seen)
-        encoded = self._encoded.get(name)
-        if encoded is None:
+        if name not in self._encoded:
             encoded = form.encode(params, operand, dim=dim, key=key)
             self._encoded[name] = encoded._replace(low=None)
-        return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
+        return self._encoded[name]
 
 
 @dataclass(frozen=True)
@@ -106,6 +145,15 @@ class DenseWeight:
 
     def decode(self, params, encoded, operand, *, dim, dtype):
         return operand.decode(encoded, dim=dim, shape=tuple(params[0].shape), dtype=dtype)
+
+    def with_factors(self, params, operand, *, dim, key, dtype):
+        conditioner = _spectral(operand)
+        w = params[0].detach()
+        return conditioner.with_factors(w, operand.quantizer, dim=dim, key=key, dtype=dtype)
+
+    def factors(self, params, encoded, operand, *, dim):
+        shape = tuple(params[0].shape)
+        return _spectral(operand).factors(encoded, operand.quantizer, dim=dim, shape=shape)
 
     def gradients(self, params, dw, operand, *, key):
         estimate = getattr(operand.conditioner, "weight_gradient", None)
@@ -200,16 +248,21 @@ class SplitWeight:
         return torch.addmm(residual, u * (s * self.gain), vh)
 
     def quantize(self, params, operand, *, dim, key, dtype):
-        u, s, vh, residual = (p.detach() for p in params)
         if operand.quantizer is None:
-            return self.dense((u, s, vh, residual)).to(dtype), None
-        low = self._low(s, *self._factors(u, vh, operand, dim=dim, key=key))
+            return self.dense(tuple(p.detach() for p in params)).to(dtype), None
+        return self.with_factors(params, operand, dim=dim, key=key, dtype=dtype)[0], None
+
+    def with_factors(self, params, operand, *, dim, key, dtype):
+        u, s, vh, residual = (p.detach() for p in params)
+        u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
+        factors = LowRank(u_hat * (s * self.gain), vh_hat)
+        low = self._product(factors)
         if self.exact_factors:
             w_hat, _ = operand(residual, dim=dim, key=key.fold(3), dtype=low.dtype)
-            return (w_hat + low).to(dtype), None
+            return (w_hat + low).to(dtype), factors
         x, minus = self._outside(u, s, vh, residual, low)
         w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=low)
-        return w_hat, None
+        return w_hat, factors
 
     def encodes(self, params, operand):
         return operand.has_codes(params[-1]) and not self.exact_factors
@@ -220,32 +273,36 @@ class SplitWeight:
             *pack(u, operand.quantizer, dim=dim, key=key.fold(1)),
             *pack(vh, operand.quantizer, dim=dim, key=key.fold(2)),
         )
-        low = self._low_of(factors, (u, s, vh), operand, dim=dim)
+        low = self._product(self._unpacked(factors, (u, s, vh), operand, dim=dim))
         x, minus = self._outside(u, s, vh, residual, low)
         rest = pack(x, operand.quantizer, dim=dim, key=key.fold(3), minus=minus)
         return Encoded((*rest, *factors), low)
 
     def decode(self, params, encoded, operand, *, dim, dtype):
-        u, s, vh, residual = (p.detach() for p in params)
         low = encoded.low
         if low is None:
-            low = self._low_of(encoded.tensors[3:], (u, s, vh), operand, dim=dim)
-        options = {"dim": dim, "shape": tuple(residual.shape), "dtype": dtype, "plus": low}
+            low = self._product(self.factors(params, encoded, operand, dim=dim))
+        options = {"dim": dim, "shape": tuple(params[-1].shape), "dtype": dtype, "plus": low}
         return unpack(Packed(*encoded.tensors[:3]), operand.quantizer, **options), None
 
-    def _low(self, s: Tensor, u_hat: Tensor, vh_hat: Tensor) -> Tensor:
-        """gain * (u_hat * s) @ vh_hat: [o k] @ [k i] -> [o i], fp32 or fp64."""
-        low = (u_hat * (s * self.gain)) @ vh_hat
-        return low if low.dtype is torch.float64 else low.float()
+    def factors(self, params, encoded, operand, *, dim):
+        stored = tuple(p.detach() for p in params[:3])
+        return self._unpacked(encoded.tensors[3:], stored, operand, dim=dim)
 
-    def _low_of(self, factors, stored, operand, *, dim) -> Tensor:
-        """The same from packed factors of the stored ones."""
+    def _unpacked(self, packed, stored, operand, *, dim) -> LowRank:
+        """Packed factors of the stored ones."""
         u, s, vh = stored
         u_hat, vh_hat = (
-            unpack(Packed(*packed), operand.quantizer, dim=dim, shape=tuple(like.shape))
-            for packed, like in ((factors[:3], u), (factors[3:], vh))
+            unpack(Packed(*codes), operand.quantizer, dim=dim, shape=tuple(like.shape))
+            for codes, like in ((packed[:3], u), (packed[3:], vh))
         )
-        return self._low(s, u_hat.to(u.dtype), vh_hat.to(vh.dtype))
+        return LowRank(u_hat.to(u.dtype) * (s * self.gain), vh_hat.to(vh.dtype))
+
+    @staticmethod
+    def _product(factors: LowRank) -> Tensor:
+        """gain * (u_hat * s) @ vh_hat: [o k] @ [k i] -> [o i], fp32 or fp64."""
+        low = factors.left @ factors.right
+        return low if low.dtype is torch.float64 else low.float()
 
     def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
         """What is quantized outside the factors: (a matrix, what is taken off it or None)."""
@@ -281,3 +338,9 @@ class SplitWeight:
         u_hat = operand.quantizer(u, dim=dim, key=key.fold(1)).to(u.dtype)
         vh_hat = operand.quantizer(vh, dim=dim, key=key.fold(2)).to(vh.dtype)
         return u_hat, vh_hat
+
+
+def _spectral(operand: Operand) -> Spectral:
+    """The conditioner of an operand that is split."""
+    assert isinstance(operand.conditioner, Spectral), operand.conditioner
+    return operand.conditioner

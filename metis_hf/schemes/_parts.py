@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from metis_hf.config import MetisConfig
 from metis_hf.numerics import NVFP4, BlockFormat, Quantizer, Rounding, ScaleRounding, Tile
-from metis_hf.operands import IDENTITY, Conditioner, Operand, Spectral
+from metis_hf.operands import Conditioner, Operand, Spectral
 from metis_hf.schemes.base import Scheme
 
 
@@ -98,24 +98,3 @@ def rotated_scheme(
         wgrad_grad_output=scheme.dgrad_grad_output,
         wgrad_input=scheme.fprop_input,
     )
-
-
-def metis_scheme(
-    config: MetisConfig,
-    rank: int,
-    *,
-    forward: Quantizer,
-    backward: Quantizer,
-    compensated: bool,
-) -> Scheme:
-    """Spectral split of the tensors named in `config.decompose`, direct quantization of others."""
-    split = spectral(config, rank, compensated=compensated)
-    scheme = Scheme(
-        fprop_input=Operand(forward, split if "activation" in config.decompose else IDENTITY),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward, split if "gradient" in config.decompose else IDENTITY),
-        split_weight="weight" in config.decompose,
-        compensated=compensated,
-        unit_rms=compensated,
-    )
-    return in_mode(scheme, config.operand_mode or "shared")

@@ -71,6 +71,9 @@ class Scheme:
         unit_rms: store u and vh with entries of unit RMS rather than as unit vectors; see
             `weights.SplitWeight`.
         exact_factors: the factors of a split weight stay in high precision.
+        corrects_coordinates: fprop adds Q((x - x_hat) @ vh_hat.T) @ (a_hat * lam).T, where
+            (a_hat * lam) @ vh_hat is the low-rank part of w_hat: what rounding took off the input
+            in the weight's dominant directions, in FP4. Needs a weight that is split.
         clipped_weight: the weight is clipped before it is quantized, by trained strengths; see
             `weights.ClippedWeight`.
         state: what it keeps of a layer from step to step, if anything.
@@ -91,6 +94,7 @@ class Scheme:
     compensated: bool = True
     unit_rms: bool = False
     exact_factors: bool = False
+    corrects_coordinates: bool = False
     clipped_weight: bool = False
     state: LayerState | None = None
     is_high_precision: bool = field(init=False, repr=False, compare=False)
@@ -150,6 +154,7 @@ class Scheme:
                 fprop_weight=HIGH_PRECISION,
                 dgrad_weight=scheme.resolve(Role.DGRAD_WEIGHT)[1],
                 wgrad_input=scheme.resolve(Role.WGRAD_INPUT)[1],
+                corrects_coordinates=False,
             )
         return scheme
 
@@ -236,4 +241,6 @@ def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Sc
     """The scheme of one layer."""
     info = scheme_info(config.scheme)
     scheme = info.build(config, layer_rank(config, in_features, out_features))
+    if config.split_weight is not None and config.split_weight != scheme.split_weight:
+        scheme = replace(scheme, split_weight=config.split_weight, unit_rms=config.split_weight)
     return scheme.in_high_precision(config.high_precision) if config.high_precision else scheme

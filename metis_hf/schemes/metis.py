@@ -1,29 +1,47 @@
-"""Metis with a compensated residual: the default scheme."""
+"""Metis with compensated rounding: the default scheme."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from metis_hf.config import MetisConfig
-from metis_hf.schemes._parts import metis_scheme, quantizer
+from metis_hf.numerics import ScaleRule
+from metis_hf.operands import Operand
+from metis_hf.schemes._parts import in_mode, quantizer, spectral
 from metis_hf.schemes.base import Scheme, register_scheme
 
 
 @register_scheme(
     "metis",
-    summary="spectral split with compensated residual, nearest forward, stochastic backward",
-    source="arXiv 2509.00404, residual taken against the quantized low-rank part",
+    summary="compensated spectral splits, input corrected where the weight is large, 4/6 scales",
+    source="arXiv 2509.00404 with what docs/method.md adds to it",
     rank_multiple=16,
 )
 def metis(config: MetisConfig, rank: int) -> Scheme:
-    """The default: the residual makes up for the rounding of the quantized factors.
+    """The default, each choice by measurement (docs/method.md); every GEMM operand is in FP4.
 
-    Quantizing the factors costs a large part of the dominant energy, which the published residual
-    never gives back; Q(x - Q(a) lam Q(v^T)) does, at the same number of bits. The stored factors of
-    a weight have entries of unit RMS; see `weights.SplitWeight`.
+    - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
+      up for the rounding of the factors, at the same number of bits.
+    - The weight is one dense matrix, split anew whenever it is quantized. Trained factors
+      (`split_weight=True`) are another parametrization, with another optimum.
+    - fprop adds Q((x - x_hat) v) (Q(a) lam)^T with a lam v^T the split of the weight: a second FP4
+      term for the input where the weight is large, in k more channels of the same GEMM.
+    - Forward tensors are rounded to nearest, each block's maximum on 6 or 4 (arXiv 2512.02010);
+      gradients stochastically with scales up, so that they stay unbiased.
     """
-    return metis_scheme(
-        config,
-        rank,
-        forward=quantizer(config, rounding="nearest", scale_rounding="nearest"),
-        backward=quantizer(config, rounding="stochastic", scale_rounding="up", backward=True),
-        compensated=True,
+    nearest = quantizer(config, rounding="nearest", scale_rounding="nearest")
+    forward = replace(nearest, scale_rule=ScaleRule.FOUR_OVER_SIX)
+    backward = quantizer(config, rounding="stochastic", scale_rounding="up", backward=True)
+    split = spectral(config, rank, compensated=True)
+    split_weight = replace(split, sample_frac=1.0)  # few rows, once for all tokens
+
+    def operand(tensor: str, quantizer, conditioner) -> Operand:
+        return Operand(quantizer, conditioner) if tensor in config.decompose else Operand(quantizer)
+
+    scheme = Scheme(
+        fprop_input=operand("activation", forward, split),
+        fprop_weight=operand("weight", forward, split_weight),
+        dgrad_grad_output=operand("gradient", backward, split),
+        corrects_coordinates="weight" in config.decompose,
     )
+    return in_mode(scheme, config.operand_mode or "shared")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from metis_hf.config import MetisConfig
-from metis_hf.schemes._parts import metis_scheme, quantizer
+from metis_hf.operands import IDENTITY, Operand
+from metis_hf.schemes._parts import in_mode, spectral, stochastic_everywhere
 from metis_hf.schemes.base import Scheme, register_scheme
 
 
@@ -13,11 +14,18 @@ from metis_hf.schemes.base import Scheme, register_scheme
     source="arXiv 2509.00404",
 )
 def metis_paper(config: MetisConfig, rank: int) -> Scheme:
-    """The paper's equations as written: residual = tensor - exact low-rank part, scales up."""
-    return metis_scheme(
-        config,
-        rank,
-        forward=quantizer(config, rounding="stochastic", scale_rounding="up"),
-        backward=quantizer(config, rounding="stochastic", scale_rounding="up", backward=True),
+    """The paper's equations as written: residual = tensor - exact low-rank part, scales up.
+
+    Tensors that `config.decompose` does not name are quantized directly; without "weight" the
+    weight is one dense matrix.
+    """
+    forward, backward = stochastic_everywhere(config)
+    split = spectral(config, rank, compensated=False)
+    scheme = Scheme(
+        fprop_input=Operand(forward, split if "activation" in config.decompose else IDENTITY),
+        fprop_weight=Operand(forward),
+        dgrad_grad_output=Operand(backward, split if "gradient" in config.decompose else IDENTITY),
+        split_weight="weight" in config.decompose,
         compensated=False,
     )
+    return in_mode(scheme, config.operand_mode or "shared")
