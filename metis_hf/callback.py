@@ -24,7 +24,7 @@ from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.model import metis_layers
 from metis_hf.noise_monitor import noise_ratios
 from metis_hf.oscillation import oscillating_layers, suppress_oscillation
-from metis_hf.refreshing import check_engine, refresh, synchronize_state
+from metis_hf.refreshing import check_engine, check_split, refresh, synchronize_state
 from metis_hf.resume import ResumeGuard
 from metis_hf.run_record import (
     HEALTH_FILE,
@@ -104,7 +104,8 @@ class MetisCallback(ResumeGuard):
 
         Raises:
             ValueError: no converted layer, an optimizer that does not own their parameters,
-                parameters of several dtypes in one FSDP2 unit, or a checkpoint of another scheme.
+                parameters of several dtypes in one FSDP2 unit, a checkpoint of another scheme, or
+                a refresh interval where no weight is stored split.
             NotImplementedError: refresh under an engine that keeps its own copy of the weights.
         """
         assert model is not None
@@ -131,6 +132,7 @@ class MetisCallback(ResumeGuard):
         if self._refresh_every is None:
             self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
         if self._refresh_every:
+            check_split(model, f"refresh_interval={self._refresh_every}")
             check_engine(model, f"refresh_interval={self._refresh_every}")
         if oscillating_layers(model):
             check_engine(model, "OsciReset (scheme tetrajet2)", 'Use scheme "nvfp4" or "nvidia"')

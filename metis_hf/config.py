@@ -47,7 +47,8 @@ class MetisConfig:
         decompose: which tensors "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient".
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
-            (False), under any scheme; None takes the scheme's own.
+            (False), under any scheme; None takes the scheme's own: True for "metis-paper",
+            "bf16-split" and "svdquant", False for the others.
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
@@ -69,8 +70,8 @@ class MetisConfig:
         scheme_pattern: the same -> scheme, overriding `scheme`: {"down_proj": "bf16"}.
         keep_first_blocks: transformer blocks at the start that stay in high precision.
         keep_last_blocks: transformer blocks at the end that stay in high precision.
-        refresh_interval: optimizer steps between re-decompositions of the weights by
-            MetisCallback; 0 never refreshes, as the paper.
+        refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
+            residual by MetisCallback; 0 never refreshes, as the paper.
         seed: seed of all noise (stochastic rounding, sampled rows, sketches, sign vectors).
 
     Raises:

@@ -23,12 +23,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.experts import converted_names
 from metis_hf.export_report import ExportReport, LossRow, WeightErrors, report_section
-from metis_hf.linear import MetisLayer, MetisLinear
+from metis_hf.linear import MetisLayer
 from metis_hf.model import metis_layers, to_dense
 from metis_hf.model_card import model_card
 from metis_hf.packing import (
     LowRank,
     Packed,
+    is_split,
     load_low_rank,
     quantization_config,
     save_low_rank,
@@ -78,9 +79,10 @@ def export_checkpoint(
         out: the directory to write; must not exist, or be empty.
         format: "dense" or "compressed-tensors".
         dtype: "bfloat16", "float16" or "float32", for everything that is not packed.
-        low_rank: for split weights in compressed-tensors: "fold" quantizes the dense weight they
-            represent, in place of the quantized parts that they were trained as; "side-file" packs
-            the residual and keeps the factors, quantized as in training, in a file beside it.
+        low_rank: for weights that are split, in storage or when they are quantized, in
+            compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
+            quantized parts that they were trained as; "side-file" packs the residual and keeps the
+            factors, quantized as in training, in a file beside it.
         text: a file of held-out text (UTF-8) to measure the loss on, for causal language models.
         results: a JSON file of metrics to show in the model card.
 
@@ -102,13 +104,14 @@ def export_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; give a new directory, or remove it first")
     model = load_metis_model(source)
-    split = [name for name, layer in metis_layers(model) if isinstance(layer, MetisLinear)]
+    split = [name for name, layer in metis_layers(model) if is_split(layer)]
     if format == "compressed-tensors":
         _check_layers(model)
         if low_rank == "side-file" and not split:
             raise ValueError(
-                'low_rank="side-file" needs split weights, and this checkpoint stores dense ones '
-                f'(scheme {model.config.quantization_config.scheme!r}); use low_rank="fold"'
+                'low_rank="side-file" needs weights that are split, and scheme '
+                f"{model.config.quantization_config.scheme!r} with this checkpoint's config splits "
+                'none; use low_rank="fold"'
             )
     kind = "side-file" if format != "dense" and low_rank == "side-file" else format
     metrics = None if results is None else json.loads(Path(results).read_text())
@@ -222,7 +225,7 @@ def _write_packed(
         weight = _represented(layer)
         folded[name] = Packed.of(weight, quantizer)
         errors.add("fold", name, weight, folded[name].dequantize())
-        if isinstance(layer, MetisLinear):
+        if is_split(layer):
             residuals[name], factors[name] = split_layer(layer, quantizer)
             whole = residuals[name].dequantize() + factors[name].dense()
             errors.add("side-file", name, weight, whole)

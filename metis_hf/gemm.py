@@ -4,6 +4,9 @@
     dgrad   dx = dy_hat @ w_hat         [t o] @ [o i] -> [t i]
     wgrad   dw = dy_hat.T @ x_hat       [o t] @ [t i] -> [o i]
 
+A scheme may add to y what rounding took off x along the weight's dominant directions, quantized in
+its turn: + Q((x - x_hat) @ vh_hat.T) @ (a_hat * lam).T; see `Scheme.corrects_coordinates`.
+
 Quantizers are straight-through, so dw reaches the stored parameters by the chain rule through
 w_hat alone. Parameters are saved, never their quantized copies: w_hat is made again in backward.
 Of x its codes and scales are saved, from which backward has x_hat to the bit; see `SavedInput`.
@@ -32,8 +35,9 @@ class CallKeys:
     """Noise keys of one forward call and its backward: role -> key.
 
     Weights: (layer key, role, weight). Gradients: also the input. Activations: (input key, role,
-    input), so that layers that read one tensor quantize it alike, as one wide GEMM would. Equal
-    tensors give equal noise, so a recomputed forward pass repeats the original exactly.
+    input), so that layers that read one tensor quantize it alike, as one wide GEMM would; what is
+    quantized of it along directions of the weight: as gradients. Equal tensors give equal noise,
+    so a recomputed forward pass repeats the original exactly.
 
     Args:
         layer_key: of config seed, layer name and process rank.
@@ -91,7 +95,7 @@ class _LastInput(threading.local):
 
 
 _last_input = _LastInput()
-_COORDINATES = 32  # of the key of the correction, beyond those of an operand's parts
+_COORDINATES = 32  # folded into the key of a correction; roles take 16 and the five after it
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,10 @@ class GemmPlan:
         x_hat = x_hat if scale is None else x_hat * scale
         error = x.to(self.dtype) - x_hat  # [t i] - [t i]
         left = error @ basis.to(self.dtype).T  # [t i] @ [i k] -> [t k]
-        role, operand = self.resolve(Role.FPROP_INPUT)
+        _, operand = self.resolve(Role.FPROP_INPUT)
         assert operand.quantizer is not None
-        key = self.keys[role].fold(_COORDINATES)
+        # Of this layer's weight: others that read the same input have coordinates of their own.
+        key = self.keys.call_key.fold(_COORDINATES)
         return operand.quantizer(left, dim=-1, key=key, dtype=self.dtype)
 
     def matrix_operand(self, role: Role, x: Tensor) -> tuple[Tensor, Tensor | None]:

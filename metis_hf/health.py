@@ -126,6 +126,9 @@ def weight_health(layer: MetisLayer) -> Stats:
     operand = layer.active_scheme().fprop_weight
     if operand.quantizer is not None:
         key = layer.noise_key()
+        if isinstance(operand.conditioner, Spectral):  # of one matrix: its split is made here
+            split = operand.conditioner.parts(residual, operand.quantizer, dim=-1, key=key)
+            residual = split[-1].before
         w_hat, scale = layer.weight_form.quantize(
             params, operand, dim=-1, key=key, dtype=torch.float32
         )

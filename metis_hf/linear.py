@@ -104,7 +104,8 @@ class MetisLayer(nn.Module):
             raise ValueError(
                 f"scheme {config.scheme!r} stores weights in another form than the one in which "
                 'this model was converted. high_precision=("forward", "backward") runs the stored '
-                "form unquantized, to_dense makes a plain model"
+                "form unquantized, to_dense makes a plain model (split_weight=True or False at "
+                "conversion gives all schemes one form)"
             )
         rank, stored = layer_rank(config, self.in_features, self.out_features), self.rank
         if stored is not None and rank != stored:

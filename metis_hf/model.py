@@ -236,7 +236,7 @@ def _check_layer(
     scheme = build_scheme(config, in_features, out_features)
     smaller = min(in_features, out_features)
     kept = kept_directions(config, in_features, out_features)
-    if scheme.split_weight and 2 * kept > smaller + 1:
+    if scheme.splits_weight and 2 * kept > smaller + 1:
         absolute = config.rank is not None
         asked = f"rank={kept}" if absolute else f"rank_frac={config.rank_frac}"
         raise ValueError(
@@ -250,15 +250,16 @@ def _check_layer(
 def _report(name: str, original: Tensor, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
     rank, error = None, 0.0
+    if layer.scheme.splits_weight:
+        rank = layer_rank(layer.config, i, o)
     quantizer = layer.scheme.fprop_weight.quantizer
     element_bits = 16.0 if quantizer is None else quantizer.fmt.bits_per_element
     factor_bits = 16.0 if layer.scheme.exact_factors else element_bits
     bits = element_bits
-    if isinstance(layer, MetisLinear):
-        rank = layer_rank(layer.config, i, o)
+    if rank is not None:
         bits += (factor_bits * (o + i) * rank + 32 * rank) / (o * i)
-        if not original.is_meta:
-            with torch.no_grad():
-                scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-                error = ((layer.weight - original).abs().max() / scale).item()
+    if isinstance(layer, MetisLinear) and not original.is_meta:
+        with torch.no_grad():
+            scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+            error = ((layer.weight - original).abs().max() / scale).item()
     return LayerReport(name, i, o, layer.config.scheme, rank, bits, error)

@@ -196,7 +196,7 @@ class Spectral:
         ]
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        a, lam, v = self._project(x, key=key, row_mask=row_mask)
+        a, lam, v = self.split(x, key=key, row_mask=row_mask)
         factors = (
             *pack(a, quantizer, dim=dim, key=key.fold(1)),
             *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
@@ -257,7 +257,7 @@ class Spectral:
         return left @ right  # [t k] @ [k c] -> [t c]
 
     def _split(self, x, quantizer, *, dim, key, row_mask):
-        a, lam, v = self._project(x, key=key, row_mask=row_mask)
+        a, lam, v = self.split(x, key=key, row_mask=row_mask)
         # Row blocks of every part run along the dimension that the GEMM contracts.
         a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(v.dtype)
         vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(v.dtype)
@@ -265,8 +265,11 @@ class Spectral:
         exact = low if self.compensated else (a * lam) @ v.T
         return low, exact, lam, (a, a_hat), (v.T, vh_hat)
 
-    def _project(self, x, *, key, row_mask):
-        # x ~ a diag(lam) v^T:  v from sampled rows, a and lam by projecting every row.
+    def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
+        """(a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
+
+        v from sampled rows, a and lam by projecting every row.
+        """
         rank = min(self.rank, *x.shape)
         v = find_subspace(
             x,

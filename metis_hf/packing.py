@@ -25,7 +25,8 @@ from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
 from metis_hf.numerics.scaling import largest_scale, tensor_scale
 from metis_hf.numerics.storage import QuantizedTensor
-from metis_hf.operands import Identity
+from metis_hf.operands import Identity, Spectral
+from metis_hf.schemes import Role
 
 LAYOUT = "nvfp4-pack-quantized"
 LOW_RANK_FILE = "metis_low_rank.safetensors"
@@ -118,6 +119,18 @@ def weight_quantizer(layer: MetisLayer) -> Quantizer | None:
     return layer.eval_scheme.fprop_weight.quantizer
 
 
+def is_split(layer: MetisLayer) -> bool:
+    """Whether w_hat has a low-rank part: of a stored split, or of one made at each use."""
+    return isinstance(layer, MetisLinear) or _dynamic_split(layer) is not None
+
+
+def _dynamic_split(layer: MetisLayer) -> Spectral | None:
+    """What splits the one stored matrix whenever it is quantized; None for other layers."""
+    conditioner = layer.eval_scheme.fprop_weight.conditioner
+    dense = not isinstance(layer, MetisLinear)
+    return conditioner if dense and isinstance(conditioner, Spectral) else None
+
+
 def unsupported(layer: MetisLayer) -> str | None:
     """Why the layout cannot hold a layer, or None."""
     quantizer = weight_quantizer(layer)
@@ -131,7 +144,8 @@ def unsupported(layer: MetisLayer) -> str | None:
         return f"in_features={layer.in_features} is no multiple of the block of {size}"
     if quantizer.fmt != NVFP4 or quantizer.tile is Tile.TENSOR:
         return f"its weight is quantized to {quantizer.fmt.name} in tiles {quantizer.tile.value!r}"
-    if not isinstance(layer.eval_scheme.fprop_weight.conditioner, Identity):
+    conditioner = layer.eval_scheme.fprop_weight.conditioner
+    if not isinstance(conditioner, Identity) and _dynamic_split(layer) is None:
         return "its scheme transforms the weight around the quantizer"
     if layer.scheme.clipped_weight:
         return "its weight is clipped before it is quantized"
@@ -167,18 +181,27 @@ def quantization_config(ignore: Iterable[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def split_layer(layer: MetisLinear, quantizer: Quantizer) -> tuple[Packed, LowRank]:
+def split_layer(layer: MetisLayer, quantizer: Quantizer) -> tuple[Packed, LowRank]:
     """The residual and the factors of a split weight as they enter its GEMM in evaluation.
 
     With a compensated scheme the residual is taken against the quantized factors, so that residual
     and low-rank part add up to the layer's own w_hat.
     """
     params = tuple(param.detach().float() for param in layer.weight_params())
-    u, s, vh, residual = params
-    form = layer.weight_form
-    low = LowRank(Packed.of(u, quantizer), s * form.gain, Packed.of(vh, quantizer))
-    if form.compensated:
-        residual = form.dense(params) - low.dense()
+    weight = layer.weight_form.dense(params)
+    if isinstance(layer, MetisLinear):
+        u, s, vh, residual = params
+        s, compensated = s * layer.weight_form.gain, layer.weight_form.compensated
+    else:
+        split = _dynamic_split(layer)
+        assert split is not None
+        # The noise of a weight depends on nothing but the layer and the weight itself.
+        u, s, v = split.split(weight, key=layer.call_keys(weight)[Role.FPROP_WEIGHT])
+        vh, compensated = v.T, split.compensated
+        residual = weight - (u * s) @ vh
+    low = LowRank(Packed.of(u, quantizer), s, Packed.of(vh, quantizer))
+    if compensated:
+        residual = weight - low.dense()
     return Packed.of(residual, quantizer), low
 
 

@@ -34,8 +34,10 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         layer name -> how far the represented weight moved (fp rounding), relative to its norm.
 
     Raises:
+        ValueError: no weight is stored split; see `check_split`.
         NotImplementedError: under DeepSpeed or FSDP1; see `check_engine`.
     """
+    check_split(model, "refresh()")
     check_engine(model, "refresh()")
     reshard(model)
     drifts = {}
@@ -77,6 +79,26 @@ def synchronize_state(model: nn.Module) -> None:
         dist.all_reduce(flat, dist.ReduceOp.MAX)
         for each, part in zip(ranges, flat.split([each.numel() for each in ranges])):
             each.copy_(part.view_as(each))
+
+
+def check_split(model: nn.Module, asked: str) -> None:
+    """Refuses models that have nothing to decompose anew.
+
+    Args:
+        model: converted.
+        asked: what would refresh, for the message.
+
+    Raises:
+        ValueError: no layer stores u, s, vh and residual.
+    """
+    layers = [layer for _, layer in metis_layers(model)]
+    if not any(isinstance(layer, MetisLinear) for layer in layers):
+        schemes = sorted({layer.config.scheme for layer in layers})
+        raise ValueError(
+            f"{asked} decomposes stored u, s, vh and weight_residual anew, and no layer of this "
+            f"model has them (scheme {', '.join(map(repr, schemes)) or 'none'} stores one matrix). "
+            "Leave it out, or convert with MetisConfig(split_weight=True)"
+        )
 
 
 def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interval=0") -> None:

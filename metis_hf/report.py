@@ -28,9 +28,9 @@ class LayerReport:
     in_features: int
     out_features: int
     scheme: str
-    rank: int | None  # None: dense weight
+    rank: int | None  # of the weight's split, stored or made anew at each use; None: no split
     bits_per_weight: float  # operand bits of the GEMM weight, low-rank part included
-    error: float  # max |represented - original| / max |original|
+    error: float  # max |represented - original| / max |original|; 0 for one stored matrix
 
     @property
     def params(self) -> int:
@@ -82,7 +82,8 @@ class ConversionReport:
         if ranks:
             text = ", ".join(f"{rank} ({count} layers)" for rank, count in sorted(ranks.items()))
             error = max(layer.error for layer in self.layers)
-            lines.append(f"  rank {text}; split reproduces the weights to {error:.1e}")
+            stored = f"; split reproduces the weights to {error:.1e}" if error else ""
+            lines.append(f"  rank {text}{stored}")
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.skipped.items():
             by_reason.setdefault(reason, []).append(name)

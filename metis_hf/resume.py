@@ -149,7 +149,8 @@ def _refuse_other_form(
 
 _ADVICE = (
     "Convert the model with the config that the checkpoint was trained with (its config.json has "
-    "it), or load it with from_pretrained"
+    "it; split_weight=True stores u, s, vh and weight_residual under any scheme), or load it with "
+    "from_pretrained"
 )
 
 

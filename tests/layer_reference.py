@@ -129,6 +129,7 @@ class Slot:
     scales: str = "-"  # of block scales; "nearest-4/6": each block's maximum on 6 or on 4
     conditioner: str = "direct"
     reuses: str = ""  # the slot whose quantized copy is taken
+    corrected: bool = False  # fprop adds its errors in the weight's dominant directions
 
     @property
     def tile(self) -> str:
@@ -220,7 +221,18 @@ def mean_operand(recording: Recording, x: np.ndarray, row: Slot) -> Terms:
     return ones @ mean_hat + recording.quantize(exact(x) - ones @ mean, row)
 
 
-def spectral_operand(recording: Recording, x: np.ndarray, row: Slot, basis: np.ndarray) -> Terms:
+@dataclass(frozen=True)
+class SpectralParts:
+    """A matrix [t c] that was split to be quantized."""
+
+    x_hat: Terms
+    left: Terms  # Q(a) lam [t k]
+    right: Terms  # Q(v^T) [k c]
+
+
+def spectral_operand(
+    recording: Recording, x: np.ndarray, row: Slot, basis: np.ndarray
+) -> SpectralParts:
     """Q(a) lam Q(v^T) + Q(residual) with p = x v, lam = |p| of each column, a = p / lam."""
     x, v = exact(x), exact(basis)
     p = x @ v  # [t c] @ [c k] -> [t k]
@@ -230,7 +242,15 @@ def spectral_operand(recording: Recording, x: np.ndarray, row: Slot, basis: np.n
     vh_hat = recording.quantize(basis.T, row)
     low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
     removed = low if row.conditioner == "spectral compensated" else (a * lam) @ v.T
-    return low + recording.quantize(x - removed, row)
+    return SpectralParts(low + recording.quantize(x - removed, row), a_hat * lam, vh_hat)
+
+
+def correction(
+    recording: Recording, x: np.ndarray, x_hat: Terms, row: Slot, left: Terms, right: Terms
+) -> Terms:
+    """Q((x - x_hat) right^T) left^T [t o], where left right is the low-rank part of w_hat."""
+    coordinates = (exact(x) - x_hat) @ right.T  # [t i] @ [i k] -> [t k]
+    return recording.quantize(coordinates, row) @ left.T  # [t k] @ [k o] -> [t o]
 
 
 @dataclass(frozen=True)

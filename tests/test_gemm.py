@@ -208,7 +208,7 @@ class TestNonFinite:
     @pytest.mark.parametrize("factor", ["u", "s", "vh"])
     @pytest.mark.parametrize("scheme", ["bf16-split", "metis-paper", "metis"])
     def test_factors_of_a_weight(self, scheme, factor):
-        _, layer = layer_of(scheme)
+        _, layer = layer_of(scheme, split_weight=True)
         getattr(layer, factor).data.view(-1)[0] = float("nan")
         y, dx, _ = forward_backward(layer, torch.randn(40, 48))
         assert y.isnan().any()
@@ -278,7 +278,7 @@ def test_eval_is_deterministic_and_rounds_to_nearest(scheme, mode):
 @pytest.mark.parametrize("scheme", ["metis", "bf16-split"])
 def test_factors_have_entries_of_unit_rms(scheme):
     """Adam moves every entry by the learning rate: in these units no factor turns faster."""
-    _, layer = layer_of(scheme, i=64, o=96)
+    _, layer = layer_of(scheme, i=64, o=96, split_weight=True)
     for factor in (layer.u, layer.vh):
         torch.testing.assert_close(factor.square().mean(), torch.tensor(1.0))
     _, published = layer_of("metis-paper", i=64, o=96)
@@ -308,12 +308,16 @@ def test_compensation_reduces_the_error():
     linear = nn.Linear(256, 256, bias=False)
     linear.weight.data = (u * s) @ v.T
     errors = {}
-    for scheme, kind in (
-        ("metis", MetisLinear),
-        ("metis-paper", MetisLinear),
-        ("nvfp4", QuantLinear),
+    for name, scheme, kind in (
+        ("metis", "metis", QuantLinear),
+        ("metis stored split", "metis", MetisLinear),
+        ("metis-paper", "metis-paper", MetisLinear),
+        ("nvfp4", "nvfp4", QuantLinear),
     ):
-        config = MetisConfig(scheme=scheme, rank_frac=0.04, forward_rounding="nearest")
+        split = kind is MetisLinear
+        config = MetisConfig(
+            scheme=scheme, rank_frac=0.04, forward_rounding="nearest", split_weight=split
+        )
         layer = convert_linear(copy.deepcopy(linear), config, name="layer")
         assert isinstance(layer, kind)
         w_hat, _ = layer.weight_form.quantize(
@@ -323,8 +327,9 @@ def test_compensation_reduces_the_error():
             key=layer.key,
             dtype=torch.float32,
         )
-        errors[scheme] = ((w_hat - linear.weight).norm() / linear.weight.norm()).item()
+        errors[name] = ((w_hat - linear.weight).norm() / linear.weight.norm()).item()
     assert errors["metis"] < 0.5 * errors["nvfp4"]
+    assert errors["metis stored split"] < 0.5 * errors["nvfp4"]
     assert errors["nvfp4"] < errors["metis-paper"]  # quantized factors cost more than they save
 
 

@@ -12,10 +12,12 @@ from layer_reference import (
     UNIT,
     Recording,
     Slot,
+    SpectralParts,
     SplitParts,
     Terms,
     array,
     assert_quantized_as,
+    correction,
     exact,
     hadamard_operand,
     mean_operand,
@@ -47,7 +49,7 @@ from metis_hf.conditioners.requantized import Requantized
 from metis_hf.conditioners.rotated import FullHadamard, RandomKronecker
 from metis_hf.gemm import GemmPlan
 from metis_hf.operands import Hadamard, Identity, Spectral
-from metis_hf.schemes import Role, build_scheme
+from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.schemes._channels import Shifting, Smoothing
 from metis_hf.transforms.hadamard import hadamard_matrix
 from metis_hf.transforms.rotation import rotate_all, rotation_of
@@ -65,7 +67,9 @@ from metis_hf.transforms.spectral import default_rows, find_subspace
 # of the worst channels are quantized too. "random": groups are rotated with signs of the content.
 # "spectral": x or dy is split as a lam v^T + residual. Each of the three matrices is quantized
 # alone, with the blocks of its line: along its last dimension, or its first for "tokens". Residuals
-# are taken against the exact factors ("published") or the quantized ones ("compensated").
+# are taken against the exact factors ("published") or the quantized ones ("compensated"). So is w
+# where it is stored as one matrix, from all its rows. "corrected": what quantization took off x in
+# the directions of that split is quantized as x is, and added in fprop; wgrad takes x_hat alone.
 TABLE = """
 bf16, shared
     fprop.input        x   -      -       -           -        direct
@@ -117,19 +121,89 @@ metis-paper, contraction
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral published
     wgrad.input        x   1x16   tokens  stochastic  up       spectral published
 metis, shared
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated
-    fprop.weight       w   1x16   in      nearest     nearest  split compensated
+    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest-4/6 spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis, contraction
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated
-    fprop.weight       w   16x16  -       nearest     nearest  split compensated
+    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
+    fprop.weight       w   16x16  -       nearest     nearest-4/6 spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
-    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 spectral compensated
+metis split, shared
+    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest-4/6 split compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+metis split, contraction
+    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
+    fprop.weight       w   16x16  -       nearest     nearest-4/6 split compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 spectral compensated
+metis of weights, shared
+    fprop.input        x   1x16   in      nearest     nearest-4/6 direct corrected
+    fprop.weight       w   1x16   in      nearest     nearest-4/6 spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+metis of weights, contraction
+    fprop.input        x   1x16   in      nearest     nearest-4/6 direct corrected
+    fprop.weight       w   16x16  -       nearest     nearest-4/6 spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 direct
+metis of activations, shared
+    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest-4/6 direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+metis of activations, contraction
+    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated
+    fprop.weight       w   16x16  -       nearest     nearest-4/6 direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
+    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 spectral compensated
+metis-paper dense, shared
+    fprop.input        x   1x16   in      stochastic  up       spectral published
+    fprop.weight       w   1x16   in      stochastic  up       direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral published
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+metis-paper dense, contraction
+    fprop.input        x   1x16   in      stochastic  up       spectral published
+    fprop.weight       w   16x16  -       stochastic  up       direct
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral published
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral published
+    wgrad.input        x   1x16   tokens  stochastic  up       spectral published
+nvidia split, contraction
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   16x16  -       nearest     nearest  split compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest  direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  hadamard
+quarot split, contraction
+    fprop.input        x   1x16   in      nearest     nearest  rotated hadamard
+    fprop.weight       w   1x16   in      nearest     nearest  split compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       rotated hadamard
+    dgrad.weight       w   1x16   out     nearest     nearest  split compensated
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       rotated hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  rotated hadamard
 nvfp4-rne, shared
     fprop.input        x   1x16   in      nearest     nearest  direct
     fprop.weight       w   1x16   in      nearest     nearest  direct
@@ -338,9 +412,13 @@ def parse(table: str) -> dict[tuple[str, str], dict[str, Slot]]:
             section = sections.setdefault((scheme, mode), {})
             continue
         slot, source, *rest = line.split(maxsplit=6)
-        section[slot] = (
-            Slot(slot, "", reuses=rest[0]) if source == "=" else Slot(slot, source, *rest)
-        )
+        if source == "=":
+            section[slot] = Slot(slot, "", reuses=rest[0])
+            continue
+        *rest, conditioner = rest
+        corrected = conditioner.endswith(" corrected")
+        conditioner = conditioner.removesuffix(" corrected")
+        section[slot] = Slot(slot, source, *rest, conditioner, corrected=corrected)
     # Nothing is quantized in them, so that the mode changes nothing.
     for scheme in ("bf16", "bf16-split"):
         sections[scheme, "contraction"] = sections[scheme, "shared"]
@@ -348,6 +426,30 @@ def parse(table: str) -> dict[tuple[str, str], dict[str, Slot]]:
 
 
 OPERANDS = parse(TABLE)
+# What the table has beside the registered schemes.
+VARIANTS = {
+    "metis split": {"scheme": "metis", "split_weight": True},
+    "metis of weights": {"scheme": "metis", "decompose": ("weight",)},
+    "metis of activations": {"scheme": "metis", "decompose": ("activation",)},
+    "metis-paper dense": {"scheme": "metis-paper", "split_weight": False},
+    "nvidia split": {"scheme": "nvidia", "split_weight": True},
+    "quarot split": {"scheme": "quarot", "split_weight": True},
+}
+VARIANT_MODES = [
+    (name, mode)
+    for name in VARIANTS
+    for mode in ("shared", "contraction")
+    if name.split()[0] not in {*CONTRACTION_ONLY, "quarot"} or mode == "contraction"
+]
+ALL_MODES = [*SCHEME_MODES, *VARIANT_MODES]
+ALL_FP4_MODES = [*FP4_SCHEME_MODES, *VARIANT_MODES]
+
+
+def options(scheme: str) -> dict:
+    """The config's fields for a name in the table."""
+    return VARIANTS.get(scheme, {"scheme": scheme})
+
+
 SLOTS = ["fprop.input", "fprop.weight", "dgrad.grad_output"]
 SLOTS += ["dgrad.weight", "wgrad.grad_output", "wgrad.input"]
 
@@ -365,7 +467,7 @@ def slot_of(role: Role) -> str:
 
 
 def test_the_table_is_complete():
-    assert set(OPERANDS) == set(SCHEME_MODES)
+    assert set(OPERANDS) == set(ALL_MODES)
     assert [slot_of(role) for role in Role] == SLOTS
     for section in OPERANDS.values():
         assert list(section) == SLOTS
@@ -407,8 +509,9 @@ def described(scheme, role: Role) -> Slot:
         assert conditioner == "direct"  # a split weight is conditioned by how it is stored
         conditioner = f"split {'compensated' if scheme.compensated else 'published'}"
     quantizer = operand.quantizer
+    corrected = role is Role.FPROP_INPUT and scheme.corrects_coordinates
     if quantizer is None:
-        return Slot(slot, source, conditioner=conditioner.split()[0])
+        return Slot(slot, source, conditioner=conditioner.split()[0], corrected=corrected)
     size = quantizer.fmt.block_size
     assert quantizer.fmt.name == {16: "nvfp4", 32: "mxfp4"}[size]
     assert quantizer.two_level == (size == 16)
@@ -424,13 +527,14 @@ def described(scheme, role: Role) -> Slot:
         quantizer.rounding.value,
         quantizer.scale_rounding.value + rule,
         conditioner,
+        corrected=corrected,
     )
 
 
-@pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+@pytest.mark.parametrize(("scheme", "mode"), ALL_MODES)
 def test_schemes_say_what_the_table_says(scheme, mode):
     """Dimensions are no part of a Scheme: the tests of the layer hold them to the table."""
-    built = build_scheme(MetisConfig(scheme=scheme, operand_mode=mode), IN, OUT)
+    built = build_scheme(MetisConfig(**options(scheme), operand_mode=mode), IN, OUT)
     assert [described(built, role) for role in Role] == list(OPERANDS[scheme, mode].values())
 
 
@@ -462,7 +566,7 @@ def inputs():
 def run(scheme, mode, **changes):
     """(layer, x, dy, distinct quantizations, results by name) of one forward and backward pass."""
     torch.manual_seed(0)
-    _, layer = layer_of(scheme, mode, i=IN, o=OUT, **changes)
+    _, layer = layer_of(mode=mode, i=IN, o=OUT, **options(scheme), **changes)
     calls = record(layer)
     x, dy = inputs()
     x.requires_grad_()
@@ -552,7 +656,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     params = {name: array(p) for name, p in layer.named_parameters()}
     keys = layer.call_keys(x)
     tensors = {"x": x.detach(), "dy": dy}
-    done: dict[str, Terms | SplitParts] = {}
+    done: dict[str, Terms | SplitParts | SpectralParts] = {}
 
     def matrix(slot: str) -> Terms:
         row = table[slot]
@@ -569,19 +673,22 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             return s * recording.quantize((exact(tensor) - z).divided_by(s), row) + z
         if kind != "spectral":
             return operand(recording, array(tensor), row, conditioner)
-        rank = min(layer.rank, *tensor.shape)
+        return spectral(slot, tensor, layer.config.sample_frac).x_hat
+
+    def spectral(slot: str, tensor, sample_frac: float) -> SpectralParts:
+        rank = min(rank_of(layer), *tensor.shape)
         basis = find_subspace(
             tensor,
             rank,
-            sample_frac=layer.config.sample_frac,
+            sample_frac=sample_frac,
             min_rows=default_rows(rank, layer.config.oversample),
             oversample=layer.config.oversample,
             n_iter=layer.config.n_iter,
             key=keys[Role(SLOTS.index(slot))],
         )
-        return spectral_operand(recording, array(tensor), row, array(basis))
+        return spectral_operand(recording, array(tensor), table[slot], array(basis))
 
-    def weight(slot: str) -> Terms | SplitParts:
+    def weight(slot: str) -> Terms | SplitParts | SpectralParts:
         row = table[slot]
         if row.reuses:
             return done[row.reuses]
@@ -599,24 +706,28 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             low = (factors[0] * factors[1]) @ factors[2]
             return SplitParts(low + residual, *factors, gain)
         if row.conditioner.startswith("split"):
-            gain = 1.0 if scheme == "metis-paper" else (IN * OUT) ** -0.5
+            gain = 1.0 if row.conditioner == "split published" else (IN * OUT) ** -0.5
             return split_weight(recording, params, row, gain)
+        if row.conditioner.startswith("spectral"):
+            return spectral(slot, layer.weight.detach(), 1.0)  # of all rows
         if not row.quantized:
             return exact(params["weight"])
         conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner
         conditioner = with_content(conditioner, keys, slot)
         return operand(recording, params["weight"], row, conditioner)
 
+    corrections = []
     for slot in SLOTS:
         done[slot] = weight(slot) if slot.endswith("weight") else matrix(slot)
+        if slot == "fprop.weight" and table["fprop.input"].corrected:
+            row, x_hat = table["fprop.input"], done["fprop.input"]
+            left, right = thin_factors(done[slot])
+            corrections.append(correction(recording, array(x), x_hat, row, left, right))
     assert next(recording.calls, None) is None, "more was quantized than the table has"
-    w_hat, w_dgrad = (
-        w.w_hat if isinstance(w, SplitParts) else w
-        for w in (done["fprop.weight"], done["dgrad.weight"])
-    )
+    w_hat, w_dgrad = (whole(done[slot]) for slot in ("fprop.weight", "dgrad.weight"))
     dw = done["wgrad.grad_output"].T @ done["wgrad.input"]
     expected = {
-        "y": done["fprop.input"] @ w_hat.T + exact(params["bias"]),
+        "y": sum(corrections, done["fprop.input"] @ w_hat.T + exact(params["bias"])),
         "x": done["dgrad.grad_output"] @ w_dgrad,
         "bias": exact(np.ones(TOKENS)) @ exact(dy),
     }
@@ -628,6 +739,24 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     return expected | {"weight": dw}
 
 
+def whole(weight: Terms | SplitParts | SpectralParts) -> Terms:
+    """w_hat [o i]."""
+    if isinstance(weight, SplitParts):
+        return weight.w_hat
+    return weight.x_hat if isinstance(weight, SpectralParts) else weight
+
+
+def thin_factors(weight: SplitParts | SpectralParts) -> tuple[Terms, Terms]:
+    """[o k] and [k i], whose product is the low-rank part of w_hat."""
+    if isinstance(weight, SplitParts):
+        return weight.u_hat * weight.s, weight.vh_hat
+    return weight.left, weight.right
+
+
+def rank_of(layer) -> int:
+    return layer_rank(layer.config, layer.in_features, layer.out_features)
+
+
 def has_rank(scheme: str) -> bool:
     return "metis" in scheme or "split" in scheme or scheme == "svdquant"
 
@@ -636,7 +765,7 @@ def has_rank(scheme: str) -> bool:
 def checked(scheme, mode, ranks) -> tuple[dict[str, np.ndarray], dict[str, Terms]]:
     """(results, expected results) of a layer whose quantizations have all been checked."""
     layer, x, dy, calls, results = run(scheme, mode, **NEAREST, **RANKS[ranks])
-    assert not has_rank(scheme) or layer.rank == {"thin": 3, "full block": 16}[ranks]
+    assert not has_rank(scheme) or rank_of(layer) == {"thin": 3, "full block": 16}[ranks]
     recording = Recording(calls, ROUNDINGS)
     return results, expected_results(scheme, mode, layer, x, dy, recording)
 
@@ -645,7 +774,7 @@ def checked(scheme, mode, ranks) -> tuple[dict[str, np.ndarray], dict[str, Terms
     ("scheme", "mode", "ranks"),
     [
         (*pair, ranks)
-        for pair in SCHEME_MODES
+        for pair in ALL_MODES
         for ranks in RANKS
         if has_rank(pair[0]) or ranks == "thin"
     ],
@@ -669,7 +798,7 @@ def test_modes_differ_by_far_more_than_the_tolerance(scheme):
         assert np.linalg.norm(shared[name] - contraction[name]) > FAR * tolerance, name
 
 
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+@pytest.mark.parametrize(("scheme", "mode"), ALL_FP4_MODES)
 def test_roundings_of_a_layer(scheme, mode):
     """A layer with the scheme's own roundings quantizes slot by slot as the table says."""
     calls = run(scheme, mode)[3]
@@ -680,19 +809,25 @@ def test_roundings_of_a_layer(scheme, mode):
         if row.conditioner == "mean":
             expected.append(replace(row, along="in"))  # the mean, along its length
         expected += [row] * (0 if row.reuses else matrices)
+        if row.slot == "fprop.weight":  # then the errors of x in its directions
+            expected += [r for r in OPERANDS[scheme, mode].values() if r.corrected]
     assert len(calls) == len(expected)
     for call, row in zip(calls, expected):
         assert_quantized_as(call, row)
         assert call.quantizer.rounding.value == row.rounding, row.slot
 
 
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+@pytest.mark.parametrize(("scheme", "mode"), ALL_FP4_MODES)
 def test_parts_are_what_the_layer_quantizes(scheme, mode):
     """Health statistics measure `Conditioner.parts`: the very tensors that enter the GEMMs."""
     layer, x, dy, calls, _ = run(scheme, mode)
     keys = layer.call_keys(x)
     seen = 0
-    for role, tensor in ((Role.FPROP_INPUT, x.detach()), (Role.DGRAD_GRAD_OUTPUT, dy)):
+    table = OPERANDS[scheme, mode]
+    tensors = [(Role.FPROP_INPUT, x.detach()), (Role.DGRAD_GRAD_OUTPUT, dy)]
+    if table["fprop.weight"].conditioner.startswith("spectral"):
+        tensors.append((Role.FPROP_WEIGHT, layer.weight.detach()))
+    for role, tensor in tensors:
         plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
         plan = replace(plan, state=layer.call_state(x, keys))
         operand = plan.resolve(role)[1]
@@ -705,7 +840,7 @@ def test_parts_are_what_the_layer_quantizes(scheme, mode):
             ), part.name
             seen += 1
     per_tensor = {"spectral": 3, "mean": 2, "hot": 2}
-    slots = (OPERANDS[scheme, mode][slot] for slot in ("fprop.input", "dgrad.grad_output"))
+    slots = (table[slot_of(role)] for role, _ in tensors)
     assert seen == sum(per_tensor.get(row.conditioner.split()[0], 1) for row in slots)
 
 

@@ -40,6 +40,8 @@ class DenseGemm(torch.autograd.Function):
             w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
             y = contract(x_hat, w_hat.T)
             y = rescale(y, x_scale, w_scale)
+            if plan.scheme.corrects_coordinates and len(x):
+                y = corrected(y, plan, x, rescale(x_hat.clone(), x_scale, None), params)
             if bias is not None:
                 y += bias.to(plan.dtype)
         shared = plan.scheme.reuses(Role.WGRAD_INPUT)
@@ -64,6 +66,20 @@ class DenseGemm(torch.autograd.Function):
             grads = plan.weight.gradients(params, dw, plan.scheme.fprop_weight, key=key)
             dbias = dy.sum(0).to(params[-1].dtype)
         return dx, dbias if ctx.needs_input_grad[1] else None, None, *grads
+
+
+def corrected(y, plan, x, x_hat, params):
+    """y + Q((x - x_hat) vh_hat^T) (a_hat lam)^T, by the factors that the weight's form gives."""
+    operand = plan.scheme.fprop_weight
+    key = plan.keys[Role.FPROP_WEIGHT]
+    _, (left, right) = plan.weight.with_factors(
+        params, operand, dim=-1, key=key, dtype=plan.dtype
+    )
+    coordinates = (x.to(plan.dtype) - x_hat) @ right.to(plan.dtype).T  # [t i] @ [i k]
+    quantizer = plan.scheme.fprop_input.quantizer
+    noise = plan.keys.call_key.fold(32)
+    quantized = quantizer(coordinates, dim=-1, key=noise, dtype=plan.dtype)
+    return torch.addmm(y, quantized, left.to(plan.dtype).T)  # [t o] + [t k] @ [k o]
 
 
 def rescale(out, a, b):

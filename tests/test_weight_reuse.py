@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.gemm import GemmPlan
+from metis_hf.schemes import layer_rank
 from metis_hf.weights import DenseWeight, SplitWeight
 
 FORMS = (DenseWeight, SplitWeight)
@@ -17,15 +18,21 @@ FORMS = (DenseWeight, SplitWeight)
 
 @pytest.fixture
 def encodings(monkeypatch):
-    """Counts how often a weight is quantized, in either way."""
-    calls = []
+    """Notes how weights are quantized: in two halves ("encode"), or at once ("quantize")."""
+    calls: list[str] = []
+    depth: list[str] = []
     for form in FORMS:
-        for name in ("encode", "quantize"):
+        for name in ("encode", "quantize", "with_factors"):
             original = getattr(form, name)
 
             def spy(self, *args, original=original, name=name, **kwargs):
-                calls.append(name)
-                return original(self, *args, **kwargs)
+                depth.append(name)
+                if len(depth) == 1:  # `quantize` of a split weight goes through `with_factors`
+                    calls.append("encode" if name == "encode" else "quantize")
+                try:
+                    return original(self, *args, **kwargs)
+                finally:
+                    depth.pop()
 
             monkeypatch.setattr(form, name, spy)
     return calls
@@ -72,15 +79,33 @@ def test_a_changed_weight_is_quantized_anew(scheme, encodings):
     assert encodings.count("encode") == 2
 
 
-def test_what_is_held_is_packed():
-    _, layer = layer_of("metis", i=512, o=512)
+@pytest.mark.parametrize("split", [True, False], ids=["stored split", "split at use"])
+def test_what_is_held_is_packed(split):
+    _, layer = layer_of("metis", i=512, o=512, split_weight=split)
+    rank = layer_rank(layer.config, 512, 512)
     with reuse_weights(layer):
         layer(torch.randn(4, 512))
         tensors = [t for e in layer.held_weight._encoded.values() for t in e.tensors]
         assert all(e.low is None for e in layer.held_weight._encoded.values())
         held = sum(t.untyped_storage().nbytes() for t in tensors)
-    factors = 2 * 512 * layer.rank
-    assert held == (512 * 512 + factors) * 4.5 / 8 + 3 * 4
+    factors = 2 * 512 * rank
+    lengths = 0 if split else 4 * rank  # of the directions: s is a parameter, lam is not
+    assert held == (512 * 512 + factors) * 4.5 / 8 + 3 * 4 + lengths
+
+
+@pytest.mark.parametrize("options", [{"split_weight": True}, {"decompose": ("weight",)}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_factors_of_held_weights(options, training, encodings):
+    """The input's correction takes them from the codes: the same bits, in either mode."""
+    _, layer = layer_of("metis", i=64, o=48, **options)
+    assert layer.scheme.corrects_coordinates
+    layer.train(training)
+    plain = micro_batches(layer, torch.float32)
+    encodings.clear()
+    with reuse_weights(layer):
+        reused = micro_batches(layer, torch.float32)
+    assert encodings == ["encode"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
 
 
 def test_modes_of_a_layer_are_kept_apart():
@@ -120,12 +145,15 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
     plain = train([])
     encodings.clear()
     held = []
-    original = GemmPlan.weight_operand
-    monkeypatch.setattr(
-        GemmPlan,
-        "weight_operand",
-        lambda plan, *args: held.append(plan.held is not None) or original(plan, *args),
-    )
+    for name in ("weight_operand", "weight_factors"):
+        original = getattr(GemmPlan, name)
+        monkeypatch.setattr(
+            GemmPlan,
+            name,
+            lambda plan, *args, original=original: (
+                held.append(plan.held is not None) or original(plan, *args)
+            ),
+        )
     reused = train([MetisCallback(health_interval=0)])
     layers = dict(metis_layers(reused))
     expected = accumulation > 1 or checkpointing

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from metis_hf.config import MetisConfig
-from metis_hf.operands import HIGH_PRECISION, Operand
+from metis_hf.operands import HIGH_PRECISION, Operand, Spectral
 
 
 class Role(enum.IntEnum):
@@ -100,6 +100,11 @@ class Scheme:
     is_high_precision: bool = field(init=False, repr=False, compare=False)
     samples_rows: bool = field(init=False, repr=False, compare=False)
 
+    @property
+    def splits_weight(self) -> bool:
+        """Whether the weight is split: as it is stored, or anew whenever fprop quantizes it."""
+        return self.split_weight or isinstance(self.fprop_weight.conditioner, Spectral)
+
     def operand(self, role: Role) -> Operand | None:
         """The operand at `role`, None if another's copy is reused there."""
         return getattr(self, role.name.lower())
@@ -135,6 +140,24 @@ class Scheme:
                 quantizer = operand.quantizer.deterministic()
                 changes[role.name.lower()] = replace(operand, quantizer=quantizer)
         return replace(self, **changes)
+
+    def storing(self, *, split: bool) -> Scheme:
+        """The same with weights stored as u, s, vh and residual, or as one matrix.
+
+        Factors and residual are then quantized as the matrix was. What conditions or clips the
+        matrix does not apply to them, and the other way round.
+        """
+        if not split:
+            return replace(self, split_weight=False, unit_rms=False, exact_factors=False)
+        dgrad = self.dgrad_weight
+        return replace(
+            self,
+            fprop_weight=Operand(self.fprop_weight.quantizer),
+            dgrad_weight=None if dgrad is None else Operand(dgrad.quantizer),
+            split_weight=True,
+            unit_rms=self.compensated,
+            clipped_weight=False,
+        )
 
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
         """The same with the GEMMs of some passes unquantized: any of "forward", "backward".
@@ -242,5 +265,5 @@ def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Sc
     info = scheme_info(config.scheme)
     scheme = info.build(config, layer_rank(config, in_features, out_features))
     if config.split_weight is not None and config.split_weight != scheme.split_weight:
-        scheme = replace(scheme, split_weight=config.split_weight, unit_rms=config.split_weight)
+        scheme = scheme.storing(split=config.split_weight)
     return scheme.in_high_precision(config.high_precision) if config.high_precision else scheme

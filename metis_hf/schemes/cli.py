@@ -79,5 +79,8 @@ def _cells(operand: dict[str, Any]) -> list[str]:
     blocks = f"{operand['format']} {operand['blocks']} {operand['along'] or ''}"
     rounding = f"{operand['rounding']} / {operand['scale_rounding']}"
     rounding += " 4/6" if operand["scale_rule"] == "four-over-six" else ""
-    conditioner = operand["conditioner"]
-    return [blocks, rounding, "" if conditioner == "identity" else conditioner, bits]
+    conditioner = "" if operand["conditioner"] == "identity" else operand["conditioner"]
+    if "correction" in operand:
+        conditioner += f" + errors along {operand['correction']['along']}"
+        bits += f" + {operand['correction']['bits']:.2f}"
+    return [blocks, rounding, conditioner.removeprefix(" + "), bits]

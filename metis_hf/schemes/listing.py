@@ -66,7 +66,7 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
     square = quantizer.tile is Tile.SQUARE
     gemm, kind = SLOTS[role].split(".")
     split = kind == "weight" and scheme.split_weight
-    return {
+    record = {
         "format": quantizer.fmt.name,
         "blocks": f"{size}x{size}" if square else f"1x{size}",
         "along": None if square else {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}[gemm],
@@ -77,6 +77,11 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
         "conditioner": "split" if split else conditioner_name(operand.conditioner),
         "bits": round(_bits(scheme, operand, role, rank if split else None), 3),
     }
+    if role is Role.FPROP_INPUT and scheme.corrects_coordinates:
+        # Q((x - x_hat) @ vh_hat.T) [tokens rank] beside x_hat; wgrad takes x_hat alone.
+        bits = _encoded_bits(Operand(quantizer), (WIDTH, rank), -1) / WIDTH**2
+        record["correction"] = {"along": SLOTS[Role.FPROP_WEIGHT], "bits": round(bits, 3)}
+    return record
 
 
 def conditioner_name(conditioner: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from metis_hf.config import MetisConfig
 from metis_hf.numerics import ScaleRule
 from metis_hf.operands import Operand
-from metis_hf.schemes._parts import in_mode, quantizer, spectral
+from metis_hf.schemes._parts import in_mode, nearest_forward, spectral
 from metis_hf.schemes.base import Scheme, register_scheme
 
 
@@ -15,7 +15,7 @@ from metis_hf.schemes.base import Scheme, register_scheme
     "metis",
     summary="compensated spectral splits, input corrected where the weight is large, 4/6 scales",
     source="arXiv 2509.00404 with what docs/method.md adds to it",
-    rank_multiple=16,
+    rank_multiple=32,
 )
 def metis(config: MetisConfig, rank: int) -> Scheme:
     """The default, each choice by measurement (docs/method.md); every GEMM operand is in FP4.
@@ -26,12 +26,12 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
       (`split_weight=True`) are another parametrization, with another optimum.
     - fprop adds Q((x - x_hat) v) (Q(a) lam)^T with a lam v^T the split of the weight: a second FP4
       term for the input where the weight is large, in k more channels of the same GEMM.
-    - Forward tensors are rounded to nearest, each block's maximum on 6 or 4 (arXiv 2512.02010);
-      gradients stochastically with scales up, so that they stay unbiased.
+    - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
+      stay unbiased. A block of the weight has its maximum on 6 or on 4 (arXiv 2512.02010), which
+      costs next to nothing once for all tokens.
     """
-    nearest = quantizer(config, rounding="nearest", scale_rounding="nearest")
-    forward = replace(nearest, scale_rule=ScaleRule.FOUR_OVER_SIX)
-    backward = quantizer(config, rounding="stochastic", scale_rounding="up", backward=True)
+    forward, backward = nearest_forward(config)
+    weight = replace(forward, scale_rule=ScaleRule.FOUR_OVER_SIX)
     split = spectral(config, rank, compensated=True)
     split_weight = replace(split, sample_frac=1.0)  # few rows, once for all tokens
 
@@ -40,7 +40,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
 
     scheme = Scheme(
         fprop_input=operand("activation", forward, split),
-        fprop_weight=operand("weight", forward, split_weight),
+        fprop_weight=operand("weight", weight, split_weight),
         dgrad_grad_output=operand("gradient", backward, split),
         corrects_coordinates="weight" in config.decompose,
     )
