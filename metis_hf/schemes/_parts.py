@@ -75,6 +75,18 @@ def in_mode(scheme: Scheme, mode: str) -> Scheme:
     )
 
 
+def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
+    """`in_mode` for weights too: in contraction mode dgrad quantizes a copy of its own."""
+    if mode == "shared":
+        return scheme
+    return replace(
+        scheme,
+        dgrad_weight=scheme.fprop_weight,
+        wgrad_grad_output=scheme.dgrad_grad_output,
+        wgrad_input=scheme.fprop_input,
+    )
+
+
 def rotated_scheme(
     config: MetisConfig, quantizers: tuple[Quantizer, Quantizer], rotation: Conditioner
 ) -> Scheme:
@@ -90,11 +102,4 @@ def rotated_scheme(
         fprop_weight=Operand(forward, rotation),
         dgrad_grad_output=Operand(backward, rotation),
     )
-    if (config.operand_mode or "shared") == "shared":
-        return scheme
-    return replace(
-        scheme,
-        dgrad_weight=scheme.fprop_weight,
-        wgrad_grad_output=scheme.dgrad_grad_output,
-        wgrad_input=scheme.fprop_input,
-    )
+    return with_own_copies(scheme, config.operand_mode or "shared")

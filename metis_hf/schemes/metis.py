@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from metis_hf.config import MetisConfig
-from metis_hf.numerics import ScaleRule
 from metis_hf.operands import Operand
-from metis_hf.schemes._parts import in_mode, nearest_forward, spectral
+from metis_hf.schemes._parts import nearest_forward, spectral, with_own_copies
 from metis_hf.schemes.base import Scheme, register_scheme
 
 
 @register_scheme(
     "metis",
-    summary="compensated spectral splits, input corrected where the weight is large, 4/6 scales",
+    summary="compensated spectral splits; input corrected where the weight is large",
     source="arXiv 2509.00404 with what docs/method.md adds to it",
     rank_multiple=32,
 )
@@ -27,11 +26,11 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     - fprop adds Q((x - x_hat) v) (Q(a) lam)^T with a lam v^T the split of the weight: a second FP4
       term for the input where the weight is large, in k more channels of the same GEMM.
     - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
-      stay unbiased. A block of the weight has its maximum on 6 or on 4 (arXiv 2512.02010), which
-      costs next to nothing once for all tokens.
+      stay unbiased.
+    - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the
+      weight too: 16x16 tiles, which would be the same for fprop and dgrad, round more coarsely.
     """
     forward, backward = nearest_forward(config)
-    weight = replace(forward, scale_rule=ScaleRule.FOUR_OVER_SIX)
     split = spectral(config, rank, compensated=True)
     split_weight = replace(split, sample_frac=1.0)  # few rows, once for all tokens
 
@@ -40,8 +39,8 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
 
     scheme = Scheme(
         fprop_input=operand("activation", forward, split),
-        fprop_weight=operand("weight", weight, split_weight),
+        fprop_weight=operand("weight", forward, split_weight),
         dgrad_grad_output=operand("gradient", backward, split),
         corrects_coordinates="weight" in config.decompose,
     )
-    return in_mode(scheme, config.operand_mode or "shared")
+    return with_own_copies(scheme, config.operand_mode or "shared")
