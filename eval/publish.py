@@ -1,7 +1,7 @@
 """Puts finished experiments into the repository: records below eval/results, tables into README.md.
 
     make demo && python eval/publish.py demo [--run runs/demo]
-    python eval/publish.py compare --run runs/compare-main-tiny --name tiny-main
+    python eval/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
 
 README.md shows the demo between `<!-- demo table -->` and `<!-- end -->`, and the comparison of
 the name N between `<!-- compare N -->` and `<!-- end -->` where it has these markers.
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "results"
 DEMO_FILES = ("table.md", "loss.png", "spectra.png")
-COMPARE_FILES = ("table.md", "loss.png", "gap.png")
+COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
 CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
 
 
@@ -48,7 +48,7 @@ def publish_compare(run: Path, name: str) -> None:
     _copy(run, target, COMPARE_FILES)
     record = json.loads((run / "compare.json").read_text())
     record["plan"] = _without_paths(record["plan"])
-    (target / "compare.json").write_text(json.dumps(record) + "\n")
+    target.with_suffix(".json").write_text(json.dumps(record) + "\n")
     if f"<!-- compare {name} -->" in (ROOT / "README.md").read_text():
         _into_readme(f"compare {name}", target)
 
@@ -78,7 +78,9 @@ def main() -> None:
     demo.add_argument("--run", type=Path, default=ROOT / "runs" / "demo")
     compare = kinds.add_parser("compare")
     compare.add_argument("--run", type=Path, required=True, help="directory of metis-hf compare")
-    compare.add_argument("--name", required=True, help="of the directory below eval/results")
+    compare.add_argument(
+        "--name", required=True, help="of the record and the directory below eval/results"
+    )
     args = parser.parse_args()
     if args.kind == "demo":
         publish_demo(args.run)

@@ -92,7 +92,7 @@ def test_outputs_hold_what_was_trained(finished):
     assert summary["gap"]["mean"] == pytest.approx(sum(gaps) / 2)
     for name in ("table.md", "table.tex", "table.csv"):
         assert "nvfp4" in (out / name).read_text()
-    for name in ("loss.png", "gap.png"):
+    for name in ("loss.png", "gap.png", "cost.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert f"{summary['mean']:.4f}" in printed
     assert "seed 1: held-out loss" in printed

@@ -9,12 +9,14 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metis_hf import MetisConfig, scheme_names
 from metis_hf.compare import table
 from metis_hf.compare.figures import paired_gaps
 from metis_hf.compare.plan import PRESETS, directory_name, make_plan
 from metis_hf.compare.statistics import Interval, summarize, t_interval
 from metis_hf.experiment import SchemeResult
 from metis_hf.scales import SCALES
+from metis_hf.schemes import build_scheme
 
 
 def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1):
@@ -48,6 +50,20 @@ class TestPlan:
     def test_rank_sweep_has_the_paper_range(self):
         shares = [v.metis_config(0).rank_frac for v in PRESETS["rank"][1:]]
         assert shares == [0.015, 0.03, 0.0625, 0.125]
+
+    def test_all_schemes_are_those_of_the_registry(self):
+        plan = make_plan(schemes=["all"], variants={"mine": {"scheme": "metis", "rank": 2}})
+        assert [v.name for v in plan.variants] == [*scheme_names(), "mine"]
+
+    def test_every_scheme_with_a_split_weight(self):
+        """Nothing but the stored form differs, and each can be built."""
+        plan = make_plan(preset="split")
+        assert [v.name for v in plan.variants[:2]] == ["bf16", "bf16-split"]
+        quantized = [name for name in scheme_names() if not name.startswith("bf16")]
+        for name, variant in zip(quantized, plan.variants[2:], strict=True):
+            config = variant.metis_config(0)
+            assert config == MetisConfig(scheme=name, split_weight=True)
+            assert build_scheme(config, 64, 64).split_weight
 
     def test_options_win_over_the_file(self, tmp_path):
         file = tmp_path / "x.yaml"
@@ -129,6 +145,27 @@ class TestSummaries:
         _, x = summarize(results)
         assert x.gap.count == 1
         assert x.gap.mean == pytest.approx(10.0)
+
+    def test_what_is_above_metis_is_paired_too(self):
+        """Schemes with the same mean gap differ by how surely they are above metis."""
+        losses = {"bf16": (2.0, 3.0, 4.0), "metis": (2.1, 3.2, 4.1), "wild": (2.4, 3.1, 4.2)}
+        losses["sure"] = tuple(1.02 * loss for loss in losses["metis"])
+        by_name = {
+            s.name: s
+            for s in summarize(
+                [result(n, i, v) for n, vs in losses.items() for i, v in enumerate(vs)]
+            )
+        }
+        assert by_name["bf16"].above_metis is None
+        assert by_name["metis"].above_metis is None
+        assert by_name["sure"].above_metis.mean == pytest.approx(2.0)
+        assert by_name["sure"].above_metis.excludes_zero
+        assert not by_name["wild"].above_metis.excludes_zero
+        found = table.findings(list(by_name.values()))
+        assert "Above metis, paired by seed: sure." in found
+        assert "Not told apart from metis, paired by seed: wild." in found
+        assert table.header(list(by_name.values()))[3] == "Above metis, %"
+        assert table.rows(list(by_name.values()))[3][3] == "+2.00 ± 0.00"
 
     def test_a_diverged_seed_is_named_not_averaged_away(self):
         results = [

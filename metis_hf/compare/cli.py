@@ -16,10 +16,11 @@ def register(app: typer.Typer) -> None:
 def compare(
     preset: Annotated[
         str | None,
-        typer.Option(help="main, ablations, ablations-metis, nvidia, rank or rank-metis."),
+        typer.Option(help="main, ablations, ablations-metis, nvidia, rank, rank-metis or split."),
     ] = None,
     schemes: Annotated[
-        str | None, typer.Option(help="Comma-separated; `metis-hf schemes` lists them.")
+        str | None,
+        typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
     scale: Annotated[str | None, typer.Option(help="tiny (default), 130m, 1b1 or 8b.")] = None,

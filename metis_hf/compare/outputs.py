@@ -1,4 +1,4 @@
-"""What a comparison leaves in its directory: the record, the table in four formats, two plots."""
+"""What a comparison leaves in its directory: the record, the table in four formats, three plots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from metis_hf.compare import figures, table
+from metis_hf.compare import cost_figure, figures, table
 from metis_hf.compare.plan import Plan
 from metis_hf.compare.statistics import Summary, summarize
 from metis_hf.experiment import CONTROL, SchemeResult
 from metis_hf.records import environment, write_json
 
 RECORD_FILE = "compare.json"
-FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png")
+FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png", "cost.png")
 
 
 def write_outputs(
@@ -53,6 +53,7 @@ def write_outputs(
     figures.plot_curves(results, out / "loss.png", describe(plan, results))
     if any(summary.gap is not None for summary in summaries):
         figures.plot_gaps(summaries, results, out / "gap.png")
+        cost_figure.plot_costs(summaries, out / "cost.png", describe(plan, results))
     _print(summaries, sentences, console)
     names = ", ".join(name for name in FILES if (out / name).exists())
     console.print(f"Written to {out}/: {names}", soft_wrap=True)

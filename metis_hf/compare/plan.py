@@ -13,10 +13,11 @@ from transformers import TrainingArguments
 
 from metis_hf.experiment import Experiment, Variant
 from metis_hf.scales import SCALES
-from metis_hf.schemes import scheme_info
+from metis_hf.schemes import scheme_info, scheme_names
 
 DEFAULT_SEEDS = (0, 1, 2)
 SPEC_FILE = "run.json"  # of a run's directory: what its process trains
+ALL = "all"  # instead of a scheme's name: every registered one
 ALL_SPLIT = ("weight", "activation", "gradient")
 
 
@@ -52,7 +53,14 @@ def _ranks(scheme: str) -> tuple[Variant, ...]:
     )
 
 
-# The paper's tables and its rank figure; each with the control first.
+def _with_split_weights() -> tuple[Variant, ...]:
+    """Every scheme with its weights stored as u, s, vh and residual, and that control."""
+    names = [name for name in scheme_names() if not name.startswith("bf16")]
+    split = (Variant(f"{name}, split", {"scheme": name, "split_weight": True}) for name in names)
+    return (*_schemes("bf16", "bf16-split"), *split)
+
+
+# The paper's tables and its rank figure, and the split weight by itself; the control first.
 PRESETS: dict[str, tuple[Variant, ...]] = {
     "main": _schemes("bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"),
     "ablations": _ablations("metis-paper"),
@@ -60,6 +68,7 @@ PRESETS: dict[str, tuple[Variant, ...]] = {
     "nvidia": _schemes("bf16", "metis-paper", "metis", "nvidia"),
     "rank": _ranks("metis-paper"),
     "rank-metis": _ranks("metis"),
+    "split": _with_split_weights(),
 }
 
 _FILE_KEYS = (
@@ -155,10 +164,11 @@ def make_plan(file: Path | None = None, **options: Any) -> Plan:
 
     Args:
         file: a mapping with any of the keys below.
-        **options: `preset` (a name in PRESETS), `schemes` (registered names) and `variants`
-            (name -> fields of MetisConfig) say what is compared, in this order, `main` if nothing
-            does; `seeds`; `scale` (a name in SCALES) with `model`, `training`, `tokens`,
-            `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to change it;
+        **options: `preset` (a name in PRESETS), `schemes` (registered names, or "all" for each of
+            them) and `variants` (name -> fields of MetisConfig) say what is compared, in this
+            order, `main` if nothing does; `seeds`; `scale` (a name in SCALES) with `model`,
+            `training`, `tokens`, `sequence_length`, `global_batch`, `health_interval`,
+            `eval_sequences` to change it;
             `data`, `validation`, `tasks`, `tasks_dir` as in `Plan`.
 
     Raises:
@@ -212,7 +222,8 @@ def _variants(given: _Options) -> tuple[Variant, ...]:
     if given.preset is not None:
         _one_of("preset", given.preset, PRESETS)
         chosen += PRESETS[given.preset]
-    chosen += [Variant.of_scheme(name) for name in given.schemes or ()]
+    for name in given.schemes or ():
+        chosen += _schemes(*(scheme_names() if name == ALL else [name]))
     for name, config in (given.variants or {}).items():
         chosen.append(Variant(str(name), dict(config)))
     return tuple(chosen) or PRESETS["main"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from metis_hf.experiment import CONTROL, SchemeResult
 
 CONFIDENCE = 0.95
+REFERENCE = "metis"  # what the other schemes are compared with, beside the control
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Summary:
         deviation: sample standard deviation of the losses; NaN for a single one.
         gap: paired difference to the control, percent of the control's loss; None for the control
             itself or without one.
+        above_metis: the same to `metis`; None for `metis` itself, for the control, or without it.
         diverged: seeds whose loss is not finite.
         tasks: task -> mean of its metric over the seeds.
         average: mean over the tasks; NaN without tasks.
@@ -75,6 +77,7 @@ class Summary:
     mean: float
     deviation: float
     gap: Interval | None
+    above_metis: Interval | None
     diverged: tuple[int, ...]
     tasks: dict[str, float]
     average: float
@@ -88,12 +91,29 @@ def summarize(results: Sequence[SchemeResult], control: str = CONTROL) -> list[S
     for result in results:
         by_name.setdefault(result.scheme, []).append(result)
     base = {result.seed: result.loss for result in by_name.get(control, [])}
+    metis = {result.seed: result.loss for result in by_name.get(REFERENCE, [])}
     return [
-        _summary(name, runs, None if name == control else base) for name, runs in by_name.items()
+        _summary(
+            name,
+            runs,
+            {} if name == control else base,
+            {} if name in (control, REFERENCE) else metis,
+        )
+        for name, runs in by_name.items()
     ]
 
 
-def _summary(name: str, runs: Sequence[SchemeResult], base: dict[int, float] | None) -> Summary:
+def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
+    """Percent of `base` by which `losses` lie above, on the seeds of both; None without a base."""
+    if not base:
+        return None
+    shared = [seed for seed in losses if seed in base]
+    return t_interval([100 * (losses[seed] / base[seed] - 1) for seed in shared])
+
+
+def _summary(
+    name: str, runs: Sequence[SchemeResult], base: dict[int, float], metis: dict[int, float]
+) -> Summary:
     losses = {run.seed: run.loss for run in runs}
     values = list(losses.values())
     finite = all(map(math.isfinite, values))
@@ -102,16 +122,13 @@ def _summary(name: str, runs: Sequence[SchemeResult], base: dict[int, float] | N
         for task in runs[0].tasks
         if all(task in run.tasks for run in runs)
     }
-    gap = None
-    if base:
-        shared = [seed for seed in losses if seed in base]
-        gap = t_interval([100 * (losses[seed] / base[seed] - 1) for seed in shared])
     return Summary(
         name=name,
         losses=losses,
         mean=statistics.fmean(values) if finite else math.nan,
         deviation=statistics.stdev(values) if finite and len(values) > 1 else math.nan,
-        gap=gap,
+        gap=_paired(losses, base),
+        above_metis=_paired(losses, metis),
         diverged=tuple(seed for seed, loss in losses.items() if not math.isfinite(loss)),
         tasks=tasks,
         average=statistics.fmean(tasks.values()) if tasks else math.nan,

@@ -15,16 +15,23 @@ def header(summaries: Sequence[Summary]) -> list[str]:
     """Column titles."""
     tasks = list(summaries[0].tasks)
     average = ["Avg"] if tasks else []
-    return ["Variant", "Loss", "Gap to control, %", *tasks, *average, "s/step", "x control", "MB"]
+    above = ["Above metis, %"] if _has_metis(summaries) else []
+    gaps = ["Gap to control, %", *above]
+    return ["Variant", "Loss", *gaps, *tasks, *average, "s/step", "x control", "MB"]
+
+
+def _has_metis(summaries: Sequence[Summary]) -> bool:
+    return any(summary.above_metis is not None for summary in summaries)
 
 
 def rows(summaries: Sequence[Summary]) -> list[list[str]]:
     """One row of plain cells for each variant."""
     control = next((s for s in summaries if s.name == CONTROL), None)
-    return [_row(summary, control) for summary in summaries]
+    above = _has_metis(summaries)
+    return [_row(summary, control, above) for summary in summaries]
 
 
-def _row(summary: Summary, control: Summary | None) -> list[str]:
+def _row(summary: Summary, control: Summary | None, above: bool) -> list[str]:
     deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
     tasks = [f"{100 * value:.1f}" for value in summary.tasks.values()]
     if tasks:
@@ -34,6 +41,7 @@ def _row(summary: Summary, control: Summary | None) -> list[str]:
         summary.name,
         f"{summary.mean:.4f}{deviation}",
         format_gap(summary.gap),
+        *([format_gap(summary.above_metis)] if above else []),
         *tasks,
         f"{summary.seconds_per_step:.3f}",
         ratio,
@@ -92,13 +100,15 @@ def as_csv(summaries: Sequence[Summary]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         ["variant", "mean_loss", "sd_loss", *(f"loss_seed_{seed}" for seed in seeds),
-         "gap_percent", "gap_half_width_95", *tasks, "seconds_per_step", "peak_memory_bytes"]
+         "gap_percent", "gap_half_width_95", "above_metis_percent", "above_metis_half_width_95",
+         *tasks, "seconds_per_step", "peak_memory_bytes"]
     )  # fmt: skip
     for s in summaries:
-        gap = s.gap or Interval(math.nan, math.nan, 0)
+        gap, above = (g or Interval(math.nan, math.nan, 0) for g in (s.gap, s.above_metis))
         writer.writerow(
             [s.name, s.mean, s.deviation, *(s.losses.get(seed, "") for seed in seeds),
-             gap.mean, gap.half_width, *(s.tasks[task] for task in tasks),
+             gap.mean, gap.half_width, above.mean, above.half_width,
+             *(s.tasks[task] for task in tasks),
              s.seconds_per_step, s.peak_memory]
         )  # fmt: skip
     return out.getvalue()
@@ -118,6 +128,7 @@ def findings(summaries: Sequence[Summary]) -> list[str]:
         sentences.append("One seed: differences have no interval, and small ones mean nothing.")
     elif len(counts) > 1:
         sentences.append("Variants have different numbers of seeds; gaps use those they share.")
+    sentences += _metis_sentences(summaries)
     by_name = {s.name: s for s in summaries}
     if "bf16-split" in by_name and (gap := by_name["bf16-split"].gap) is not None:
         sentences.append(_split_sentence(gap))
@@ -129,6 +140,21 @@ def _judgement(gap: Interval) -> str:
     if not gap.excludes_zero:
         return f"no difference from the control that {gap.count} seeds can tell ({shown})"
     return f"{'above' if gap.mean > 0 else 'below'} the control ({shown}, {gap.count} seeds)"
+
+
+def _metis_sentences(summaries: Sequence[Summary]) -> list[str]:
+    """Which schemes `metis` is told apart from."""
+    told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
+    for s in summaries:
+        gap = s.above_metis
+        if gap is not None and gap.count > 1 and not s.diverged:
+            place = "above" if gap.mean > 0 else "below"
+            told[place if gap.excludes_zero else "not told apart from"].append(s.name)
+    return [
+        f"{place.capitalize()} metis, paired by seed: {', '.join(names)}."
+        for place, names in told.items()
+        if names
+    ]
 
 
 def _split_sentence(gap: Interval) -> str:

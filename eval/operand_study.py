@@ -1,0 +1,308 @@
+"""What each choice in a four-bit scheme does to the operands of a trained model, without training.
+
+    python eval/operand_study.py --model runs/compare-custom-tiny/runs/bf16/seed-0/model \
+        --data prose-validation [--out eval/results/operand-study.json]
+
+For a trained control and real text: relative errors |exact - emulated| / |exact| of x, w, dy and
+of y, dx, dw, the same of the mean of dw over 8 draws of noise (its bias), the error of x in the
+lower half of its singular directions, and by how much the held-out loss rises when the forward pass
+is quantized so. Writes JSON and markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from metis_hf import MetisConfig, get_metis_model, register_scheme
+from metis_hf.conditioners.mean import MeanRemoved, row_mean
+from metis_hf.conditioners.outliers import HotChannels
+from metis_hf.data.packed import load_packed
+from metis_hf.linear import convert_linear
+from metis_hf.numerics import Quantizer, relative_error
+from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand, Spectral
+from metis_hf.schemes import Role, Scheme, scheme_names
+from metis_hf.transforms.hadamard import rotate, unrotate
+
+RANK = 32  # of the default scheme at this width
+SEQUENCES, BATCH, DRAWS = 256, 32, 8
+KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
+TITLES = ("x", "w", "dy", "y", "dx", "dw", "bias of dw", "x, lower half", "loss, forward only")
+
+NEAREST = Quantizer(rounding="nearest", scale_rounding="nearest")
+NEAREST_UP = replace(NEAREST, scale_rounding="up")
+STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
+STOCHASTIC_NEAREST = replace(STOCHASTIC, scale_rounding="nearest")
+FOUR_SIX = replace(NEAREST, scale_rule="four-over-six")
+FP8 = Quantizer("fp8-e4m3", two_level=False)
+
+
+@dataclass(frozen=True)
+class Factors(Spectral):
+    """Spectral with its factors in another format, or (None) exact."""
+
+    factor: Quantizer | None = None
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        a, lam, v = self._project(x, key=key, row_mask=row_mask)
+        keep = (lambda t, **_: t) if self.factor is None else self.factor
+        a_hat, vh_hat = keep(a, dim=dim, key=key), keep(v.T, dim=dim, key=key)
+        low = (a_hat * lam) @ vh_hat
+        return (low + quantizer(x - low, dim=dim, key=key.fold(3))).to(dtype)
+
+    encode = None
+
+
+@dataclass(frozen=True)
+class MeanThenSplit(Spectral):
+    """The mean of the rows is taken off, exactly, before the split."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        mean = row_mean(x, row_mask)
+        rest = super().__call__(x.float() - mean, quantizer, dim=dim, key=key, row_mask=row_mask)
+        return (rest + mean).to(dtype)
+
+
+@dataclass(frozen=True)
+class RotatedResidual(Spectral):
+    """Spectral, whose residual is quantized in a basis rotated by a Hadamard matrix."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        low = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)[0]
+        residual = quantizer(rotate(x.float() - low, dim=dim), dim=dim, key=key.fold(3))
+        rotated = unrotate(residual, dim=dim)[: x.shape[0], : x.shape[1]]
+        return (low + rotated).to(dtype)
+
+
+def split(rank: int = RANK, kind: type[Spectral] = Spectral, **options: Any) -> Spectral:
+    return kind(rank=rank, **options)
+
+
+def scheme(x=IDENTITY, w=IDENTITY, dy=IDENTITY, *, qx=NEAREST, qw=NEAREST, qdy=STOCHASTIC,
+           corrected=False) -> Scheme:  # fmt: skip
+    """One copy of each tensor for all its GEMMs; a quantizer None leaves it exact."""
+    operands = (
+        Operand(q, c) if q is not None else HIGH_PRECISION for q, c in ((qx, x), (qw, w), (qdy, dy))
+    )
+    return Scheme(*operands, corrects_coordinates=corrected)
+
+
+def own_copies(base: Scheme, **weight: Any) -> Scheme:
+    """Contraction mode: each GEMM has copies of its own."""
+    return replace(
+        base,
+        fprop_weight=replace(base.fprop_weight, quantizer=replace(NEAREST, **weight)),
+        dgrad_weight=replace(base.fprop_weight, quantizer=replace(NEAREST, **weight)),
+        wgrad_grad_output=base.dgrad_grad_output,
+        wgrad_input=base.fprop_input,
+    )
+
+
+EXACT_W = {"qw": None, "qdy": None}
+ALL = {"x": split(), "w": split(sample_frac=1.0), "dy": split()}
+METIS = scheme(**ALL, corrected=True)
+
+# question -> variant -> scheme
+STUDIES: dict[str, dict[str, Scheme]] = {
+    "What is split, and what the correction adds (rank 32)": {
+        "nothing": scheme(),
+        "x": scheme(x=split()),
+        "w": scheme(w=split(sample_frac=1.0)),
+        "dy": scheme(dy=split()),
+        "x, w": scheme(x=split(), w=split(sample_frac=1.0)),
+        "x, w, dy": scheme(**ALL),
+        "w, corrected": scheme(w=split(sample_frac=1.0), corrected=True),
+        "x, w, dy, corrected (metis)": METIS,
+        "hot channels of x and w, 1/16": scheme(x=HotChannels(), w=HotChannels()),
+        "hot channels of x and w, 1/3": scheme(x=HotChannels(1 / 3), w=HotChannels(1 / 3)),
+    },
+    "Residual against quantized or exact factors": {
+        "compensated": scheme(**ALL),
+        "exact": scheme(**{k: replace(v, compensated=False) for k, v in ALL.items()}),
+    },
+    "Rank": {
+        f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=True)
+        for k in (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    }
+    | {"rank 2 of x, 32 of w": scheme(split(2), split(sample_frac=1.0), split(2), corrected=True)},
+    "The input alone: format of the factors": {
+        "FP4": scheme(split(), **EXACT_W),
+        "FP8": scheme(split(kind=Factors, factor=FP8), **EXACT_W),
+        "exact": scheme(split(kind=Factors), **EXACT_W),
+    },
+    "The input alone: what is done beside the split": {
+        "direct": scheme(**EXACT_W),
+        "mean removed": scheme(MeanRemoved(), **EXACT_W),
+        "Hadamard": scheme(Hadamard(), **EXACT_W),
+        "split": scheme(split(), **EXACT_W),
+        "mean removed, then split": scheme(split(kind=MeanThenSplit), **EXACT_W),
+        "split, residual rotated": scheme(split(kind=RotatedResidual), **EXACT_W),
+        "split, 4/6 scales": scheme(split(), qx=FOUR_SIX, **EXACT_W),
+        "split, scales up": scheme(split(), qx=NEAREST_UP, **EXACT_W),
+        "split, stochastic": scheme(split(), qx=STOCHASTIC, **EXACT_W),
+    },
+    "The input alone: how the subspace is found": {
+        f"{100 * rows:g} % of rows, {n} iterations": scheme(
+            split(sample_frac=rows, n_iter=n), **EXACT_W
+        )
+        for rows, n in ((0.01, 0), (0.01, 1), (0.01, 2), (0.1, 1), (1.0, 1), (1.0, 4))
+    },
+    "The weight alone: scales": {
+        "direct": scheme(qx=None, qdy=None),
+        "direct, 4/6": scheme(qx=None, qdy=None, qw=FOUR_SIX),
+        "direct, scales up": scheme(qx=None, qdy=None, qw=NEAREST_UP),
+        "direct, 16x16 tiles": scheme(qx=None, qdy=None, qw=replace(NEAREST, tile="square")),
+        "split": scheme(w=split(sample_frac=1.0), qx=None, qdy=None),
+        "split, 4/6": scheme(w=split(sample_frac=1.0), qx=None, qdy=None, qw=FOUR_SIX),
+        "split, 16x16 tiles": scheme(
+            w=split(sample_frac=1.0), qx=None, qdy=None, qw=replace(NEAREST, tile="square")
+        ),
+    },
+    "The gradient alone: rounding": {
+        "direct, stochastic": scheme(qx=None, qw=None),
+        "direct, stochastic, scales nearest": scheme(qx=None, qw=None, qdy=STOCHASTIC_NEAREST),
+        "direct, nearest": scheme(qx=None, qw=None, qdy=NEAREST),
+        "split, stochastic": scheme(dy=split(), qx=None, qw=None),
+        "split, stochastic, scales nearest": scheme(
+            dy=split(), qx=None, qw=None, qdy=STOCHASTIC_NEAREST
+        ),
+        "split, nearest": scheme(dy=split(), qx=None, qw=None, qdy=NEAREST),
+        "split, 4/6 nearest": scheme(dy=split(), qx=None, qw=None, qdy=FOUR_SIX),
+    },
+    "Contraction mode": {
+        "shared": METIS,
+        "own copies": own_copies(METIS),
+        "own copies, weight in 16x16 tiles": own_copies(METIS, tile="square"),
+    },
+}
+REGISTERED = [name for name in scheme_names() if not name.startswith("bf16")]
+
+
+def register(name: str, built: Scheme) -> MetisConfig:
+    """A config for a scheme of the study."""
+    register_scheme(name, summary="", source="")(lambda config, rank: built)
+    return MetisConfig(scheme=name)
+
+
+def capture(model: nn.Module, ids: Tensor) -> list[tuple[str, nn.Linear, Tensor, Tensor]]:
+    """(name, plain layer, x [t i], dy [t o]) of every converted layer, on one batch."""
+    seen: dict[str, list[Tensor]] = {}
+    handles = []
+    for name, layer in model.named_modules():
+        if hasattr(layer, "weight_form"):
+
+            def hook(module, args, out, name=name):
+                seen[name] = [args[0].detach().flatten(0, -2)]
+                out.register_hook(lambda grad: seen[name].append(grad.detach().flatten(0, -2)))
+
+            handles.append(layer.register_forward_hook(hook))
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return [(name, model.get_submodule(name).to_dense(), *pair) for name, pair in seen.items()]
+
+
+def errors(config: MetisConfig, tensors: list) -> dict[str, float]:
+    """Means over layers of what KEYS name, but for the loss."""
+    sums = dict.fromkeys(KEYS[:-1], 0.0)
+    for name, linear, x, dy in tensors:
+        w = linear.weight.detach()
+        exact = {"x": x, "w": w, "dy": dy, "y": x @ w.T, "dx": dy @ w, "dw": dy.T @ x}
+        found = emulated(config.replace(seed=0), name, linear, x, dy)
+        draws = [found["dw"]]
+        for seed in range(1, DRAWS):
+            draws.append(emulated(config.replace(seed=seed), name, linear, x, dy)["dw"])
+        for key, value in exact.items():
+            sums[key] += relative_error(value, found[key]).item()
+        sums["dw_bias"] += relative_error(exact["dw"], sum(draws) / DRAWS).item()
+        small = torch.linalg.svd(x, full_matrices=False).Vh[x.shape[1] // 2 :].T
+        sums["x_small"] += relative_error(x @ small, found["x"] @ small).item()
+    return {key: value / len(tensors) for key, value in sums.items()}
+
+
+def emulated(config, name, linear, x, dy) -> dict[str, Tensor]:
+    """The operands and results of one layer in fp32."""
+    layer = convert_linear(copy.deepcopy(linear), config, name=name).train()
+    x32 = x.clone().requires_grad_()
+    y = layer(x32)
+    y.backward(dy)
+    keys = layer.call_keys(x)
+    weight = layer.weight_params()[-1].detach()
+    found = {"y": y.detach(), "dx": x32.grad, "dw": layer.weight_params()[-1].grad}
+    for key, role, value in (
+        ("x", Role.FPROP_INPUT, x),
+        ("w", Role.FPROP_WEIGHT, weight),
+        ("dy", Role.DGRAD_GRAD_OUTPUT, dy),
+    ):
+        operand = layer.scheme.resolve(role)[1]
+        found[key] = operand(value, dim=-1, key=keys[role], dtype=torch.float32)[0]
+    return found
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module, ids: Tensor) -> float:
+    """Mean loss in nats per token in eval mode."""
+    model.eval()
+    batches = ids.split(64)
+    return sum(model(input_ids=b, labels=b).loss.item() for b in batches) / len(batches)
+
+
+def study(model_dir: Path, data_dir: Path) -> dict[str, Any]:
+    """question -> variant -> KEYS; the loss as percent above the control's."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    held_out = load_packed(data_dir)
+    ids = torch.as_tensor(held_out[: min(SEQUENCES, len(held_out))]["input_ids"])
+    tensors = capture(model, ids[:BATCH])
+    control = loss_of(model, ids)
+    dense = copy.deepcopy(model)
+    for name, linear, *_ in tensors:
+        dense.set_submodule(name, copy.deepcopy(linear))
+    results: dict[str, Any] = {}
+    for question, variants in STUDIES.items():
+        for name, built in variants.items():
+            config = register(f"{question}: {name}", built)
+            found = errors(config, tensors)
+            quantized = get_metis_model(copy.deepcopy(dense), config)
+            found["loss"] = 100 * (loss_of(quantized, ids) / control - 1)
+            results.setdefault(question, {})[name] = found
+            print(name, {k: round(v, 4) for k, v in found.items()}, flush=True)
+    return {"control": control, "studies": results}
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Markdown: a table for each question."""
+    lines = []
+    for question, variants in record["studies"].items():
+        lines += [f"### {question}\n", "| | " + " | ".join(TITLES) + " |"]
+        lines.append("|---|" + "---:|" * len(TITLES))
+        for name, found in variants.items():
+            cells = [f"{found[key]:.3f}" for key in KEYS[:-1]]
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {found['loss']:+.2f} % |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help="packed held-out tokens")
+    parser.add_argument("--out", type=Path, default=Path("eval/results/operand-study.json"))
+    args = parser.parse_args()
+    record = {"sequences": SEQUENCES, "batch": BATCH, "rank": RANK} | study(args.model, args.data)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(tables(record))
+
+
+if __name__ == "__main__":
+    main()
