@@ -163,6 +163,8 @@ class Spectral:
         compensated: take the residual against the *quantized* low-rank part, so that the
             residual carries the rounding errors of the factors too; the paper takes it against
             the exact one.
+        fixed_sketch: the range finder's noise is the same whatever the matrix, so that the
+            subspace of one that changes little from step to step changes little too.
     """
 
     rank: int
@@ -170,6 +172,7 @@ class Spectral:
     oversample: int = 8
     n_iter: int = 1
     compensated: bool = True
+    fixed_sketch: bool = False
 
     uses_row_mask: ClassVar[bool] = True
 
@@ -278,7 +281,7 @@ class Spectral:
             min_rows=default_rows(rank, self.oversample),
             oversample=self.oversample,
             n_iter=self.n_iter,
-            key=key,
+            key=Key(key.static) if self.fixed_sketch else key,
             row_mask=row_mask,
         )  # [c k]
         a, lam = project(x.to(v.dtype), v)  # [t k] [k]

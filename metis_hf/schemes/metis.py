@@ -32,7 +32,8 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     """
     forward, backward = nearest_forward(config)
     split = spectral(config, rank, compensated=True)
-    split_weight = replace(split, sample_frac=1.0)  # few rows, once for all tokens
+    # All rows: they are few beside the tokens. A fixed sketch: w_hat is to change only as w does.
+    split_weight = replace(split, sample_frac=1.0, fixed_sketch=True)
 
     def operand(tensor: str, quantizer, conditioner) -> Operand:
         return Operand(quantizer, conditioner) if tensor in config.decompose else Operand(quantizer)
