@@ -29,8 +29,8 @@ from metis_hf import (
 )
 from metis_hf.linear import full_tensor
 
-# Without activation and gradient splits (whose sketches are noise) nearest rounding has no noise.
-NOISELESS = {"scheme": "metis", "decompose": ("weight",), **NEAREST}
+# Without splits at each use (whose sketches are noise) nearest rounding has no noise.
+NOISELESS = {"scheme": "metis", "decompose": ("weight",), "split_weight": True, **NEAREST}
 CONFIGS = {
     "metis": NOISELESS,
     "nvidia": {"scheme": "nvidia", **NEAREST},
@@ -92,7 +92,7 @@ def noise(engine, out):
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
     outputs = {}
     for rounding in ("nearest", "stochastic"):
-        model = build(scheme="metis", decompose=("weight",), forward_rounding=rounding)
+        model = build(**NOISELESS | {"forward_rounding": rounding})
         outputs[rounding] = model.model.layers[0].self_attn.q_proj.train()(x).detach()
     return outputs
 
@@ -140,7 +140,9 @@ def _save_and_resume(engine, out, **options):
     seen = {}
     refresh_interval = 0 if engine.startswith("zero") else 2
     for name in ("whole", "resumed"):
-        model = build(forward_rounding="stochastic", refresh_interval=refresh_interval)
+        model = build(
+            forward_rounding="stochastic", refresh_interval=refresh_interval, split_weight=True
+        )
         trainer = make_trainer(
             engine,
             out / name,
@@ -213,7 +215,7 @@ def errors(engine, out):
     """Messages for what is refused."""
     seen = {}
     if engine == "fsdp":
-        model = build()
+        model = build(split_weight=True)
         model.model.layers[1].mlp.up_proj.bfloat16()
         seen["mixed dtypes"] = _error(make_trainer(engine, out, model).train)
     dense = llama()
@@ -226,7 +228,8 @@ def errors(engine, out):
 def refused(engine, out):
     """What does not work under DeepSpeed: refreshing, and converting what it manages."""
     seen = {}
-    trainer = make_trainer(engine, out, build(), callbacks=[MetisCallback(refresh_interval=2)])
+    model = build(split_weight=True)
+    trainer = make_trainer(engine, out, model, callbacks=[MetisCallback(refresh_interval=2)])
     seen["refresh_interval"] = _error(trainer.train)
     seen["refresh"] = _error(refresh, trainer.model)
     dense = llama()
@@ -284,7 +287,9 @@ def ram_efficient(engine, out):
     """A checkpoint that only rank 0 reads, and sends to the others while they shard it."""
     seen = {}
     sharing = {"fsdp_config": {"cpu_ram_efficient_loading": True}}
-    for name, source, config in (("metis", build(), None), ("dense", llama(), MetisConfig())):
+    split = MetisConfig(split_weight=True)
+    sources = (("metis", build(split_weight=True), None), ("dense", llama(), split))
+    for name, source, config in sources:
         # Before the model: from_pretrained looks at what the arguments put into the environment.
         make_trainer(engine, out, build(), **sharing)
         if rank() == 0:

@@ -19,25 +19,28 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.analysis import analyze, capture, figures
 from metis_hf.analysis.cli import register
 from metis_hf.analysis.distortion import SCHEMES, Quantizers, Sample, distortion_data
+from metis_hf.analysis.portrait import residual_spectra
 from metis_hf.analysis.run import KINDS
-from metis_hf.analysis.source import WeightSource, last_ffn, portrait_layers
+from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn, portrait_layers
 from metis_hf.corpus import Document, train_tokenizer
 from metis_hf.gemm import CallKeys, GemmPlan
 from metis_hf.schemes import Role
+from metis_hf.weights import SplitWeight
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama that was split by Metis, with a tokenizer; and the same before the split."""
+    """A Llama whose weights Metis stores split, with a tokenizer; and the same before that."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=300)
     model = llama()
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(folder / "plain")
-    get_metis_model(model, MetisConfig(scheme="metis")).save_pretrained(folder / "metis")
+    split = MetisConfig(scheme="metis", split_weight=True, rank=16)
+    get_metis_model(model, split).save_pretrained(folder / "metis")
     for name in ("plain", "metis"):
         tokenizer.save_pretrained(folder / name)
     (folder / "text.py").write_text(TEXT)
@@ -65,6 +68,15 @@ def analysis(checkpoint):
     return result, out
 
 
+def test_residual_of_a_split_that_keeps_every_direction():
+    """As in small layers, where 32 are all: no component is left to compare with."""
+    weight, noise = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
+    parts = (torch.eye(32), torch.ones(32), weight - noise / 8, noise / 8)
+    stored = StoredWeight("layer", weight, parts, SplitWeight(), "metis")
+    assert list(residual_spectra(stored, None, 32)) == ["Metis: residual", "Metis: whole weight"]
+    assert len(residual_spectra(stored, None, 31)["Metis: weight without its top 31"]["sigma"]) == 1
+
+
 @pytest.mark.parametrize("build", [llama, gpt2])
 @pytest.mark.parametrize("shard", ["5GB", "100KB"])
 def test_streamed_weights_are_the_models(build, shard, tmp_path):
@@ -84,7 +96,7 @@ def test_streamed_weights_are_the_models(build, shard, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["metis", "metis-paper", "bf16-split"])
 def test_split_weights_are_what_they_represent(scheme, tmp_path):
-    model = get_metis_model(llama(), MetisConfig(scheme=scheme))
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, split_weight=True))
     with torch.no_grad():
         for _, layer in metis_layers(model):
             layer.s.mul_(1.5)  # as training would: no longer the plain decomposition
@@ -133,16 +145,27 @@ def test_weights_are_never_all_in_memory(undrawn, checkpoint, tmp_path, monkeypa
     assert max(peaks) < sum(sizes) / 2
 
 
-def test_quantized_weight_is_what_the_layer_multiplies(checkpoint):
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint / "metis").train()
+@pytest.mark.parametrize("split", [True, False])
+def test_quantized_weight_is_what_the_layer_multiplies(split, checkpoint, tmp_path):
+    path = checkpoint / "metis"
+    if not split:
+        path = tmp_path
+        get_metis_model(llama(), MetisConfig()).save_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).train()
     name, layer = next(metis_layers(model))
-    stored = WeightSource(checkpoint / "metis").load(name)
+    stored = WeightSource(path).load(name)
     quantizers = Quantizers(name, tuple(stored.weight.shape))
-    found = quantizers.weight(stored, "metis").values
+    quantized = quantizers.weight(stored, "metis")
+    found = quantized.values
     params = [param.detach() for param in layer.weight_params()]
     keys = CallKeys(layer.noise_key(), params[-1], params[-1])
     plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
     assert torch.equal(found, plan.weight_operand(Role.FPROP_WEIGHT, params)[0])
+    if not split:  # lost is what is zero of the residual, not of the weight
+        w_hat, low = plan.weight_factors(params)
+        rest = (params[0] - low.left @ low.right) != 0
+        zero = (w_hat - low.left @ low.right).abs() < 1e-6
+        assert quantized.zeroed == pytest.approx(float((zero & rest).sum() / rest.sum()), abs=1e-3)
 
 
 def test_quantized_rows_are_the_schemes_operands():

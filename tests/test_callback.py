@@ -13,7 +13,14 @@ import transformers
 from accelerate.state import AcceleratorState, DistributedType
 from conftest import VOCAB, llama
 
-from metis_hf import MetisCallback, MetisConfig, MetisLinear, get_metis_model, metis_layers
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    MetisLinear,
+    get_metis_model,
+    metis_layers,
+    refresh,
+)
 from metis_hf.callback import HEALTH_FILE
 
 STATS = {
@@ -77,9 +84,11 @@ def test_class_or_instance(tmp_path, callback):
     assert "metis/weight/q_proj/stable_rank" in made.state.log_history[0]
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "nvidia", "metis"])
-def test_health_reaches_the_logs_and_the_file(tmp_path, scheme):
-    model = get_metis_model(llama(), MetisConfig(scheme=scheme))
+@pytest.mark.parametrize(
+    ("scheme", "split"), [("bf16", False), ("nvidia", False), ("metis", False), ("metis", True)]
+)
+def test_health_reaches_the_logs_and_the_file(tmp_path, scheme, split):
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, split_weight=split))
     made = trainer(tmp_path, model, [MetisCallback(health_interval=3)])
     made.train()
     measured = [e for e in made.state.log_history if "metis/nonfinite_tensors" in e]
@@ -89,7 +98,7 @@ def test_health_reaches_the_logs_and_the_file(tmp_path, scheme):
         for group in ("q_proj", "down_proj"):
             prefix = f"metis/{tensor}/{group}/"
             found = {k.removeprefix(prefix) for k in measured[0] if k.startswith(prefix)}
-            extra = {"orthogonality"} if scheme == "metis" and tensor == "weight" else set()
+            extra = {"orthogonality"} if split and tensor == "weight" else set()
             assert found == expected | extra
     assert all(isinstance(v, float) and math.isfinite(v) for k, v in measured[0].items()
                if k.startswith("metis/"))  # fmt: skip
@@ -154,7 +163,7 @@ def test_refresh_keeps_the_function_and_resets_the_factors_moments(tmp_path):
             }
             seen[state.global_step] = gram.abs().max().item(), moments
 
-    model = get_metis_model(llama(), MetisConfig(refresh_interval=4))
+    model = get_metis_model(llama(), MetisConfig(refresh_interval=4, split_weight=True))
     made = trainer(tmp_path, model, [MetisCallback(health_interval=0), Spy])
     made.train()
     assert seen[3][0] > 1e-4  # three Adam steps of 1e-3 leave the Stiefel manifold
@@ -174,7 +183,7 @@ def test_resume_is_exact(tmp_path):
 
     def run(directory, **changes):
         torch.manual_seed(0)
-        config = MetisConfig(refresh_interval=2, forward_rounding="stochastic")
+        config = MetisConfig(refresh_interval=2, forward_rounding="stochastic", split_weight=True)
         model = get_metis_model(llama(), config)
         made = trainer(directory, model, [MetisCallback(health_interval=2)],
                        save_strategy="steps", save_steps=3, **changes)  # fmt: skip
@@ -218,14 +227,15 @@ class TestErrors:
     def test_converted_after_the_optimizer(self, tmp_path):
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        get_metis_model(model)
+        get_metis_model(model, MetisConfig(split_weight=True))
         made = trainer(tmp_path, model, [MetisCallback], optimizers=(optimizer, None))
         with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
             made.train()
 
     def test_refresh_under_deepspeed_is_refused(self, tmp_path, monkeypatch):
         """Its fp32 master weights would overwrite refreshed ones at the next step."""
-        made = trainer(tmp_path, get_metis_model(llama()), [MetisCallback(refresh_interval=2)])
+        model = get_metis_model(llama(), MetisConfig(split_weight=True))
+        made = trainer(tmp_path, model, [MetisCallback(refresh_interval=2)])
         shared = AcceleratorState._shared_state
         monkeypatch.setitem(shared, "distributed_type", DistributedType.DEEPSPEED)
         callback = made.callback_handler.callbacks[-1]
@@ -233,13 +243,29 @@ class TestErrors:
         with pytest.raises(NotImplementedError, match=r"refresh_interval=2.*DeepSpeed"):
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
+    @pytest.mark.parametrize("scheme", ["metis", "bf16"])
+    def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):
+        """Nothing is there to decompose anew, and asking for it is an error before any step."""
+        message = rf".*no layer of this model has them \(scheme '{scheme}' .*split_weight=True"
+        config = MetisConfig(scheme=scheme, refresh_interval=2)
+        for model, callback in (
+            (get_metis_model(llama(), config), MetisCallback()),
+            (get_metis_model(llama(), config.replace(refresh_interval=0)), MetisCallback(2, 2)),
+        ):
+            made = trainer(tmp_path, model, [callback])
+            with pytest.raises(ValueError, match="^refresh_interval=2 " + message):
+                made.train()
+            assert made.state.global_step == 0
+            with pytest.raises(ValueError, match=r"^refresh\(\) " + message):
+                refresh(model)
+
     def test_negative_interval(self):
         with pytest.raises(ValueError, match="health_interval=-1"):
             MetisCallback(health_interval=-1)
 
     def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
         """The loss is NaN in the logs, and the health log names the layer."""
-        model = get_metis_model(llama(), MetisConfig())
+        model = get_metis_model(llama(), MetisConfig(split_weight=True))
         layer = model.model.layers[1].mlp.up_proj
         assert isinstance(layer, MetisLinear)
         layer.weight_residual.data[0, 0] = float("inf")

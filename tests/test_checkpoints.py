@@ -61,7 +61,10 @@ def trainer(path, model, callbacks=None, **changes):
 
 
 def converted(scheme="metis", **config):
+    """Metis with stored factors, which a checkpoint has more to lose of."""
     torch.manual_seed(0)
+    if scheme == "metis":
+        config = {"split_weight": True, **config}
     return get_metis_model(llama(), MetisConfig(scheme=scheme, **config))
 
 
@@ -137,7 +140,7 @@ class TestDamaged:
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"]["rank"] = 8
         (directory / "config.json").write_text(json.dumps(config))
-        match = r"(u|s|vh) has shape \(.*16.*\) in .*model.safetensors, and \(.*8.*\) by the config"
+        match = r"(u|s|vh) has shape \(.*32.*\) in .*model.safetensors, and \(.*8.*\) by the config"
         with pytest.raises(ValueError, match=match):
             load(directory, ignore_mismatched_sizes=ignore)
 
@@ -246,8 +249,9 @@ class TestMixedSchemes:
                 r"has a split weight .* for .*_proj and 13 more, .* stores it densely",
             ),
             ("nvfp4", "metis", r"has a dense weight for .*_proj and 13 more, .* as u, s, vh"),
-            ("metis", "metis-paper", r"q_proj.u has shape \(64, 16\) .* \(64, 1\) in .* rank 1\."),
+            ("metis", "metis-paper", r"q_proj.u has shape \(64, 32\) .* \(64, 1\) in .* rank 1\."),
             ("nvfp4", "nvidia", r"another config .*scheme='nvfp4' -> 'nvidia'"),
+            ("bf16-split", "metis", r"q_proj.u has shape \(64, 16\) .* \(64, 32\) in .* rank 32\."),
         ],
     )
     def test_schemes(self, before, after, match, runs, tmp_path):
@@ -313,4 +317,4 @@ class TestMixedSchemes:
         made.train(resume_from_checkpoint=True)
         state = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
         saved = state["stateful_callbacks"]["MetisCallback"]["attributes"]["trained_config"]
-        assert MetisConfig.from_dict(saved) == MetisConfig()
+        assert MetisConfig.from_dict(saved) == MetisConfig(split_weight=True)

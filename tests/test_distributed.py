@@ -293,7 +293,8 @@ class TestSaving:
     def test_only_the_first_rank_reads_a_checkpoint(self, ranks, source):
         """cpu_ram_efficient_loading: the other ranks' weights are empty until they are sharded."""
         path = ranks.out / "fsdp-ram_efficient" / source
-        options = {} if source == "metis" else {"quantization_config": MetisConfig()}
+        config = MetisConfig(split_weight=True)
+        options = {} if source == "metis" else {"quantization_config": config}
         for result in ranks("fsdp", "ram_efficient"):
             model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
             same(dict(model.named_parameters()), result[source])

@@ -312,12 +312,12 @@ def test_coverage_of_mixtral_8x7b():
     assert report.skipped == {"lm_head": "output head"}
     text = str(report)
     assert "640 layers converted || 46,439,333,888 of 46,702,792,704 params (99.4%)" in text
-    assert "rank 16 (64 layers), 64 (576 layers)" in text
+    assert "rank 32 (64 layers), 64 (576 layers)" in text
 
 
 def test_refresh_keeps_the_function():
     """Every expert is decomposed anew, visited or not; the model computes the same."""
-    model = get_metis_model(ARCHITECTURES["mixtral"].build(), MetisConfig())
+    model = get_metis_model(ARCHITECTURES["mixtral"].build(), MetisConfig(split_weight=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
         model.train()(**causal_batch()).loss.backward()
@@ -372,7 +372,7 @@ def test_callback_with_experts_that_see_no_token(tmp_path):
             "num_experts_per_tok": 2,
         },
     )
-    get_metis_model(model, MetisConfig(refresh_interval=2))
+    get_metis_model(model, MetisConfig(refresh_interval=2, split_weight=True))
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (4, 6))]
     trainer = transformers.Trainer(
         model,
@@ -406,8 +406,9 @@ def test_callback_with_experts_that_see_no_token(tmp_path):
 
 
 def test_report_names_what_was_done():
-    text = str(get_metis_model(ARCHITECTURES["mixtral"].build(), MetisConfig()).metis_report)
+    config = MetisConfig(split_weight=True)
+    text = str(get_metis_model(ARCHITECTURES["mixtral"].build(), config).metis_report)
     layers = LAYERS * (4 + 2 * EXPERTS)
     assert text.startswith(f"scheme metis: {layers} layers converted || ")
-    assert f"rank 16 ({layers} layers); split reproduces the weights to" in text
+    assert f"rank 32 ({layers} layers); split reproduces the weights to" in text
     assert "kept in high precision (output head): lm_head" in text

@@ -24,8 +24,8 @@ from metis_hf import (
 )
 from metis_hf.corpus import stdlib_documents, train_tokenizer
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
-from metis_hf.noise import key_of
 from metis_hf.packing import LowRank, Packed
+from metis_hf.schemes import Role
 
 FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
 # bf16 rounds weights and activations to 2^-9 of their size; some 30 roundings on the way through
@@ -46,6 +46,8 @@ PACKED_AS_STORED = [
 SPLIT = [
     pytest.param({"scheme": "metis"}, id="metis"),
     pytest.param({"scheme": "metis-paper"}, id="metis-paper"),
+    pytest.param({"scheme": "metis", "split_weight": True}, id="stored-split"),
+    pytest.param({"scheme": "nvidia", "split_weight": True}, id="nvidia-stored-split"),
     pytest.param({"scheme": "metis", "rank": 5}, id="rank-5"),
     pytest.param({"scheme": "metis", "operand_mode": "contraction"}, id="square-tiles"),
     pytest.param({"scheme": "metis", "two_level": False}, id="one-level"),
@@ -103,7 +105,7 @@ def w_hat(layer):
     """The weight as it enters the forward GEMM of a layer in evaluation, fp32."""
     operand = layer.eval_scheme.fprop_weight
     params = [param.detach() for param in layer.weight_params()]
-    key = key_of("unused")
+    key = layer.call_keys(torch.zeros(1, layer.in_features))[Role.FPROP_WEIGHT]
     return layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)[0]
 
 
@@ -270,12 +272,13 @@ class TestCompressedTensors:
     @pytest.mark.parametrize("build", [tied_llama, ARCHITECTURES["qwen2"]], ids=["tied", "bias"])
     def test_head_and_biases_stay(self, build, tmp_path):
         source = checkpoint(tmp_path / "metis", build)
-        export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+        report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
         original, state = (
             load_file(path / "model.safetensors") for path in (source, tmp_path / "out")
         )
         for name, value in original.items():
-            if name.rsplit(".", 1)[1] not in ("u", "s", "vh", "weight_residual"):
+            layer, part = name.rsplit(".", 1)
+            if layer not in report.packed or part == "bias":
                 assert torch.equal(state[name], value.bfloat16()), name
         assert ("lm_head.weight" in state) == ("lm_head.weight" in original)
 
@@ -288,7 +291,7 @@ class TestCompressedTensors:
         for (choice, kind), row in rows.items():
             if choice == "fold":
                 assert low < row.sqnr_db < high
-                # 16 of 64 directions kept in fp32-scaled factors: the residual is smaller.
+                # 32 of 64 directions kept in fp32-scaled factors: the residual is smaller.
                 assert rows["side-file", kind].mean_error < row.mean_error
             assert row.mean_error <= row.max_error
         assert json.loads((tmp_path / "out/metis_export.json").read_text())["rows"]
@@ -325,7 +328,8 @@ class TestSideFile:
         assert whole.dtype is torch.float32
         assert not list(metis_layers(whole))
         for name, layer in metis_layers(load_metis_model(source)):
-            assert isinstance(layer, MetisLinear)
+            stored = config.get("split_weight", config["scheme"] == "metis-paper")
+            assert isinstance(layer, MetisLinear) == stored
             assert torch.equal(whole.get_submodule(name).weight, w_hat(layer)), name
 
     def test_plain_loading_of_it_fails(self, tmp_path):
@@ -352,17 +356,17 @@ class TestSideFile:
         }
         description = json.loads((out / "metis_low_rank.json").read_text())
         name = "model.layers.0.mlp.up_proj"
-        assert description["layers"][name] == {"out_features": 96, "in_features": 64, "rank": 16}
+        assert description["layers"][name] == {"out_features": 96, "in_features": 64, "rank": 32}
         tensors = load_file(out / "metis_low_rank.safetensors")
         keys = ("u_packed", "u_scale", "u_global_scale", "s", "vh_packed")
         found = {key: tensors[f"{name}.{key}"] for key in keys}
         shapes = {key: (str(tensor.dtype), *tensor.shape) for key, tensor in found.items()}
         assert shapes == {
-            "u_packed": ("torch.uint8", 96, 8),
-            "u_scale": ("torch.float8_e4m3fn", 96, 1),
+            "u_packed": ("torch.uint8", 96, 16),
+            "u_scale": ("torch.float8_e4m3fn", 96, 2),
             "u_global_scale": ("torch.float32", 1),
-            "s": ("torch.float32", 16),
-            "vh_packed": ("torch.uint8", 16, 32),
+            "s": ("torch.float32", 32),
+            "vh_packed": ("torch.uint8", 32, 32),
         }
 
     def test_missing_factor_and_newer_version(self, tmp_path):

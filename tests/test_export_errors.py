@@ -74,7 +74,7 @@ class TestErrors:
 
     def test_side_file_without_a_low_rank_part(self, tmp_path):
         source = checkpoint(tmp_path / "metis", scheme="nvidia")
-        self.refused(source, tmp_path / "out", r"needs split weights.*'nvidia'.*fold",
+        self.refused(source, tmp_path / "out", r"needs weights that are split.*'nvidia'.*fold",
                      low_rank="side-file")  # fmt: skip
 
     def test_no_metis_checkpoint(self, tmp_path):

@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "weight_reuse",
     },
     "resume": {"config", "linear", "model"},
-    "packing": {"linear", "numerics", "operands"},
+    "packing": {"linear", "numerics", "operands", "schemes"},
     "model_card": {"config", "report"},
     "export_report": {"numerics"},
     "export": {

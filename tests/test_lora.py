@@ -39,9 +39,9 @@ def lora_config(**changes) -> LoraConfig:
     )
 
 
-def adapted(model, scheme="metis", **changes):
+def adapted(model, scheme="metis", split=None, **changes):
     """(PeftModel over the converted model, W + scaling B A in fp64 by name of layer)."""
-    get_metis_model(model, MetisConfig(scheme=scheme))
+    get_metis_model(model, MetisConfig(scheme=scheme, split_weight=split))
     model = get_peft_model(model, lora_config(**changes))
     expected = {}
     for name, layer in lora_layers(model).items():
@@ -196,7 +196,7 @@ def test_merge_and_unload_represents_w_plus_ba(architecture, scheme, token_ids, 
 
 def test_refresh_after_a_merge_decomposes_the_sum(token_ids):
     """The merged delta lies in the residual until the weight is decomposed anew."""
-    model, expected = adapted(llama(), "metis")
+    model, expected = adapted(llama(), "metis", split=True)
     merged = model.merge_and_unload()
     layer = dict(metis_layers(merged))["model.layers.0.mlp.up_proj"]
     before = torch.linalg.matrix_norm(layer.weight_residual, 2)
@@ -210,10 +210,10 @@ def test_refresh_after_a_merge_decomposes_the_sum(token_ids):
     assert after < 1.1 * first_left
 
 
-@pytest.mark.parametrize("scheme", ["nvidia", "metis"])
+@pytest.mark.parametrize(("scheme", "split"), [("nvidia", None), ("metis", None), ("metis", True)])
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_merge_and_unmerge(make, scheme, token_ids):
-    model, expected = adapted(make(), scheme)
+def test_merge_and_unmerge(make, scheme, split, token_ids):
+    model, expected = adapted(make(), scheme, split=split)
     before = base_state(model)
     model.merge_adapter()
     name, layer = next(iter(lora_layers(model).items()))

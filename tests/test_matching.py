@@ -203,7 +203,8 @@ def reload(model, directory):
 def test_rank_and_rank_pattern(tmp_path):
     """An absolute rank as it is; the first pattern that matches wins, also after loading."""
     patterns = {r"layers\.0\..*\.q_proj": 3, "q_proj": 5, "down_proj": 7}
-    model = get_metis_model(build(), MetisConfig(rank=4, rank_pattern=patterns))
+    config = MetisConfig(rank=4, rank_pattern=patterns, split_weight=True)
+    model = get_metis_model(build(), config)
     for each in (model, reload(model, tmp_path)):
         ranks = {name: layer.rank for name, layer in metis_layers(each)}
         for name, rank in ranks.items():
@@ -222,18 +223,19 @@ def test_rank_and_rank_pattern(tmp_path):
 def test_scheme_pattern(tmp_path, token_ids):
     """Per-layer schemes compute as such, are reported, and survive saving and loading."""
     patterns = {r"layers\.1\.mlp\..*": "bf16", "q_proj": "nvidia"}
-    model = get_metis_model(build(), MetisConfig(scheme_pattern=patterns))
+    config = MetisConfig(scheme="metis-paper", scheme_pattern=patterns)
+    model = get_metis_model(build(), config)
     ids = token_ids % 128
-    expected = {"bf16": QuantLinear, "nvidia": QuantLinear, "metis": MetisLinear}
+    expected = {"bf16": QuantLinear, "nvidia": QuantLinear, "metis-paper": MetisLinear}
     for each in (model, reload(model, tmp_path)):
         for name, layer in metis_layers(each):
-            scheme = "nvidia" if name.endswith("q_proj") else "metis"
+            scheme = "nvidia" if name.endswith("q_proj") else "metis-paper"
             if ".1.mlp." in name:
                 scheme = "bf16"
             assert layer.config.scheme == scheme, name
             assert type(layer) is expected[scheme]
             assert layer.scheme.is_high_precision is (scheme == "bf16")
-            assert layer.scheme.split_weight is (scheme == "metis")
+            assert layer.scheme.split_weight is (scheme == "metis-paper")
         with torch.no_grad():
             assert torch.equal(
                 each.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits
@@ -251,7 +253,9 @@ def test_scheme_pattern(tmp_path, token_ids):
 
 def test_experts_have_patterns_too():
     patterns = {"experts.down_proj": "bf16"}
-    config = MetisConfig(scheme_pattern=patterns, rank_pattern={"gate_up_proj": 5})
+    config = MetisConfig(
+        scheme_pattern=patterns, rank_pattern={"gate_up_proj": 5}, split_weight=True
+    )
     model = get_metis_model(build("mixtral"), config)
     experts = model.model.layers[0].mlp.experts
     assert all(layer.config.scheme == "bf16" for layer in experts.metis_down_proj)

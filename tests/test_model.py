@@ -104,7 +104,7 @@ def test_convert_train_save_reload_dense(architecture, scheme, token_ids, tmp_pa
 
 def test_a_plain_install_cannot_mistake_a_split_checkpoint(tmp_path):
     """Without metis_hf, loading reports missing weights instead of a plausible wrong model."""
-    get_metis_model(llama(), MetisConfig()).save_pretrained(tmp_path)
+    get_metis_model(llama(), MetisConfig(split_weight=True)).save_pretrained(tmp_path)
     code = (
         "import transformers, sys\n"
         f"_, info = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, "
@@ -153,23 +153,25 @@ def test_padding_is_never_sampled():
     """The attention mask reaches the layers: what stands in masked rows cannot matter to v."""
     from metis_hf.operands import Spectral
 
-    seen = []
-    original = Spectral._split
+    seen, weights = [], []
+    original = Spectral.split
 
-    def spy(self, x, quantizer, *, dim, key, row_mask):
-        seen.append(row_mask)
-        return original(self, x, quantizer, dim=dim, key=key, row_mask=row_mask)
+    def spy(self, x, *, key, row_mask=None):
+        (seen if len(x) == 2 * 40 else weights).append(row_mask)
+        return original(self, x, key=key, row_mask=row_mask)
 
     model = get_metis_model(llama(), MetisConfig())
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
     ids = torch.randint(0, 256, (2, 40))
-    Spectral._split = spy
+    Spectral.split = spy
     try:
         model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     finally:
-        Spectral._split = original
+        Spectral.split = original
     assert seen
+    assert weights
+    assert all(m is None for m in weights)
     assert all(torch.equal(m, mask.reshape(-1).bool()) for m in seen)
 
 
@@ -196,20 +198,23 @@ def test_blocks_kept_in_high_precision():
     assert model.metis_report.skipped["model.layers.1.mlp.up_proj"] == "keep_last_blocks=1"
 
 
-def test_report():
-    model = get_metis_model(llama(), MetisConfig())
+@pytest.mark.parametrize("split", [False, True])
+def test_report(split):
+    model = get_metis_model(llama(), MetisConfig(split_weight=split))
     text = str(model.metis_report)
     assert "14 layers converted" in text
     assert "output head): lm_head" in text
-    assert "rank 16 (14 layers)" in text
-    # 4.5 bits for a weight and its share of the factors, plus s: k = 16 of a 64 x 64 layer.
+    assert "rank 32 (14 layers)" in text
+    assert ("split reproduces the weights to" in text) == split
+    # 4.5 bits for a weight and its share of the factors, plus s: k = 32 of a 64 x 64 layer.
     layer = next(x for x in model.metis_report.layers if x.in_features == x.out_features == 64)
-    assert layer.bits_per_weight == pytest.approx(4.5 * 1.5 + 0.125)
+    assert layer.bits_per_weight == pytest.approx(4.5 * 2 + 0.25)
     assert layer.error < 1e-6
+    assert (layer.error > 0) == split
 
 
 def test_refresh_keeps_the_represented_weight():
-    model = get_metis_model(llama(), MetisConfig())
+    model = get_metis_model(llama(), MetisConfig(split_weight=True))
     layer = next(layer for _, layer in metis_layers(model))
     with torch.no_grad():
         layer.u.mul_(1 + 0.1 * torch.randn_like(layer.u))
@@ -249,9 +254,12 @@ class TestErrors:
             nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), MetisConfig(), "no nn.Linear"
         )
 
-    def test_rank_above_half(self):
+    @pytest.mark.parametrize("split", [False, True])
+    def test_rank_above_half(self, split):
         self.refused(
-            llama(), MetisConfig(rank_frac=0.9), r"rank_frac=0.9 keeps 58 of 64.*at most 0.5"
+            llama(),
+            MetisConfig(rank_frac=0.9, split_weight=split),
+            r"rank_frac=0.9 keeps 58 of 64.*at most 0.5",
         )
 
     def test_target_is_no_linear(self):
@@ -264,7 +272,7 @@ class TestErrors:
         message = r"lm_head shares its weight with model.embed_tokens.*untie"
         self.refused(llama(tie_word_embeddings=True), config, message)
         model = get_metis_model(llama(), config)  # untied, and asked for by name
-        assert isinstance(model.lm_head, MetisLinear)
+        assert isinstance(model.lm_head, QuantLinear)
 
     def test_tied_inner_layers(self):
         model = llama()
@@ -321,4 +329,4 @@ def test_two_configs_in_one_process(token_ids):
     logits(second, token_ids)
     assert torch.equal(logits(first, token_ids), expected)
     assert isinstance(next(metis_layers(first))[1], QuantLinear)
-    assert isinstance(next(metis_layers(second))[1], MetisLinear)
+    assert next(metis_layers(second))[1].scheme.splits_weight

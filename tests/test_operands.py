@@ -121,61 +121,61 @@ metis-paper, contraction
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral published
     wgrad.input        x   1x16   tokens  stochastic  up       spectral published
 metis, shared
-    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest-4/6 spectral compensated
+    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis, contraction
-    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
-    fprop.weight       w   16x16  -       nearest     nearest-4/6 spectral compensated
+    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       = fprop.weight
+    dgrad.weight       w   1x16   out     nearest     nearest  spectral compensated
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
-    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
 metis split, shared
-    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest-4/6 split compensated
+    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest  split compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis split, contraction
-    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated corrected
-    fprop.weight       w   16x16  -       nearest     nearest-4/6 split compensated
+    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest  split compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       = fprop.weight
+    dgrad.weight       w   1x16   out     nearest     nearest  split compensated
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
-    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
 metis of weights, shared
-    fprop.input        x   1x16   in      nearest     nearest-4/6 direct corrected
-    fprop.weight       w   1x16   in      nearest     nearest-4/6 spectral compensated
+    fprop.input        x   1x16   in      nearest     nearest  direct corrected
+    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis of weights, contraction
-    fprop.input        x   1x16   in      nearest     nearest-4/6 direct corrected
-    fprop.weight       w   16x16  -       nearest     nearest-4/6 spectral compensated
+    fprop.input        x   1x16   in      nearest     nearest  direct corrected
+    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
-    dgrad.weight       = fprop.weight
+    dgrad.weight       w   1x16   out     nearest     nearest  spectral compensated
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
-    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 direct
+    wgrad.input        x   1x16   tokens  nearest     nearest  direct
 metis of activations, shared
-    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated
-    fprop.weight       w   1x16   in      nearest     nearest-4/6 direct
+    fprop.input        x   1x16   in      nearest     nearest  spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest  direct
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis of activations, contraction
-    fprop.input        x   1x16   in      nearest     nearest-4/6 spectral compensated
-    fprop.weight       w   16x16  -       nearest     nearest-4/6 direct
+    fprop.input        x   1x16   in      nearest     nearest  spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest  direct
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
-    dgrad.weight       = fprop.weight
+    dgrad.weight       w   1x16   out     nearest     nearest  direct
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
-    wgrad.input        x   1x16   tokens  nearest     nearest-4/6 spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
 metis-paper dense, shared
     fprop.input        x   1x16   in      stochastic  up       spectral published
     fprop.weight       w   1x16   in      stochastic  up       direct

@@ -35,7 +35,7 @@ from metis_hf.planning import (
     step_costs,
 )
 from metis_hf.report import gemm_weights
-from metis_hf.schemes import scheme_names
+from metis_hf.schemes import Role, scheme_names
 
 LOAD = Workload(tokens=10_000, sequence_length=64, global_batch=16, device_batch=2, world_size=4)
 BLOCKS = 4  # the planner traces two and continues from there
@@ -66,9 +66,11 @@ def real_model(config, metis):
     return get_metis_model(model, metis)
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "metis"])
-def test_parameters(config, scheme):
-    metis = MetisConfig(scheme=scheme)
+@pytest.mark.parametrize(
+    ("scheme", "split"), [("nvfp4", False), ("nvfp4", True), ("metis", False), ("metis", True)]
+)
+def test_parameters(config, scheme, split):
+    metis = MetisConfig(scheme=scheme, split_weight=split)
     meta = meta_model(config)
     original = sum(p.numel() for p in meta.parameters())
     planned = parameter_counts(get_metis_model(meta, metis), original)
@@ -77,15 +79,17 @@ def test_parameters(config, scheme):
     assert planned["original"] == sum(p.numel() for p in plain.parameters())
     assert planned["total"] == sum(p.numel() for p in model.parameters())
     assert planned["converted"] == model.metis_report.converted_params
-    split = [layer for _, layer in metis_layers(model) if scheme == "metis"]
-    assert planned["split"] == sum(p.numel() for layer in split for p in layer.weight_params())
+    layers = [layer for _, layer in metis_layers(model) if split]
+    assert planned["split"] == sum(p.numel() for layer in layers for p in layer.weight_params())
+    assert (planned["added"] > 0) == split
     assert planned["added"] == planned["total"] - planned["original"]
     assert all(p.is_meta for p in meta.parameters())
 
 
-def test_weights_gradients_and_moments(config):
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_gradients_and_moments(config, split):
     """Bytes that exist after one real AdamW step on one process."""
-    metis = MetisConfig()
+    metis = MetisConfig(split_weight=split)
     load = Workload(tokens=1000, sequence_length=32, global_batch=2, device_batch=2)
     meta = get_metis_model(meta_model(config), metis)
     planned = state_memory(meta, load, sharded=False)
@@ -190,15 +194,27 @@ def test_saved_inside_converted_layers(sharded):
     assert (planned.weight_copies == 0) == sharded  # gathered weights are bf16 already
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"scheme": scheme} for scheme in scheme_names()),
+        *({"scheme": scheme, "split_weight": True} for scheme in ("metis", "nvidia", "omniquant")),
+        {"scheme": "metis", "decompose": ("weight",)},
+        {"scheme": "metis", "decompose": ("activation",)},
+        {"scheme": "svdquant", "split_weight": False},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
 @pytest.mark.parametrize("mode", [None, "contraction"])
 @pytest.mark.parametrize("passes", [(), ("forward",), ("backward",)])
-def test_layer_flops(scheme, mode, passes):
+def test_layer_flops(options, mode, passes):
     """Matrix products of one layer; the counter knows no QR, no eigenvectors, no additions."""
-    metis = MetisConfig(scheme=scheme, operand_mode=mode, high_precision=passes)
+    metis = MetisConfig(**options, operand_mode=mode, high_precision=passes)
     layer = convert_linear(nn.Linear(96, 160), metis, name="layer")
     x = torch.randn(320, 96, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
+    # The counter knows addmm, but not in place.
+    in_place = {torch.ops.aten.addmm_: lambda y, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         layer(x).sum().backward()
     cost = layer_cost(layer, 320)
     additions = _additions(layer, 320)
@@ -218,10 +234,14 @@ def _additions(layer, tokens):
         (scheme.dgrad_grad_output, layer.out_features),
         (scheme.wgrad_grad_output, layer.out_features),
     ):
-        spectral = operand is not None and hasattr(operand.conditioner, "compensated")
-        if spectral and operand.quantizer is not None:
-            total += 2 * tokens * width
-    return total
+        total += 2 * tokens * width * _splits(operand)
+    made = (scheme.resolve(role)[1] for role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT))
+    return total + 2 * layer.out_features * layer.in_features * sum(map(_splits, made))
+
+
+def _splits(operand):
+    spectral = operand is not None and hasattr(operand.conditioner, "compensated")
+    return spectral and operand.quantizer is not None
 
 
 def test_model_flops(config):

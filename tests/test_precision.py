@@ -110,7 +110,11 @@ def test_each_gemm_after_the_switch(scheme, passes):
         return quantizer(exact, dtype=torch.float32, **options)[0]
 
     w, x_ = layer.weight.detach(), x.detach()
-    fprop = operand(Role.FPROP_INPUT, x_) @ operand(Role.FPROP_WEIGHT, w).T
+    x_hat = operand(Role.FPROP_INPUT, x_)
+    fprop = x_hat @ operand(Role.FPROP_WEIGHT, w).T
+    if scheme_before.corrects_coordinates and "forward" not in passes:
+        left, right = plan.weight_factors(params)[1]
+        fprop += plan.coordinates(x_, x_hat, None, right) @ left.T
     dgrad = operand(Role.DGRAD_GRAD_OUTPUT, dy) @ operand(Role.DGRAD_WEIGHT, w)
     wgrad = operand(Role.WGRAD_GRAD_OUTPUT, dy).T @ operand(Role.WGRAD_INPUT, x_)
     torch.testing.assert_close(y.detach(), fprop, **FP32_GEMM)
@@ -309,17 +313,33 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("scheme", "other"),
         [
-            ("metis", "nvidia"),
-            ("metis", "bf16"),
+            ("bf16-split", "nvidia"),
+            ("bf16-split", "bf16"),
+            ("bf16-split", "metis-paper"),
+            ("metis-paper", "bf16-split"),
             ("metis", "metis-paper"),
             ("metis-paper", "metis"),
-            ("nvidia", "metis"),
+            ("nvidia", "bf16-split"),
             ("nvfp4", "bf16-split"),
             ("bf16", "bf16-split"),
         ],
     )
     def test_scheme_of_another_form(self, scheme, other):
         self.refused(converted(scheme), "stores weights in another form", scheme=other)
+
+    def test_schemes_of_one_form(self, token_ids, tmp_path):
+        """With split_weight any scheme takes over from any other, in the stored form."""
+        for split in (False, True):
+            model = converted("metis", split_weight=split)
+            before = {name: p.clone() for name, p in model.named_parameters()}
+            set_precision(model, scheme="nvidia")
+            expected = get_metis_model(llama(), MetisConfig(scheme="nvidia", split_weight=split))
+            expected.load_state_dict(model.state_dict())
+            _same_logits(model, expected, token_ids)
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+            model.save_pretrained(tmp_path / str(split))
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(split))
+            _same_logits(model, loaded, token_ids)
 
     @pytest.mark.parametrize(
         "name", sorted({f.name for f in dataclasses.fields(MetisConfig)} - set(CHANGEABLE))

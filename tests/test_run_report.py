@@ -37,7 +37,8 @@ COLORS_OF_TEXT = 400
 
 def train(folder, scheme="metis", broken=False, resume=None, schedule=True, **changes):
     torch.manual_seed(0)
-    model = get_metis_model(llama(), MetisConfig(scheme=scheme, refresh_interval=4))
+    split = {"split_weight": True, "refresh_interval": 4} if scheme == "metis" else {}
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, **split))
     if broken:
         model.model.layers[1].mlp.up_proj.weight_residual.data[0, 0] = float("inf")
     ids = torch.randint(0, VOCAB, (32, 24), generator=torch.Generator().manual_seed(5))

@@ -72,9 +72,7 @@ def corrected(y, plan, x, x_hat, params):
     """y + Q((x - x_hat) vh_hat^T) (a_hat lam)^T, by the factors that the weight's form gives."""
     operand = plan.scheme.fprop_weight
     key = plan.keys[Role.FPROP_WEIGHT]
-    _, (left, right) = plan.weight.with_factors(
-        params, operand, dim=-1, key=key, dtype=plan.dtype
-    )
+    _, (left, right) = plan.weight.with_factors(params, operand, dim=-1, key=key, dtype=plan.dtype)
     coordinates = (x.to(plan.dtype) - x_hat) @ right.to(plan.dtype).T  # [t i] @ [i k]
     quantizer = plan.scheme.fprop_input.quantizer
     noise = plan.keys.call_key.fold(32)

@@ -62,7 +62,8 @@ def expected_bytes(layer, tokens, width):
         size += 4  # what the signs of a random rotation come from
     if isinstance(operand.conditioner, Spectral):
         # Blocks along features: of a [t k] along k, of v^T [k c] along c. Along tokens: along t, k.
-        k, blocks = layer.rank, -(-layer.rank // 16)
+        k = layer.scheme.fprop_input.conditioner.rank
+        blocks = -(-k // 16)
         shared = layer.scheme.reuses(Role.WGRAD_INPUT)
         padded = (tokens, 16 * blocks, k, width) if shared else (tokens, k, 16 * blocks, width)
         size += (padded[0] * padded[1] + padded[2] * padded[3]) * NVFP4_BITS / 8
@@ -75,8 +76,8 @@ def expected_bytes(layer, tokens, width):
 def test_share_of_what_linear_saves(scheme, mode, dtype):
     """At most 0.33 of nn.Linear's under bf16 autocast, at width 512; and not a byte too many.
 
-    4.5 bits of 16 are 0.281. A split of rank 16 adds 1/32 of that for its tokens' coordinates, 1/96
-    for its basis (at 1536 tokens): 0.293.
+    4.5 bits of 16 are 0.281. A split of rank 32 adds 1/16 of that for its tokens' coordinates, 1/48
+    for its basis (at 1536 tokens): 0.305.
     """
     linear, layer = layer_of(scheme, mode, i=WIDTH, o=WIDTH)
     x = torch.randn(TOKENS, WIDTH, dtype=dtype).requires_grad_()

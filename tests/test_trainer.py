@@ -88,7 +88,7 @@ class TestWeightDecay:
     def test_decays_the_represented_weight(self, scheme, tmp_path):
         """k steps of decay alone: W (1 - lr wd)^k, the low-rank part included."""
         k, lr, wd = 5, 1e-2, 0.5
-        model = converted(scheme)
+        model = converted(scheme, split_weight=True)
         made = trainer(tmp_path, model, cls=MetisTrainer, learning_rate=lr, weight_decay=wd)
         made.create_optimizer()
         groups = made.optimizer.param_groups
@@ -114,10 +114,11 @@ class TestWeightDecay:
 
     def test_plain_trainer_decays_the_low_rank_part_three_times(self, tmp_path):
         """What MetisTrainer is for."""
-        made = trainer(tmp_path, converted(), weight_decay=0.5)
+        made = trainer(tmp_path, converted(split_weight=True), weight_decay=0.5)
         names = made.get_decay_parameter_names(made.model)
         assert "model.layers.0.mlp.up_proj.u" in names
-        made = trainer(tmp_path, converted(), cls=MetisTrainer, weight_decay=0.5)
+        split = converted(split_weight=True)
+        made = trainer(tmp_path, split, cls=MetisTrainer, weight_decay=0.5)
         assert "model.layers.0.mlp.up_proj.u" not in made.get_decay_parameter_names(made.model)
 
 
@@ -254,7 +255,8 @@ def test_resume_is_exact(scheme, tmp_path):
     """2 + 2 steps equal 4: weights, moments, noise, refreshes and a switch of precision."""
 
     def run():
-        model = converted(scheme, refresh_interval=1, forward_rounding="stochastic")
+        interval = int(converted(scheme).model.layers[0].mlp.up_proj.scheme.split_weight)
+        model = converted(scheme, refresh_interval=interval, forward_rounding="stochastic")
         callbacks = [MetisCallback(health_interval=2), PrecisionSchedule(at=3)]
         return trainer(tmp_path, model, callbacks, save_strategy="steps", save_steps=2)
 
@@ -333,7 +335,7 @@ def test_sft_trainer(tmp_path):
     torch.manual_seed(0)
     model = llama()
     model.resize_token_embeddings(len(tokenizer))
-    model = get_metis_model(model, MetisConfig())
+    model = get_metis_model(model, MetisConfig(split_weight=True))
     made = SFT(
         model,
         trl.SFTConfig(

@@ -19,8 +19,10 @@ from metis_hf.health import element_fates, spectral_norm
 from metis_hf.linear import make_layer
 from metis_hf.noise import Key, key_of
 from metis_hf.numerics import sqnr_db
+from metis_hf.operands import Spectral
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.transforms.spectral import sample_rows
+from metis_hf.weights import DenseWeight
 
 # Scheme -> what a figure calls it.
 SCHEMES = {
@@ -83,11 +85,16 @@ class Quantizers:
             params, form = stored.parts, stored.form
         keys = CallKeys(layer.noise_key(), params[-1], params[-1])
         plan = GemmPlan(layer.scheme, form, torch.float32, keys)
-        quantizer = layer.scheme.fprop_weight.quantizer
+        operand = layer.scheme.fprop_weight
+        conditioner, quantizer = operand.conditioner, operand.quantizer
         assert quantizer is not None
+        last = params[-1].detach().float()
         with torch.no_grad():
             values = plan.weight_operand(Role.FPROP_WEIGHT, params)[0]
-        return Quantized(values, float(element_fates(params[-1].float(), quantizer)[0]))
+            if isinstance(form, DenseWeight) and isinstance(conditioner, Spectral):
+                key = keys[Role.FPROP_WEIGHT]
+                last = conditioner.parts(last, quantizer, dim=-1, key=key)[-1].before
+        return Quantized(values, float(element_fates(last, quantizer)[0]))
 
     def _is_trained(self, stored: StoredWeight, scheme: str) -> bool:
         """Whether the parts on disk are those that the scheme would train."""

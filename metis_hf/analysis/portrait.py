@@ -82,7 +82,8 @@ def residual_spectra(
     Returns:
         Curves by label, each with sigma and elbow (`spectrum_data`), or None where the weight is
         not split. Beside the residual: the weight that it is part of, the control's weight, and
-        the control's weight without its `rank` leading components, the plainest comparison.
+        the control's weight without its `rank` leading components, the plainest comparison (left
+        out where the weight has no more than those).
     """
     if stored.residual is None or unusable(stored.weight) or unusable(stored.residual):
         return None
@@ -95,6 +96,8 @@ def residual_spectra(
         curves[label] = spectrum_data(singular_values(rows), tuple(rows.shape))  # type: ignore[arg-type]
     whole = "Metis: whole weight" if control is None else "control: weight"
     rest = torch.tensor(curves[whole]["sigma"][rank:])
+    if not rest.numel():
+        return curves
     shape = (control or stored).weight.shape
     label = f"{whole.split(':')[0]}: weight without its top {rank}"
     curves[label] = spectrum_data(rest, (shape[0] - rank, shape[1] - rank))

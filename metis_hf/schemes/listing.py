@@ -66,7 +66,7 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
     square = quantizer.tile is Tile.SQUARE
     gemm, kind = SLOTS[role].split(".")
     split = kind == "weight" and scheme.split_weight
-    record = {
+    record: dict[str, Any] = {
         "format": quantizer.fmt.name,
         "blocks": f"{size}x{size}" if square else f"1x{size}",
         "along": None if square else {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}[gemm],
