@@ -6,7 +6,8 @@
 For a trained control and real text: relative errors |exact - emulated| / |exact| of x, w, dy and
 of y, dx, dw, the same of the mean of dw over 8 draws of noise (its bias), the error of x in the
 lower half of its singular directions, and by how much the held-out loss rises when the forward pass
-is quantized so. Writes JSON and markdown tables.
+is quantized so. Finished variants are kept. Writes JSON, and each table to its place in
+docs/method.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,10 @@ from metis_hf.data.packed import load_packed
 from metis_hf.linear import convert_linear
 from metis_hf.numerics import Quantizer, relative_error
 from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand, Spectral
-from metis_hf.schemes import Role, Scheme, scheme_names
+from metis_hf.schemes import Role, Scheme
 from metis_hf.transforms.hadamard import rotate, unrotate
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "method.md"
 RANK = 32  # of the default scheme at this width
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
@@ -46,44 +49,48 @@ FP8 = Quantizer("fp8-e4m3", two_level=False)
 
 
 @dataclass(frozen=True)
-class Factors(Spectral):
-    """Spectral with its factors in another format, or (None) exact."""
+class Factors:
+    """A split with its factors in another format, or (None) exact."""
 
+    split: Spectral
     factor: Quantizer | None = None
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        a, lam, v = self._project(x, key=key, row_mask=row_mask)
-        keep = (lambda t, **_: t) if self.factor is None else self.factor
-        a_hat, vh_hat = keep(a, dim=dim, key=key), keep(v.T, dim=dim, key=key)
-        low = (a_hat * lam) @ vh_hat
+        a, lam, v = self.split.split(x, key=key, row_mask=row_mask)
+        if self.factor is not None:
+            a, v = self.factor(a, dim=dim, key=key), self.factor(v.T, dim=dim, key=key).T
+        low = (a * lam) @ v.T
         return (low + quantizer(x - low, dim=dim, key=key.fold(3))).to(dtype)
-
-    encode = None
 
 
 @dataclass(frozen=True)
-class MeanThenSplit(Spectral):
-    """The mean of the rows is taken off, exactly, before the split."""
+class MeanThenSplit:
+    """The mean of the rows is taken off, exactly, before a split."""
+
+    split: Spectral
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         mean = row_mean(x, row_mask)
-        rest = super().__call__(x.float() - mean, quantizer, dim=dim, key=key, row_mask=row_mask)
+        rest = self.split(x.float() - mean, quantizer, dim=dim, key=key, row_mask=row_mask)
         return (rest + mean).to(dtype)
 
 
 @dataclass(frozen=True)
-class RotatedResidual(Spectral):
-    """Spectral, whose residual is quantized in a basis rotated by a Hadamard matrix."""
+class RotatedResidual:
+    """A split whose residual is quantized in a basis rotated by a Hadamard matrix."""
+
+    split: Spectral
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        low = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)[0]
-        residual = quantizer(rotate(x.float() - low, dim=dim), dim=dim, key=key.fold(3))
-        rotated = unrotate(residual, dim=dim)[: x.shape[0], : x.shape[1]]
+        factors = self.split.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask)[1]
+        low = factors.left @ factors.right
+        residual = quantizer(rotate(x.float() - low, dim=dim, seed=0), dim=dim, key=key.fold(3))
+        rotated = unrotate(residual, dim=dim, seed=0)[: x.shape[0], : x.shape[1]]
         return (low + rotated).to(dtype)
 
 
-def split(rank: int = RANK, kind: type[Spectral] = Spectral, **options: Any) -> Spectral:
-    return kind(rank=rank, **options)
+def split(rank: int = RANK, **options: Any) -> Spectral:
+    return Spectral(rank=rank, **options)
 
 
 def scheme(x=IDENTITY, w=IDENTITY, dy=IDENTITY, *, qx=NEAREST, qw=NEAREST, qdy=STOCHASTIC,
@@ -112,7 +119,7 @@ METIS = scheme(**ALL, corrected=True)
 
 # question -> variant -> scheme
 STUDIES: dict[str, dict[str, Scheme]] = {
-    "What is split, and what the correction adds (rank 32)": {
+    "what is split": {
         "nothing": scheme(),
         "x": scheme(x=split()),
         "w": scheme(w=split(sample_frac=1.0)),
@@ -124,38 +131,38 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "hot channels of x and w, 1/16": scheme(x=HotChannels(), w=HotChannels()),
         "hot channels of x and w, 1/3": scheme(x=HotChannels(1 / 3), w=HotChannels(1 / 3)),
     },
-    "Residual against quantized or exact factors": {
+    "residual": {
         "compensated": scheme(**ALL),
         "exact": scheme(**{k: replace(v, compensated=False) for k, v in ALL.items()}),
     },
-    "Rank": {
+    "rank": {
         f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=True)
         for k in (1, 2, 4, 8, 16, 24, 32, 48, 64)
     }
     | {"rank 2 of x, 32 of w": scheme(split(2), split(sample_frac=1.0), split(2), corrected=True)},
-    "The input alone: format of the factors": {
+    "factors": {
         "FP4": scheme(split(), **EXACT_W),
-        "FP8": scheme(split(kind=Factors, factor=FP8), **EXACT_W),
-        "exact": scheme(split(kind=Factors), **EXACT_W),
+        "FP8": scheme(Factors(split(), FP8), **EXACT_W),
+        "exact": scheme(Factors(split()), **EXACT_W),
     },
-    "The input alone: what is done beside the split": {
+    "input": {
         "direct": scheme(**EXACT_W),
         "mean removed": scheme(MeanRemoved(), **EXACT_W),
         "Hadamard": scheme(Hadamard(), **EXACT_W),
         "split": scheme(split(), **EXACT_W),
-        "mean removed, then split": scheme(split(kind=MeanThenSplit), **EXACT_W),
-        "split, residual rotated": scheme(split(kind=RotatedResidual), **EXACT_W),
+        "mean removed, then split": scheme(MeanThenSplit(split()), **EXACT_W),
+        "split, residual rotated": scheme(RotatedResidual(split()), **EXACT_W),
         "split, 4/6 scales": scheme(split(), qx=FOUR_SIX, **EXACT_W),
         "split, scales up": scheme(split(), qx=NEAREST_UP, **EXACT_W),
         "split, stochastic": scheme(split(), qx=STOCHASTIC, **EXACT_W),
     },
-    "The input alone: how the subspace is found": {
+    "subspace": {
         f"{100 * rows:g} % of rows, {n} iterations": scheme(
             split(sample_frac=rows, n_iter=n), **EXACT_W
         )
         for rows, n in ((0.01, 0), (0.01, 1), (0.01, 2), (0.1, 1), (1.0, 1), (1.0, 4))
     },
-    "The weight alone: scales": {
+    "weight": {
         "direct": scheme(qx=None, qdy=None),
         "direct, 4/6": scheme(qx=None, qdy=None, qw=FOUR_SIX),
         "direct, scales up": scheme(qx=None, qdy=None, qw=NEAREST_UP),
@@ -166,7 +173,7 @@ STUDIES: dict[str, dict[str, Scheme]] = {
             w=split(sample_frac=1.0), qx=None, qdy=None, qw=replace(NEAREST, tile="square")
         ),
     },
-    "The gradient alone: rounding": {
+    "gradient": {
         "direct, stochastic": scheme(qx=None, qw=None),
         "direct, stochastic, scales nearest": scheme(qx=None, qw=None, qdy=STOCHASTIC_NEAREST),
         "direct, nearest": scheme(qx=None, qw=None, qdy=NEAREST),
@@ -177,13 +184,12 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "split, nearest": scheme(dy=split(), qx=None, qw=None, qdy=NEAREST),
         "split, 4/6 nearest": scheme(dy=split(), qx=None, qw=None, qdy=FOUR_SIX),
     },
-    "Contraction mode": {
+    "contraction": {
         "shared": METIS,
         "own copies": own_copies(METIS),
         "own copies, weight in 16x16 tiles": own_copies(METIS, tile="square"),
     },
 }
-REGISTERED = [name for name in scheme_names() if not name.startswith("bf16")]
 
 
 def register(name: str, built: Scheme) -> MetisConfig:
@@ -257,39 +263,57 @@ def loss_of(model: nn.Module, ids: Tensor) -> float:
     return sum(model(input_ids=b, labels=b).loss.item() for b in batches) / len(batches)
 
 
-def study(model_dir: Path, data_dir: Path) -> dict[str, Any]:
-    """question -> variant -> KEYS; the loss as percent above the control's."""
+def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
+    """question -> variant -> KEYS, the loss as percent above the control's; adds to `out`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     held_out = load_packed(data_dir)
     ids = torch.as_tensor(held_out[: min(SEQUENCES, len(held_out))]["input_ids"])
     tensors = capture(model, ids[:BATCH])
-    control = loss_of(model, ids)
     dense = copy.deepcopy(model)
     for name, linear, *_ in tensors:
         dense.set_submodule(name, copy.deepcopy(linear))
-    results: dict[str, Any] = {}
+    record = {"sequences": len(ids), "batch": BATCH, "rank": RANK, "control": loss_of(model, ids)}
+    found = json.loads(out.read_text()) if out.exists() else {}
+    kept = found["studies"] if {k: v for k, v in found.items() if k != "studies"} == record else {}
+    studies: dict[str, Any] = {}
     for question, variants in STUDIES.items():
         for name, built in variants.items():
-            config = register(f"{question}: {name}", built)
-            found = errors(config, tensors)
-            quantized = get_metis_model(copy.deepcopy(dense), config)
-            found["loss"] = 100 * (loss_of(quantized, ids) / control - 1)
-            results.setdefault(question, {})[name] = found
-            print(name, {k: round(v, 4) for k, v in found.items()}, flush=True)
-    return {"control": control, "studies": results}
+            result = kept.get(question, {}).get(name)
+            if result is None:
+                config = register(f"{question}: {name}", built)
+                result = errors(config, tensors)
+                quantized = get_metis_model(copy.deepcopy(dense), config)
+                result["loss"] = 100 * (loss_of(quantized, ids) / record["control"] - 1)
+                print(name, {k: round(v, 4) for k, v in result.items()}, flush=True)
+            studies.setdefault(question, {})[name] = result
+            out.write_text(json.dumps(record | {"studies": {**kept, **studies}}, indent=1) + "\n")
+    return record | {"studies": studies}
 
 
-def tables(record: dict[str, Any]) -> str:
-    """Markdown: a table for each question."""
-    lines = []
+def table(variants: dict[str, dict[str, float]]) -> str:
+    """Markdown of one question."""
+    lines = ["| | " + " | ".join(TITLES) + " |", "|---|" + "---:|" * len(TITLES)]
+    for name, found in variants.items():
+        cells = [f"{found[key]:.3f}" for key in KEYS[:-1]]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {found['loss']:+.2f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(page: str, record: dict[str, Any]) -> str:
+    """The page with each question's table between `<!-- study: QUESTION -->` and `<!-- end -->`.
+
+    Raises:
+        ValueError: the page lacks a question, or has one that was not asked.
+    """
+    asked, marked = set(record["studies"]), set(re.findall("<!-- study: (.*?) -->", page))
+    if asked != marked:
+        raise ValueError(f"questions of the study and marks of the page differ: {asked ^ marked}")
     for question, variants in record["studies"].items():
-        lines += [f"### {question}\n", "| | " + " | ".join(TITLES) + " |"]
-        lines.append("|---|" + "---:|" * len(TITLES))
-        for name, found in variants.items():
-            cells = [f"{found[key]:.3f}" for key in KEYS[:-1]]
-            lines.append(f"| {name} | " + " | ".join(cells) + f" | {found['loss']:+.2f} % |")
-        lines.append("")
-    return "\n".join(lines)
+        place = re.compile(
+            rf"(<!-- study: {re.escape(question)} -->\n).*?(<!-- end -->)", re.DOTALL
+        )
+        page = place.sub(lambda match, v=variants: match[1] + table(v) + match[2], page)
+    return page
 
 
 def main() -> None:
@@ -299,9 +323,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="packed held-out tokens")
     parser.add_argument("--out", type=Path, default=Path("eval/results/operand-study.json"))
     args = parser.parse_args()
-    record = {"sequences": SEQUENCES, "batch": BATCH, "rank": RANK} | study(args.model, args.data)
+    record = study(args.model, args.data, args.out)
     args.out.write_text(json.dumps(record, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(tables(record))
+    PAGE.write_text(with_tables(PAGE.read_text(), record))
 
 
 if __name__ == "__main__":
