@@ -31,7 +31,7 @@ from metis_hf import (
 # A dense weight under quantization, the same without, and the split form.
 WHOLE_LIFE = ("bf16", "nvidia", "metis")
 OTHERS = [name for name in scheme_names() if name not in WHOLE_LIFE]
-SPLIT = ("bf16-split", "metis-paper", "metis")
+SPLIT = ("bf16-split", "metis-paper", "metis", "svdquant")
 # One for each way in which architectures differ: plain, Conv1D, experts, two stacks, no decoder.
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert-masked")
 
