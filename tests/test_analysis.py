@@ -20,7 +20,7 @@ from metis_hf.analysis import analyze, capture, figures
 from metis_hf.analysis.cli import register
 from metis_hf.analysis.distortion import SCHEMES, Quantizers, Sample, distortion_data
 from metis_hf.analysis.run import KINDS
-from metis_hf.analysis.source import WeightSource, last_ffn, portrait_layers
+from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn, portrait_layers
 from metis_hf.corpus import Document, train_tokenizer
 from metis_hf.gemm import CallKeys, GemmPlan
 from metis_hf.schemes import Role
@@ -160,6 +160,20 @@ def test_quantized_rows_are_the_schemes_operands():
     assert data["metis"]["sqnr_db"] > data["nvfp4"]["sqnr_db"]
     for errors in data.values():
         assert len(errors["sigma_error"]) == len(errors["left"]) == 48
+
+
+@pytest.mark.parametrize("scheme", ["smoothquant", "outlier-suppression-plus", "svdquant"])
+def test_operands_that_need_a_call_are_refused(scheme):
+    """By themselves they would quantize directly, and pass that off as the scheme's."""
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
+    quantizers = Quantizers("layer", (64, 48), rank=4)
+    stored = StoredWeight("layer", x)
+    with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
+        Sample(x, "activation", quantizers).quantize(scheme)
+    with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
+        Sample(x, "weight", quantizers, stored).quantize(scheme)
+    # What does not depend on the call is measured.
+    assert Sample(x, "gradient", quantizers).quantize(scheme).zeroed > 0
 
 
 def test_captured_rows_are_the_layers_inputs_and_gradients():
