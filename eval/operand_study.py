@@ -157,7 +157,7 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "split, stochastic": scheme(split(), qx=STOCHASTIC, **EXACT_W),
     },
     "subspace": {
-        f"{100 * rows:g} % of rows, {n} iterations": scheme(
+        f"{100 * rows:g} % of rows, n_iter {n}": scheme(
             split(sample_frac=rows, n_iter=n), **EXACT_W
         )
         for rows, n in ((0.01, 0), (0.01, 1), (0.01, 2), (0.1, 1), (1.0, 1), (1.0, 4))

@@ -23,8 +23,6 @@ from metis_hf.schemes import Scheme, build_scheme, layer_rank
 from metis_hf.token_mask import TokenMask
 from metis_hf.weights import ClippedWeight, DenseWeight, HeldWeight, SplitWeight, WeightForm
 
-CLIP = 4.0  # sigmoid(4) = .982: where OmniQuant starts its clipping strengths
-
 
 class MetisLayer(nn.Module):
     """What both layers share: scheme, noise and the forward pass. x [... i] -> [... o]."""
@@ -214,7 +212,7 @@ class QuantLinear(MetisLayer):
     """A linear layer with one dense weight whose GEMM operands are quantized.
 
     `weight` is [o i], or [i o] where it replaces a Conv1D. A scheme with clipped weights has
-    `weight_clip` [o] beside it.
+    `weight_clip` [o] beside it, which starts at zero.
     """
 
     weight_form: WeightForm = DenseWeight()
@@ -227,7 +225,7 @@ class QuantLinear(MetisLayer):
         self.bias = None if bias is None else _parameter(bias)
         if self.scheme.clipped_weight:
             self.weight_form = ClippedWeight()
-            clip = weight.new_full((out_features,), CLIP)
+            clip = weight.new_zeros(out_features)
             self.weight_clip = nn.Parameter(clip, requires_grad=weight.requires_grad)
         self._register_state()
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _FINGERPRINT_SAMPLES = 256
 _MASK32 = 0xFFFFFFFF
@@ -96,24 +98,24 @@ def fingerprint(x: Tensor) -> Tensor:
     return _hash(sample ^ _index_hash(x.device)[: sample.numel()]).sum(dtype=torch.int32)
 
 
-def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Keeps what a function without other inputs makes of its arguments; do not write to it.
+def constant(make: Callable[P, T]) -> Callable[P, T]:
+    """Keeps what a function makes of its positional arguments alone: a tensor, or a tuple of them.
 
-    Not inside torch.compile, which would trace through a cache, and not what is made under a mode
-    that makes tensors without values.
+    Do not write to it. Nothing is kept inside torch.compile, which would trace through a cache, nor
+    under a mode that makes tensors without values.
     """
-    kept: dict[Any, Tensor] = {}
+    kept: dict[Any, T] = {}
 
     @functools.wraps(make)
-    def found(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def found(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
             return make(*args, **kwargs)
-        tensor = kept.get(args)
-        if tensor is None:
-            tensor = make(*args, **kwargs)
-            if type(tensor) is Tensor:
-                kept[args] = tensor
-        return tensor
+        made = kept.get(args)
+        if made is None:
+            made = make(*args, **kwargs)
+            if all(type(t) is Tensor for t in tree_leaves(made) if isinstance(t, Tensor)):
+                kept[args] = made
+        return made
 
     return found
 

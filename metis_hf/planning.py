@@ -238,6 +238,7 @@ def rank_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dic
       first rank has ceil(d0 / W) of its d0 rows (torch.distributed.tensor.Shard).
     - "moments": AdamW's exp_avg and exp_avg_sq, 8P sharded like the weights, and one fp32 step
       count for each tensor (torch.optim.AdamW).
+    - "scheme_state": buffers of the layers' schemes, whole on every rank in either way.
     - "gradient_buckets": DDP's own copy of the gradients, 4P (gradient_as_bucket_view=False).
     - "gathered": FSDP2's whole weights of two blocks (the running and the prefetched one) and of
       what is not resharded after forward, with the gradients of one block and their flat copy; an
@@ -268,6 +269,11 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
         "weights": FP32 * held,
         "gradients": FP32 * held,
         "moments": 2 * FP32 * held + FP32 * len(params),
+        "scheme_state": sum(
+            buffer.numel() * buffer.element_size()
+            for _, layer in metis_layers(model)
+            for buffer in layer.state_buffers().values()
+        ),
     }
     if sharded:
         block = max((_count(b) for b in _blocks(model)), default=0)

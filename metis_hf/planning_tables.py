@@ -13,6 +13,7 @@ _MEMORY = {
     "weights": "Weights (fp32)",
     "gradients": "Gradients (fp32)",
     "moments": "Optimizer moments (AdamW)",
+    "scheme_state": "State of the scheme (buffers)",
     "gradient_buckets": "Gradient buckets",
     "gathered": "Gathered weights and gradients (estimate)",
     "linear_activations": "Saved activations, converted layers",

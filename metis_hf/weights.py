@@ -166,14 +166,21 @@ class DenseWeight:
 class ClippedWeight:
     """clip [o] and one matrix w: w_hat = Q(C(w)) with C(w) = clamp(w, -t, t).
 
-    t = sigmoid(clip) * amax, one clip per output row, one amax per block of 16 along the row
+    t = strength * amax, one strength per output row, one amax per block of 16 along the row
     (OmniQuant, arXiv 2308.13137, equation 2, with the group size of NVFP4; one strength for both
-    signs, as NVFP4 is symmetric). Its quantizer is straight-through, C is differentiated as it is:
-    a clipped element's gradient goes to the element that sets amax, and to clip. The represented
-    weight is w, not clipped.
+    signs, as NVFP4 is symmetric). strength = sigmoid(start + clip): clip is what training has added
+    to the start, so that weight decay pulls strengths back to .982 rather than to 1/2.
+
+    The quantizer is straight-through, C is differentiated as it is: a clipped element's gradient
+    goes to the element that sets amax, and to clip. The represented weight is w, not clipped.
+
+    Args:
+        block: elements of a row that share an amax.
+        start: logit of the strength at clip = 0; OmniQuant's 4.
     """
 
     block: int = 16
+    start: float = 4.0
 
     def dense(self, params):
         return params[1]
@@ -191,6 +198,10 @@ class ClippedWeight:
     def decode(self, params, encoded, operand, *, dim, dtype):
         return operand.decode(encoded, dim=dim, shape=tuple(params[1].shape), dtype=dtype)
 
+    def strength(self, clip: Tensor) -> Tensor:
+        """Share of a block's largest magnitude that its row's weights are clipped to [o]."""
+        return torch.sigmoid(self.start + clip)
+
     def _clipped(self, params) -> Tensor:
         clip, w = (p.detach() for p in params)
         blocks, _, limit = self._blocks(clip, w)
@@ -201,10 +212,10 @@ class ClippedWeight:
         if operand.quantizer is None:
             return [torch.zeros_like(clip), dw.to(w.dtype)]
         blocks, amax, limit = self._blocks(clip, w)
+        strength = self.strength(clip.to(blocks.dtype))
         g = self._cut(dw.to(blocks.dtype))
         over = blocks.abs() > limit
         moved = (g * blocks.sign() * over).sum(-1, keepdim=True)  # dL/dt [o n 1]
-        strength = torch.sigmoid(clip.to(blocks.dtype))
         largest = blocks.abs() == amax
         shares = largest / largest.sum(-1, keepdim=True).clamp_min(1)
         # Products rather than `where`: a NaN gradient shows in clipped elements too.
@@ -216,7 +227,7 @@ class ClippedWeight:
         """w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""
         blocks = self._cut(w if w.dtype is torch.float64 else w.float())
         amax = blocks.abs().amax(-1, keepdim=True)
-        return blocks, amax, torch.sigmoid(clip.to(blocks.dtype))[:, None, None] * amax
+        return blocks, amax, self.strength(clip.to(blocks.dtype))[:, None, None] * amax
 
     def _cut(self, w: Tensor) -> Tensor:
         return F.pad(w, (0, -w.shape[1] % self.block)).unflatten(-1, (-1, self.block))

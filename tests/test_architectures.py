@@ -1,7 +1,8 @@
 """The life of a model, for each registered scheme and each architecture of transformers.
 
 Convert, gradients, Trainer, save and reload, generate, back to a dense model, copies: three schemes
-go through all of it, the others through conversion, gradients, saving and reloading.
+go through all of it, the others through conversion, gradients, saving and reloading. On what is not
+quick, one scheme for each way to store weights does the latter three.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from metis_hf import (
 # A dense weight under quantization, the same without, and the split form.
 WHOLE_LIFE = ("bf16", "nvidia", "metis")
 OTHERS = [name for name in scheme_names() if name not in WHOLE_LIFE]
-SPLIT = ("bf16-split", "metis-paper", "metis")
+# What an architecture meets of a scheme is how it stores weights, and its state: one of each form.
+FORMS = ("nvfp4", "metis-paper", "omniquant", "smoothquant", "svdquant")
+SPLIT = ("bf16-split", "metis-paper", "metis", "svdquant")
 # One for each way in which architectures differ: plain, Conv1D, experts, two stacks, no decoder.
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert-masked")
 
@@ -43,14 +46,18 @@ LOGIT_TOLERANCE = 1e-5
 ORDER_TOLERANCE = 1e-6
 
 
-def cases(schemes):
-    """(scheme, architecture) pairs; what is not quick is marked slow."""
+def cases(schemes, everywhere=None):
+    """(scheme, architecture) pairs; what is not quick is marked slow.
+
+    With `everywhere`, the schemes that it does not name visit the quick architectures alone.
+    """
     return pytest.mark.parametrize(
         ("scheme", "name"),
         [
             pytest.param(scheme, name, marks=() if name in QUICK else pytest.mark.slow)
             for scheme in schemes
             for name in ARCHITECTURES
+            if name in QUICK or everywhere is None or scheme in everywhere
         ],
     )
 
@@ -161,7 +168,7 @@ def test_save_and_reload(scheme, name, tmp_path):
     check_reload(converted(name, scheme), ARCHITECTURES[name], tmp_path)
 
 
-@cases(OTHERS)
+@cases(OTHERS, everywhere=FORMS)
 def test_short_life(scheme, name, tmp_path):
     model = converted(name, scheme)
     check_gradients(model, ARCHITECTURES[name])

@@ -1,6 +1,8 @@
 """torch.compile: one graph, the numbers of eager mode, and no more recompilations than needed.
 
 Backend aot_eager: what Dynamo and AOTAutograd trace runs op by op, so equal means equal to the bit.
+Tracing takes tens of seconds a scheme; one scheme of each kind goes through all of it, the others
+through Dynamo alone (backend eager), as single layers and for one shape.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB
+from layer_tools import layer_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from metis_hf import (
@@ -26,6 +29,9 @@ from metis_hf.numerics.kernels import use_kernels
 # Gradients that differ in their last bits put some elements on other FP4 values at the next step:
 # differences of 2^-2 of a few elements, seen as up to 0.005 nats.
 MEASURED_LOSS = 0.01
+# Direct; a rotation of blocks; splits; a rotation of a whole length, state, a sparse part.
+TRACED_WHOLE = ("nvfp4", "nvidia", "metis", "metis-paper", "quarot", "smoothquant", "occ")
+OTHERS = [name for name in scheme_names() if name not in TRACED_WHOLE]
 
 
 def model_for(scheme, targets=("o_proj",), **changes):
@@ -70,7 +76,7 @@ def _fresh_dynamo():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize("scheme", TRACED_WHOLE)
 def test_one_graph_with_the_numbers_of_eager_mode(scheme):
     """Losses and all gradients, at two batch shapes; nothing is traced twice or left to Python."""
     model = model_for(scheme)
@@ -86,6 +92,26 @@ def test_one_graph_with_the_numbers_of_eager_mode(scheme):
         assert same(got[index], expected[index]), shape
     # One graph for the first shape, and one for all other shapes.
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_dynamo_traces_one_graph(scheme):
+    """Of a layer, forward and backward, with the numbers of eager mode."""
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=64, o=48)
+    x = torch.randn(48, 64, requires_grad=True)
+
+    def step(call):
+        layer.zero_grad()
+        x.grad = None
+        y = call(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(param.grad.clone() for param in layer.parameters())]
+
+    expected = step(layer)
+    counter = CompileCounterWithBackend("eager")
+    assert same(step(torch.compile(layer, backend=counter, fullgraph=True)), expected)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow

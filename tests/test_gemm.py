@@ -87,7 +87,7 @@ class TestExactQuantizers:
         linear, layer = layer_of(scheme, mode, dtype=torch.float64)
         layer.scheme = with_exact_quantizers(layer.scheme)
         if layer.scheme.clipped_weight:
-            layer.weight_clip.data.fill_(40)  # whose sigmoid is 1
+            layer.weight_clip.data.fill_(40)  # a strength of 1
         x = torch.randn(shape, dtype=torch.float64)
         ya, dxa, grads_a = forward_backward(linear, x)
         yb, dxb, grads_b = forward_backward(layer, x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,17 +18,21 @@ from layer_tools import SCHEME_MODES, layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metis_hf import MetisConfig, get_metis_model, reuse_weights
+from metis_hf.conditioners import ms_eden
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import Operand
 from metis_hf.schemes import Scheme
 from metis_hf.transforms import rotate, unrotate
+from metis_hf.transforms.rotation import rotate_by
 
 
 def step_of_a_layer(layer, row_mask=None):
+    layer = copy.deepcopy(layer)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        layer = copy.deepcopy(layer)
         for name, param in list(layer.named_parameters()):
             setattr(layer, name, torch.nn.Parameter(mode.from_tensor(param.detach())))
+        for name, buffer in list(layer.named_buffers()):
+            setattr(layer, name, mode.from_tensor(buffer))
         x = torch.empty(96, 64, requires_grad=True)
         layer(x, row_mask if row_mask is None else mode.from_tensor(row_mask)).sum().backward()
         assert x.grad is not None
@@ -45,7 +50,7 @@ def test_a_layer(scheme, mode, masked, reuses):
         step_of_a_layer(layer, mask)
 
 
-@pytest.mark.parametrize("scheme", ["nvidia", "metis"])
+@pytest.mark.parametrize("scheme", ["nvidia", "metis", "smoothquant"])
 def test_a_model_and_its_optimizer(scheme):
     model = get_metis_model(llama().to("meta"), MetisConfig(scheme=scheme))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -69,10 +74,30 @@ def test_the_detector_detects():
         step_of_a_layer(layer)
 
 
-def test_constants_without_values_are_not_kept():
+SEED = 990  # that no other test has
+CACHED = {
+    "hadamard": (partial(rotate, seed=SEED), partial(unrotate, seed=SEED)),
+    "whole hadamard": (
+        partial(rotate_by, kind="hadamard", seed=SEED),
+        partial(rotate_by, kind="hadamard", seed=SEED, inverse=True),
+    ),
+    "kronecker": (
+        partial(rotate_by, kind="kronecker", seed=SEED),
+        partial(rotate_by, kind="kronecker", seed=SEED, inverse=True),
+    ),
+    "random signs": (
+        # Groups of 8, which are no conditioner's.
+        partial(ms_eden.rotate, signs=torch.ones(8)),
+        partial(ms_eden.unrotate, signs=torch.ones(8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_constants_without_values_are_not_kept(name):
     """Planning a run traces one step so; what it makes must not meet real tensors later."""
-    seed = 990
+    there, back = CACHED[name]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        rotate(torch.empty(16, 16), dim=0, seed=seed)
+        there(torch.empty(16, 16), dim=0)
     x = torch.eye(16)
-    assert torch.allclose(unrotate(rotate(x, dim=0, seed=seed), dim=0, seed=seed), x, atol=1e-6)
+    assert torch.allclose(back(there(x, dim=0), dim=0), x, atol=1e-6)

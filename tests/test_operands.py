@@ -616,7 +616,7 @@ def channels(kind, x: np.ndarray, params) -> tuple[Terms, Terms]:
 
 def clipped(w: np.ndarray, clip: np.ndarray):
     """(the clipped weight, its gradients from those of the clipped weight), block by block."""
-    strength = 1 / (1 + np.exp(-clip.astype(np.float64)))
+    strength = 1 / (1 + np.exp(-4 - clip.astype(np.float64)))
     cut, over, largest = w.astype(np.float64), np.zeros_like(w, bool), np.zeros_like(w, bool)
     amax = np.zeros(w.shape)
     for row in range(w.shape[0]):

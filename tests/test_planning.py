@@ -109,6 +109,32 @@ def test_weights_gradients_and_moments(config, split):
     assert "gradient_buckets" not in planned  # one process has none
 
 
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_state_of_schemes(scheme):
+    """Every buffer that the scheme adds to a model, and what its authors' settings come to."""
+    config = next(configs())
+    metis = MetisConfig(scheme=scheme)
+    plain = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    others = {name for name, _ in plain.named_buffers()}
+    model = real_model(config, metis)
+    held = sum(
+        buffer.numel() * buffer.element_size()
+        for name, buffer in model.named_buffers()
+        if name not in others
+    )
+    meta = get_metis_model(meta_model(config), metis)
+    for sharded in (False, True):
+        assert state_memory(meta, LOAD, sharded=sharded)["scheme_state"] == held
+    if scheme == "tetrajet2":
+        assert held == 12 * model.metis_report.converted_params
+    elif scheme == "smoothquant":
+        # Two ranges and a mark, for each layer.
+        layers = [layer for _, layer in metis_layers(model)]
+        assert held == sum(2 * 2 * 4 * layer.in_features + 4 for layer in layers)
+    elif scheme in ("nvfp4", "metis", "omniquant"):
+        assert held == 0
+
+
 @pytest.mark.parametrize(
     ("scheme", "bf16", "checkpointing"),
     [

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import browser
 import matplotlib.image
@@ -19,10 +20,17 @@ from conftest import VOCAB, llama
 from test_html import IMAGES, sort_by
 from typer.testing import CliRunner
 
-from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_model, metis_layers
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    PrecisionSchedule,
+    get_metis_model,
+    metis_layers,
+    scheme_names,
+)
 from metis_hf.callback import HEALTH_FILE
 from metis_hf.noise_monitor import find_crossing, noise_ratios
-from metis_hf.run_report import cli
+from metis_hf.run_report import cli, figures
 from metis_hf.run_report import page as report_page
 from metis_hf.run_report.heatmaps import PANELS, grid, order_layers, short_names
 from metis_hf.run_report.page import run_page, write_report
@@ -333,6 +341,23 @@ def test_heat_map_holds_the_file(trained):
         for layer in layers
     ]
     assert values.tolist() == expected
+
+
+@pytest.mark.parametrize("count", [5, 22])
+def test_no_two_runs_look_alike(trained, count, monkeypatch):
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    names = scheme_names()[:count]
+    one = read_run(trained[0])
+    figure = figures.overlay([replace(one, name=name) for name in names])
+    for axis in figure.axes:
+        # Lines without a name have one of matplotlib's, which begins with an underscore.
+        curves = {line.get_label(): line for line in axis.lines if line.get_label()[0] != "_"}
+        assert [label.split(",")[0] for label in curves] == names
+        looks = {(line.get_color(), line.get_linestyle()) for line in curves.values()}
+        assert len(looks) == count
+        assert curves[next(iter(curves))].get_color() == "black"  # bf16, the control
+    legends = figure.legends if count == 22 else [figure.axes[0].get_legend()]
+    assert [len(legend.get_texts()) for legend in legends] == [count]
 
 
 class TestCommand:

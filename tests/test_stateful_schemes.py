@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -308,7 +309,7 @@ class TestClipping:
 
     def test_gradients_by_finite_differences(self):
         """Of the clip parameter and of the weight, where nothing is rounded."""
-        layer = self.layer(torch.linspace(-1, 3, 6))
+        layer = self.layer(torch.linspace(-5, -1, 6))
         x, target = torch.randn(11, 40).double(), torch.randn(11, 6).double()
 
         def loss():
@@ -349,9 +350,22 @@ class TestClipping:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        strengths = layer.weight_clip.sigmoid()
+        strengths = layer.weight_form.strength(layer.weight_clip)
         assert strengths[0] < 0.3
         assert strengths[1] > 0.6
+
+    def test_weight_decay_pulls_strengths_to_their_start(self):
+        start = 1 / (1 + math.exp(-4))
+        layer = self.layer(torch.full((6,), -3.0))
+        _, fresh = layer_of("omniquant", dtype=torch.float64, i=40, o=6)
+        assert fresh.weight_form.strength(fresh.weight_clip).tolist() == pytest.approx([start] * 6)
+        optimizer = torch.optim.AdamW([layer.weight_clip], lr=0.1, weight_decay=1.0)
+        layer.weight_clip.grad = torch.zeros(6).double()
+        for _ in range(100):
+            optimizer.step()
+        assert layer.weight_clip.abs().max() < 1e-3
+        strengths = layer.weight_form.strength(layer.weight_clip)
+        assert strengths.tolist() == pytest.approx([start] * 6, abs=1e-4)
 
 
 def watched_layer(monkeypatch, **settings):

@@ -19,7 +19,7 @@ from metis_hf.health import element_fates, spectral_norm
 from metis_hf.linear import make_layer
 from metis_hf.noise import Key, key_of
 from metis_hf.numerics import sqnr_db
-from metis_hf.operands import Spectral
+from metis_hf.operands import Operand, Spectral
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.transforms.spectral import sample_rows
 from metis_hf.weights import DenseWeight
@@ -77,8 +77,13 @@ class Quantizers:
 
     def weight(self, stored: StoredWeight, scheme: str) -> Quantized:
         """A weight under a scheme: as stored if the checkpoint was trained in it, else converted
-        as `get_metis_model` would."""
+        as `get_metis_model` would.
+
+        Raises:
+            ValueError: the scheme's operand depends on the input of a call.
+        """
         layer = make_layer(stored.weight, None, self.config(scheme), name=self.name)
+        _check_needs_no_call(scheme, layer.scheme.fprop_weight)
         params, form = layer.weight_params(), layer.weight_form
         if stored.parts is not None and self._is_trained(stored, scheme):
             assert stored.form is not None
@@ -102,9 +107,14 @@ class Quantizers:
         return stored.scheme == scheme and self.rank in (None, len(stored.parts[1]))
 
     def rows(self, x: Tensor, kind: str, scheme: str) -> Quantized:
-        """An activation or gradient [t c] under a scheme."""
+        """An activation or gradient [t c] under a scheme.
+
+        Raises:
+            ValueError: the scheme's operand depends on the weight, or other inputs of the layer.
+        """
         plan = build_scheme(self.config(scheme), self.shape[1], self.shape[0])
         role, operand = plan.resolve((_NVIDIA_ROLES if scheme == "nvidia" else _ROLES)[kind])
+        _check_needs_no_call(scheme, operand)
         assert operand.quantizer is not None
         dim = 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
         key = CallKeys(key_of("layer", 0, self.name), x, x)[role]
@@ -112,6 +122,16 @@ class Quantizers:
         part = operand.conditioner.parts(x, operand.quantizer, dim=dim, key=key, row_mask=None)[-1]
         lost = ((part.after == 0) & (part.before != 0)).sum()
         return Quantized(values, float(lost / (part.before != 0).sum().clamp_min(1)))
+
+
+def _check_needs_no_call(scheme: str, operand: Operand) -> None:
+    """Refuses conditioners that quantize directly until a call binds the layer's state to them."""
+    if hasattr(operand.conditioner, "bind"):
+        raise ValueError(
+            f"scheme {scheme!r} quantizes this tensor by what a call knows of the layer's other "
+            "tensors, and a tensor alone would be measured without it. Train with "
+            "MetisCallback(health_interval=...), which measures the operands of real steps"
+        )
 
 
 @dataclass(frozen=True)

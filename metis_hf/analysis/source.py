@@ -154,7 +154,7 @@ class WeightSource:
         out_features, in_features = parts[-1].shape
         scheme = build_scheme(config, in_features, out_features)
         gain = (out_features * in_features) ** -0.5 if scheme.unit_rms else 1.0
-        form = SplitWeight(scheme.compensated, gain)
+        form = SplitWeight(scheme.compensated, gain, scheme.exact_factors)
         return StoredWeight(name, form.dense(parts), parts, form, config.scheme)
 
     def shape(self, name: str) -> tuple[int, int]:

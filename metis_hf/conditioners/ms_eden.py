@@ -5,7 +5,6 @@ The quantizer's part, nearest elements and corrected scales, is `numerics.scalin
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metis_hf.noise import Key, random_bits
+from metis_hf.noise import Key, constant, random_bits
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands import Encoded, Part, Work
 from metis_hf.transforms.rotation import sylvester
@@ -129,14 +128,10 @@ def _padded_shape(shape: tuple[int, int], dim: int) -> tuple[int, int]:
     return (rows, columns + missing) if dim % 2 else (rows + missing, columns)
 
 
+@constant
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return sylvester(size).to(device, dtype)
 
 
-_cached_hadamard = functools.lru_cache(maxsize=32)(_hadamard)
-
-
 def _hadamard_like(size: int, x: Tensor) -> Tensor:
-    # torch.compile would trace through a cache, with a warning.
-    make = _hadamard if torch.compiler.is_compiling() else _cached_hadamard
-    return make(size, x.dtype, x.device)
+    return _hadamard(size, x.dtype, x.device)

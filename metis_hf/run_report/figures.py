@@ -11,9 +11,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from metis_hf.experiment import CONTROL
 from metis_hf.noise_monitor import Crossing, find_crossing
-from metis_hf.plots import COLORS, figure_axes, smooth
+from metis_hf.plots import COLORS, CROWDED, Style, figure_axes, scheme_styles, smooth
 from metis_hf.run_report.read import Run
 
 BLUE, ORANGE, GREEN = COLORS[0], COLORS[1], COLORS[2]
@@ -43,16 +42,17 @@ def _span(count: int) -> int:
     return max(1, count // 20) | 1
 
 
-def _curve(axis: Axes, run: Run, name: str, color: str, label: str) -> None:
-    """One figure of the log, raw and smoothed; steps that are not finite are marked."""
+def _curve(axis: Axes, run: Run, name: str, style: Style, label: str, *, raw: bool = True) -> None:
+    """One figure of the log, raw (or not) and smoothed; steps that are not finite are marked."""
     steps, values = run.series(name)
     if not steps:
         return
     span = _span(len(steps))
     marker = "." if len(steps) == 1 else None
-    axis.plot(steps, values, color=color, lw=0.7, alpha=0.35, marker=marker)
-    shown = f"{label}, mean of {span} entries" if span > 1 else label
-    axis.plot(steps, smooth(values, span), color=color, lw=1.6, label=shown)
+    if raw or marker:
+        axis.plot(steps, values, color=style.color, lw=0.7, alpha=0.35, marker=marker)
+    shown = f"{label}, mean of {span} entries" if span > 1 and raw else label
+    axis.plot(steps, smooth(values, span), color=style.color, ls=style.line, lw=1.6, label=shown)
     bad = [step for step, value in zip(steps, values) if not math.isfinite(value)]
     if bad:
         axis.plot(bad, [0.02] * len(bad), "x", color=ALARM, transform=axis.get_xaxis_transform(),
@@ -81,12 +81,12 @@ def curves(run: Run) -> bytes:
     """Training and evaluation loss; below it gradient norm and learning rate."""
     figure, axes = figure_axes(3, 1, (10, 7.6), sharex=True, height_ratios=[3, 1.5, 1])
     loss, norm, rate = (row[0] for row in axes)
-    _curve(loss, run, "loss", BLUE, "training")
+    _curve(loss, run, "loss", Style(BLUE), "training")
     evaluations = [(int(e["step"]), float(e["eval_loss"])) for e in run.evaluations]
     if evaluations:
         loss.plot(*zip(*evaluations), "o-", color=ORANGE, ms=4, lw=1.2, label="evaluation")
     _limit(loss, run.series("loss")[1] + [value for _, value in evaluations])
-    _curve(norm, run, "grad_norm", GREEN, "gradient norm")
+    _curve(norm, run, "grad_norm", Style(GREEN), "gradient norm")
     _limit(norm, run.series("grad_norm")[1])
     rate.plot(*run.series("learning_rate"), color="black", lw=1.3)
     _style(loss, "loss (nats per token)")
@@ -160,18 +160,27 @@ def refreshes(run: Run) -> bytes:
 
 
 def overlay(runs: Sequence[Run]) -> bytes:
-    """Smoothed loss and gradient norm of several runs, the control in black."""
+    """Loss and gradient norm of several runs, the control in black; of many, smoothed alone.
+
+    Raises:
+        ValueError: more runs than can be told apart; see `plots.scheme_styles`.
+    """
     figure, axes = figure_axes(2, 1, (10, 7), sharex=True, height_ratios=[2, 1])
     loss, norm = (row[0] for row in axes)
-    others = [run for run in runs if run.name != CONTROL]
-    for run in runs:
-        color = "black" if run.name == CONTROL else COLORS[others.index(run) % len(COLORS)]
-        _curve(loss, run, "loss", color, run.name)
-        _curve(norm, run, "grad_norm", color, run.name)
-    _limit(loss, [value for run in runs for value in run.series("loss")[1]])
-    _limit(norm, [value for run in runs for value in run.series("grad_norm")[1]])
+    styles, crowded = scheme_styles([run.name for run in runs]), len(runs) > CROWDED
+    for axis, name in ((loss, "loss"), (norm, "grad_norm")):
+        limits: list[float] = []
+        for run in runs:
+            _curve(axis, run, name, styles[run.name], run.name, raw=not crowded)
+            values = run.series(name)[1]
+            limits += smooth(values, _span(len(values))) if crowded else values
+        _limit(axis, limits)
     _style(loss, "training loss (nats per token)")
     _style(norm, "gradient norm")
     norm.set_xlabel("optimizer step")
-    loss.legend(frameon=False, fontsize=9, loc="upper right")
+    if crowded:
+        handles, labels = loss.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
+    else:
+        loss.legend(frameon=False, fontsize=9, loc="upper right")
     return as_png(figure)

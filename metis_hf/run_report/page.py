@@ -10,7 +10,7 @@ from typing import Any
 from metis_hf.config import MetisConfig
 from metis_hf.html import Cell, Page, number
 from metis_hf.noise_monitor import Crossing, find_crossing, signal_to_noise
-from metis_hf.plots import TENSORS
+from metis_hf.plots import CROWDED, TENSORS
 from metis_hf.run_report import figures
 from metis_hf.run_report.heatmaps import PANELS, heatmap, layer_names
 from metis_hf.run_report.read import Run, events, read_run
@@ -297,9 +297,10 @@ def comparison_page(runs: Sequence[Run]) -> Page:
     for run in runs:
         for note in run.notes:
             page.notice(f"{run.name}: {note}")
-    page.section("Loss").figure(
-        figures.overlay(runs), "Thin: every logged entry; thick: its centred moving average."
-    )
+    caption = "Thick: centred moving average over a twentieth of the run."
+    if len(runs) <= CROWDED:
+        caption += " Thin: every logged entry."
+    page.section("Loss").figure(figures.overlay(runs), caption)
     header = ["run", "last loss", "best loss", "steps", "s / step", "steps not finite", "FP4",
               "refreshes", "noise crosses at", "directory"]  # fmt: skip
     page.section("Runs").table(header, [_comparison_row(run) for run in runs])

@@ -163,7 +163,8 @@ class Scheme:
         """The same with the GEMMs of some passes unquantized: any of "forward", "backward".
 
         What one pass gives up the other keeps: a quantized operand that was shared with it is then
-        quantized for the other pass alone.
+        quantized for the other pass alone. So does a weight that is quantized in the forward pass
+        keep its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator.
         """
         scheme = self
         if "backward" in passes:

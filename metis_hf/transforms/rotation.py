@@ -7,7 +7,6 @@ keeps the length n: nothing is padded. Made on the host from (n, seed) alone, in
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metis_hf.noise import key_of, random_bits, uniform
+from metis_hf.noise import constant, key_of, random_bits, uniform
 
 LARGEST_HADAMARD = 128  # sizes above are Kronecker products of smaller ones, which is the same
 LARGEST_RANDOM = 1024  # a factor beyond this costs more than it mixes: identity in its place
@@ -97,7 +96,10 @@ def _random_factor(size: int, seed: int) -> Tensor | None:
 _MAKERS = {"hadamard": randomized_hadamard, "kronecker": random_kronecker}
 
 
-def make_rotation(kind: str, n: int, seed: int, device: torch.device, dtype: torch.dtype):
+@constant
+def make_rotation(
+    kind: str, n: int, seed: int, device: torch.device, dtype: torch.dtype
+) -> Rotation:
     """The rotation "hadamard" or "kronecker" of n entries, on a device, in a dtype."""
     order, signs, factors = _MAKERS[kind](n, seed)
     return Rotation(
@@ -107,12 +109,9 @@ def make_rotation(kind: str, n: int, seed: int, device: torch.device, dtype: tor
     )
 
 
-_cached_rotation = functools.lru_cache(maxsize=64)(make_rotation)
-
-
 def rotation_of(kind: str, n: int, seed: int, like: Tensor) -> Rotation:
-    """`make_rotation` for tensors like one, from a cache."""
-    return _cached_rotation(kind, n, seed, like.device, like.dtype)
+    """`make_rotation` for tensors like one."""
+    return make_rotation(kind, n, seed, like.device, like.dtype)
 
 
 def rotate_by(x: Tensor, kind: str, seed: int, *, dim: int, inverse: bool = False) -> Tensor:
