@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from metis_hf.numerics import fake_quantize, relative_error
+from metis_hf.schemes import base
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted(
@@ -62,3 +67,44 @@ def test_committed_tables_are_their_records(path):
     readme = (ROOT / "README.md").read_text()
     if f"<!-- compare {path.stem} -->" in readme:
         assert table in readme
+
+
+def operand_study():
+    spec = importlib.util.spec_from_file_location("operand_study", ROOT / "eval/operand_study.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_the_operand_study_are_its_record():
+    study = operand_study()
+    record = json.loads((ROOT / "eval/results/operand-study.json").read_text())
+    asked = {question: list(variants) for question, variants in study.STUDIES.items()}
+    assert {question: list(found) for question, found in record["studies"].items()} == asked
+    page = study.PAGE.read_text()
+    assert study.with_tables(page, record) == page
+    with pytest.raises(ValueError, match="rank"):
+        study.with_tables(page.replace("<!-- study: rank -->", ""), record)
+
+
+def test_the_operand_study_measures_what_it_says(monkeypatch):
+    """Errors of one layer by hand, and zero where nothing is quantized."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    study = operand_study()
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 48, bias=False)
+    x, dy = torch.randn(96, 64), torch.randn(96, 48)
+    exact = study.scheme(qx=None, qw=None, qdy=None)
+    nearest = study.scheme(qw=None, qdy=None)
+    found = study.errors(study.register("test-nearest", nearest), [("a", linear, x, dy)])
+    x_hat = fake_quantize(x)
+    assert found["x"] == pytest.approx(relative_error(x, x_hat).item())
+    w = linear.weight.detach()
+    assert found["y"] == pytest.approx(relative_error(x @ w.T, x_hat @ w.T).item(), rel=1e-4)
+    # Rounding to nearest draws nothing: its whole error is bias.
+    assert found["dw_bias"] == pytest.approx(found["dw"])
+    assert found["dw"] > 0.05
+    assert found["w"] == found["dy"] == 0
+    nothing = study.errors(study.register("test-exact", exact), [("a", linear, x, dy)])
+    assert max(nothing.values()) < 1e-6  # fp32 products in another order
