@@ -48,6 +48,7 @@ from metis_hf.conditioners.outliers import Clamped, HotChannels
 from metis_hf.conditioners.requantized import Requantized
 from metis_hf.conditioners.rotated import FullHadamard, RandomKronecker
 from metis_hf.gemm import GemmPlan
+from metis_hf.noise import Key
 from metis_hf.operands import Hadamard, Identity, Spectral
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.schemes._channels import Shifting, Smoothing
@@ -673,9 +674,10 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             return s * recording.quantize((exact(tensor) - z).divided_by(s), row) + z
         if kind != "spectral":
             return operand(recording, array(tensor), row, conditioner)
-        return spectral(slot, tensor, layer.config.sample_frac).x_hat
+        key = keys[Role(SLOTS.index(slot))]
+        return spectral(slot, tensor, layer.config.sample_frac, key).x_hat
 
-    def spectral(slot: str, tensor, sample_frac: float) -> SpectralParts:
+    def spectral(slot: str, tensor, sample_frac: float, key: Key) -> SpectralParts:
         rank = min(rank_of(layer), *tensor.shape)
         basis = find_subspace(
             tensor,
@@ -684,7 +686,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             min_rows=default_rows(rank, layer.config.oversample),
             oversample=layer.config.oversample,
             n_iter=layer.config.n_iter,
-            key=keys[Role(SLOTS.index(slot))],
+            key=key,
         )
         return spectral_operand(recording, array(tensor), table[slot], array(basis))
 
@@ -709,7 +711,9 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             gain = 1.0 if row.conditioner == "split published" else (IN * OUT) ** -0.5
             return split_weight(recording, params, row, gain)
         if row.conditioner.startswith("spectral"):
-            return spectral(slot, layer.weight.detach(), 1.0)  # of all rows
+            # Of all rows, by a sketch that is the same at every step.
+            sketch = Key(keys[Role(SLOTS.index(slot))].static)
+            return spectral(slot, layer.weight.detach(), 1.0, sketch)
         if not row.quantized:
             return exact(params["weight"])
         conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner
