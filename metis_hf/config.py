@@ -39,7 +39,7 @@ class MetisConfig:
         rank_frac: share of min(in_features, out_features) directions kept apart (paper: 1.5 %).
         rank: number of directions of every layer, instead of `rank_frac`.
         rank_multiple: the rank is rounded up to a multiple of this; None takes the scheme's own
-            (16 for "metis": an FP4 GEMM pads to the block anyway; 1 for "metis-paper").
+            (32 for "metis" and what is stored split, two blocks; 1 for "metis-paper").
         sample_frac: share of token rows that the activation and gradient subspaces are estimated
             from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
         oversample: extra columns of the random sketch.

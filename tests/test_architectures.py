@@ -34,7 +34,7 @@ WHOLE_LIFE = ("bf16", "nvidia", "metis")
 OTHERS = [name for name in scheme_names() if name not in WHOLE_LIFE]
 # What an architecture meets of a scheme is how it stores weights, and its state: one of each form.
 FORMS = ("nvfp4", "metis-paper", "omniquant", "smoothquant", "svdquant")
-SPLIT = ("bf16-split", "metis-paper", "metis", "svdquant")
+SPLIT = ("bf16-split", "metis-paper", "svdquant")
 # One for each way in which architectures differ: plain, Conv1D, experts, two stacks, no decoder.
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert-masked")
 

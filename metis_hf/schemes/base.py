@@ -190,15 +190,16 @@ class SchemeInfo:
     name: str
     summary: str
     source: str
-    rank_multiple: int
+    rank_multiple: int | None
     build: Callable[[MetisConfig, int], Scheme]
 
 
+RANK_MULTIPLE = 32  # of ranks: two blocks; docs/method.md
 _REGISTRY: dict[str, SchemeInfo] = {}
 
 
 def register_scheme(
-    name: str, *, summary: str, source: str, rank_multiple: int = 1
+    name: str, *, summary: str, source: str, rank_multiple: int | None = None
 ) -> Callable[[Callable[[MetisConfig, int], Scheme]], Callable[[MetisConfig, int], Scheme]]:
     """Registers a function (config, rank) -> Scheme under `name`.
 
@@ -206,7 +207,8 @@ def register_scheme(
         name: what `MetisConfig.scheme` says.
         summary: one line for tables.
         source: arXiv id, specification or code base.
-        rank_multiple: what the rank is rounded up to unless the config says.
+        rank_multiple: what the rank is rounded up to unless the config says; None for schemes
+            that split nothing of their own.
 
     Raises:
         ValueError: the name is taken.
@@ -257,7 +259,8 @@ def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
     kept = kept_directions(config, in_features, out_features)
     if config.rank is not None:
         return min(smaller, kept)
-    multiple = config.rank_multiple or scheme_info(config.scheme).rank_multiple
+    own = scheme_info(config.scheme).rank_multiple
+    multiple = config.rank_multiple or own or (RANK_MULTIPLE if config.split_weight else 1)
     return min(smaller, -(-kept // multiple) * multiple)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from metis_hf.config import MetisConfig
-from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
 
 
 @register_scheme(
     "bf16-split",
     summary="control: weight stored as u, s, vh, residual; nothing quantized",
     source="arXiv 2509.00404, eq. W = U S V^T + W_R",
-    rank_multiple=16,
+    rank_multiple=RANK_MULTIPLE,
 )
 def bf16_split(config: MetisConfig, rank: int) -> Scheme:
     """The extra parameters of Metis without FP4, to tell one's effect from the other's."""

@@ -7,14 +7,14 @@ from dataclasses import replace
 from metis_hf.config import MetisConfig
 from metis_hf.operands import Operand
 from metis_hf.schemes._parts import nearest_forward, spectral, with_own_copies
-from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
 
 
 @register_scheme(
     "metis",
     summary="compensated spectral splits; input corrected where the weight is large",
     source="arXiv 2509.00404 with what docs/method.md adds to it",
-    rank_multiple=32,
+    rank_multiple=RANK_MULTIPLE,
 )
 def metis(config: MetisConfig, rank: int) -> Scheme:
     """The default, each choice by measurement (docs/method.md); every GEMM operand is in FP4.

@@ -12,6 +12,7 @@ from metis_hf.schemes.base import Scheme, register_scheme
     "metis-paper",
     summary="spectral split as published: exact residual, stochastic rounding everywhere",
     source="arXiv 2509.00404",
+    rank_multiple=1,
 )
 def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     """The paper's equations as written: residual = tensor - exact low-rank part, scales up.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from metis_hf.config import MetisConfig
-from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
 from metis_hf.schemes.smoothquant import smoothquant
 
 
@@ -13,7 +13,7 @@ from metis_hf.schemes.smoothquant import smoothquant
     "svdquant",
     summary="smoothing, low-rank weight branch not in FP4; for inference, here trained with it",
     source="arXiv 2411.05007",
-    rank_multiple=16,
+    rank_multiple=RANK_MULTIPLE,
 )
 def svdquant(config: MetisConfig, rank: int) -> Scheme:
     """w_hat = (u * s) @ vh + Q(residual c) / c with smoothing scales c; x_hat as in "smoothquant".
