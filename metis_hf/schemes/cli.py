@@ -35,10 +35,15 @@ def schemes(
     console.print(_overview(records))
     console.print(_operands(records))
     console.print(
-        "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4. Bits per "
-        f"element with scales, factors and means, of a layer of {WIDTH} x {WIDTH} and {WIDTH} "
-        "tokens. docs/schemes.md says what each paper left open."
+        "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; "
+        "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means, of a "
+        f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. docs/schemes.md says what each paper left "
+        "open."
     )
+
+
+# What block scales are rounded like, by rule.
+_SCALES = {"absmax": "{}", "four-over-six": "{} 4/6", "eden": "corrected"}
 
 
 def _overview(records: list[dict[str, Any]]) -> Any:
@@ -77,8 +82,8 @@ def _cells(operand: dict[str, Any]) -> list[str]:
     if "blocks" not in operand:
         return [operand["format"], "", "", bits]
     blocks = f"{operand['format']} {operand['blocks']} {operand['along'] or ''}"
-    rounding = f"{operand['rounding']} / {operand['scale_rounding']}"
-    rounding += " 4/6" if operand["scale_rule"] == "four-over-six" else ""
+    scales = _SCALES[operand["scale_rule"]].format(operand["scale_rounding"] or "-")
+    rounding = f"{operand['rounding']} / {scales}"
     conditioner = "" if operand["conditioner"] == "identity" else operand["conditioner"]
     if "correction" in operand:
         conditioner += f" + errors along {operand['correction']['along']}"

@@ -92,7 +92,7 @@ def conditioner_name(conditioner: Any) -> str:
         if dataclasses.is_dataclass(conditioner)
         else {}
     )
-    options = [option for option, value in values.items() if value is True]
+    options = [option.replace("_", " ") for option, value in values.items() if value is True]
     options += [conditioner_name(value) for value in values.values() if hasattr(value, "parts")]
     return " ".join(words).lower() + (f" ({', '.join(options)})" if options else "")
 
