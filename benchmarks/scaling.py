@@ -100,7 +100,7 @@ def row_of(point: Point, seconds: list[dict[str, float]]) -> Row:
         "value": point.value,
         "tokens": point.tokens,
         "width": point.layer.in_features,
-        "rank": point.layer.rank,
+        "rank": point.layer.config.rank,
         "parts_ms": {
             name: statistics.median(one[name] for one in seconds) * 1e3 for name in parts.NAMES
         },

@@ -145,7 +145,7 @@ def test_recompilations_are_bounded():
     """A graph for the first shape and one for the others, in training and in evaluation; no more
     for further shapes, new weights, or going back and forth. A batch so small that a subspace is
     estimated from all of its rows takes another path, and one more graph each."""
-    model = model_for("metis")
+    model = model_for("metis", rank=16)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
 
@@ -196,7 +196,7 @@ def test_trainer(tmp_path):
 
     def run(directory, health_interval=0, **changes):
         torch._dynamo.reset()
-        model = model_for("metis", refresh_interval=2)
+        model = model_for("metis", split_weight=True, refresh_interval=2)
         trainer = transformers.Trainer(
             model,
             transformers.TrainingArguments(

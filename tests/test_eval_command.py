@@ -84,11 +84,8 @@ def test_seven_tasks_and_the_loss_give_numbers(evaluated, runs):
         share = ours["items"]["race"]["acc"].count("1") / len(ours["items"]["race"]["acc"])
         assert share == record["results"]["race"]["acc,none"]
     losses = {name: record["metis"]["held_out_loss"] for name, record in records.items()}
-    assert len(set(losses.values())) == 3
-    assert losses["metis.dense"] == pytest.approx(losses["bf16.dense"], rel=1e-3)  # same weights
-    assert abs(losses["metis.scheme"] - losses["bf16.dense"]) > abs(
-        losses["metis.dense"] - losses["bf16.dense"]
-    )
+    assert losses["metis.dense"] == losses["bf16.dense"]  # the same weights
+    assert losses["metis.scheme"] != losses["metis.dense"]
     assert str(runs) not in (out / "table.md").read_text()
 
 

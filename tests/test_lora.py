@@ -27,8 +27,9 @@ from metis_hf.lora import MetisLoraLinear, MetisLoraModel
 
 # W + BA and back is a handful of fp32 additions; relative to the largest weight.
 FP32_SUM = 4 * torch.finfo(torch.float32).eps
-# fp32 rounding of the merged product over two layers, relative to the largest logit.
-MERGED_LOGITS = 1e-5
+# fp32 rounding of the merged product, 32 directions and a residual, over two layers; relative to
+# the largest logit.
+MERGED_LOGITS = 2e-5
 
 
 def lora_config(**changes) -> LoraConfig:
