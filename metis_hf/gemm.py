@@ -280,7 +280,7 @@ class QuantizedGemm(torch.autograd.Function):
             x_hat, x_scale, saved = plan.input_operand(x)
             if plan.corrects(x):
                 w_hat, low = plan.weight_factors(params)
-                y = _rescale(x_hat @ w_hat.T, x_scale)
+                y = _rescale(contract(x_hat, w_hat.T), x_scale)
                 left = plan.coordinates(x, x_hat, x_scale, low.right)
                 y.addmm_(left, low.left.to(plan.dtype).T)  # [t k] @ [k o] -> [t o]
             else:
