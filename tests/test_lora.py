@@ -27,9 +27,8 @@ from metis_hf.lora import MetisLoraLinear, MetisLoraModel
 
 # W + BA and back is a handful of fp32 additions; relative to the largest weight.
 FP32_SUM = 4 * torch.finfo(torch.float32).eps
-# fp32 rounding of the merged product, 32 directions and a residual, over two layers; relative to
-# the largest logit.
-MERGED_LOGITS = 2e-5
+# fp32 rounding of the merged product over two layers, relative to the largest logit.
+MERGED_LOGITS = 1e-5
 
 
 def lora_config(**changes) -> LoraConfig:
@@ -40,9 +39,9 @@ def lora_config(**changes) -> LoraConfig:
     )
 
 
-def adapted(model, scheme="metis", split=None, **changes):
+def adapted(model, scheme="metis", split=None, rank=None, **changes):
     """(PeftModel over the converted model, W + scaling B A in fp64 by name of layer)."""
-    get_metis_model(model, MetisConfig(scheme=scheme, split_weight=split))
+    get_metis_model(model, MetisConfig(scheme=scheme, split_weight=split, rank=rank))
     model = get_peft_model(model, lora_config(**changes))
     expected = {}
     for name, layer in lora_layers(model).items():
@@ -227,7 +226,7 @@ def test_merge_and_unmerge(make, scheme, split, token_ids):
 
 
 def test_merged_logits_equal_the_branch_without_quantization(token_ids):
-    model, _ = adapted(llama(), "bf16-split")
+    model, _ = adapted(llama(), "bf16-split", rank=16)
     beside = logits(model, token_ids)
     merged = logits(model.merge_and_unload(), token_ids)
     assert (merged - beside).abs().max() <= MERGED_LOGITS * beside.abs().max()
