@@ -22,7 +22,8 @@ import torch
 import transformers
 from torch import nn
 
-from metis_hf import MetisConfig, get_metis_model, register_scheme
+from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
+from metis_hf.analysis.capture import Capture
 from metis_hf.corpus import split_documents, stdlib_documents
 from metis_hf.linear import convert_linear
 from metis_hf.numerics import relative_error
@@ -33,7 +34,6 @@ LEARNING_RATE = 4e-3
 SWEEP = (1e-3, 2e-3, 4e-3)
 
 SPLIT, SPLIT_UNIT = "fp32, split weight", "fp32, split weight, unit vectors"
-METIS = "compensated, rank 16, nearest forward (metis)"
 
 
 @register_scheme("split-unit", summary="bf16-split with unit vectors", source="arXiv 2509.00404")
@@ -42,16 +42,23 @@ def split_unit(config: MetisConfig, rank: int) -> Scheme:
     return Scheme(split_weight=True)
 
 
-@register_scheme("metis-unit", summary="metis with unit vectors", source="arXiv 2509.00404")
-def metis_unit(config: MetisConfig, rank: int) -> Scheme:
-    """metis but for the units of its factors."""
-    return dataclasses.replace(scheme_info("metis").build(config, rank), unit_rms=False)
+@register_scheme("compensated", summary="metis, stored split", source="arXiv 2509.00404")
+def compensated(config: MetisConfig, rank: int) -> Scheme:
+    """Compensated residuals by themselves: weights stored split, inputs not corrected."""
+    scheme = scheme_info("metis").build(config, rank).storing(split=True)
+    return dataclasses.replace(scheme, corrects_coordinates=False)
+
+
+@register_scheme("compensated-unit", summary="with unit vectors", source="arXiv 2509.00404")
+def compensated_unit(config: MetisConfig, rank: int) -> Scheme:
+    """The same but for the units of its factors."""
+    return dataclasses.replace(compensated(config, rank), unit_rms=False)
 
 
 # name -> config; the control comes first.
 VARIANTS: dict[str, MetisConfig] = {
     "fp32": MetisConfig(scheme="bf16"),
-    SPLIT: MetisConfig(scheme="bf16-split"),
+    SPLIT: MetisConfig(scheme="bf16-split", rank_multiple=16),
     SPLIT_UNIT: MetisConfig(scheme="split-unit", rank_multiple=16),
     "direct, stochastic everywhere (nvfp4)": MetisConfig(scheme="nvfp4"),
     "direct, nearest forward": MetisConfig(
@@ -60,11 +67,14 @@ VARIANTS: dict[str, MetisConfig] = {
     "nvidia": MetisConfig(scheme="nvidia"),
     "published, rank 2 (metis-paper)": MetisConfig(scheme="metis-paper"),
     "compensated, rank 2, stochastic everywhere": MetisConfig(
-        scheme="metis", rank_multiple=1, forward_rounding="stochastic", scale_rounding="up"
+        scheme="compensated", rank_multiple=1, forward_rounding="stochastic", scale_rounding="up"
     ),
-    METIS: MetisConfig(scheme="metis"),
-    "metis, unit vectors": MetisConfig(scheme="metis-unit", rank_multiple=16),
-    "metis, dense weight": MetisConfig(scheme="metis", decompose=("activation", "gradient")),
+    "compensated, rank 16, nearest forward": MetisConfig(scheme="compensated", rank_multiple=16),
+    "the same, unit vectors": MetisConfig(scheme="compensated-unit", rank_multiple=16),
+    "the same, weight dense and not split": MetisConfig(
+        scheme="metis", rank_multiple=16, decompose=("activation", "gradient")
+    ),
+    "metis: weight dense and split, input corrected, rank 32": MetisConfig(scheme="metis"),
     "metis, contraction mode": MetisConfig(scheme="metis", operand_mode="contraction"),
 }
 
@@ -134,24 +144,16 @@ def _validation(data: torch.Tensor, batches: int):
     return (batch_at(data, 10**6 + i) for i in range(batches))
 
 
-def capture(model: nn.Module, ids: torch.Tensor) -> list[tuple[str, nn.Linear, torch.Tensor]]:
-    """(name, plain layer, x, dy) of every linear layer of the control, on one batch."""
-    tensors: dict[str, list] = {}
-    handles = []
-    for name, layer in model.named_modules():
-        if hasattr(layer, "weight_form"):
-
-            def hook(module, args, out, name=name):
-                tensors[name] = [args[0].detach()]
-                out.register_hook(lambda grad: tensors[name].append(grad.detach()))
-
-            handles.append(layer.register_forward_hook(hook))
-    model.train()
-    model(input_ids=ids, labels=ids).loss.backward()
-    for handle in handles:
-        handle.remove()
+def capture(model: nn.Module, ids: torch.Tensor) -> list[tuple]:
+    """(name, plain layer, x [t i], dy [t o]) of every converted layer, on one batch."""
+    layers = dict(metis_layers(model))
+    hooks = Capture(set(layers), lambda *_: None)
+    hooks.run(model, ids, layers)
     model.zero_grad()
-    return [(n, model.get_submodule(n).to_dense(), *pair) for n, pair in tensors.items()]
+    return [
+        (name, layer.to_dense(), hooks.rows(name, "activation"), hooks.rows(name, "gradient"))
+        for name, layer in layers.items()
+    ]
 
 
 def operand_errors(config: MetisConfig, tensors: list) -> dict[str, float]:

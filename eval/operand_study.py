@@ -24,7 +24,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from metis_hf import MetisConfig, get_metis_model, register_scheme
+from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
+from metis_hf.analysis.capture import Capture
 from metis_hf.conditioners.mean import MeanRemoved, row_mean
 from metis_hf.conditioners.outliers import HotChannels
 from metis_hf.data.packed import load_packed
@@ -200,22 +201,14 @@ def register(name: str, built: Scheme) -> MetisConfig:
 
 def capture(model: nn.Module, ids: Tensor) -> list[tuple[str, nn.Linear, Tensor, Tensor]]:
     """(name, plain layer, x [t i], dy [t o]) of every converted layer, on one batch."""
-    seen: dict[str, list[Tensor]] = {}
-    handles = []
-    for name, layer in model.named_modules():
-        if hasattr(layer, "weight_form"):
-
-            def hook(module, args, out, name=name):
-                seen[name] = [args[0].detach().flatten(0, -2)]
-                out.register_hook(lambda grad: seen[name].append(grad.detach().flatten(0, -2)))
-
-            handles.append(layer.register_forward_hook(hook))
-    model.train()
-    model(input_ids=ids, labels=ids).loss.backward()
-    for handle in handles:
-        handle.remove()
+    layers = dict(metis_layers(model))
+    hooks = Capture(set(layers), lambda *_: None)
+    hooks.run(model, ids, layers)
     model.zero_grad()
-    return [(name, model.get_submodule(name).to_dense(), *pair) for name, pair in seen.items()]
+    return [
+        (name, layer.to_dense(), hooks.rows(name, "activation"), hooks.rows(name, "gradient"))
+        for name, layer in layers.items()
+    ]
 
 
 def errors(config: MetisConfig, tensors: list) -> dict[str, float]:

@@ -4,8 +4,9 @@
 
 Trains a byte-level Llama (96 wide, 0.2M parameters) on the standard library's sources with the
 stock Trainer and MetisCallback, without refresh and with one every 25 or 100 steps, for each split
-scheme and three seeds. Runs of one seed share initialization, batches and noise keys, so they are
-compared in pairs. Finished trainings are kept, so it can be interrupted. Writes JSON and a table.
+scheme (weights stored as u, s, vh and residual) and three seeds. Runs of one seed share
+initialization, batches and noise keys, so they are compared in pairs. Finished trainings are kept,
+so it can be interrupted. Writes JSON and a table.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Windows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+def config_of(scheme: str) -> MetisConfig:
+    """The scheme with stored factors, without which there is nothing to decompose anew."""
+    return MetisConfig(scheme=scheme, split_weight=True)
+
+
 def load_bytes() -> tuple[torch.Tensor, torch.Tensor]:
     """(train, validation) as byte tensors."""
     splits = split_documents(stdlib_documents())
@@ -71,7 +77,7 @@ def train(scheme: str, interval: int, seed: int, steps: int, data: tuple) -> dic
     """One run: held-out loss, curve (mean training loss of every WINDOW steps), largest drift."""
     transformers.set_seed(seed)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL))
-    config = MetisConfig(scheme=scheme, seed=seed, refresh_interval=interval)
+    config = config_of(scheme).replace(seed=seed, refresh_interval=interval)
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
             get_metis_model(model, config),
@@ -168,7 +174,7 @@ def main() -> None:
         "learning_rate": LEARNING_RATE,
         "seeds": list(SEEDS),
         "model": MODEL,
-        "configs": {name: MetisConfig(scheme=name).to_dict() for name in SCHEMES},
+        "configs": {name: config_of(name).to_dict() for name in SCHEMES},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
