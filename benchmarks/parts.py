@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 
 from metis_hf import gemm, operands
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.numerics import kernels
-from metis_hf.operands import Hadamard, Spectral
+from metis_hf.operands import Hadamard
 from metis_hf.weights import SplitWeight
 
 GEMMS, QUANTIZE, SUBSPACE, PROJECT = "GEMMs", "quantize", "subspace", "project"

@@ -28,10 +28,11 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
 from metis_hf.analysis.capture import Capture
 from metis_hf.conditioners.mean import MeanRemoved, row_mean
 from metis_hf.conditioners.outliers import HotChannels
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.data.packed import load_packed
 from metis_hf.linear import convert_linear
 from metis_hf.numerics import Quantizer, relative_error
-from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand, Spectral
+from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand
 from metis_hf.schemes import Role, Scheme
 from metis_hf.transforms.hadamard import rotate, unrotate
 
@@ -95,12 +96,12 @@ def split(rank: int = RANK, **options: Any) -> Spectral:
 
 
 def scheme(x=IDENTITY, w=IDENTITY, dy=IDENTITY, *, qx=NEAREST, qw=NEAREST, qdy=STOCHASTIC,
-           corrected=False) -> Scheme:  # fmt: skip
+           corrected=()) -> Scheme:  # fmt: skip
     """One copy of each tensor for all its GEMMs; a quantizer None leaves it exact."""
     operands = (
         Operand(q, c) if q is not None else HIGH_PRECISION for q, c in ((qx, x), (qw, w), (qdy, dy))
     )
-    return Scheme(*operands, corrects_coordinates=corrected)
+    return Scheme(*operands, corrected=frozenset(corrected))
 
 
 def own_copies(base: Scheme, **weight: Any) -> Scheme:
@@ -116,7 +117,10 @@ def own_copies(base: Scheme, **weight: Any) -> Scheme:
 
 EXACT_W = {"qw": None, "qdy": None}
 ALL = {"x": split(), "w": split(sample_frac=1.0), "dy": split()}
-METIS = scheme(**ALL, corrected=True)
+X, W = Role.FPROP_INPUT, (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
+DY_DGRAD, DY_WGRAD = Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT
+CORRECTED = (X, *W)  # as metis does
+METIS = scheme(**ALL, corrected=CORRECTED)
 
 # question -> variant -> scheme
 STUDIES: dict[str, dict[str, Scheme]] = {
@@ -127,20 +131,32 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "dy": scheme(dy=split()),
         "x, w": scheme(x=split(), w=split(sample_frac=1.0)),
         "x, w, dy": scheme(**ALL),
-        "w, corrected": scheme(w=split(sample_frac=1.0), corrected=True),
-        "x, w, dy, corrected (metis)": METIS,
         "hot channels of x and w, 1/16": scheme(x=HotChannels(), w=HotChannels()),
         "hot channels of x and w, 1/3": scheme(x=HotChannels(1 / 3), w=HotChannels(1 / 3)),
+    },
+    "what is corrected": {
+        "nothing": scheme(**ALL),
+        "x": scheme(**ALL, corrected=(X,)),
+        "w": scheme(**ALL, corrected=W),
+        "x, w (metis)": METIS,
+        "x, w, dy in dgrad": scheme(**ALL, corrected=(*CORRECTED, DY_DGRAD)),
+        "x, w, dy in wgrad": scheme(**ALL, corrected=(*CORRECTED, DY_WGRAD)),
+        "x, w, dy": scheme(**ALL, corrected=(*CORRECTED, DY_DGRAD, DY_WGRAD)),
+        "x, of a w split for it alone": scheme(w=split(sample_frac=1.0), corrected=(X,)),
     },
     "residual": {
         "compensated": scheme(**ALL),
         "exact": scheme(**{k: replace(v, compensated=False) for k, v in ALL.items()}),
     },
     "rank": {
-        f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=True)
+        f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=CORRECTED)
         for k in (1, 2, 4, 8, 16, 24, 32, 48, 64)
     }
-    | {"rank 2 of x, 32 of w": scheme(split(2), split(sample_frac=1.0), split(2), corrected=True)},
+    | {
+        "rank 2 of x, 32 of w": scheme(
+            split(2), split(sample_frac=1.0), split(2), corrected=CORRECTED
+        )
+    },
     "factors": {
         "FP4": scheme(split(), **EXACT_W),
         "FP8": scheme(Factors(split(), FP8), **EXACT_W),

@@ -77,9 +77,7 @@ def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
         return cost + _dense_weight_cost(layer)
     cost += _operand_cost(scheme.fprop_input, (tokens, i), -1)
     cost += _weight_cost(layer, scheme.fprop_weight)
-    if scheme.corrects_coordinates:
-        cost += _correction_cost(layer, tokens)
-    return cost
+    return cost + _corrections_cost(layer, tokens, (Role.FPROP_INPUT, Role.FPROP_WEIGHT))
 
 
 def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
@@ -102,19 +100,31 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
             cost += _quantizers_cost(scheme.fprop_weight.quantizer, (o, k), (k, i))
     if scheme.clipped_weight:
         cost += LayerCost(elementwise=10.0 * o * i)  # weights.ClippedWeight.gradients
+    backward = (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT)
+    return cost + _corrections_cost(layer, tokens, backward)
+
+
+def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -> LayerCost:
+    """`gemm`: the error [m n] of an operand along k directions, quantized, times [k p]."""
+    t, i, o = tokens, layer.in_features, layer.out_features
+    sizes = {  # the corrected operand [m n] of a GEMM [m n] @ [n p]
+        Role.FPROP_INPUT: (t, i, o),
+        Role.FPROP_WEIGHT: (o, i, t),
+        Role.DGRAD_GRAD_OUTPUT: (t, o, i),
+        Role.DGRAD_WEIGHT: (i, o, t),
+        Role.WGRAD_GRAD_OUTPUT: (o, t, i),
+    }
+    rank, cost = layer_rank(layer.config, i, o), LayerCost()
+    for role in layer.scheme.corrected.intersection(roles):
+        m, n, p = sizes[role]
+        k = min(rank, n, p)
+        cost += LayerCost(
+            elementwise=1.0 * m * n, projection=2.0 * m * n * k, low_rank=2.0 * m * k * p
+        )
+        cost += _quantizers_cost(layer.scheme.resolve(role)[1].quantizer, (m, k))
+        if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+            cost += _dense_weight_cost(layer)  # what the error is taken off
     return cost
-
-
-def _correction_cost(layer: MetisLayer, tokens: int) -> LayerCost:
-    """gemm.GemmPlan.coordinates: (x - x_hat) @ vh_hat^T, quantized, and its product with a_hat."""
-    i, o = layer.in_features, layer.out_features
-    k = layer_rank(layer.config, i, o)
-    cost = LayerCost(
-        elementwise=1.0 * tokens * i,
-        projection=2.0 * tokens * i * k,
-        low_rank=2.0 * tokens * o * k,
-    )
-    return cost + _quantizers_cost(layer.scheme.fprop_input.quantizer, (tokens, k))
 
 
 def _dense_weight_cost(layer: MetisLayer) -> LayerCost:

@@ -4,8 +4,16 @@
     dgrad   dx = dy_hat @ w_hat         [t o] @ [o i] -> [t i]
     wgrad   dw = dy_hat.T @ x_hat       [o t] @ [t i] -> [o i]
 
-A scheme may add to y what rounding took off x along the weight's dominant directions, quantized in
-its turn: + Q((x - x_hat) @ vh_hat.T) @ (a_hat * lam).T; see `Scheme.corrects_coordinates`.
+A scheme may add to a GEMM what rounding took off one operand in the dominant directions of the
+other, quantized in its turn (`Scheme.corrected`). With x_hat = (a_x lam_x) v_x + .., and so on:
+
+    fprop   + Q((x - x_hat) @ v_w.T lam_w) @ a_w.T  + a_x @ Q((w - w_hat) @ v_x.T lam_x).T
+    dgrad   + Q((dy - dy_hat) @ a_w lam_w) @ v_w    + a_dy @ Q((w - w_hat).T @ v_dy.T lam_dy).T
+    wgrad   + Q((dy - dy_hat).T @ a_x lam_x) @ v_x
+
+Each is k more channels of the same GEMM, all in FP4 and in blocks along k. What then is left of the
+error is the rounding of one operand times the rest of the other. Backward does not have x, only
+x_hat: what rounding took off x is not added to wgrad.
 
 Quantizers are straight-through, so dw reaches the stored parameters by the chain rule through
 w_hat alone. Parameters are saved, never their quantized copies: w_hat is made again in backward.
@@ -18,7 +26,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +34,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from metis_hf.noise import Key, fingerprint
-from metis_hf.operands import Encoded, LowRank, Operand
+from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.schemes.base import Role, Scheme
-from metis_hf.weights import FactoredForm, HeldWeight, WeightForm
+from metis_hf.weights import HeldWeight, WeightForm
 
 
 class CallKeys:
@@ -91,11 +99,11 @@ class _LastInput(threading.local):
 
         self.source, self.version = weakref.ref(x, forget), x._version
         self.wanted, self.row_mask = wanted, row_mask
-        self.encoded = encoded._replace(low=None)
+        self.encoded = encoded.stored()
 
 
 _last_input = _LastInput()
-_COORDINATES = 32  # folded into the key of a correction; roles take 16 and the five after it
+_COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
 
 
 @dataclass(frozen=True)
@@ -112,10 +120,6 @@ class GemmPlan:
     state: Any = None  # what the scheme's `LayerState` froze for this call
     held: HeldWeight | None = None  # w_hat of earlier calls with the same parameters
 
-    def corrects(self, x: Tensor) -> bool:
-        """Whether fprop adds the input's rounding errors in the weight's dominant directions."""
-        return self.scheme.corrects_coordinates and x.numel() > 0
-
     def resolve(self, role: Role) -> tuple[Role, Operand]:
         """`Scheme.resolve`, with conditioners that know the call's state."""
         role, operand = self.scheme.resolve(role)
@@ -124,7 +128,7 @@ class GemmPlan:
             operand = Operand(operand.quantizer, conditioner.bind(self.state))
         return role, operand
 
-    def weight_operand(self, role: Role, params: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Quantized:
         """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
         role, operand = self.resolve(role)
         options: dict[str, Any] = {
@@ -136,27 +140,65 @@ class GemmPlan:
             return self.held.operand(self.weight, params, operand, **options)
         return self.weight.quantize(params, operand, **options)
 
-    def weight_factors(self, params: Sequence[Tensor]) -> tuple[Tensor, LowRank]:
-        """w_hat [o i] for fprop and its low-rank part, of a scheme that corrects coordinates."""
-        role, operand = self.resolve(Role.FPROP_WEIGHT)
-        options: dict[str, Any] = {"dim": -1, "key": self.keys[role], "dtype": self.dtype}
-        weight = cast(FactoredForm, self.weight)
-        if self.held is not None:
-            return self.held.with_factors(weight, params, operand, **options)
-        return weight.with_factors(params, operand, **options)
+    def fprop(
+        self, x: Tensor, x_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
+    ) -> Tensor:
+        """y [t o] without bias."""
+        y = _multiply(x_hat, _transposed(w_hat))
+        corrected = self._corrected(x)
+        if Role.FPROP_INPUT in corrected:
+            self._correct(y, Role.FPROP_INPUT, x_hat.error(x), _by_columns(w_hat))
+        if Role.FPROP_WEIGHT in corrected:
+            error = w_hat.error(self._exact_weight(params))
+            self._correct(y.T, Role.FPROP_WEIGHT, error, _by_columns(x_hat))
+        return y
 
-    def coordinates(self, x: Tensor, x_hat: Tensor, scale: Tensor | None, basis: Tensor) -> Tensor:
-        """Q((x - x_hat) basis^T) [t k]: what rounding took off x in the directions of `basis`."""
-        x_hat = x_hat if scale is None else x_hat * scale
-        error = x.to(self.dtype) - x_hat  # [t i] - [t i]
-        left = error @ basis.to(self.dtype).T  # [t i] @ [i k] -> [t k]
-        _, operand = self.resolve(Role.FPROP_INPUT)
+    def dgrad(
+        self, dy: Tensor, d_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
+    ) -> Tensor:
+        """dx [t i]"""
+        dx = _multiply(d_hat, w_hat)
+        corrected = self._corrected(dy)
+        if Role.DGRAD_GRAD_OUTPUT in corrected:
+            self._correct(dx, Role.DGRAD_GRAD_OUTPUT, d_hat.error(dy), _by_rows(w_hat))
+        if Role.DGRAD_WEIGHT in corrected:
+            error = w_hat.error(self._exact_weight(params)).T
+            self._correct(dx.T, Role.DGRAD_WEIGHT, error, _by_columns(d_hat))
+        return dx
+
+    def wgrad(self, dy: Tensor, d_hat: Quantized, x_hat: Quantized) -> Tensor:
+        """dw [o i]"""
+        dw = _multiply(_transposed(d_hat), x_hat)
+        if Role.WGRAD_GRAD_OUTPUT in self._corrected(dy):
+            self._correct(dw, Role.WGRAD_GRAD_OUTPUT, d_hat.error(dy).T, _by_rows(x_hat))
+        return dw
+
+    def _corrected(self, x: Tensor) -> frozenset[Role]:
+        return self.scheme.corrected if x.numel() > 0 else frozenset()
+
+    def _exact_weight(self, params: Sequence[Tensor]) -> Tensor:
+        return self.weight.dense([p.detach() for p in params])
+
+    def _correct(
+        self, out: Tensor, role: Role, error: Tensor, other: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Adds to a GEMM's output [m p], in place, what rounding took off its operand at `role`.
+
+        Args:
+            error: that [m n]; for the operand on the right, this and `out` are transposed.
+            other: low-rank part of the other operand [n p]: [n k], lengths [k], [k p].
+        """
+        near, lengths, far = other
+        # [m n] @ [n k] -> [m k]
+        coordinates = (error.to(self.dtype) @ near.to(self.dtype)) * lengths
+        _, operand = self.resolve(role)
         assert operand.quantizer is not None
         # Of this layer's weight: others that read the same input have coordinates of their own.
-        key = self.keys.call_key.fold(_COORDINATES)
-        return operand.quantizer(left, dim=-1, key=key, dtype=self.dtype)
+        key = self.keys.call_key.fold(_COORDINATES + role)
+        left = operand.quantizer(coordinates, dim=-1, key=key, dtype=self.dtype)
+        out.addmm_(left, far.to(self.dtype))  # [m k] @ [k p] -> [m p]
 
-    def matrix_operand(self, role: Role, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
         """x_hat or dy_hat, for the GEMM that `role` names."""
         role, operand = self.resolve(role)
         return operand(
@@ -167,8 +209,8 @@ class GemmPlan:
             row_mask=self.row_mask,
         )
 
-    def input_operand(self, x: Tensor) -> tuple[Tensor, Tensor | None, SavedInput]:
-        """x_hat for fprop, its tensor scale or None, and what is saved of x for wgrad."""
+    def input_operand(self, x: Tensor) -> tuple[Quantized, SavedInput]:
+        """x_hat for fprop, and what is saved of x for wgrad."""
         role, operand = self.resolve(Role.WGRAD_INPUT)
         shared = role is Role.FPROP_INPUT
         if self.saves_input and operand.has_codes(x):
@@ -177,17 +219,16 @@ class GemmPlan:
             saved = SavedInput("encoded", encoded.tensors)
             if shared:
                 shape = (x.shape[0], x.shape[1])
-                found = operand.decode(encoded, dim=dim, shape=shape, dtype=self.dtype)
-                return *found, saved
-            return *self.matrix_operand(Role.FPROP_INPUT, x), saved
-        x_hat, scale = self.matrix_operand(Role.FPROP_INPUT, x)
+                return operand.decode(encoded, dim=dim, shape=shape, dtype=self.dtype), saved
+            return self.matrix_operand(Role.FPROP_INPUT, x), saved
+        x_hat = self.matrix_operand(Role.FPROP_INPUT, x)
         if not self.saves_input:
-            return x_hat, scale, SavedInput("dense", ())
+            return x_hat, SavedInput("dense", ())
         if shared:
-            return x_hat, scale, SavedInput("dense", (x_hat, scale))
+            return x_hat, SavedInput("dense", (x_hat.values, x_hat.scale, *(x_hat.low or ())))
         if operand.quantizer is None:
-            return x_hat, scale, SavedInput("dense", (x.to(self.dtype), None))
-        return x_hat, scale, SavedInput("input", (x,))
+            return x_hat, SavedInput("dense", (x.to(self.dtype), None))
+        return x_hat, SavedInput("input", (x,))
 
     def _encode(self, operand: Operand, x: Tensor, role: Role, dim: int) -> Encoded:
         """`Operand.encode`, or what it gave for another layer that reads the same tensor."""
@@ -202,14 +243,12 @@ class GemmPlan:
             _last_input.keep(source, wanted, self.row_mask, encoded)
         return encoded
 
-    def wgrad_input(
-        self, saved: SavedInput, shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """x_hat for wgrad and its tensor scale or None, from what forward saved of x."""
+    def wgrad_input(self, saved: SavedInput, shape: tuple[int, int]) -> Quantized:
+        """x_hat for wgrad, from what forward saved of x."""
         if saved.kind == "dense":
-            x_hat, scale = saved.tensors
+            x_hat, scale, *low = saved.tensors
             assert x_hat is not None
-            return x_hat, scale
+            return Quantized(x_hat, scale, LowRank(*low) if low else None)  # type: ignore[arg-type]
         if saved.kind == "input":
             x = saved.tensors[0]
             assert x is not None
@@ -243,7 +282,7 @@ class SavedInput(NamedTuple):
     densely beside them.
     """
 
-    kind: str  # "encoded": `Operand.encode`; "dense": (x_hat, tensor scale); "input": (x,)
+    kind: str  # "encoded": `Operand.encode`; "dense": x_hat as `Quantized`; "input": (x,)
     tensors: tuple[Tensor | None, ...]
 
 
@@ -262,12 +301,30 @@ def contract(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def _rescale(out: Tensor, *scales: Tensor | None) -> Tensor:
-    """Applies the tensor scales of the operands to a GEMM's output, in fp32 and once."""
-    given = [scale for scale in scales if scale is not None]
+def _multiply(a: Quantized, b: Quantized) -> Tensor:
+    """`contract`, with the operands' tensor scales applied in fp32 and once."""
+    out = contract(a.values, b.values)
+    given = [scale for scale in (a.scale, b.scale) if scale is not None]
     if not given:
         return out
     return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
+
+
+def _transposed(a: Quantized) -> Quantized:
+    """What stands for the transpose; without the low-rank part."""
+    return Quantized(a.values.T, a.scale)
+
+
+def _by_rows(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """Low-rank part of a [n p]: [n k], lengths [k], [k p]."""
+    assert a.low is not None
+    return a.low
+
+
+def _by_columns(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the transpose of a [p n]."""
+    assert a.low is not None
+    return a.low.right.T, a.low.lengths, a.low.left.T
 
 
 class QuantizedGemm(torch.autograd.Function):
@@ -277,15 +334,9 @@ class QuantizedGemm(torch.autograd.Function):
     def forward(ctx, x: Tensor, bias: Tensor | None, plan: GemmPlan, *params: Tensor) -> Tensor:
         # x [t i], bias [o] or None, params as plan.weight stores them
         with torch.autocast(x.device.type, enabled=False):
-            x_hat, x_scale, saved = plan.input_operand(x)
-            if plan.corrects(x):
-                w_hat, low = plan.weight_factors(params)
-                y = _rescale(contract(x_hat, w_hat.T), x_scale)
-                left = plan.coordinates(x, x_hat, x_scale, low.right)
-                y.addmm_(left, low.left.to(plan.dtype).T)  # [t k] @ [k o] -> [t o]
-            else:
-                w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
-                y = _rescale(contract(x_hat, w_hat.T), x_scale, w_scale)
+            x_hat, saved = plan.input_operand(x)
+            w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+            y = plan.fprop(x, x_hat, params, w_hat)
             if bias is not None:
                 y += bias.to(plan.dtype)
         ctx.save_for_backward(*params, *saved.tensors)
@@ -304,16 +355,16 @@ class QuantizedGemm(torch.autograd.Function):
         dparams: Sequence[Tensor | None] = [None] * len(params)
         with torch.autocast(dy.device.type, enabled=False):
             if need_x or (any(need_params) and plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT)):
-                d_hat, d_scale = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
+                d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:
-                w_hat, w_scale = plan.weight_operand(Role.DGRAD_WEIGHT, params)
-                dx = _rescale(contract(d_hat, w_hat), d_scale, w_scale).to(ctx.x_dtype)
+                w_hat = plan.weight_operand(Role.DGRAD_WEIGHT, params)
+                dx = plan.dgrad(dy, d_hat, params, w_hat).to(ctx.x_dtype)
             if any(need_params):
                 if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
-                    d_hat, d_scale = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
+                    d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
                 shape = (dy.shape[0], params[-1].shape[1])
-                x_hat, x_scale = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
-                dw = _rescale(contract(d_hat.T, x_hat), d_scale, x_scale)
+                x_hat = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
+                dw = plan.wgrad(dy, d_hat, x_hat)
                 dparams = plan.weight.gradients(
                     params, dw, plan.scheme.fprop_weight, key=plan.keys[Role.FPROP_WEIGHT]
                 )

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.gemm import GemmPlan
 from metis_hf.linear import MetisLayer, MetisLinear, full_tensor
 from metis_hf.noise import Key, uniform
 from metis_hf.noise_monitor import GradientNoise, group_of, weight_gradient_noise
 from metis_hf.numerics import Quantizer, sqnr_db
-from metis_hf.operands import Operand, Spectral
+from metis_hf.operands import Operand
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.transforms import spectral_split
 from metis_hf.transforms.spectral import default_rows
@@ -129,11 +130,9 @@ def weight_health(layer: MetisLayer) -> Stats:
         if isinstance(operand.conditioner, Spectral):  # of one matrix: its split is made here
             split = operand.conditioner.parts(residual, operand.quantizer, dim=-1, key=key)
             residual = split[-1].before
-        w_hat, scale = layer.weight_form.quantize(
-            params, operand, dim=-1, key=key, dtype=torch.float32
-        )
-        assert scale is None
-        stats["sqnr_db"] = sqnr_db(weight, w_hat)
+        w_hat = layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)
+        assert w_hat.scale is None
+        stats["sqnr_db"] = sqnr_db(weight, w_hat.values)
         stats["zeroed"], stats["saturated"] = element_fates(residual, operand.quantizer)
     return {name: float(value) for name, value in stats.items()}
 

@@ -13,13 +13,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metis_hf.gemm import GemmPlan, contract
+from metis_hf.gemm import GemmPlan
+from metis_hf.operands import Quantized
 from metis_hf.schemes import Role
 
 THRESHOLD = math.sqrt(3)  # of |g| / noise; arXiv 2505.19115, abstract
@@ -37,8 +38,8 @@ def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNois
     """How far the wgrad GEMM of quantized operands is from that of the exact ones.
 
     G = dy^T x and G_q = dy_hat^T x_hat with the operands of `plan`, to the bit those that the
-    backward pass multiplies. Both products are taken in fp32 from operands in the GEMM's dtype, so
-    that |G_q - G| is the work of the quantizers alone.
+    backward pass multiplies, and with what it adds to their product. Both products are taken in
+    fp32 from operands in the GEMM's dtype, so that |G_q - G| is the work of the quantizers alone.
 
     Args:
         plan: of the forward call, with its noise keys.
@@ -54,20 +55,20 @@ def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNois
         return None
     if not bool(torch.isfinite(x).all() & torch.isfinite(dy).all()):
         return GradientNoise(math.nan, math.nan)
-    exact = _fp32(dy.to(plan.dtype)).T @ _fp32(x.to(plan.dtype))  # [o t] @ [t i] -> [o i]
-    d_hat, x_hat = (_operand(plan, role, tensor) for role, tensor in zip(roles, (dy, x)))
-    noise = torch.linalg.vector_norm(contract(d_hat.T, x_hat) - exact).item()
+    d_hat, x_hat = (_fp32(plan.matrix_operand(role, m)) for role, m in zip(roles, (dy, x)))
+    x, dy = (m.to(plan.dtype).to(d_hat.values.dtype) for m in (x, dy))
+    exact = dy.T @ x  # [o t] @ [t i] -> [o i]
+    product = replace(plan, dtype=exact.dtype).wgrad(dy, d_hat, x_hat)
+    noise = torch.linalg.vector_norm(product - exact).item()
     return GradientNoise(torch.linalg.vector_norm(exact).item(), noise) if noise else None
 
 
-def _operand(plan: GemmPlan, role: Role, x: Tensor) -> Tensor:
-    """The operand's values in fp32: [t c], perhaps padded along t, which the product contracts."""
-    values, scale = plan.matrix_operand(role, x)
-    return _fp32(values) if scale is None else _fp32(values) * scale
-
-
-def _fp32(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
+def _fp32(operand: Quantized) -> Quantized:
+    """The same in fp32 (fp64 stays), with its scale in the values."""
+    values = operand.values
+    values = values if values.dtype is torch.float64 else values.float()
+    scaled = values if operand.scale is None else values * operand.scale
+    return Quantized(scaled, low=operand.low)
 
 
 def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:

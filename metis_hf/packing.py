@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.linear import MetisLayer, MetisLinear
 from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
 from metis_hf.numerics.scaling import largest_scale, tensor_scale
 from metis_hf.numerics.storage import QuantizedTensor
-from metis_hf.operands import Identity, Spectral
+from metis_hf.operands import Identity
 from metis_hf.schemes import Role
 
 LAYOUT = "nvfp4-pack-quantized"

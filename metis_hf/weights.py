@@ -18,7 +18,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, LowRank, Operand, Spectral
+from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.transforms import decompose_weight
 
 
@@ -30,8 +30,8 @@ class WeightForm(Protocol):
 
     def quantize(
         self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """(w_hat [o i] in `dtype`, tensor scale or None), as `Operand.__call__`."""
+    ) -> Quantized:
+        """w_hat [o i], as `Operand.__call__`."""
 
     def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
         """Whether `quantize` has two halves, `encode` and `decode`."""
@@ -47,27 +47,13 @@ class WeightForm(Protocol):
         *,
         dim: int,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Quantized:
         """The second half: what `quantize` gives, bit for bit."""
 
     def gradients(
         self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
     ) -> list[Tensor]:
         """dw = dL/dw_hat [o i] carried to each parameter."""
-
-
-class FactoredForm(WeightForm, Protocol):
-    """A way to store a weight of which a split operand can be made."""
-
-    def with_factors(
-        self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
-    ) -> tuple[Tensor, LowRank]:
-        """w_hat, whose tensor scale is in it, and its low-rank part; of a split operand only."""
-
-    def factors(
-        self, params: Sequence[Tensor], encoded: Encoded, operand: Operand, *, dim: int
-    ) -> LowRank:
-        """The low-rank part of what `encode` gave."""
 
 
 class HeldWeight:
@@ -88,29 +74,12 @@ class HeldWeight:
         dim: int,
         key: Key,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Quantized:
         """`WeightForm.quantize`, of which the first half is done once."""
         encoded = self._find(form, params, operand, dim, key)
         if encoded is None:
             return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
         return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
-
-    def with_factors(
-        self,
-        form: FactoredForm,
-        params: Sequence[Tensor],
-        operand: Operand,
-        *,
-        dim: int,
-        key: Key,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, LowRank]:
-        """`WeightForm.with_factors`, of which the first half is done once."""
-        encoded = self._find(form, params, operand, dim, key)
-        if encoded is None:
-            return form.with_factors(params, operand, dim=dim, key=key, dtype=dtype)
-        w_hat, _ = form.decode(params, encoded, operand, dim=dim, dtype=dtype)
-        return w_hat, form.factors(params, encoded, operand, dim=dim)
 
     def _find(
         self, form: WeightForm, params: Sequence[Tensor], operand: Operand, dim: int, key: Key
@@ -123,7 +92,7 @@ class HeldWeight:
         name = (operand, dim, key.static, seen)
         if name not in self._encoded:
             encoded = form.encode(params, operand, dim=dim, key=key)
-            self._encoded[name] = encoded._replace(low=None)
+            self._encoded[name] = encoded.stored()
         return self._encoded[name]
 
 
@@ -145,15 +114,6 @@ class DenseWeight:
 
     def decode(self, params, encoded, operand, *, dim, dtype):
         return operand.decode(encoded, dim=dim, shape=tuple(params[0].shape), dtype=dtype)
-
-    def with_factors(self, params, operand, *, dim, key, dtype):
-        conditioner = _spectral(operand)
-        w = params[0].detach()
-        return conditioner.with_factors(w, operand.quantizer, dim=dim, key=key, dtype=dtype)
-
-    def factors(self, params, encoded, operand, *, dim):
-        shape = tuple(params[0].shape)
-        return _spectral(operand).factors(encoded, operand.quantizer, dim=dim, shape=shape)
 
     def gradients(self, params, dw, operand, *, key):
         estimate = getattr(operand.conditioner, "weight_gradient", None)
@@ -260,20 +220,17 @@ class SplitWeight:
 
     def quantize(self, params, operand, *, dim, key, dtype):
         if operand.quantizer is None:
-            return self.dense(tuple(p.detach() for p in params)).to(dtype), None
-        return self.with_factors(params, operand, dim=dim, key=key, dtype=dtype)[0], None
-
-    def with_factors(self, params, operand, *, dim, key, dtype):
+            return Quantized(self.dense(tuple(p.detach() for p in params)).to(dtype))
         u, s, vh, residual = (p.detach() for p in params)
         u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
-        factors = LowRank(u_hat * (s * self.gain), vh_hat)
-        low = self._product(factors)
+        low = LowRank(u_hat, s * self.gain, vh_hat)
+        dense = self._product(low)
         if self.exact_factors:
-            w_hat, _ = operand(residual, dim=dim, key=key.fold(3), dtype=low.dtype)
-            return (w_hat + low).to(dtype), factors
-        x, minus = self._outside(u, s, vh, residual, low)
-        w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=low)
-        return w_hat, factors
+            w_hat = operand(residual, dim=dim, key=key.fold(3), dtype=dense.dtype).values
+            return Quantized((w_hat + dense).to(dtype), low=low)
+        x, minus = self._outside(u, s, vh, residual, dense)
+        w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=dense)
+        return Quantized(w_hat, low=low)
 
     def encodes(self, params, operand):
         return operand.has_codes(params[-1]) and not self.exact_factors
@@ -284,21 +241,22 @@ class SplitWeight:
             *pack(u, operand.quantizer, dim=dim, key=key.fold(1)),
             *pack(vh, operand.quantizer, dim=dim, key=key.fold(2)),
         )
-        low = self._product(self._unpacked(factors, (u, s, vh), operand, dim=dim))
-        x, minus = self._outside(u, s, vh, residual, low)
+        low = self._unpacked(factors, (u, s, vh), operand, dim=dim)
+        dense = self._product(low)
+        x, minus = self._outside(u, s, vh, residual, dense)
         rest = pack(x, operand.quantizer, dim=dim, key=key.fold(3), minus=minus)
-        return Encoded((*rest, *factors), low)
+        return Encoded((*rest, *factors), low, dense)
 
     def decode(self, params, encoded, operand, *, dim, dtype):
-        low = encoded.low
+        low, dense = encoded.low, encoded.dense
         if low is None:
-            low = self._product(self.factors(params, encoded, operand, dim=dim))
-        options = {"dim": dim, "shape": tuple(params[-1].shape), "dtype": dtype, "plus": low}
-        return unpack(Packed(*encoded.tensors[:3]), operand.quantizer, **options), None
-
-    def factors(self, params, encoded, operand, *, dim):
-        stored = tuple(p.detach() for p in params[:3])
-        return self._unpacked(encoded.tensors[3:], stored, operand, dim=dim)
+            stored = tuple(p.detach() for p in params[:3])
+            low = self._unpacked(encoded.tensors[3:], stored, operand, dim=dim)
+        if dense is None:
+            dense = self._product(low)
+        options = {"dim": dim, "shape": tuple(params[-1].shape), "dtype": dtype, "plus": dense}
+        w_hat = unpack(Packed(*encoded.tensors[:3]), operand.quantizer, **options)
+        return Quantized(w_hat, low=low)
 
     def _unpacked(self, packed, stored, operand, *, dim) -> LowRank:
         """Packed factors of the stored ones."""
@@ -307,13 +265,13 @@ class SplitWeight:
             unpack(Packed(*codes), operand.quantizer, dim=dim, shape=tuple(like.shape))
             for codes, like in ((packed[:3], u), (packed[3:], vh))
         )
-        return LowRank(u_hat.to(u.dtype) * (s * self.gain), vh_hat.to(vh.dtype))
+        return LowRank(u_hat.to(u.dtype), s * self.gain, vh_hat.to(vh.dtype))
 
     @staticmethod
-    def _product(factors: LowRank) -> Tensor:
-        """gain * (u_hat * s) @ vh_hat: [o k] @ [k i] -> [o i], fp32 or fp64."""
-        low = factors.left @ factors.right
-        return low if low.dtype is torch.float64 else low.float()
+    def _product(low: LowRank) -> Tensor:
+        """gain * (u_hat * s) @ vh_hat [o i], fp32 or fp64."""
+        dense = low.dense()
+        return dense if dense.dtype is torch.float64 else dense.float()
 
     def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
         """What is quantized outside the factors: (a matrix, what is taken off it or None)."""
@@ -349,9 +307,3 @@ class SplitWeight:
         u_hat = operand.quantizer(u, dim=dim, key=key.fold(1)).to(u.dtype)
         vh_hat = operand.quantizer(vh, dim=dim, key=key.fold(2)).to(vh.dtype)
         return u_hat, vh_hat
-
-
-def _spectral(operand: Operand) -> Spectral:
-    """The conditioner of an operand that is split."""
-    assert isinstance(operand.conditioner, Spectral), operand.conditioner
-    return operand.conditioner

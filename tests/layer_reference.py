@@ -129,7 +129,7 @@ class Slot:
     scales: str = "-"  # of block scales; "nearest-4/6": each block's maximum on 6 or on 4
     conditioner: str = "direct"
     reuses: str = ""  # the slot whose quantized copy is taken
-    corrected: bool = False  # fprop adds its errors in the weight's dominant directions
+    corrected: bool = False  # its errors are added in the other operand's dominant directions
 
     @property
     def tile(self) -> str:
@@ -226,7 +226,8 @@ class SpectralParts:
     """A matrix [t c] that was split to be quantized."""
 
     x_hat: Terms
-    left: Terms  # Q(a) lam [t k]
+    left: Terms  # Q(a) [t k]
+    lengths: Terms  # lam [k]
     right: Terms  # Q(v^T) [k c]
 
 
@@ -242,15 +243,15 @@ def spectral_operand(
     vh_hat = recording.quantize(basis.T, row)
     low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
     removed = low if row.conditioner == "spectral compensated" else (a * lam) @ v.T
-    return SpectralParts(low + recording.quantize(x - removed, row), a_hat * lam, vh_hat)
+    return SpectralParts(low + recording.quantize(x - removed, row), a_hat, lam, vh_hat)
 
 
 def correction(
-    recording: Recording, x: np.ndarray, x_hat: Terms, row: Slot, left: Terms, right: Terms
+    recording: Recording, error: Terms, row: Slot, near: Terms, lengths: Terms, far: Terms
 ) -> Terms:
-    """Q((x - x_hat) right^T) left^T [t o], where left right is the low-rank part of w_hat."""
-    coordinates = (exact(x) - x_hat) @ right.T  # [t i] @ [i k] -> [t k]
-    return recording.quantize(coordinates, row) @ left.T  # [t k] @ [k o] -> [t o]
+    """Q(error near diag(lengths)) far: [m n] @ [n k], quantized along k, @ [k p]."""
+    along_last = replace(row, source="x", along="in")
+    return recording.quantize((error @ near) * lengths, along_last) @ far
 
 
 @dataclass(frozen=True)

@@ -160,11 +160,12 @@ def test_quantized_weight_is_what_the_layer_multiplies(split, checkpoint, tmp_pa
     params = [param.detach() for param in layer.weight_params()]
     keys = CallKeys(layer.noise_key(), params[-1], params[-1])
     plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
-    assert torch.equal(found, plan.weight_operand(Role.FPROP_WEIGHT, params)[0])
+    w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+    assert torch.equal(found, w_hat.values)
     if not split:  # lost is what is zero of the residual, not of the weight
-        w_hat, low = plan.weight_factors(params)
-        rest = (params[0] - low.left @ low.right) != 0
-        zero = (w_hat - low.left @ low.right).abs() < 1e-6
+        low = w_hat.low.dense()
+        rest = (params[0] - low) != 0
+        zero = (w_hat.values - low).abs() < 1e-6
         assert quantized.zeroed == pytest.approx(float((zero & rest).sum() / rest.sum()), abs=1e-3)
 
 

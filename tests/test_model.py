@@ -151,7 +151,7 @@ def test_generate():
 
 def test_padding_is_never_sampled():
     """The attention mask reaches the layers: what stands in masked rows cannot matter to v."""
-    from metis_hf.operands import Spectral
+    from metis_hf.conditioners.spectral import Spectral
 
     seen, weights = [], []
     original = Spectral.split

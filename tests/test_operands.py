@@ -47,9 +47,10 @@ from metis_hf.conditioners.ms_eden import RandomHadamard
 from metis_hf.conditioners.outliers import Clamped, HotChannels
 from metis_hf.conditioners.requantized import Requantized
 from metis_hf.conditioners.rotated import FullHadamard, RandomKronecker
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.gemm import GemmPlan
-from metis_hf.noise import Key
-from metis_hf.operands import Hadamard, Identity, Spectral
+from metis_hf.noise import Key, key_of
+from metis_hf.operands import Hadamard, Identity
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.schemes._channels import Shifting, Smoothing
 from metis_hf.transforms.hadamard import hadamard_matrix
@@ -69,8 +70,8 @@ from metis_hf.transforms.spectral import default_rows, find_subspace
 # "spectral": x or dy is split as a lam v^T + residual. Each of the three matrices is quantized
 # alone, with the blocks of its line: along its last dimension, or its first for "tokens". Residuals
 # are taken against the exact factors ("published") or the quantized ones ("compensated"). So is w
-# where it is stored as one matrix, from all its rows. "corrected": what quantization took off x in
-# the directions of that split is quantized as x is, and added in fprop; wgrad takes x_hat alone.
+# where it is stored as one matrix, from all its rows. "corrected": what quantization took off the
+# operand in the directions of the other one's split is quantized as it was, and added to the GEMM.
 TABLE = """
 bf16, shared
     fprop.input        x   -      -       -           -        direct
@@ -123,30 +124,30 @@ metis-paper, contraction
     wgrad.input        x   1x16   tokens  stochastic  up       spectral published
 metis, shared
     fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       = fprop.weight
+    dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis, contraction
     fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       w   1x16   out     nearest     nearest  spectral compensated
+    dgrad.weight       w   1x16   out     nearest     nearest  spectral compensated corrected
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
     wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
 metis split, shared
     fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  split compensated
+    fprop.weight       w   1x16   in      nearest     nearest  split compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       = fprop.weight
+    dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis split, contraction
     fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  split compensated
+    fprop.weight       w   1x16   in      nearest     nearest  split compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       w   1x16   out     nearest     nearest  split compensated
+    dgrad.weight       w   1x16   out     nearest     nearest  split compensated corrected
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
     wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
 metis of weights, shared
@@ -165,14 +166,14 @@ metis of weights, contraction
     wgrad.input        x   1x16   tokens  nearest     nearest  direct
 metis of activations, shared
     fprop.input        x   1x16   in      nearest     nearest  spectral compensated
-    fprop.weight       w   1x16   in      nearest     nearest  direct
+    fprop.weight       w   1x16   in      nearest     nearest  direct corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis of activations, contraction
     fprop.input        x   1x16   in      nearest     nearest  spectral compensated
-    fprop.weight       w   1x16   in      nearest     nearest  direct
+    fprop.weight       w   1x16   in      nearest     nearest  direct corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
     dgrad.weight       w   1x16   out     nearest     nearest  direct
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
@@ -414,7 +415,9 @@ def parse(table: str) -> dict[tuple[str, str], dict[str, Slot]]:
             continue
         slot, source, *rest = line.split(maxsplit=6)
         if source == "=":
-            section[slot] = Slot(slot, "", reuses=rest[0])
+            rest = [" ".join(rest)]
+            reused, *corrected = rest[0].split()
+            section[slot] = Slot(slot, "", reuses=reused, corrected=corrected == ["corrected"])
             continue
         *rest, conditioner = rest
         corrected = conditioner.endswith(" corrected")
@@ -494,8 +497,9 @@ def described(scheme, role: Role) -> Slot:
     """What a Scheme object says of one slot, in the words of the table."""
     slot = slot_of(role)
     used, operand = scheme.resolve(role)
+    corrected = role in scheme.corrected
     if used is not role:
-        return Slot(slot, "", reuses=slot_of(used))
+        return Slot(slot, "", reuses=slot_of(used), corrected=corrected)
     source = {"input": "x", "weight": "w", "grad_output": "dy"}[slot.split(".")[1]]
     if isinstance(operand.conditioner, PerChannel):
         assert operand.conditioner.weight == (source == "w")
@@ -510,7 +514,6 @@ def described(scheme, role: Role) -> Slot:
         assert conditioner == "direct"  # a split weight is conditioned by how it is stored
         conditioner = f"split {'compensated' if scheme.compensated else 'published'}"
     quantizer = operand.quantizer
-    corrected = role is Role.FPROP_INPUT and scheme.corrects_coordinates
     if quantizer is None:
         return Slot(slot, source, conditioner=conditioner.split()[0], corrected=corrected)
     size = quantizer.fmt.block_size
@@ -659,7 +662,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     tensors = {"x": x.detach(), "dy": dy}
     done: dict[str, Terms | SplitParts | SpectralParts] = {}
 
-    def matrix(slot: str) -> Terms:
+    def matrix(slot: str) -> Terms | SpectralParts:
         row = table[slot]
         if row.reuses:
             return done[row.reuses]
@@ -675,7 +678,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
         if kind != "spectral":
             return operand(recording, array(tensor), row, conditioner)
         key = keys[Role(SLOTS.index(slot))]
-        return spectral(slot, tensor, layer.config.sample_frac, key).x_hat
+        return spectral(slot, tensor, layer.config.sample_frac, key)
 
     def spectral(slot: str, tensor, sample_frac: float, key: Key) -> SpectralParts:
         rank = min(rank_of(layer), *tensor.shape)
@@ -712,27 +715,45 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             return split_weight(recording, params, row, gain)
         if row.conditioner.startswith("spectral"):
             # Of all rows, by a sketch that is the same at every step.
-            sketch = Key(keys[Role(SLOTS.index(slot))].static)
-            return spectral(slot, layer.weight.detach(), 1.0, sketch)
+            return spectral(slot, layer.weight.detach(), 1.0, key_of("sketch"))
         if not row.quantized:
             return exact(params["weight"])
         conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner
         conditioner = with_content(conditioner, keys, slot)
         return operand(recording, params["weight"], row, conditioner)
 
-    corrections = []
+    def corrections(gemm: str) -> list[Terms]:
+        """What its operands' errors add to a GEMM, in order."""
+        a, b = (slot for slot in SLOTS if slot.startswith(gemm))
+        terms = []
+        for slot, other in ((a, b), (b, a)):
+            if not table[slot].corrected:
+                continue
+            row = table[table[slot].reuses or slot]
+            source = {"x": array(x), "dy": array(dy), "w": dense_weight(params)}[row.source]
+            error = (source if isinstance(source, Terms) else exact(source)) - whole(done[slot])
+            left, lengths, right = thin_factors(done[other])
+            turned, by_rows, turned_out = CORRECTIONS[slot]
+            near, far = (left, right) if by_rows else (right.T, left.T)
+            error = error.T if turned else error
+            term = correction(recording, error, row, near, lengths, far)
+            terms.append(term.T if turned_out else term)
+        return terms
+
+    added: dict[str, list[Terms]] = {}
     for slot in SLOTS:
         done[slot] = weight(slot) if slot.endswith("weight") else matrix(slot)
-        if slot == "fprop.weight" and table["fprop.input"].corrected:
-            row, x_hat = table["fprop.input"], done["fprop.input"]
-            left, right = thin_factors(done[slot])
-            corrections.append(correction(recording, array(x), x_hat, row, left, right))
+        if slot in ("fprop.weight", "dgrad.weight", "wgrad.input"):
+            gemm = slot.split(".")[0]
+            added[gemm] = corrections(gemm)
     assert next(recording.calls, None) is None, "more was quantized than the table has"
-    w_hat, w_dgrad = (whole(done[slot]) for slot in ("fprop.weight", "dgrad.weight"))
-    dw = done["wgrad.grad_output"].T @ done["wgrad.input"]
+    hats = {slot: whole(operand) for slot, operand in done.items()}
+    y = hats["fprop.input"] @ hats["fprop.weight"].T
+    dw = sum(added["wgrad"], hats["wgrad.grad_output"].T @ hats["wgrad.input"])
+    dx = hats["dgrad.grad_output"] @ hats["dgrad.weight"]
     expected = {
-        "y": sum(corrections, done["fprop.input"] @ w_hat.T + exact(params["bias"])),
-        "x": done["dgrad.grad_output"] @ w_dgrad,
+        "y": sum(added["fprop"], y + exact(params["bias"])),
+        "x": sum(added["dgrad"], dx),
         "bias": exact(np.ones(TOKENS)) @ exact(dy),
     }
     if isinstance(done["fprop.weight"], SplitParts):
@@ -743,18 +764,37 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
     return expected | {"weight": dw}
 
 
-def whole(weight: Terms | SplitParts | SpectralParts) -> Terms:
-    """w_hat [o i]."""
-    if isinstance(weight, SplitParts):
-        return weight.w_hat
-    return weight.x_hat if isinstance(weight, SpectralParts) else weight
+# slot -> of a corrected operand: its error is transposed, taken along rows of the other operand's
+# low-rank part (its left factor) rather than columns, and what it adds is transposed.
+CORRECTIONS = {
+    "fprop.input": (False, False, False),
+    "fprop.weight": (False, False, True),
+    "dgrad.grad_output": (False, True, False),
+    "dgrad.weight": (True, False, True),
+    "wgrad.grad_output": (True, True, False),
+}
 
 
-def thin_factors(weight: SplitParts | SpectralParts) -> tuple[Terms, Terms]:
-    """[o k] and [k i], whose product is the low-rank part of w_hat."""
-    if isinstance(weight, SplitParts):
-        return weight.u_hat * weight.s, weight.vh_hat
-    return weight.left, weight.right
+def whole(operand: Terms | SplitParts | SpectralParts) -> Terms:
+    """The matrix that enters the GEMM."""
+    if isinstance(operand, SplitParts):
+        return operand.w_hat
+    return operand.x_hat if isinstance(operand, SpectralParts) else operand
+
+
+def thin_factors(operand: SplitParts | SpectralParts) -> tuple[Terms, Terms, Terms]:
+    """[t k], [k] and [k c]: the low-rank part of x_hat, dy_hat or w_hat."""
+    if isinstance(operand, SplitParts):
+        return operand.u_hat, operand.s, operand.vh_hat
+    return operand.left, operand.lengths, operand.right
+
+
+def dense_weight(params: dict[str, np.ndarray]) -> Terms:
+    """The weight as it is stored [o i]."""
+    if "u" not in params:
+        return exact(params["weight"])
+    s = exact(params["s"]) * exact((IN * OUT) ** -0.5)
+    return (exact(params["u"]) * s) @ exact(params["vh"]) + exact(params["weight_residual"])
 
 
 def rank_of(layer) -> int:
@@ -809,16 +849,18 @@ def test_modes_differ_by_far_more_than_the_tolerance(scheme):
 @pytest.mark.parametrize(("scheme", "mode"), ALL_FP4_MODES)
 def test_roundings_of_a_layer(scheme, mode):
     """A layer with the scheme's own roundings quantizes slot by slot as the table says."""
-    calls = run(scheme, mode)[3]
+    calls, table = run(scheme, mode)[3], OPERANDS[scheme, mode]
     expected = []
-    for row in OPERANDS[scheme, mode].values():
+    for row in table.values():
         matrices = 3 if row.conditioner.split()[0] in ("spectral", "split") else 1
         matrices = {"split smooth": 1, "hot": 2}.get(row.conditioner, matrices)
         if row.conditioner == "mean":
             expected.append(replace(row, along="in"))  # the mean, along its length
         expected += [row] * (0 if row.reuses else matrices)
-        if row.slot == "fprop.weight":  # then the errors of x in its directions
-            expected += [r for r in OPERANDS[scheme, mode].values() if r.corrected]
+        gemm = [r for r in table.values() if r.slot.split(".")[0] == row.slot.split(".")[0]]
+        if row is gemm[1]:  # then the errors of both in the directions of the other
+            corrected = [table[r.reuses or r.slot] for r in gemm if r.corrected]
+            expected += [replace(r, source="x", along="in") for r in corrected]
     assert len(calls) == len(expected)
     for call, row in zip(calls, expected):
         assert_quantized_as(call, row)

@@ -19,9 +19,9 @@ import pytest
 import torch
 from layer_tools import layer_of
 
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.config import DECOMPOSABLE
 from metis_hf.linear import MetisLinear
-from metis_hf.operands import Spectral
 from metis_hf.schemes import Role
 
 TOKENS, IN, OUT = 96, 64, 80

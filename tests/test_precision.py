@@ -20,8 +20,9 @@ from metis_hf import (
     set_precision,
 )
 from metis_hf.gemm import GemmPlan
+from metis_hf.operands import Quantized
 from metis_hf.precision import CHANGEABLE
-from metis_hf.schemes import Role
+from metis_hf.schemes import Role, Scheme
 
 QUANTIZED = [name for name in scheme_names() if not name.startswith("bf16")]
 PASSES = [("forward",), ("backward",), ("forward", "backward")]
@@ -100,24 +101,26 @@ def test_each_gemm_after_the_switch(scheme, passes):
         along the dimension that it contracts; the two backward GEMMs share dy as before.
         """
         if ("forward" if role in FORWARD_ROLES else "backward") in passes:
-            return exact
+            return Quantized(exact)
         if role is Role.WGRAD_GRAD_OUTPUT:
             role, _ = scheme_before.resolve(role)
         options = {"dim": 0 if role in CONTRACT_ROWS else -1, "key": keys[role]}
         quantizer = plan.resolve(role)[1]
         if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
             form = layer.weight_form
-            return form.quantize(params, quantizer, dtype=torch.float32, **options)[0]
-        return quantizer(exact, dtype=torch.float32, **options)[0]
+            return form.quantize(params, quantizer, dtype=torch.float32, **options)
+        return quantizer(exact, dtype=torch.float32, **options)
 
     w, x_ = layer.weight.detach(), x.detach()
-    x_hat = operand(Role.FPROP_INPUT, x_)
-    fprop = x_hat @ operand(Role.FPROP_WEIGHT, w).T
-    if scheme_before.corrects_coordinates and "forward" not in passes:
-        left, right = plan.weight_factors(params)[1]
-        fprop += plan.coordinates(x_, x_hat, None, right) @ left.T
-    dgrad = operand(Role.DGRAD_GRAD_OUTPUT, dy) @ operand(Role.DGRAD_WEIGHT, w)
-    wgrad = operand(Role.WGRAD_GRAD_OUTPUT, dy).T @ operand(Role.WGRAD_INPUT, x_)
+    hats = {role: operand(role, m) for role, m in zip(Role, (x_, w, dy, w, dy, x_), strict=True)}
+
+    def without_exact(name):
+        return plan if name not in passes else dataclasses.replace(plan, scheme=Scheme())
+
+    forward, backward = without_exact("forward"), without_exact("backward")
+    fprop = forward.fprop(x_, hats[Role.FPROP_INPUT], params, hats[Role.FPROP_WEIGHT])
+    dgrad = backward.dgrad(dy, hats[Role.DGRAD_GRAD_OUTPUT], params, hats[Role.DGRAD_WEIGHT])
+    wgrad = backward.wgrad(dy, hats[Role.WGRAD_GRAD_OUTPUT], hats[Role.WGRAD_INPUT])
     estimator = layer.scheme.fprop_weight  # quantizes nothing where forward is in high precision
     if hasattr(estimator.conditioner, "weight_gradient"):
         slope = estimator.conditioner.weight_gradient(torch.ones_like(w), w, estimator.quantizer)

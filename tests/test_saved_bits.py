@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 import metis_hf.linear
 from metis_hf import MetisConfig
-from metis_hf.gemm import contract
 from metis_hf.linear import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import FORMATS, Quantizer, Tile
@@ -36,56 +35,33 @@ class DenseGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, plan, *params):
         with torch.autocast("cpu", enabled=False):
-            x_hat, x_scale = plan.matrix_operand(Role.FPROP_INPUT, x)
-            w_hat, w_scale = plan.weight_operand(Role.FPROP_WEIGHT, params)
-            y = contract(x_hat, w_hat.T)
-            y = rescale(y, x_scale, w_scale)
-            if plan.scheme.corrects_coordinates and len(x):
-                y = corrected(y, plan, x, rescale(x_hat.clone(), x_scale, None), params)
+            x_hat = plan.matrix_operand(Role.FPROP_INPUT, x)
+            w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+            y = plan.fprop(x, x_hat, params, w_hat)
             if bias is not None:
                 y += bias.to(plan.dtype)
-        shared = plan.scheme.reuses(Role.WGRAD_INPUT)
-        ctx.save_for_backward(x_hat if shared else x, x_scale, *params)
-        ctx.plan, ctx.shared, ctx.x_dtype = plan, shared, x.dtype
+        ctx.save_for_backward(x, *params)
+        ctx.plan, ctx.x_dtype, ctx.x_hat = plan, x.dtype, x_hat
         return y
 
     @staticmethod
     def backward(ctx, dy):
         plan = ctx.plan
-        x_hat, x_scale, *params = ctx.saved_tensors
+        x, *params = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            d_hat, d_scale = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
-            w_hat, w_scale = plan.weight_operand(Role.DGRAD_WEIGHT, params)
-            dx = rescale(contract(d_hat, w_hat), d_scale, w_scale).to(ctx.x_dtype)
+            d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
+            w_hat = plan.weight_operand(Role.DGRAD_WEIGHT, params)
+            dx = plan.dgrad(dy, d_hat, params, w_hat).to(ctx.x_dtype)
             if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
-                d_hat, d_scale = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
-            if not ctx.shared:
-                x_hat, x_scale = plan.matrix_operand(Role.WGRAD_INPUT, x_hat)
-            dw = rescale(contract(d_hat.T, x_hat), d_scale, x_scale)
+                d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
+            x_hat = ctx.x_hat
+            if not plan.scheme.reuses(Role.WGRAD_INPUT):
+                x_hat = plan.matrix_operand(Role.WGRAD_INPUT, x)
+            dw = plan.wgrad(dy, d_hat, x_hat)
             key = plan.keys[Role.FPROP_WEIGHT]
             grads = plan.weight.gradients(params, dw, plan.scheme.fprop_weight, key=key)
             dbias = dy.sum(0).to(params[-1].dtype)
         return dx, dbias if ctx.needs_input_grad[1] else None, None, *grads
-
-
-def corrected(y, plan, x, x_hat, params):
-    """y + Q((x - x_hat) vh_hat^T) (a_hat lam)^T, by the factors that the weight's form gives."""
-    operand = plan.scheme.fprop_weight
-    key = plan.keys[Role.FPROP_WEIGHT]
-    _, (left, right) = plan.weight.with_factors(params, operand, dim=-1, key=key, dtype=plan.dtype)
-    coordinates = (x.to(plan.dtype) - x_hat) @ right.to(plan.dtype).T  # [t i] @ [i k]
-    quantizer = plan.scheme.fprop_input.quantizer
-    noise = plan.keys.call_key.fold(32)
-    quantized = quantizer(coordinates, dim=-1, key=noise, dtype=plan.dtype)
-    return torch.addmm(y, quantized, left.to(plan.dtype).T)  # [t o] + [t k] @ [k o]
-
-
-def rescale(out, a, b):
-    """Both tensor scales in one product, as a layer does it."""
-    given = [scale for scale in (a, b) if scale is not None]
-    if not given:
-        return out
-    return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
 
 
 def matrix(rows, columns, dtype=torch.float32):

@@ -14,7 +14,8 @@ from metis_hf.conditioners.channelwise import PerChannel
 from metis_hf.conditioners.mean import MeanRemoved
 from metis_hf.conditioners.outliers import Clamped
 from metis_hf.conditioners.requantized import Requantized
-from metis_hf.operands import Operand, Spectral
+from metis_hf.conditioners.spectral import Spectral
+from metis_hf.operands import Operand
 from metis_hf.schemes import Role
 
 WIDTH, TOKENS = 512, 1536  # no saved tensor has the shape of a weight

@@ -17,10 +17,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import traffic
 
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import compiled
-from metis_hf.operands import Operand, Spectral
+from metis_hf.operands import Operand
 
 needs_compiler = pytest.mark.skipif(
     compiled.missing(torch.device("cpu")) is not None, reason="no C++ compiler"

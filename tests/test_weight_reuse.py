@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.gemm import GemmPlan
-from metis_hf.schemes import layer_rank
+from metis_hf.schemes import Role, layer_rank
 from metis_hf.weights import ClippedWeight, DenseWeight, SplitWeight
 
 FORMS = (DenseWeight, ClippedWeight, SplitWeight)
@@ -22,21 +22,13 @@ FORMS = (DenseWeight, ClippedWeight, SplitWeight)
 def encodings(monkeypatch):
     """Notes how weights are quantized: in two halves ("encode"), or at once ("quantize")."""
     calls: list[str] = []
-    depth: list[str] = []
     for form in FORMS:
-        for name in ("encode", "quantize", "with_factors"):
-            original = getattr(form, name, None)
-            if original is None:  # `with_factors` of a weight that is never split
-                continue
+        for name in ("encode", "quantize"):
+            original = getattr(form, name)
 
             def spy(self, *args, original=original, name=name, **kwargs):
-                depth.append(name)
-                if len(depth) == 1:  # `quantize` of a split weight goes through `with_factors`
-                    calls.append("encode" if name == "encode" else "quantize")
-                try:
-                    return original(self, *args, **kwargs)
-                finally:
-                    depth.pop()
+                calls.append(name)
+                return original(self, *args, **kwargs)
 
             monkeypatch.setattr(form, name, spy)
     return calls
@@ -97,7 +89,7 @@ def test_what_is_held_is_packed(split):
     with reuse_weights(layer):
         layer(torch.randn(4, 512))
         tensors = [t for e in layer.held_weight._encoded.values() for t in e.tensors]
-        assert all(e.low is None for e in layer.held_weight._encoded.values())
+        assert all(e == e.stored() for e in layer.held_weight._encoded.values())
         held = sum(t.untyped_storage().nbytes() for t in tensors)
     factors = 2 * 512 * rank
     lengths = 0 if split else 4 * rank  # of the directions: s is a parameter, lam is not
@@ -107,9 +99,9 @@ def test_what_is_held_is_packed(split):
 @pytest.mark.parametrize("options", [{"split_weight": True}, {"decompose": ("weight",)}], ids=str)
 @pytest.mark.parametrize("training", [True, False])
 def test_factors_of_held_weights(options, training, encodings):
-    """The input's correction takes them from the codes: the same bits, in either mode."""
+    """Corrections take them from the codes: the same bits, in either mode."""
     _, layer = layer_of("metis", i=64, o=48, **options)
-    assert layer.scheme.corrects_coordinates
+    assert Role.FPROP_INPUT in layer.scheme.corrected
     layer.train(training)
     plain = micro_batches(layer, torch.float32)
     encodings.clear()
@@ -156,15 +148,12 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
     plain = train([])
     encodings.clear()
     held = []
-    for name in ("weight_operand", "weight_factors"):
-        original = getattr(GemmPlan, name)
-        monkeypatch.setattr(
-            GemmPlan,
-            name,
-            lambda plan, *args, original=original: (
-                held.append(plan.held is not None) or original(plan, *args)
-            ),
-        )
+    original = GemmPlan.weight_operand
+    monkeypatch.setattr(
+        GemmPlan,
+        "weight_operand",
+        lambda plan, *args: held.append(plan.held is not None) or original(plan, *args),
+    )
     reused = train([MetisCallback(health_interval=0)])
     layers = dict(metis_layers(reused))
     expected = accumulation > 1 or checkpointing

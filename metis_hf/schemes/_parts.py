@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.config import MetisConfig
 from metis_hf.numerics import NVFP4, BlockFormat, Quantizer, Rounding, ScaleRounding, Tile
-from metis_hf.operands import Conditioner, Operand, Spectral
+from metis_hf.operands import Conditioner, Operand
 from metis_hf.schemes.base import Scheme
 
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from metis_hf.conditioners.spectral import Spectral
 from metis_hf.config import MetisConfig
-from metis_hf.operands import HIGH_PRECISION, Operand, Spectral
+from metis_hf.operands import HIGH_PRECISION, Operand
 
 
 class Role(enum.IntEnum):
@@ -71,9 +72,9 @@ class Scheme:
         unit_rms: store u and vh with entries of unit RMS rather than as unit vectors; see
             `weights.SplitWeight`.
         exact_factors: the factors of a split weight stay in high precision.
-        corrects_coordinates: fprop adds Q((x - x_hat) @ vh_hat.T) @ (a_hat * lam).T, where
-            (a_hat * lam) @ vh_hat is the low-rank part of w_hat: what rounding took off the input
-            in the weight's dominant directions, in FP4. Needs a weight that is split.
+        corrected: the operands of which the GEMM adds what rounding took off them in the dominant
+            directions of the other operand, in FP4; see `gemm`. The other one must be split.
+            Not WGRAD_INPUT: backward does not have x.
         clipped_weight: the weight is clipped before it is quantized, by trained strengths; see
             `weights.ClippedWeight`.
         state: what it keeps of a layer from step to step, if anything.
@@ -94,7 +95,7 @@ class Scheme:
     compensated: bool = True
     unit_rms: bool = False
     exact_factors: bool = False
-    corrects_coordinates: bool = False
+    corrected: frozenset[Role] = frozenset()
     clipped_weight: bool = False
     state: LayerState | None = None
     is_high_precision: bool = field(init=False, repr=False, compare=False)
@@ -104,6 +105,11 @@ class Scheme:
     def splits_weight(self) -> bool:
         """Whether the weight is split: as it is stored, or anew whenever fprop quantizes it."""
         return self.split_weight or isinstance(self.fprop_weight.conditioner, Spectral)
+
+    def _is_split(self, role: Role) -> bool:
+        if self.split_weight and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+            return True
+        return isinstance(self.resolve(role)[1].conditioner, Spectral)
 
     def operand(self, role: Role) -> Operand | None:
         """The operand at `role`, None if another's copy is reused there."""
@@ -128,6 +134,12 @@ class Scheme:
         operands = [self.resolve(role)[1] for role in Role]
         high = all(operand.quantizer is None for operand in operands)
         samples = any(getattr(op.conditioner, "uses_row_mask", False) for op in operands)
+        for role in self.corrected:
+            if role is Role.WGRAD_INPUT or not self._is_split(Role(role ^ 1)):
+                raise ValueError(
+                    f"{role.name} cannot be corrected: the GEMM's other operand must be split, and "
+                    "backward knows no input beside the quantized one"
+                )
         object.__setattr__(self, "samples_rows", samples)
         object.__setattr__(self, "is_high_precision", high)
 
@@ -168,9 +180,9 @@ class Scheme:
         """
         scheme = self
         if "backward" in passes:
-            names = [role.name.lower() for role in Role if role >= Role.DGRAD_GRAD_OUTPUT]
-            changes: dict[str, Any] = dict.fromkeys(names, HIGH_PRECISION)
-            scheme = replace(scheme, **changes)
+            roles = [role for role in Role if role >= Role.DGRAD_GRAD_OUTPUT]
+            changes: dict[str, Any] = {role.name.lower(): HIGH_PRECISION for role in roles}
+            scheme = replace(scheme, **changes, corrected=scheme.corrected.difference(roles))
         if "forward" in passes:
             scheme = replace(
                 scheme,
@@ -178,7 +190,7 @@ class Scheme:
                 fprop_weight=HIGH_PRECISION,
                 dgrad_weight=scheme.resolve(Role.DGRAD_WEIGHT)[1],
                 wgrad_input=scheme.resolve(Role.WGRAD_INPUT)[1],
-                corrects_coordinates=False,
+                corrected=scheme.corrected - {Role.FPROP_INPUT, Role.FPROP_WEIGHT},
             )
         return scheme
 

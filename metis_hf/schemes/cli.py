@@ -71,13 +71,14 @@ def _operands(records: list[dict[str, Any]]) -> Any:
         table.add_row(f"[bold]{record['name']}[/bold]")
         for slot, operand in record["operands"].items():
             if "reuses" not in operand:
-                users = [s for s, o in record["operands"].items() if o.get("reuses") == slot]
+                users = {s: o for s, o in record["operands"].items() if o.get("reuses") == slot}
                 gemms = ", ".join(used.split(".")[0] for used in (slot, *users))
-                table.add_row(f"  {slot.split('.')[1]}: {gemms}", *_cells(operand))
+                cells = _cells(operand, [operand, *users.values()])
+                table.add_row(f"  {slot.split('.')[1]}: {gemms}", *cells)
     return table
 
 
-def _cells(operand: dict[str, Any]) -> list[str]:
+def _cells(operand: dict[str, Any], uses: list[dict[str, Any]]) -> list[str]:
     bits = f"{operand['bits']:.2f}"
     if "blocks" not in operand:
         return [operand["format"], "", "", bits]
@@ -85,7 +86,8 @@ def _cells(operand: dict[str, Any]) -> list[str]:
     scales = _SCALES[operand["scale_rule"]].format(operand["scale_rounding"] or "-")
     rounding = f"{operand['rounding']} / {scales}"
     conditioner = "" if operand["conditioner"] == "identity" else operand["conditioner"]
-    if "correction" in operand:
-        conditioner += f" + errors along {operand['correction']['along']}"
-        bits += f" + {operand['correction']['bits']:.2f}"
+    for correction in (use["correction"] for use in uses if "correction" in use):
+        gemm, other = correction["along"].split(".")
+        conditioner += f" + {gemm}: errors along {other}"
+        bits += f" + {correction['bits']:.2f}"
     return [blocks, rounding, conditioner.removeprefix(" + "), bits]

@@ -57,8 +57,9 @@ def _record(name: str, mode: str | None) -> dict[str, Any]:
 
 def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
     used, operand = scheme.resolve(role)
+    correction = _correction(scheme, role, rank)
     if used is not role:
-        return {"reuses": SLOTS[used]}
+        return {"reuses": SLOTS[used], **correction}
     quantizer = operand.quantizer
     if quantizer is None:
         return {"format": "high precision", "bits": HIGH_PRECISION_BITS}
@@ -66,7 +67,7 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
     square = quantizer.tile is Tile.SQUARE
     gemm, kind = SLOTS[role].split(".")
     split = kind == "weight" and scheme.split_weight
-    record: dict[str, Any] = {
+    return {
         "format": quantizer.fmt.name,
         "blocks": f"{size}x{size}" if square else f"1x{size}",
         "along": None if square else {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}[gemm],
@@ -76,12 +77,18 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
         "two_level": bool(quantizer.two_level),
         "conditioner": "split" if split else conditioner_name(operand.conditioner),
         "bits": round(_bits(scheme, operand, role, rank if split else None), 3),
+        **correction,
     }
-    if role is Role.FPROP_INPUT and scheme.corrects_coordinates:
-        # Q((x - x_hat) @ vh_hat.T) [tokens rank] beside x_hat; wgrad takes x_hat alone.
-        bits = _encoded_bits(Operand(quantizer), (WIDTH, rank), -1) / WIDTH**2
-        record["correction"] = {"along": SLOTS[Role.FPROP_WEIGHT], "bits": round(bits, 3)}
-    return record
+
+
+def _correction(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
+    """The operand's rounding errors [WIDTH rank] along directions of the other in its GEMM."""
+    if role not in scheme.corrected:
+        return {}
+    quantizer = scheme.resolve(role)[1].quantizer
+    bits = _encoded_bits(Operand(quantizer), (WIDTH, rank), -1) / WIDTH**2
+    other = Role(role ^ 1)  # inputs and weights, and so on, stand in pairs
+    return {"correction": {"along": SLOTS[other], "bits": round(bits, 3)}}
 
 
 def conditioner_name(conditioner: Any) -> str:

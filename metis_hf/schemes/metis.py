@@ -7,12 +7,19 @@ from dataclasses import replace
 from metis_hf.config import MetisConfig
 from metis_hf.operands import Operand
 from metis_hf.schemes._parts import nearest_forward, spectral, with_own_copies
-from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
+from metis_hf.schemes.base import RANK_MULTIPLE, Role, Scheme, register_scheme
+
+# Split tensor -> the operand beside it that is corrected.
+_CORRECTED_BY = {
+    "weight": Role.FPROP_INPUT,
+    "activation": Role.FPROP_WEIGHT,
+    "gradient": Role.DGRAD_WEIGHT,
+}
 
 
 @register_scheme(
     "metis",
-    summary="compensated spectral splits; input corrected where the weight is large",
+    summary="compensated spectral splits; rounding errors added where the other operand is large",
     source="arXiv 2509.00404 with what docs/method.md adds to it",
     rank_multiple=RANK_MULTIPLE,
 )
@@ -23,8 +30,10 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
       up for the rounding of the factors, at the same number of bits.
     - The weight is one dense matrix, split anew whenever it is quantized. Trained factors
       (`split_weight=True`) are another parametrization, with another optimum.
-    - fprop adds Q((x - x_hat) v) (Q(a) lam)^T with a lam v^T the split of the weight: a second FP4
-      term for the input where the weight is large, in k more channels of the same GEMM.
+    - What rounding took off inputs (fprop) and weights (fprop, dgrad) is added in the dominant
+      directions of the other operand, in FP4 and as k more channels of the same GEMM (`gemm` has
+      the equations): their rounding meets only the residual of the other operand. That of output
+      gradients is unbiased, and is left.
     - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
       stay unbiased.
     - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the
@@ -42,6 +51,6 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
         fprop_input=operand("activation", forward, split),
         fprop_weight=operand("weight", forward, split_weight),
         dgrad_grad_output=operand("gradient", backward, split),
-        corrects_coordinates="weight" in config.decompose,
+        corrected=frozenset(_CORRECTED_BY[tensor] for tensor in config.decompose),
     )
     return with_own_copies(scheme, config.operand_mode or "shared")

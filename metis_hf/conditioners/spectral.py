@@ -1,0 +1,159 @@
+"""The spectral conditioner: thin factors and a residual, quantized apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from metis_hf.noise import key_of
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.operands import Encoded, LowRank, Part, Work
+from metis_hf.transforms.spectral import default_rows, find_subspace, project
+
+_FIXED_SKETCH = key_of("sketch")
+
+
+@dataclass(frozen=True)
+class Spectral:
+    """Splits the dominant subspace off and quantizes factors and residual apart.
+
+    arXiv 2509.00404: A Lambda B^T + X_R with A = `a`, Lambda = `lam`, B = `v`.
+
+    Args:
+        rank: k; fewer where the matrix has fewer rows or columns.
+        sample_frac: share of rows that the subspace is estimated from.
+        oversample: extra sketch columns.
+        n_iter: power iterations.
+        compensated: take the residual against the *quantized* low-rank part, so that the
+            residual carries the rounding errors of the factors too; the paper takes it against
+            the exact one.
+        fixed_sketch: the range finder's noise is the same for all matrices, so that the subspace
+            of one that changes little from step to step changes little too, and is the same on
+            every process that has a copy.
+    """
+
+    rank: int
+    sample_frac: float = 0.01
+    oversample: int = 8
+    n_iter: int = 1
+    compensated: bool = True
+    fixed_sketch: bool = False
+
+    uses_row_mask: ClassVar[bool] = True
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        if x.numel() == 0:
+            return x.to(dtype)
+        return self.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype)[0]
+
+    def with_factors(
+        self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
+    ) -> tuple[Tensor, LowRank]:
+        """A call's result for x [t c] that is not empty, and its low-rank part."""
+        low, dense, exact, _, _ = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        x_hat = quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=dense)
+        return x_hat, low
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        low, _, exact, a, vh = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        residual = x - exact
+        return [
+            Part("a", a, low.left),
+            Part("v", vh, low.right),
+            Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
+        ]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        a, lam, v = self.split(x, key=key, row_mask=row_mask)
+        factors = (
+            *pack(a, quantizer, dim=dim, key=key.fold(1)),
+            *pack(v.T, quantizer, dim=dim, key=key.fold(2)),
+            lam,
+        )
+        low = self._low(factors, quantizer, dim=dim, shape=x.shape)
+        dense = low.dense()
+        exact = dense if self.compensated else (a * lam) @ v.T
+        residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=exact)
+        return Encoded((*residual, *factors), low, dense)
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        return self.decode_with_factors(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)[0]
+
+    def decode_with_factors(
+        self, encoded, quantizer, *, dim, shape, dtype=torch.float32
+    ) -> tuple[Tensor, LowRank]:
+        """The other half of `with_factors`."""
+        residual, low, dense = Packed(*encoded.tensors[:3]), encoded.low, encoded.dense
+        if low is None:
+            low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
+        if dense is None:
+            dense = low.dense()
+        options = {"dim": dim, "shape": shape, "dtype": dtype, "plus": dense}
+        return unpack(residual, quantizer, **options), low
+
+    def work(self, shape, *, dim) -> Work:
+        """Range finder on the sampled rows (`transforms.spectral`), then the projection of all.
+
+        n sampled rows, sketch width w, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
+        0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw and a QR; thin 2ncw,
+        its Gram 2nw^2, rotation 2cwk. Householder QR of [c w] with Q formed: 4(cw^2 - w^3/3);
+        symmetric eigenproblem with vectors: 9w^3 (Golub & Van Loan, sections 5.2 and 8.3). Then all
+        t rows: projection 2tck; low-rank part 2tck, twice where the residual is taken against the
+        exact one; its subtraction and addition.
+        """
+        t, c = shape
+        k = min(self.rank, t, c)
+        rows = max(int(self.sample_frac * t + 0.999999), default_rows(k, self.oversample), k)
+        n = min(rows, t)
+        w = min(k + self.oversample, n, c)
+        p = self.n_iter
+        products = 1 if self.compensated else 2
+        split = {
+            "subspace": 2.0 * n * c * w * (2 + 2 * p) + 2.0 * n * w * w + 2.0 * c * w * k,
+            "factorization": (p + 1) * 4.0 * (c * w * w - w**3 / 3) + 9.0 * w**3,
+            "projection": 2.0 * t * c * k,
+            "low_rank": 2.0 * products * t * c * k + 2.0 * t * c,
+        }
+        return Work(split, split, {"low_rank": 2.0 * t * c * k}, ((t, c), (t, k), (k, c)))
+
+    @staticmethod
+    def _low(packed, quantizer, *, dim, shape) -> LowRank:
+        """From the packed factors of a matrix of that shape."""
+        lam = packed[6]
+        (t, c), k = shape, lam.shape[0]
+        a_hat = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=(t, k))
+        vh_hat = unpack(Packed(*packed[3:6]), quantizer, dim=dim, shape=(k, c))
+        return LowRank(a_hat.to(lam.dtype), lam, vh_hat.to(lam.dtype))
+
+    def _split(self, x, quantizer, *, dim, key, row_mask):
+        """(quantized low-rank part, its product, what x is taken against, exact a, exact v^T)"""
+        a, lam, v = self.split(x, key=key, row_mask=row_mask)
+        # Row blocks of every part run along the dimension that the GEMM contracts.
+        a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(v.dtype)
+        vh_hat = quantizer(v.T, dim=dim, key=key.fold(2)).to(v.dtype)
+        low = LowRank(a_hat, lam, vh_hat)
+        dense = low.dense()
+        exact = dense if self.compensated else (a * lam) @ v.T
+        return low, dense, exact, a, v.T
+
+    def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
+        """(a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
+
+        v from sampled rows, a and lam by projecting every row.
+        """
+        rank = min(self.rank, *x.shape)
+        v = find_subspace(
+            x,
+            rank,
+            sample_frac=self.sample_frac,
+            min_rows=default_rows(rank, self.oversample),
+            oversample=self.oversample,
+            n_iter=self.n_iter,
+            key=_FIXED_SKETCH if self.fixed_sketch else key,
+            row_mask=row_mask,
+        )  # [c k]
+        a, lam = project(x.to(v.dtype), v)  # [t k] [k]
+        return a, lam, v
