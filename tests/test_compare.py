@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,23 @@ def test_finished_runs_are_kept_and_others_can_be_added(finished):
     )
     assert "bf16-split" in (out / "table.md").read_text()
     assert "without quantizing anything (bf16-split)" in (out / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_times_measured_side_by_side(finished, tmp_path):
+    """They stand in the table instead of those of the runs; losses stay."""
+    out, config, _ = finished
+    copied = shutil.copytree(out, tmp_path / "out")
+    before = record(copied)
+    done = run("--config", config, "--out", copied, "--times")
+    assert done.returncode == 0, done.stderr
+    times = json.loads((copied / "times.json").read_text())
+    assert times["seconds"].keys() == {"bf16", "nvfp4"}
+    after = record(copied)
+    shown = {s["name"]: s["seconds_per_step"] for s in after["summaries"]}
+    assert shown == times["seconds"]
+    assert {r["seconds_per_step"] for r in after["runs"]} == set(times["seconds"].values())
+    assert [r["loss"] for r in after["runs"]] == [r["loss"] for r in before["runs"]]
 
 
 @pytest.mark.slow

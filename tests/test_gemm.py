@@ -219,7 +219,7 @@ def test_bf16_gemm_applies_tensor_scales_to_the_product():
     """In bf16 the operand keeps code * block scale, exactly; the fp32 tensor scale comes after."""
     operand = Operand(layer_of("nvidia")[1].scheme.fprop_input.quantizer)
     x = torch.randn(32, 64) * 1e-3
-    values, scale = operand(x, dim=-1, key=None, dtype=torch.bfloat16)
+    values, scale, _ = operand(x, dim=-1, key=None, dtype=torch.bfloat16)
     assert values.dtype is torch.bfloat16
     assert torch.equal(values.float() * scale, fake_quantize(x))
 
@@ -320,7 +320,7 @@ def test_compensation_reduces_the_error():
         )
         layer = convert_linear(copy.deepcopy(linear), config, name="layer")
         assert isinstance(layer, kind)
-        w_hat, _ = layer.weight_form.quantize(
+        w_hat, *_ = layer.weight_form.quantize(
             layer.weight_params(),
             layer.scheme.fprop_weight,
             dim=-1,

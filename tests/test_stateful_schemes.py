@@ -291,7 +291,7 @@ def test_low_rank_branch_is_exact():
     linear = nn.Linear(96, 96, bias=False)
     linear.weight.data = torch.randn(96, 4) @ torch.randn(4, 96)
     layer = convert_linear(copy.deepcopy(linear), MetisConfig(scheme="svdquant", rank=8), name="x")
-    w_hat, _ = layer.weight_form.quantize(
+    w_hat, *_ = layer.weight_form.quantize(
         layer.weight_params(), layer.scheme.fprop_weight, dim=-1, key=layer.key, dtype=torch.float32
     )
     assert (w_hat - linear.weight).norm() < 1e-5 * linear.weight.norm()

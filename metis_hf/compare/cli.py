@@ -51,6 +51,14 @@ def compare(
     launcher: Annotated[
         str, typer.Option(help="Starts a run on several devices: 'accelerate launch ...'.")
     ] = "",
+    times: Annotated[
+        bool,
+        typer.Option(
+            "--times",
+            help="Afterwards time a step of every variant side by side in this process, and show "
+            "these times rather than those of the runs. All models are in memory at once.",
+        ),
+    ] = False,
 ) -> None:
     """Train several schemes with the same seeds and data, and compare them with error bars.
 
@@ -63,6 +71,7 @@ def compare(
     from metis_hf.compare.plan import make_plan
     from metis_hf.compare.progress import RunProgress
     from metis_hf.compare.run import RunsFailed, default_jobs, load_results, run_plan
+    from metis_hf.compare.timing import measure_times
     from metis_hf.progress import quiet
 
     plan = make_plan(
@@ -88,6 +97,9 @@ def compare(
         except RunsFailed as error:
             failure, results = error, load_results(plan, out)
     if results:
+        if times:
+            with quiet():
+                measure_times(plan, out)
         used = 1 if launcher else jobs or default_jobs(len(plan.runs()))
         write_outputs(plan, results, out, jobs=used, console=console)
     if failure is not None:

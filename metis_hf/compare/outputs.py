@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from metis_hf.compare import cost_figure, figures, table
 from metis_hf.compare.plan import Plan
 from metis_hf.compare.statistics import Summary, summarize
+from metis_hf.compare.timing import load_times
 from metis_hf.experiment import CONTROL, SchemeResult
 from metis_hf.records import environment, write_json
 
@@ -27,11 +28,16 @@ def write_outputs(
 
     Args:
         plan: what was compared.
-        results: of its runs.
+        results: of its runs; step times that `timing` has measured side by side go before theirs.
         out: the comparison's directory.
         jobs: runs side by side, which the times depend on.
         console: where the table goes.
     """
+    times = load_times(out)
+    results = [
+        replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
+        for result in results
+    ]
     summaries = summarize(results)
     sentences = [describe(plan, results), *table.findings(summaries)]
     record = {

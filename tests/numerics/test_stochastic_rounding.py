@@ -338,7 +338,7 @@ def test_the_copies_of_a_layers_gradient_are_independent(options) -> None:
     fp32 = torch.float32
 
     def error(dim: int, key: noise.Key) -> Tensor:
-        values, scale = operand(dy, dim=dim, key=key, dtype=fp32)
+        values, scale, _ = operand(dy, dim=dim, key=key, dtype=fp32)
         assert scale is None
         return values - dy
 
