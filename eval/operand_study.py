@@ -116,7 +116,8 @@ def own_copies(base: Scheme, **weight: Any) -> Scheme:
 
 
 EXACT_W = {"qw": None, "qdy": None}
-ALL = {"x": split(), "w": split(sample_frac=1.0), "dy": split()}
+WEIGHT = split(sample_frac=1.0, n_iter=2)
+ALL = {"x": split(), "w": WEIGHT, "dy": split()}
 X, W = Role.FPROP_INPUT, (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
 DY_DGRAD, DY_WGRAD = Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT
 CORRECTED = (X, *W)  # as metis does
@@ -127,9 +128,9 @@ STUDIES: dict[str, dict[str, Scheme]] = {
     "what is split": {
         "nothing": scheme(),
         "x": scheme(x=split()),
-        "w": scheme(w=split(sample_frac=1.0)),
+        "w": scheme(w=WEIGHT),
         "dy": scheme(dy=split()),
-        "x, w": scheme(x=split(), w=split(sample_frac=1.0)),
+        "x, w": scheme(x=split(), w=WEIGHT),
         "x, w, dy": scheme(**ALL),
         "hot channels of x and w, 1/16": scheme(x=HotChannels(), w=HotChannels()),
         "hot channels of x and w, 1/3": scheme(x=HotChannels(1 / 3), w=HotChannels(1 / 3)),
@@ -142,21 +143,19 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "x, w, dy in dgrad": scheme(**ALL, corrected=(*CORRECTED, DY_DGRAD)),
         "x, w, dy in wgrad": scheme(**ALL, corrected=(*CORRECTED, DY_WGRAD)),
         "x, w, dy": scheme(**ALL, corrected=(*CORRECTED, DY_DGRAD, DY_WGRAD)),
-        "x, of a w split for it alone": scheme(w=split(sample_frac=1.0), corrected=(X,)),
+        "x, of a w split for it alone": scheme(w=WEIGHT, corrected=(X,)),
     },
     "residual": {
         "compensated": scheme(**ALL),
         "exact": scheme(**{k: replace(v, compensated=False) for k, v in ALL.items()}),
     },
     "rank": {
-        f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=CORRECTED)
+        f"rank {k}": scheme(
+            split(k), split(k, sample_frac=1.0, n_iter=2), split(k), corrected=CORRECTED
+        )
         for k in (1, 2, 4, 8, 16, 24, 32, 48, 64)
     }
-    | {
-        "rank 2 of x, 32 of w": scheme(
-            split(2), split(sample_frac=1.0), split(2), corrected=CORRECTED
-        )
-    },
+    | {"rank 2 of x, 32 of w": scheme(split(2), WEIGHT, split(2), corrected=CORRECTED)},
     "factors": {
         "FP4": scheme(split(), **EXACT_W),
         "FP8": scheme(Factors(split(), FP8), **EXACT_W),
@@ -184,10 +183,10 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "direct, 4/6": scheme(qx=None, qdy=None, qw=FOUR_SIX),
         "direct, scales up": scheme(qx=None, qdy=None, qw=NEAREST_UP),
         "direct, 16x16 tiles": scheme(qx=None, qdy=None, qw=replace(NEAREST, tile="square")),
-        "split": scheme(w=split(sample_frac=1.0), qx=None, qdy=None),
-        "split, 4/6": scheme(w=split(sample_frac=1.0), qx=None, qdy=None, qw=FOUR_SIX),
+        "split": scheme(w=WEIGHT, qx=None, qdy=None),
+        "split, 4/6": scheme(w=WEIGHT, qx=None, qdy=None, qw=FOUR_SIX),
         "split, 16x16 tiles": scheme(
-            w=split(sample_frac=1.0), qx=None, qdy=None, qw=replace(NEAREST, tile="square")
+            w=WEIGHT, qx=None, qdy=None, qw=replace(NEAREST, tile="square")
         ),
     },
     "gradient": {

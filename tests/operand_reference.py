@@ -174,7 +174,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             sample_frac=sample_frac,
             min_rows=default_rows(rank, layer.config.oversample),
             oversample=layer.config.oversample,
-            n_iter=layer.config.n_iter,
+            n_iter=layer.config.n_iter + slot.endswith("weight"),
             key=key,
         )
         return spectral_operand(recording, array(tensor), table[slot], array(basis))
