@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +12,7 @@ import stateful_run
 import torch
 import transformers
 from conftest import VOCAB, llama
-from layer_tools import layer_of, with_exact_quantizers
+from layer_tools import layer_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,9 +25,8 @@ from metis_hf import (
     to_dense,
 )
 from metis_hf.gemm import GemmPlan
-from metis_hf.linear import QuantLinear, convert_linear
+from metis_hf.linear import convert_linear
 from metis_hf.numerics import fake_quantize
-from metis_hf.oscillation import oscillation_ratio, suppress_oscillation
 from metis_hf.schemes import Role, tetrajet2
 from metis_hf.schemes._channels import DECAY, STATE
 from metis_hf.schemes.tetrajet2 import Oscillation
@@ -295,162 +292,6 @@ def test_low_rank_branch_is_exact():
         layer.weight_params(), layer.scheme.fprop_weight, dim=-1, key=layer.key, dtype=torch.float32
     )
     assert (w_hat - linear.weight).norm() < 1e-5 * linear.weight.norm()
-
-
-class TestClipping:
-    @staticmethod
-    def layer(clip):
-        torch.manual_seed(0)
-        _, layer = layer_of("omniquant", dtype=torch.float64, i=40, o=6)
-        layer.weight_clip.data.copy_(clip)
-        layer.scheme = with_exact_quantizers(layer.scheme)
-        return layer
-
-    def test_gradients_by_finite_differences(self):
-        """Of the clip parameter and of the weight, where nothing is rounded."""
-        layer = self.layer(torch.linspace(-5, -1, 6))
-        x, target = torch.randn(11, 40).double(), torch.randn(11, 6).double()
-
-        def loss():
-            return ((layer(x) - target) ** 2).sum()
-
-        loss().backward()
-        step = 1e-6
-        for parameter in (layer.weight_clip, layer.weight):
-            flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
-            for index in range(0, flat.numel(), max(1, flat.numel() // 24)):
-                value = flat[index].item()
-                sides = []
-                for moved in (value + step, value - step):
-                    flat[index] = moved
-                    sides.append(loss().item())
-                flat[index] = value
-                numeric = (sides[0] - sides[1]) / (2 * step)
-                assert gradient[index].item() == pytest.approx(numeric, rel=1e-6, abs=1e-6)
-        assert layer.weight_clip.grad.abs().min() > 0
-
-    def test_no_clipping_at_strength_one(self):
-        layer = self.layer(torch.full((6,), 40.0))
-        x = torch.randn(11, 40).double()
-        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-
-    def test_strengths_train(self):
-        """A row with one huge weight among small ones in each block learns to clip it."""
-        torch.manual_seed(0)
-        _, layer = layer_of("omniquant", i=64, o=2, bias=False)
-        target = torch.randn(2, 64) * 0.1
-        layer.weight.data.copy_(target)
-        layer.weight.data[0, ::16] = 4.0
-        layer.weight.requires_grad_(False)
-        optimizer = torch.optim.Adam([layer.weight_clip], lr=0.2)
-        for _ in range(60):
-            x = torch.randn(128, 64)
-            loss = (layer(x) - x @ target.T).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        strengths = layer.weight_form.strength(layer.weight_clip)
-        assert strengths[0] < 0.3
-        assert strengths[1] > 0.6
-
-    def test_weight_decay_pulls_strengths_to_their_start(self):
-        start = 1 / (1 + math.exp(-4))
-        layer = self.layer(torch.full((6,), -3.0))
-        _, fresh = layer_of("omniquant", dtype=torch.float64, i=40, o=6)
-        assert fresh.weight_form.strength(fresh.weight_clip).tolist() == pytest.approx([start] * 6)
-        optimizer = torch.optim.AdamW([layer.weight_clip], lr=0.1, weight_decay=1.0)
-        layer.weight_clip.grad = torch.zeros(6).double()
-        for _ in range(100):
-            optimizer.step()
-        assert layer.weight_clip.abs().max() < 1e-3
-        strengths = layer.weight_form.strength(layer.weight_clip)
-        assert strengths.tolist() == pytest.approx([start] * 6, abs=1e-4)
-
-
-def watched_layer(monkeypatch, **settings):
-    settings = {"period": 8, "window": 6, "threshold": 8.0, "start": 0.0} | settings
-    monkeypatch.setattr(tetrajet2, "Oscillation", functools.partial(Oscillation, **settings))
-    _, layer = layer_of("tetrajet2", i=32, o=4, bias=False)
-    # The largest of every block is 6, so that a block's scale is 1 (448 / 448) throughout.
-    layer.weight.data.copy_(torch.arange(128.0).view(4, 32) % 5 - 2)
-    layer.weight.data[:, ::16] = 6
-    return layer
-
-
-class TestOscillation:
-    BORDER = 2.5  # between the codes 2 and 3
-
-    def run(self, layer, steps, first=0, max_steps=100):
-        """Weight [0, 1] jitters around a border of bins, [1, 1] drifts across one, others rest."""
-        model, shares = nn.Sequential(layer), []
-        for step in range(first, first + steps):
-            with torch.no_grad():
-                layer.weight[0, 1] = self.BORDER + (1e-2 if step % 2 else -1e-2)
-                layer.weight[1, 1] = self.BORDER - 0.2 + 0.08 * (step % 8)
-            shares.append(suppress_oscillation(model, step, max_steps))
-        return shares
-
-    def test_the_jittering_weight_is_put_in_its_bin(self, monkeypatch):
-        layer = watched_layer(monkeypatch)
-        assert not any(self.run(layer, 8))  # the first window begins after a step
-        shares = self.run(layer, 7, first=8)
-        assert shares[:-1] == [{}] * 6
-        assert shares[-1] == {"0": pytest.approx(1 / 128)}
-        assert layer.weight[0, 1] == 2  # of the two codes the nearer one at that moment
-        assert layer.weight[1, 1].item() == pytest.approx(self.BORDER - 0.2 + 0.08 * 6)
-        # Six jumps by 1, six steps of 0.02; one jump, and six steps of 0.08.
-        ratio = oscillation_ratio(layer)
-        assert ratio[0, 1].item() == pytest.approx(6 / (6 * 0.02), rel=1e-4)
-        assert ratio[1, 1].item() == pytest.approx(1 / (6 * 0.08), rel=1e-4)
-        assert ratio.count_nonzero() == 2
-
-    def test_paths_against_a_plain_sum(self, monkeypatch):
-        layer = watched_layer(monkeypatch, threshold=float("inf"))
-        model = nn.Sequential(layer)
-        weights = []
-        for step in range(8, 15):
-            with torch.no_grad():
-                layer.weight.add_(0.1 * torch.randn(4, 32))
-            suppress_oscillation(model, step, 100)
-            weights.append(layer.weight.detach().clone())
-        quantized = [fake_quantize(w) for w in weights]
-        path = sum((b - a).abs() for a, b in itertools.pairwise(weights))
-        quantized_path = sum((b - a).abs() for a, b in itertools.pairwise(quantized))
-        torch.testing.assert_close(oscillation_ratio(layer), quantized_path / path)
-
-    def test_the_first_part_of_a_training_is_left_alone(self, monkeypatch):
-        layer = watched_layer(monkeypatch, start=0.5)
-        assert not any(self.run(layer, 24, max_steps=40))
-        # A window that begins before the start is not measured in parts.
-        assert not any(self.run(layer, 8, first=16, max_steps=40))
-        assert any(self.run(layer, 8, first=24, max_steps=40))
-
-    def test_other_schemes_are_left_alone(self):
-        _, layer = layer_of("nvfp4")
-        before = layer.weight.detach().clone()
-        assert suppress_oscillation(nn.Sequential(layer), 50, 100) == {}
-        assert torch.equal(layer.weight, before)
-
-    def test_a_window_survives_a_state_dict(self, monkeypatch):
-        layer, other = (watched_layer(monkeypatch) for _ in range(2))
-        self.run(layer, 4, first=8)
-        other.load_state_dict(layer.state_dict())
-        shares = self.run(layer, 3, first=12)
-        assert shares == self.run(other, 3, first=12)
-        assert shares[-1]
-        assert torch.equal(layer.weight, other.weight)
-
-    def test_conv1d(self, monkeypatch):
-        layer = watched_layer(monkeypatch)
-        transposed = QuantLinear(
-            layer.weight.T.contiguous(), None, layer.config, name="layer", conv1d=True
-        )
-        model = nn.Sequential(transposed)
-        for step in range(8, 15):
-            with torch.no_grad():
-                transposed.weight[1, 0] = self.BORDER + (1e-2 if step % 2 else -1e-2)
-            suppress_oscillation(model, step, 100)
-        assert transposed.weight[1, 0] == 2
 
 
 class Rows(torch.utils.data.Dataset):
