@@ -7,9 +7,12 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from conftest import llama
 
+from metis_hf import MetisConfig, get_metis_model
 from metis_hf.numerics import fake_quantize, relative_error
 from metis_hf.schemes import base
 
@@ -69,12 +72,16 @@ def test_committed_tables_are_their_records(path):
         assert table in readme
 
 
-def operand_study():
-    spec = importlib.util.spec_from_file_location("operand_study", ROOT / "eval/operand_study.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"eval/{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def operand_study():
+    return script("operand_study")
 
 
 def test_tables_of_the_operand_study_are_its_record():
@@ -108,3 +115,39 @@ def test_the_operand_study_measures_what_it_says(monkeypatch):
     assert found["w"] == found["dy"] == 0
     nothing = study.errors(study.register("test-exact", exact), [("a", linear, x, dy)])
     assert max(nothing.values()) < 1e-6  # fp32 products in another order
+
+
+def gradient_error(monkeypatch):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.syspath_prepend(ROOT / "eval")
+    operand_study()  # one of this process: its schemes register once
+    return script("gradient_error")
+
+
+def test_table_of_gradient_errors_is_its_record(monkeypatch):
+    study = gradient_error(monkeypatch)
+    record = json.loads((ROOT / "eval/results/gradient-error.json").read_text())
+    assert record["schemes"].keys() == study.variants().keys()
+    assert f"<!-- {study.MARK} -->\n{study.table(record)}<!-- end -->" in study.PAGE.read_text()
+
+
+def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
+    """None where nothing is quantized, however the weights are stored; the bias is the smaller."""
+    study = gradient_error(monkeypatch)
+    model = get_metis_model(llama(), MetisConfig(scheme="bf16"))
+    model.save_pretrained(tmp_path / "model")
+    rows = token_ids.reshape(-1, token_ids.shape[-1]).tolist() * 40
+    packed = datasets.Dataset.from_dict({"input_ids": rows})
+    monkeypatch.setattr(study, "load_packed", lambda directory: packed)
+    configs = {
+        "exact": MetisConfig(scheme="bf16"),
+        "split": MetisConfig(scheme="bf16-split"),
+        "stochastic": MetisConfig(scheme="nvfp4"),
+    }
+    monkeypatch.setattr(study, "variants", lambda: configs)
+    found = study.measure(tmp_path / "model", tmp_path / "data")["schemes"]
+    assert list(found)[-1] == "stochastic"
+    for name in ("exact", "split"):
+        assert max(abs(value) for value in found[name].values()) < 1e-4
+    assert 0.05 < found["stochastic"]["batch"] < 2
+    assert found["stochastic"]["loss"] != 0
