@@ -116,7 +116,7 @@ def own_copies(base: Scheme, **weight: Any) -> Scheme:
 
 
 EXACT_W = {"qw": None, "qdy": None}
-WEIGHT = split(sample_frac=1.0, n_iter=2)
+WEIGHT = split(sample_frac=1.0)
 ALL = {"x": split(), "w": WEIGHT, "dy": split()}
 X, W = Role.FPROP_INPUT, (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
 DY_DGRAD, DY_WGRAD = Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT
@@ -150,9 +150,7 @@ STUDIES: dict[str, dict[str, Scheme]] = {
         "exact": scheme(**{k: replace(v, compensated=False) for k, v in ALL.items()}),
     },
     "rank": {
-        f"rank {k}": scheme(
-            split(k), split(k, sample_frac=1.0, n_iter=2), split(k), corrected=CORRECTED
-        )
+        f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=CORRECTED)
         for k in (1, 2, 4, 8, 16, 24, 32, 48, 64)
     }
     | {"rank 2 of x, 32 of w": scheme(split(2), WEIGHT, split(2), corrected=CORRECTED)},

@@ -43,7 +43,7 @@ class MetisConfig:
         sample_frac: share of token rows that the activation and gradient subspaces are estimated
             from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
         oversample: extra columns of the random sketch.
-        n_iter: power iterations of the range finder; for weights that are split when used one more.
+        n_iter: power iterations of the range finder.
         decompose: which tensors "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient".
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix

@@ -34,7 +34,7 @@ from operand_table import (
 from outlier_reference import clamped_operand, hot_operand, random_signs, with_content
 from reference import fake_quantize
 
-from metis_hf.noise import Key, key_of
+from metis_hf.noise import Key
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.transforms.hadamard import hadamard_matrix
 from metis_hf.transforms.rotation import rotate_all, rotation_of
@@ -174,7 +174,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             sample_frac=sample_frac,
             min_rows=default_rows(rank, layer.config.oversample),
             oversample=layer.config.oversample,
-            n_iter=layer.config.n_iter + slot.endswith("weight"),
+            n_iter=layer.config.n_iter,
             key=key,
         )
         return spectral_operand(recording, array(tensor), table[slot], array(basis))
@@ -200,8 +200,8 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             gain = 1.0 if row.conditioner == "split published" else (IN * OUT) ** -0.5
             return split_weight(recording, params, row, gain)
         if row.conditioner.startswith("spectral"):
-            # Of all rows, by a sketch that is the same at every step.
-            return spectral(slot, layer.weight.detach(), 1.0, key_of("sketch"))
+            key = keys[Role(SLOTS.index(slot))]
+            return spectral(slot, layer.weight.detach(), 1.0, key)  # of all rows
         if not row.quantized:
             return exact(params["weight"])
         conditioner = layer.scheme.operand(Role(SLOTS.index(slot))).conditioner

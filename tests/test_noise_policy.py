@@ -270,20 +270,6 @@ class TestRanks:
         assert all(torch.equal(a, b) for a, b in zip(*splits, strict=True))
 
 
-    def test_weights_split_at_use_are_equal(self, monkeypatch):
-        """w_hat of `metis` is rounded to nearest, along a subspace from one sketch for all."""
-        outputs = []
-        x = torch.eye(IN)  # y is w_hat^T but for what x itself loses: nothing
-        for rank in (0, 1):
-            set_rank(monkeypatch, rank)
-            layer = convert_linear(
-                nn.Linear(IN, OUT, bias=False), MetisConfig(decompose=("weight",)), name="layer"
-            )
-            layer.weight.data = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0))
-            outputs.append(layer.train()(x))
-        assert torch.equal(*outputs)
-
-
 class TestDistinct:
     """Different uses never share noise."""
 

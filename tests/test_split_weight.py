@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
@@ -112,16 +110,12 @@ def test_other_values_are_refused(value):
         MetisConfig(split_weight=value)
 
 
-def test_a_weight_is_split_by_the_same_sketch_at_every_step():
-    """Noise follows the weight's bits; the subspace of a weight must not jump with it."""
+def test_a_weight_that_changes_is_split_by_another_sketch():
+    """So that rounding errors average out over steps; the same bits are split alike."""
     _, layer = layer_of("metis", i=256, o=256, rank=8)
     x, w = torch.randn(4, 256), layer.weight.detach()  # no gap in its spectrum: the sketch decides
     conditioner = layer.scheme.fprop_weight.conditioner
-    keys = [layer.call_keys(x, weight)[Role.FPROP_WEIGHT] for weight in (w, w * 1.01)]
-    assert keys[0].data != keys[1].data
-    for fixed in (True, False):
-        split = replace(conditioner, fixed_sketch=fixed)
-        bases = [split.split(w, key=key)[2] for key in keys]
-        assert torch.equal(*bases) == fixed
-    assert conditioner.fixed_sketch
-    assert not layer.scheme.fprop_input.conditioner.fixed_sketch
+    keys = [layer.call_keys(x, weight)[Role.FPROP_WEIGHT] for weight in (w, w * 1.01, w.clone())]
+    bases = [conditioner.split(w, key=key)[2] for key in keys]
+    assert not torch.equal(bases[0], bases[1])
+    assert torch.equal(bases[0], bases[2])

@@ -8,12 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from metis_hf.noise import key_of
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands import Encoded, LowRank, Part, Work
 from metis_hf.transforms.spectral import default_rows, find_subspace, project
-
-_FIXED_SKETCH = key_of("sketch")
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,6 @@ class Spectral:
         compensated: take the residual against the *quantized* low-rank part, so that the
             residual carries the rounding errors of the factors too; the paper takes it against
             the exact one.
-        fixed_sketch: the range finder's noise is the same for all matrices, so that the subspace
-            of one that changes little from step to step changes little too, and is the same on
-            every process that has a copy.
     """
 
     rank: int
@@ -40,7 +34,6 @@ class Spectral:
     oversample: int = 8
     n_iter: int = 1
     compensated: bool = True
-    fixed_sketch: bool = False
 
     uses_row_mask: ClassVar[bool] = True
 
@@ -152,7 +145,7 @@ class Spectral:
             min_rows=default_rows(rank, self.oversample),
             oversample=self.oversample,
             n_iter=self.n_iter,
-            key=_FIXED_SKETCH if self.fixed_sketch else key,
+            key=key,
             row_mask=row_mask,
         )  # [c k]
         a, lam = project(x.to(v.dtype), v)  # [t k] [k]

@@ -41,9 +41,9 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     """
     forward, backward = nearest_forward(config)
     split = spectral(config, rank, compensated=True)
-    # All rows: they are few beside the tokens. A fixed sketch: w_hat is to change only as w does;
-    # and one more power iteration, so that it does not depend on which sketch that is.
-    split_weight = replace(split, sample_frac=1.0, n_iter=config.n_iter + 1, fixed_sketch=True)
+    # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
+    # process by process, and so do rounding errors, which then average out (docs/method.md).
+    split_weight = replace(split, sample_frac=1.0)
 
     def operand(tensor: str, quantizer, conditioner) -> Operand:
         return Operand(quantizer, conditioner) if tensor in config.decompose else Operand(quantizer)
