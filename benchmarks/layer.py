@@ -159,6 +159,7 @@ def draw(rows: list[Row], path: Path) -> None:
         "#D55E00",
         "#CC79A7",
         "#E69F00",
+        "#F0E442",
         "#56B4E9",
         "#009E73",
         "#999999",
@@ -167,7 +168,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axis = axes[0, 0]
     labels = [f"{row['name']}  ({row['kernels']})" for row in shown]
     left = [0.0] * len(shown)
-    for name, colour in zip(parts.NAMES, colours):
+    for name, colour in zip(parts.NAMES, colours, strict=True):
         widths = [row["parts_ms"][name] / base["ms"] for row in shown]
         if max(widths) > 0:
             axis.barh(labels, widths, left=left, label=name, color=colour)

@@ -12,25 +12,32 @@ from unittest import mock
 import torch
 
 from metis_hf import gemm, operands
+from metis_hf.conditioners import spectral
 from metis_hf.conditioners.spectral import Spectral
+from metis_hf.gemm import GemmPlan
 from metis_hf.numerics import kernels
-from metis_hf.operands import Hadamard
+from metis_hf.operands import Hadamard, Quantized
 from metis_hf.weights import SplitWeight
 
 GEMMS, QUANTIZE, SUBSPACE, PROJECT = "GEMMs", "quantize", "subspace", "project"
 LOW_RANK, WEIGHT, ROTATE, REST = "low-rank and residual", "weight factors", "rotate", "rest"
-NAMES = (GEMMS, QUANTIZE, SUBSPACE, PROJECT, LOW_RANK, WEIGHT, ROTATE, REST)
+CORRECT = "corrections"
+NAMES = (GEMMS, QUANTIZE, SUBSPACE, PROJECT, LOW_RANK, CORRECT, WEIGHT, ROTATE, REST)
 # A part is what runs in these and not in those of another part that they call.
 _WRAPPED: list[tuple[Any, str, str]] = [
     (gemm, "contract", GEMMS),
     (kernels, "fake_quantize", QUANTIZE),
     (operands, "pack", QUANTIZE),
     (operands, "unpack", QUANTIZE),
-    (operands, "find_subspace", SUBSPACE),
-    (operands, "project", PROJECT),
-    (Spectral, "__call__", LOW_RANK),
+    (spectral, "pack", QUANTIZE),
+    (spectral, "unpack", QUANTIZE),
+    (spectral, "find_subspace", SUBSPACE),
+    (spectral, "project", PROJECT),
+    (Spectral, "with_factors", LOW_RANK),
     (Spectral, "encode", LOW_RANK),
-    (Spectral, "decode", LOW_RANK),
+    (Spectral, "decode_with_factors", LOW_RANK),
+    (GemmPlan, "_correct", CORRECT),
+    (Quantized, "error", CORRECT),
     (SplitWeight, "quantize", WEIGHT),
     (SplitWeight, "gradients", WEIGHT),
     (Hadamard, "__call__", ROTATE),

@@ -49,6 +49,7 @@ THEORY = {
     parts.SUBSPACE: ("subspace", "factorization"),
     parts.PROJECT: ("projection",),
     parts.LOW_RANK: ("low_rank",),
+    parts.CORRECT: ("corrections",),
     parts.WEIGHT: ("weight_factors",),
 }
 

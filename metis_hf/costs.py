@@ -32,6 +32,7 @@ class LayerCost:
         factorization: its QR and eigenvalue decompositions.
         projection: coordinates of every row in that subspace.
         low_rank: putting the low-rank part together again, and taking the residual.
+        corrections: rounding errors along thin factors, and their products with the other ones.
         weight_factors: the products with u and vh of split weights, forward and backward.
         elementwise: element operations around the quantizers: means, shifts, scales, clamps.
         rotation: Hadamard and other orthogonal transforms.
@@ -44,6 +45,7 @@ class LayerCost:
     factorization: float = 0
     projection: float = 0
     low_rank: float = 0
+    corrections: float = 0
     weight_factors: float = 0
     elementwise: float = 0
     rotation: float = 0
@@ -118,9 +120,7 @@ def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -
     for role in layer.scheme.corrected.intersection(roles):
         m, n, p = sizes[role]
         k = min(rank, n, p)
-        cost += LayerCost(
-            elementwise=1.0 * m * n, projection=2.0 * m * n * k, low_rank=2.0 * m * k * p
-        )
+        cost += LayerCost(elementwise=1.0 * m * n, corrections=2.0 * m * n * k + 2.0 * m * k * p)
         cost += _quantizers_cost(layer.scheme.resolve(role)[1].quantizer, (m, k))
         if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
             cost += _dense_weight_cost(layer)  # what the error is taken off

@@ -30,6 +30,7 @@ _FLOPS = {
     "factorization": "+ its QR and eigenvectors",
     "projection": "+ projection",
     "low_rank": "+ low-rank part and residual",
+    "corrections": "+ corrections",
     "weight_factors": "+ thin factors of weights",
     "elementwise": "+ means, scales (elementwise)",
     "rotation": "+ Hadamard and other rotations",

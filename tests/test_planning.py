@@ -246,7 +246,7 @@ def test_layer_flops(options, mode, passes):
     additions = _additions(layer, 320)
     products = (
         cost.gemm + cost.subspace + cost.projection + cost.low_rank
-        + cost.weight_factors + cost.rotation - additions
+        + cost.corrections + cost.weight_factors + cost.rotation - additions
     )  # fmt: skip
     assert counter.get_total_flops() == products
 
