@@ -17,6 +17,7 @@ from torch import Tensor
 from metis_hf.noise import constant, key_of, random_bits, uniform
 
 LARGEST_HADAMARD = 128  # sizes above are Kronecker products of smaller ones, which is the same
+_NARROW = 8  # columns below which a product for each row is slower than two transpositions
 LARGEST_RANDOM = 1024  # a factor beyond this costs more than it mixes: identity in its place
 
 
@@ -65,16 +66,20 @@ def randomized_hadamard(n: int, seed: int) -> Rotation:
     n = 2^p m with m odd: H x Q_m. QuaRot (arXiv 2404.00456) has a Hadamard matrix of size m 2^q
     instead, which is known for the widths of its models only.
     """
-    factors: list[tuple[int, Tensor | None]] = []
-    rest = n
-    while rest > 1 and rest % 2 == 0:
-        size = min(rest & -rest, LARGEST_HADAMARD)
-        factors.append((size, sylvester(size)))
-        rest //= size
+    power = n & -n
+    factors: list[tuple[int, Tensor | None]] = [(s, sylvester(s)) for s in _even_powers(power)]
+    rest = n // power
     if rest > 1:
         factors.append((rest, _random_factor(rest, seed)))
     signs = 1.0 - 2.0 * (random_bits(n, key_of("signs", n, seed)) < 0)
     return Rotation(None, signs.double(), tuple(factors) or ((1, None),))
+
+
+def _even_powers(power: int) -> list[int]:
+    """A power of two as a product of others near each other, none above LARGEST_HADAMARD."""
+    exponent, most = power.bit_length() - 1, LARGEST_HADAMARD.bit_length() - 1
+    count = math.ceil(exponent / most)
+    return [2 ** ((exponent + place) // count) for place in range(count)]
 
 
 def random_kronecker(n: int, seed: int) -> Rotation:
@@ -165,6 +170,9 @@ def _apply_factors(x: Tensor, factors: Sequence[tuple[int, Tensor | None]], dim:
         after //= size
         if factor is not None and after == 1:  # [.., f] @ [f f]: one product, no transposition
             x = x.reshape(before, size) @ factor.T
+        elif factor is not None and after < _NARROW:
+            x = x.reshape(before, size, after).mT.reshape(-1, size) @ factor.T
+            x = x.reshape(before, after, size).mT
         elif factor is not None:
             x = factor @ x.reshape(before, size, after)
         before *= size
