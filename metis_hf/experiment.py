@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from metis_hf.callback import MetisCallback
 from metis_hf.config import MetisConfig
 from metis_hf.data.packed import causal_batch
 from metis_hf.model import get_metis_model
+from metis_hf.precision import PrecisionSchedule
 from metis_hf.records import bf16_units, read_json, write_json
 from metis_hf.trainer import MetisTrainer
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 RESULT_FILE = "result.json"
 CONTROL = "bf16"
+_SCHEDULE = "precision_schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +72,44 @@ class Variant:
     Args:
         name: of its directory and table row.
         config: fields of MetisConfig, `scheme` among them.
+        precision_schedule: arguments of PrecisionSchedule; None keeps one precision throughout.
     """
 
     name: str
     config: dict[str, Any]
+    precision_schedule: dict[str, Any] | None = None
 
     @classmethod
     def of_scheme(cls, scheme: str) -> Variant:
         """A scheme as it is registered."""
         return cls(scheme, {"scheme": scheme})
+
+    @classmethod
+    def of_fields(cls, name: str, fields: Mapping[str, Any]) -> Variant:
+        """From fields of MetisConfig and, it may be, `precision_schedule`, in one mapping."""
+        config = dict(fields)
+        schedule = config.pop(_SCHEDULE, None)
+        return cls(name, config, None if schedule is None else dict(schedule))
+
+    def fields(self) -> dict[str, Any]:
+        """What `of_fields` takes."""
+        schedule = self.precision_schedule
+        return self.config if schedule is None else {**self.config, _SCHEDULE: schedule}
+
+    def callbacks(self) -> list[transformers.TrainerCallback]:
+        """What the variant adds to the Trainer.
+
+        Raises:
+            ValueError: PrecisionSchedule does not take these arguments.
+        """
+        if self.precision_schedule is None:
+            return []
+        try:
+            return [PrecisionSchedule(**self.precision_schedule)]
+        except TypeError as error:
+            raise ValueError(
+                f"variant {self.name!r}: precision_schedule is {{at, high_precision}}; {error}"
+            ) from None
 
     def metis_config(self, seed: int) -> MetisConfig:
         """The conversion; noise takes the run's seed."""
@@ -101,6 +132,7 @@ class SchemeResult:
         seed: of the run.
         peak_memory: bytes, the most in use beyond what was in use before the model was built.
         parameters: of the model as transformers builds it, before the conversion.
+        precision_schedule: of the variant.
     """
 
     scheme: str
@@ -114,6 +146,7 @@ class SchemeResult:
     seed: int = 0
     peak_memory: int = 0
     parameters: int = 0
+    precision_schedule: dict[str, Any] | None = None
 
 
 def load_result(directory: Path) -> SchemeResult | None:
@@ -227,7 +260,11 @@ def train(
         train_dataset=dataset,
         processing_class=tokenizer,
         data_collator=causal_batch,
-        callbacks=[MetisCallback(experiment.health_interval), StepClock(on_step)],
+        callbacks=[
+            MetisCallback(experiment.health_interval),
+            *variant.callbacks(),
+            StepClock(on_step),
+        ],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     checkpoint = get_last_checkpoint(str(run)) if run.exists() else None
@@ -332,6 +369,7 @@ def finish(
         seed=experiment.seed,
         peak_memory=trained.peak_memory,
         parameters=trained.parameters,
+        precision_schedule=variant.precision_schedule,
     )
     write_json(run / RESULT_FILE, asdict(result))
     for checkpoint in run.glob("checkpoint-*"):

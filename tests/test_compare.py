@@ -146,6 +146,30 @@ def test_half_a_result_is_named_and_the_run_evaluated_again(finished):
 
 
 @pytest.mark.slow
+def test_precision_schedule_of_a_variant(finished, tmp_path):
+    """Step for step the scheme until the switch; another switch is another variant."""
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    variants = {"switched": {"scheme": "nvfp4", "precision_schedule": {"at": 3}}}
+    config = write_config(tmp_path, schemes=None, variants=variants, seeds=[0])
+    done = run("--config", config, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = record(out)
+    assert found["variants"] == variants
+    (switched,) = (r["curve"]["loss"] for r in found["runs"])
+    result = json.loads((out / "runs/nvfp4/seed-0/result.json").read_text())
+    quantized = [round(entry["loss"], 5) for entry in result["history"]]
+    assert switched[:3] == quantized[:3]
+    assert all(a != b for a, b in zip(switched[3:], quantized[3:], strict=True))
+    saved = json.loads((out / "runs/switched/seed-0/model/config.json").read_text())
+    assert saved["quantization_config"]["high_precision"] == ["forward"]
+    variants["switched"]["precision_schedule"]["at"] = 4
+    changed = write_config(tmp_path, schemes=None, variants=variants, seeds=[0])
+    done = run("--config", changed, "--out", out)
+    assert done.returncode == 2
+    assert "another variant of the name 'switched'" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_directory_of_another_comparison_is_refused(finished, tmp_path):
     out, _, _ = finished
     config = write_config(tmp_path, training={"max_steps": 7, "save_steps": 2})

@@ -65,6 +65,33 @@ class TestPlan:
             assert config == MetisConfig(scheme=name, split_weight=True)
             assert build_scheme(config, 64, 64).split_weight
 
+    def test_precision_switch_is_the_scheme_with_a_schedule(self):
+        by_name = {v.name: v for v in make_plan(preset="switch").variants}
+        for scheme in ("nvidia", "metis"):
+            assert by_name[scheme].callbacks() == []
+            both = by_name[f"{scheme}, both in bf16 from 80%"]
+            assert both.config == by_name[scheme].config
+            (schedule,) = both.callbacks()
+            assert schedule.switch_step(780) == 624
+            assert schedule.high_precision == ("forward", "backward")
+            (schedule,) = by_name[f"{scheme}, forward in bf16 from 80%"].callbacks()
+            assert schedule.high_precision == ("forward",)
+
+    @pytest.mark.parametrize("schedule", [{"at": 0.5}, {"at": 3, "high_precision": ["backward"]}])
+    def test_fields_with_a_precision_schedule_come_back(self, schedule):
+        fields = {"scheme": "metis", "rank": 4, "precision_schedule": schedule}
+        (variant,) = make_plan(variants={"mine": fields}).variants
+        assert variant.metis_config(0).rank == 4
+        assert variant.fields() == fields
+
+    def test_precision_schedule_of_other_arguments_is_named(self):
+        fields = {"scheme": "metis", "precision_schedule": {"after": 0.5}}
+        with pytest.raises(ValueError, match=r"'mine': precision_schedule is .*'after'"):
+            make_plan(variants={"mine": fields})
+        fields["precision_schedule"] = {"at": -1}
+        with pytest.raises(ValueError, match="at=-1"):
+            make_plan(variants={"mine": fields})
+
     def test_options_win_over_the_file(self, tmp_path):
         file = tmp_path / "x.yaml"
         file.write_text(

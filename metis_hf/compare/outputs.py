@@ -42,7 +42,7 @@ def write_outputs(
     sentences = [describe(plan, results), *table.findings(summaries)]
     record = {
         "plan": plan.settings(),
-        "variants": {variant.name: variant.config for variant in plan.variants},
+        "variants": {variant.name: variant.fields() for variant in plan.variants},
         "seeds": list(plan.seeds),
         "tokens": plan.tokens,
         "jobs": jobs,
@@ -91,6 +91,7 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
         "scheme": result.scheme,
         "seed": result.seed,
         "config": result.config,
+        "precision_schedule": result.precision_schedule,
         "loss": result.loss,
         "tasks": result.tasks,
         "seconds_per_step": result.seconds_per_step,

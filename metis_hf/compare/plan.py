@@ -60,7 +60,30 @@ def _with_split_weights() -> tuple[Variant, ...]:
     return (*_schemes("bf16", "bf16-split"), *split)
 
 
-# The paper's tables and its rank figure, and the split weight by itself; the control first.
+def _switched() -> tuple[Variant, ...]:
+    """A scheme throughout, and with the last fifth in BF16, as in arXiv 2509.25149."""
+    passes = {"forward": ["forward"], "both": ["forward", "backward"]}
+    return (
+        *_schemes("bf16"),
+        *(
+            variant
+            for name in ("nvidia", "metis")
+            for variant in (
+                *_schemes(name),
+                *(
+                    Variant(
+                        f"{name}, {title} in bf16 from 80%",
+                        {"scheme": name},
+                        {"at": 0.8, "high_precision": high},
+                    )
+                    for title, high in passes.items()
+                ),
+            )
+        ),
+    )
+
+
+# The paper's tables and its rank figure, the split weight by itself, the switch; the control first.
 PRESETS: dict[str, tuple[Variant, ...]] = {
     "main": _schemes("bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"),
     "ablations": _ablations("metis-paper"),
@@ -69,6 +92,7 @@ PRESETS: dict[str, tuple[Variant, ...]] = {
     "rank": _ranks("metis-paper"),
     "rank-metis": _ranks("metis"),
     "split": _with_split_weights(),
+    "switch": _switched(),
 }
 
 _FILE_KEYS = (
@@ -165,10 +189,10 @@ def make_plan(file: Path | None = None, **options: Any) -> Plan:
     Args:
         file: a mapping with any of the keys below.
         **options: `preset` (a name in PRESETS), `schemes` (registered names, or "all" for each of
-            them) and `variants` (name -> fields of MetisConfig) say what is compared, in this
-            order, `main` if nothing does; `seeds`; `scale` (a name in SCALES) with `model`,
-            `training`, `tokens`, `sequence_length`, `global_batch`, `health_interval`,
-            `eval_sequences` to change it;
+            them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with
+            those of PrecisionSchedule) say what is compared, in this order, `main` if nothing does;
+            `seeds`; `scale` (a name in SCALES) with `model`, `training`, `tokens`,
+            `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to change it;
             `data`, `validation`, `tasks`, `tasks_dir` as in `Plan`.
 
     Raises:
@@ -225,7 +249,7 @@ def _variants(given: _Options) -> tuple[Variant, ...]:
     for name in given.schemes or ():
         chosen += _schemes(*(scheme_names() if name == ALL else [name]))
     for name, config in (given.variants or {}).items():
-        chosen.append(Variant(str(name), dict(config)))
+        chosen.append(Variant.of_fields(str(name), config))
     return tuple(chosen) or PRESETS["main"]
 
 
@@ -235,6 +259,7 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"variant {variant.name!r} names no scheme, as in 'scheme: metis'")
         scheme_info(variant.config["scheme"])
         variant.metis_config(0)
+        variant.callbacks()
     names = [directory_name(variant.name) for variant in plan.variants]
     for kind, items in (("variant", names), ("seed", [str(seed) for seed in plan.seeds])):
         repeated = sorted({item for item in items if items.count(item) > 1})

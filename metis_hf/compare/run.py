@@ -138,7 +138,8 @@ def _finished(run: Run, plan: Plan, progress: RunProgress) -> bool:
         return False
     if result is None:
         return False
-    if result.config != run.variant.metis_config(run.seed).to_dict():
+    config, schedule = run.variant.metis_config(run.seed), run.variant.precision_schedule
+    if (result.config, result.precision_schedule) != (config.to_dict(), schedule):
         raise ValueError(
             f"{run.directory} holds a run of another variant of the name {run.variant.name!r}; "
             "choose another name or another --out"
