@@ -42,11 +42,13 @@ def split_unit(config: MetisConfig, rank: int) -> Scheme:
     return Scheme(split_weight=True)
 
 
-@register_scheme("compensated", summary="metis, stored split", source="arXiv 2509.00404")
+@register_scheme(
+    "compensated", summary="metis stored split, not corrected", source="arXiv 2509.00404"
+)
 def compensated(config: MetisConfig, rank: int) -> Scheme:
-    """Compensated residuals by themselves: weights stored split, inputs not corrected."""
+    """Compensated residuals by themselves: weights stored split, nothing corrected."""
     scheme = scheme_info("metis").build(config, rank).storing(split=True)
-    return dataclasses.replace(scheme, corrects_coordinates=False)
+    return dataclasses.replace(scheme, corrected=frozenset())
 
 
 @register_scheme("compensated-unit", summary="with unit vectors", source="arXiv 2509.00404")
@@ -74,7 +76,7 @@ VARIANTS: dict[str, MetisConfig] = {
     "the same, weight dense and not split": MetisConfig(
         scheme="metis", rank_multiple=16, decompose=("activation", "gradient")
     ),
-    "metis: weight dense and split, input corrected, rank 32": MetisConfig(scheme="metis"),
+    "metis: weight dense and split, both corrected, rank 32": MetisConfig(scheme="metis"),
     "metis, contraction mode": MetisConfig(scheme="metis", operand_mode="contraction"),
 }
 

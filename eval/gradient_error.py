@@ -12,16 +12,15 @@ trained. Writes JSON, and the table to its place in docs/method.md.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from operand_study import ALL, CORRECTED, DY_DGRAD, DY_WGRAD, PAGE, loss_of, register, scheme
+from method_page import PAGE, arguments, markdown, placed
+from operand_study import ALL, CORRECTED, DY_DGRAD, DY_WGRAD, loss_of, register, scheme
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -99,27 +98,19 @@ def measure(model_dir: Path, data_dir: Path) -> dict[str, Any]:
 
 def table(record: dict[str, Any]) -> str:
     """Markdown, smallest error first."""
-    lines = ["| | " + " | ".join(TITLES) + " |", "|---|" + "---:|" * len(TITLES)]
-    for name, found in record["schemes"].items():
-        cells = f"{found['batch']:.3f} | {found['mean']:.3f} | {found['loss']:+.2f} %"
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        (name, (found["batch"], found["mean"]), found["loss"])
+        for name, found in record["schemes"].items()
+    ]
+    return markdown(TITLES, rows)
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="packed held-out tokens")
-    parser.add_argument("--out", type=Path, default=Path("eval/results/gradient-error.json"))
-    args = parser.parse_args()
+    args = arguments(__doc__ or "", "eval/results/gradient-error.json")
     record = measure(args.model, args.data)
     args.out.write_text(json.dumps(record, indent=1) + "\n")
-    place = re.compile(rf"(<!-- {MARK} -->\n).*?(<!-- end -->)", re.DOTALL)
-    page, count = place.subn(lambda match: match[1] + table(record) + match[2], PAGE.read_text())
-    if count != 1:
-        raise ValueError(f"{PAGE} has {count} places for <!-- {MARK} -->, expected one")
-    PAGE.write_text(page)
+    PAGE.write_text(placed(PAGE.read_text(), MARK, table(record)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ docs/method.md.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import re
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from method_page import PAGE, arguments, markdown, placed
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
@@ -36,7 +36,6 @@ from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand
 from metis_hf.schemes import Role, Scheme
 from metis_hf.transforms.hadamard import rotate, unrotate
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "method.md"
 RANK = 32  # of the default scheme at this width
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
@@ -298,11 +297,11 @@ def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
 
 def table(variants: dict[str, dict[str, float]]) -> str:
     """Markdown of one question."""
-    lines = ["| | " + " | ".join(TITLES) + " |", "|---|" + "---:|" * len(TITLES)]
-    for name, found in variants.items():
-        cells = [f"{found[key]:.3f}" for key in KEYS[:-1]]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {found['loss']:+.2f} % |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        (name, [found[key] for key in KEYS[:-1]], found[KEYS[-1]])
+        for name, found in variants.items()
+    ]
+    return markdown(TITLES, rows)
 
 
 def with_tables(page: str, record: dict[str, Any]) -> str:
@@ -315,20 +314,13 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
     if asked != marked:
         raise ValueError(f"questions of the study and marks of the page differ: {asked ^ marked}")
     for question, variants in record["studies"].items():
-        place = re.compile(
-            rf"(<!-- study: {re.escape(question)} -->\n).*?(<!-- end -->)", re.DOTALL
-        )
-        page = place.sub(lambda match, v=variants: match[1] + table(v) + match[2], page)
+        page = placed(page, f"study: {question}", table(variants))
     return page
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="packed held-out tokens")
-    parser.add_argument("--out", type=Path, default=Path("eval/results/operand-study.json"))
-    args = parser.parse_args()
+    args = arguments(__doc__ or "", "eval/results/operand-study.json")
     record = study(args.model, args.data, args.out)
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(with_tables(PAGE.read_text(), record))

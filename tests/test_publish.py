@@ -14,7 +14,7 @@ from conftest import llama
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.numerics import fake_quantize, relative_error
-from metis_hf.schemes import base
+from metis_hf.schemes import Scheme, base, build_scheme
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted(
@@ -72,6 +72,13 @@ def test_committed_tables_are_their_records(path):
         assert table in readme
 
 
+@pytest.fixture(autouse=True)
+def eval_directory(monkeypatch):
+    """Imports of one script by another, and schemes that a script registers, end with the test."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.syspath_prepend(ROOT / "eval")
+
+
 def script(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / f"eval/{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -95,9 +102,8 @@ def test_tables_of_the_operand_study_are_its_record():
         study.with_tables(page.replace("<!-- study: rank -->", ""), record)
 
 
-def test_the_operand_study_measures_what_it_says(monkeypatch):
+def test_the_operand_study_measures_what_it_says():
     """Errors of one layer by hand, and zero where nothing is quantized."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     study = operand_study()
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 48, bias=False)
@@ -117,15 +123,13 @@ def test_the_operand_study_measures_what_it_says(monkeypatch):
     assert max(nothing.values()) < 1e-6  # fp32 products in another order
 
 
-def gradient_error(monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    monkeypatch.syspath_prepend(ROOT / "eval")
+def gradient_error():
     operand_study()  # one of this process: its schemes register once
     return script("gradient_error")
 
 
-def test_table_of_gradient_errors_is_its_record(monkeypatch):
-    study = gradient_error(monkeypatch)
+def test_table_of_gradient_errors_is_its_record():
+    study = gradient_error()
     record = json.loads((ROOT / "eval/results/gradient-error.json").read_text())
     assert record["schemes"].keys() == study.variants().keys()
     assert f"<!-- {study.MARK} -->\n{study.table(record)}<!-- end -->" in study.PAGE.read_text()
@@ -133,7 +137,7 @@ def test_table_of_gradient_errors_is_its_record(monkeypatch):
 
 def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
     """None where nothing is quantized, however the weights are stored; the bias is the smaller."""
-    study = gradient_error(monkeypatch)
+    study = gradient_error()
     model = get_metis_model(llama(), MetisConfig(scheme="bf16"))
     model.save_pretrained(tmp_path / "model")
     rows = token_ids.reshape(-1, token_ids.shape[-1]).tolist() * 40
@@ -151,3 +155,13 @@ def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
         assert max(abs(value) for value in found[name].values()) < 1e-4
     assert 0.05 < found["stochastic"]["batch"] < 2
     assert found["stochastic"]["loss"] != 0
+
+
+def test_variants_of_the_training_studies_can_be_built():
+    compensation, refresh = script("compensation"), script("refresh")
+    configs = [*compensation.VARIANTS.values(), *map(refresh.config_of, ("metis", "metis-paper"))]
+    for config in configs:
+        assert isinstance(build_scheme(config, 128, 128), Scheme)
+    alone = build_scheme(MetisConfig(scheme="compensated"), 128, 128)
+    assert alone.split_weight
+    assert not alone.corrected
