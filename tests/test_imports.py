@@ -103,7 +103,16 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "tasks": {"corpus"},
     "evaluation": {"corpus", "hub", "model", "progress", "records"},
-    "experiment": {"callback", "config", "data", "evaluation", "model", "records", "trainer"},
+    "experiment": {
+        "callback",
+        "config",
+        "data",
+        "evaluation",
+        "model",
+        "precision",
+        "records",
+        "trainer",
+    },
     "scales": set(),
     "html": set(),
     "run_report": {
