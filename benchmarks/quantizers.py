@@ -47,9 +47,10 @@ QUANTIZERS = {
     "nvfp4, square": {"tile": "square"},
     "nvfp4, columns": {},
     "nvfp4, four over six": {"scale_rule": "four-over-six"},
+    "nvfp4, MS-EDEN": {"scale_rule": "eden"},
     "mxfp4": {"fmt": "mxfp4"},
 }
-REFERENCE_ONLY = ("nvfp4, four over six", "mxfp4")
+REFERENCE_ONLY = ("mxfp4",)
 SHAPES = [(4096, 1024), (1024, 4096), (1024, 128)]
 QUICK_SHAPES = [(512, 512)]
 DTYPES = [torch.float32, torch.bfloat16]

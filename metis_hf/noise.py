@@ -147,12 +147,31 @@ def block_hashes(count: int, words: tuple[Tensor | int, Tensor | int], data: Ten
     Returns:
         int32 [count].
     """
+    first, second = _first_and_second(words, data)
+    index = torch.arange(count, device=data.device, dtype=torch.int32)
+    return _hash(index.add_(first)).add_(second)
+
+
+def _first_and_second(
+    words: tuple[Tensor | int, Tensor | int], data: Tensor
+) -> tuple[Tensor, Tensor]:
     first = _hash(data + words[0])
     # A second word, far away where two keys' first words are close: else the streams of such keys
     # would be one stream, shifted.
-    second = _hash(first + words[1])
+    return first, _hash(first + words[1])
+
+
+def hashes_of_each(
+    count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(hash of its block, hash of its lane) of each of `count` elements in one dimension; int32.
+
+    The noise is that of `uniform((count,), ...)`.
+    """
+    first, second = _first_and_second(words, data)
     index = torch.arange(count, device=data.device, dtype=torch.int32)
-    return _hash(index.add_(first)).add_(second)
+    blocks = _hash((index >> 4).add_(first)).add_(second)
+    return blocks, _hash(index & (_LANES - 1))
 
 
 def element_bits(blocks: Tensor, lanes: Tensor) -> Tensor:

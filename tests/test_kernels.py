@@ -19,6 +19,7 @@ from metis_hf.numerics import Quantizer, fake_quantize
 from metis_hf.numerics.kernels import choice, compiled, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK, Variant
 from metis_hf.numerics.kernels.layout import form_of, has_form
+from metis_hf.numerics.scaling import SCALE_NOISE
 
 FP32_MAX = torch.finfo(torch.float32).max
 needs_compiler = pytest.mark.skipif(
@@ -33,11 +34,37 @@ COMPILED = {
         torch.bfloat16,
     ),
     "columns, stochastic": (Quantizer(rounding="stochastic"), 0, torch.float32),
+    "rows, 4/6": (Quantizer(scale_rule="four-over-six"), -1, torch.float32),
+    "squares, 4/6, one level": (
+        Quantizer(tile="square", scale_rule="four-over-six", two_level=False),
+        -1,
+        torch.float32,
+    ),
+    "columns, 4/6, stochastic": (
+        Quantizer(rounding="stochastic", scale_rule="four-over-six"),
+        0,
+        torch.bfloat16,
+    ),
+    "rows, MS-EDEN": (Quantizer(scale_rule="eden"), -1, torch.float32),
+    "columns, MS-EDEN": (Quantizer(scale_rule="eden"), 0, torch.float32),
+    "squares, MS-EDEN, up, one level": (
+        Quantizer(tile="square", scale_rule="eden", scale_rounding="up", two_level=False),
+        -1,
+        torch.float32,
+    ),
     "squares, up": (Quantizer(tile="square", scale_rounding="up"), -1, torch.float32),
 }
 ALL = [
-    Quantizer(rounding=rounding, scale_rounding=scale, two_level=two_level, tile=tile)
+    Quantizer(
+        rounding=rounding, scale_rounding=scale, two_level=two_level, tile=tile, scale_rule=rule
+    )
+    for rule in ("absmax", "four-over-six")
     for rounding in ("nearest", "stochastic")
+    for scale in ("nearest", "up")
+    for two_level in (True, False)
+    for tile in ("row", "square")
+] + [
+    Quantizer(scale_rule="eden", scale_rounding=scale, two_level=two_level, tile=tile)
     for scale in ("nearest", "up")
     for two_level in (True, False)
     for tile in ("row", "square")
@@ -66,9 +93,12 @@ def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) 
         quantizer.rounding == "stochastic",
         True,
         dtype,
+        rule=quantizer.scale_rule,
     )
     operand = form.x if form.x.dtype in compiled.DTYPES else form.x.float()
-    key = noise.Key(5) if variant.stochastic else None
+    key = noise.Key(5) if variant.needs_noise else None
+    if key is not None and quantizer.scale_rule == "eden":
+        key = key.fold(SCALE_NOISE)
     return form.restore(compiled.traced(variant, key, operand)[0])
 
 
@@ -281,7 +311,7 @@ def test_automatic_choice(monkeypatch) -> None:
         compiled._kernels[compiled.program_of(variant, small)] = lambda *args: None
     assert chosen(small) == "compiled"
     assert chosen(large, Quantizer("mxfp4")) == "reference"
-    assert chosen(large, Quantizer(scale_rule="four-over-six")) == "reference"
+    assert chosen(large, Quantizer(scale_rule="four-over-six")) == "compiled"
     with use_kernels("compiled"):
         assert chosen(small) == "compiled"
         with use_kernels("reference"):

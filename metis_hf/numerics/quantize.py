@@ -29,6 +29,7 @@ from metis_hf.numerics.formats import (
 from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
+    SCALE_NOISE,
     ScaleRounding,
     ScaleRule,
     TensorScale,
@@ -192,7 +193,7 @@ class Quantizer:
             codes = round_stochastic(inside, element, u)
         if eden:
             # One dimension: noise is drawn in groups of 16 along the last one.
-            u = noise.uniform((scale.numel(),), noise.as_key(key).fold(_SCALE_NOISE), x.device)
+            u = noise.uniform((scale.numel(),), noise.as_key(key).fold(SCALE_NOISE), x.device)
             scale = corrected_scale(scale, y, codes, dims, self.fmt.scale, u.view(scale.shape))
         return Blocks(codes, scale, None if tensor is None else tensor.decode)
 
@@ -251,7 +252,6 @@ class Quantizer:
         return (x32.abs() > largest * tolerance).sum() / x.numel()
 
 
-_SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
 _ENUMS: dict[str, type[enum.Enum]] = {
     "rounding": Rounding,
     "scale_rounding": ScaleRounding,

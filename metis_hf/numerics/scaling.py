@@ -12,15 +12,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.formats import FLT_MAX, SCALE_E8M0, SCALE_FP32, BlockFormat, ScaleFormat
+from metis_hf.numerics.formats import (
+    FLT_MAX,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    SCALE_FP32,
+    BlockFormat,
+    ScaleFormat,
+)
 from metis_hf.numerics.rounding import power_below, round_nearest
 
+SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
 _SMALLEST_E8M0 = 2.0**-127
-_FOUR_OVER_SIX_MAX = 256.0  # 256 * 1.5 = 384 is an E4M3 value; 448 * 1.5 would saturate
-_EDEN_MAX = 256.0  # room for the correction
+FOUR_TO_SIX = 1.5  # the scale that brings amax to 4 over the one that brings it to 6
+SMALLEST_BASE = 2.0**-12  # below, either scale is zero, or rounded up the smallest of E4M3
+_LARGEST_ERROR = 4.0
+_BLOCK = 16  # of NVFP4, which both rules are for
+_LARGEST_PRODUCT = 128.0
 # MS-EDEN scales amax beyond the largest code: by 1 / .93, where nearest rounding of a rotated
 # tensor has the smallest error, less the 17/16 that rounding a scale down could add to that.
-_EDEN_CLIP = 0.93 * 17 / 16
+EDEN_CLIP = 0.93 * 17 / 16
 
 
 class ScaleRounding(str, enum.Enum):
@@ -37,6 +48,16 @@ class ScaleRule(str, enum.Enum):
     ABSMAX = "absmax"  # the largest one
     FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
     EDEN = "eden"  # a little beyond the largest; the scale is then corrected, in expectation
+
+
+# The block scale that the largest block of an NVFP4 tensor gets. Four Over Six leaves room to scale
+# that block by another 1.5 (arXiv 2512.02010, section 3: 256 * 1.5 = 384 is an E4M3 value, 448 *
+# 1.5 would saturate), MS-EDEN for its correction (arXiv 2601.22813).
+LARGEST_SCALE = {
+    ScaleRule.ABSMAX: SCALE_E4M3.max,
+    ScaleRule.FOUR_OVER_SIX: 256.0,
+    ScaleRule.EDEN: 256.0,
+}
 
 
 class TensorScale(NamedTuple):
@@ -107,14 +128,8 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
 
 
 def largest_scale(fmt: BlockFormat, rule: ScaleRule) -> float:
-    """The block scale that the tensor's largest block gets.
-
-    Four Over Six leaves room to scale that block by another 1.5 (arXiv 2512.02010, section 3),
-    MS-EDEN for its correction (arXiv 2601.22813).
-    """
-    if rule is ScaleRule.ABSMAX:
-        return fmt.scale.max
-    return _FOUR_OVER_SIX_MAX if rule is ScaleRule.FOUR_OVER_SIX else _EDEN_MAX
+    """The block scale that the tensor's largest block gets."""
+    return fmt.scale.max if rule is ScaleRule.ABSMAX else LARGEST_SCALE[rule]
 
 
 def four_over_six(
@@ -130,8 +145,7 @@ def four_over_six(
     A block with amax on 4 uses the values 0 .. 4 and gives up 6: near its top the spacing is 1/4 of
     the maximum instead of 1/3. Errors are those of nearest rounding, also where the elements are
     then rounded stochastically; 6 wins a tie. Scales and their order are TransformerEngine's
-    (NVFP4 4over6); the errors are taken in units of the block scales, so that they can neither
-    overflow nor vanish.
+    (NVFP4 4over6); how errors are added is `whole_errors`.
 
     Args:
         x: fp32 elements in blocks; `dims` are the dimensions inside a block.
@@ -143,24 +157,52 @@ def four_over_six(
     encode = torch.ones_like(amax) if tensor is None else tensor.encode
     base = amax.div(torch.full_like(amax, fmt.element.max)).mul_(encode)  # (amax / 6) * S
     wanted = x * encode  # in units of code * scale
+    to_base = base.clamp(min=SMALLEST_BASE).reciprocal_()
 
     def candidate(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = round_scale(value, fmt.scale, rounding)
         inverse = inverse_scale(scale, tensor)
         codes = round_nearest((x * inverse).clamp_(-fmt.element.max, fmt.element.max), fmt.element)
-        return scale, inverse, codes.mul_(scale).sub_(wanted).square_().sum(dims, keepdim=True)
+        errors = codes.mul_(scale).sub_(wanted).mul_(to_base).square_()
+        return scale, inverse, _exact_sum(whole_errors(errors, _BLOCK ** len(dims)), dims)
 
     six_scale, six_inverse, six_error = candidate(base)
-    four_scale, four_inverse, four_error = candidate(base * 1.5)
+    four_scale, four_inverse, four_error = candidate(base * FOUR_TO_SIX)
     four = four_error < six_error
     return torch.where(four, four_scale, six_scale), torch.where(four, four_inverse, six_inverse)
+
+
+def whole_errors(errors: Tensor, count: int) -> Tensor:
+    """Squared errors of a block's elements as whole numbers, which add up without rounding errors.
+
+    So their sum does not depend on the order of a reduction, and is the same on every device. In
+    units of the scale that brings amax to 6, errors of at most 4: a larger one is that of a scale
+    too small for E4M3, which is then the same for both candidates or loses anyway.
+
+    Args:
+        errors: fp32 >= 0.
+        count: elements of a block, a power of two; the sum is 2^30 at most.
+    """
+    return (errors.clamp(max=_LARGEST_ERROR) * (2.0**30 / _LARGEST_ERROR / count)).trunc()
+
+
+def whole_products(products: Tensor, count: int) -> Tensor:
+    """The same for products of elements in units of their scales, which MS-EDEN adds up.
+
+    They are 9.1^2 at most where a scale is an E4M3 number rounded to nearest and above zero.
+    """
+    return (products.clamp(max=_LARGEST_PRODUCT) * (2.0**30 / _LARGEST_PRODUCT / count)).trunc()
+
+
+def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return values.to(torch.int32).sum(dims, keepdim=True, dtype=torch.int32)
 
 
 def clipping_scale(
     amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
 ) -> tuple[Tensor, Tensor]:
     """The scales that MS-EDEN quantizes with: `block_scale` for a slightly smaller amax."""
-    return block_scale(amax * _EDEN_CLIP, fmt, rounding, tensor)
+    return block_scale(amax * EDEN_CLIP, fmt, rounding, tensor)
 
 
 def corrected_scale(
@@ -180,8 +222,11 @@ def corrected_scale(
         fmt: of the scales, E4M3.
         noise: fp32 uniform on [0, 1), the shape of `scale`.
     """
-    energy = y.square().sum(dims, keepdim=True)
-    projection = (y * codes).sum(dims, keepdim=True)
+    count = _BLOCK ** len(dims)
+    energy, projection = (
+        _exact_sum(whole_products(products, count), dims).float()
+        for products in (y.square(), y * codes)
+    )
     usable = (projection > 0) & (scale > 0)  # else every code or the scale is zero
     factor = torch.where(usable, energy / projection, torch.ones_like(scale))
     return round_scale_stochastic(scale * factor, fmt, noise)

@@ -4,8 +4,9 @@
 arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and GPU.
 `triton` are kernels written by hand, for CUDA devices; the two halves of the way, `pack` and
 `unpack`, are the compiled ones there too. Results are equal to the bit, stochastic rounding
-included. What the kernels do not cover (formats other than NVFP4, Four Over Six, MS-EDEN) the
-reference computes, and what is inside torch.compile is compiled with all around it.
+included. What the kernels do not cover (formats other than NVFP4) the reference computes; block
+scales by Four Over Six and MS-EDEN are in `compiled` alone, which then runs in place of `triton`.
+What is inside torch.compile is compiled with all around it.
 
 The choice is automatic: compiled where it can be and the tensor is large enough to be worth it.
 The environment variable METIS_KERNELS and `use_kernels` override it.
@@ -30,7 +31,7 @@ from metis_hf.numerics.kernels.choice import (
     use_kernels,
     worth_it,
 )
-from metis_hf.numerics.kernels.formulation import Variant
+from metis_hf.numerics.kernels.formulation import BLOCK, Variant
 from metis_hf.numerics.kernels.layout import (
     Form,
     Packed,
@@ -39,8 +40,9 @@ from metis_hf.numerics.kernels.layout import (
     packed_form,
     packs,
 )
+from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
-from metis_hf.numerics.scaling import ScaleRounding, ScaleRule
+from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRounding, ScaleRule
 
 if TYPE_CHECKING:
     from metis_hf.numerics.quantize import Quantizer
@@ -67,7 +69,7 @@ def fake_quantize(
         x: any shape and float dtype, not empty.
         quantizer: what to do.
         dim: the dimension that row blocks run along.
-        key: noise key, for stochastic rounding only.
+        key: noise key, where the quantizer needs one.
         dtype: of the result, which is computed in fp32 and rounded once.
         scaled: whether the tensor scale is multiplied in; it must be where there is a `plus`.
         minus: of the shape of `x`, in fp32 or more.
@@ -82,7 +84,7 @@ def fake_quantize(
     kernels = "reference"
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
-    if kernels == "triton":
+    if kernels == "triton" and quantizer.scale_rule is ScaleRule.ABSMAX:
         return _triton().fake_quantize(
             x, quantizer, dim=dim, key=key, dtype=dtype, scaled=scaled, minus=minus, plus=plus
         )
@@ -192,7 +194,11 @@ def store(
         those kernels are not in force or do not cover the call.
     """
     x = x.detach()
-    if _covers(x, quantizer, dim, torch.float32, None, None) and kernels_for(x) == "triton":
+    if (
+        quantizer.scale_rule is ScaleRule.ABSMAX
+        and _covers(x, quantizer, dim, torch.float32, None, None)
+        and kernels_for(x) == "triton"
+    ):
         return _triton().store(x, quantizer, dim=dim, key=key)
     return None
 
@@ -213,7 +219,7 @@ def _covers(
 ) -> bool:
     return (
         quantizer.fmt == NVFP4
-        and quantizer.scale_rule is ScaleRule.ABSMAX
+        and _covers_rule(x, quantizer, dim)
         and dtype in compiled.DTYPES
         and has_form(x, quantizer.tile, dim)
         and x.numel() <= _MAX_ELEMENTS
@@ -223,6 +229,15 @@ def _covers(
     )
 
 
+def _covers_rule(x: Tensor, quantizer: Quantizer, dim: int) -> bool:
+    """MS-EDEN numbers its blocks for their noise: no padding may come between them."""
+    if quantizer.scale_rule is not ScaleRule.EDEN:
+        return True
+    along_rows = quantizer.tile is Tile.ROW and dim % max(x.dim(), 1) == x.dim() - 1
+    whole = along_rows or quantizer.tile is Tile.SQUARE or x.shape[-1] % BLOCK == 0
+    return quantizer.rounding is Rounding.NEAREST and whole
+
+
 def _variant(task: str, quantizer: Quantizer, form: Form, **options: Any) -> Variant:
     return Variant(
         task,
@@ -230,6 +245,7 @@ def _variant(task: str, quantizer: Quantizer, form: Form, **options: Any) -> Var
         bool(quantizer.two_level),
         quantizer.scale_rounding is ScaleRounding.UP,
         quantizer.rounding is Rounding.STOCHASTIC,
+        rule=quantizer.scale_rule,
         **options,
     )
 
@@ -242,7 +258,9 @@ def _run(
     *others: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
     """A compiled function, or None where the reference is to run after all."""
-    noise_key = noise.as_key(key) if variant.stochastic else None
+    noise_key = noise.as_key(key) if variant.needs_noise else None
+    if noise_key is not None and variant.rule is ScaleRule.EDEN:
+        noise_key = noise_key.fold(SCALE_NOISE)
     if kernels == "traced":
         return compiled.traced(variant, noise_key, x, *others)
     if not worth_it(x, compiled.program_of(variant, x)):

@@ -97,7 +97,7 @@ def run(
 
     Args:
         variant: which, and what it does.
-        key: noise key of stochastic rounding.
+        key: noise key, where the variant needs one.
         x: the first argument of the function.
         others: tensors after it and the noise, in their order; None is left out.
     """
@@ -132,7 +132,7 @@ def call(variant: Variant, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """A function of `formulation` with its arguments in a row, without those that are None."""
     x, *rest = arguments
     source = None
-    if variant.stochastic:
+    if variant.needs_noise:
         source, rest = Noise(*rest[:3]), rest[3:]
 
     def taken(wanted: bool) -> Tensor | None:
@@ -244,7 +244,7 @@ def _examples(program: Program) -> list[Tensor]:
             examples.append(torch.empty((), device=device))
     else:
         examples = [torch.empty(first, dtype=program.dtype, device=device)]
-        if variant.stochastic:
+        if variant.needs_noise:
             examples += noise_of(noise.Key(0), device)
     dense = variant.minus + (variant.plus and not variant.same)
     return examples + [torch.empty(first, device=device) for _ in range(dense)]

@@ -9,7 +9,7 @@ The arithmetic is that of `metis_hf.numerics.quantize`, to the bit; the way ther
 - Elements are rounded by adding and subtracting a constant chosen by range, never by way of their
   bits: Inductor's CPU code takes bit casts of vectors through memory.
 - What there is once per block (scale, its inverse, hash of its index) is stored before it is used
-  (`_stored`): else it would be computed again for each element, by scalar code.
+  (`stored`): else it would be computed again for each element, by scalar code.
 - No product is added to anything inexactly, so that contraction into fused multiply-adds, which GPU
   compilers do, changes nothing: clamps, floors and powers of two stand in between.
 
@@ -28,15 +28,17 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.formats import E4M3, FLT_MAX
-
-BLOCK = 16
-_INVERSE_MAX_CODE = 1 / 6
-_MAX_CODE = 6.0
-_MAGIC = 1.5 * 2.0**23  # times a power of two: fp32 numbers around it are that power apart
-_SCALE_SPACING = 2.0**-9  # of E4M3 values below its smallest normal number
-_SCALE_NORMAL = 2.0**-6
-_DROPPED = 20  # mantissa bits of fp32 that E4M3 lacks
+from metis_hf.numerics.formats import FLT_MAX
+from metis_hf.numerics.kernels.block_scales import (
+    BLOCK,
+    MAX_CODE,
+    block_scales,
+    by_range,
+    corrected,
+    nearest,
+    stored,
+)
+from metis_hf.numerics.scaling import ScaleRule
 
 
 class Variant(NamedTuple):
@@ -52,6 +54,12 @@ class Variant(NamedTuple):
     minus: bool = False
     plus: bool = False
     same: bool = False  # minus is plus
+    rule: ScaleRule = ScaleRule.ABSMAX
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether a noise key goes with it: for elements, or for scales corrected at random."""
+        return self.stochastic or self.rule is ScaleRule.EDEN
 
 
 class Noise(NamedTuple):
@@ -62,86 +70,51 @@ class Noise(NamedTuple):
     lanes: Tensor  # int32 [16], `noise.lane_hashes`
 
 
-def _stored(x: Tensor) -> Tensor:
-    """The same tensor, which Inductor then keeps in memory instead of computing it where used."""
-    return x.as_strided(x.shape, x.stride())
-
-
-def _inverse(x: Tensor) -> Tensor:
-    """1 / x as a division, which compilers for GPUs can be told to round correctly."""
-    return torch.ones_like(x) / x
-
-
-def _round_e4m3(value: Tensor, up: bool) -> Tensor:
-    """fp32 in [0, 448] or NaN to an E4M3 value, still fp32: nearest with ties to even, or up."""
-    bits = value.view(torch.int32)
-    if up:
-        normal = bits + ((1 << _DROPPED) - 1)
-        small = torch.ceil(value * (1 / _SCALE_SPACING)) * _SCALE_SPACING
-    else:
-        normal = bits + ((bits >> _DROPPED) & 1) + ((1 << _DROPPED - 1) - 1)
-        small = (value + _MAGIC * _SCALE_SPACING) - _MAGIC * _SCALE_SPACING
-    normal = (normal & -(1 << _DROPPED)).view(torch.float32)
-    # In this order: the bits of a NaN may have overflowed, arithmetic has kept it.
-    return torch.where(value >= _SCALE_NORMAL, normal, small)
-
-
-def _scales(amax: Tensor, variant: Variant) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(block scales, what elements are multiplied by, tensor scale) from the blocks' amax."""
-    decode = None
-    to_scale: Tensor | float = _INVERSE_MAX_CODE
-    if variant.two_level:
-        largest = _stored(amax.amax())
-        encode = torch.full_like(largest, E4M3.max * _MAX_CODE) / largest
-        encode = _stored(torch.where(largest == 0, 1.0, encode.clamp(max=FLT_MAX)))
-        decode = _stored(_inverse(encode))
-        to_scale = encode * _INVERSE_MAX_CODE
-    wanted = amax * to_scale
-    # Infinity becomes NaN rather than the largest scale.
-    wanted = torch.where(wanted > FLT_MAX, torch.nan, wanted.clamp(max=E4M3.max))
-    scale = _stored(_round_e4m3(wanted, variant.scale_up))
-    decoded = scale if decode is None else scale * decode
-    return scale, _stored(_inverse(decoded).clamp(max=FLT_MAX)), decode
-
-
-def _by_range(magnitude: Tensor, low: float, middle: float, high: float) -> Tensor:
-    """A constant for each binade of E2M1: below 2, below 4, above."""
-    return torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, high))
-
-
-def _nearest(magnitude: Tensor) -> Tensor:
-    """Values in [0, 6] to the nearest E2M1 value, ties to even."""
-    magic = _by_range(magnitude, 0.5 * _MAGIC, _MAGIC, 2 * _MAGIC)
-    return (magnitude + magic) - magic
-
-
 def _stochastic(magnitude: Tensor, uniform: Tensor) -> Tensor:
     """Values in [0, 6] to one of the neighbouring E2M1 values; see `rounding.round_stochastic`."""
-    steps = magnitude * _by_range(magnitude, 2.0, 1.0, 0.5)
+    steps = magnitude * by_range(magnitude, 2.0, 1.0, 0.5)
     lower = steps.floor()
     up = ((steps - lower) - uniform).ceil()
-    return (lower + up) * _by_range(magnitude, 0.5, 1.0, 2.0)
+    return (lower + up) * by_range(magnitude, 0.5, 1.0, 2.0)
 
 
 def _uniform(shape: torch.Size, source: Noise) -> Tensor:
     words = (source.words[0], source.words[1])
     lead = shape[:-1]
-    blocks = _stored(noise.block_hashes(math.prod(lead), words, source.data)).view(*lead, 1)
+    blocks = stored(noise.block_hashes(math.prod(lead), words, source.data)).view(*lead, 1)
     return noise.to_uniform(noise.element_bits(blocks, source.lanes))
 
 
-def _quantized(
-    x: Tensor, variant: Variant, minus: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(fp32 x, block scales, what elements are multiplied by, tensor scale)."""
+class _Scaled(NamedTuple):
+    """What rounding starts from."""
+
+    x: Tensor  # fp32
+    scale: Tensor  # of blocks
+    inverse: Tensor  # what elements are multiplied by
+    decode: Tensor | None  # tensor scale
+    uniform: Tensor | None  # of stochastic rounding
+
+
+def _scaled(x: Tensor, variant: Variant, source: Noise | None, minus: Tensor | None) -> _Scaled:
     x = x.float()
     if minus is not None:
         x = x - minus
-    return x, *_scales(x.abs().amax(variant.dims, keepdim=True), variant)
+    scale, inverse, decode = block_scales(
+        x, variant.dims, rule=variant.rule, up=variant.scale_up, two_level=variant.two_level
+    )
+    uniform = None
+    if variant.rule is ScaleRule.EDEN:
+        assert source is not None
+        words = (source.words[0], source.words[1])
+        bits = noise.element_bits(*noise.hashes_of_each(scale.numel(), words, source.data))
+        scale = corrected(x * inverse, scale, variant.dims, noise.to_uniform(bits))
+    elif source is not None:
+        uniform = _uniform(x.shape, source)
+    return _Scaled(x, scale, inverse, decode, uniform)
 
 
 def _rounded(magnitude: Tensor, uniform: Tensor | None) -> Tensor:
-    return _nearest(magnitude) if uniform is None else _stochastic(magnitude, uniform)
+    return nearest(magnitude) if uniform is None else _stochastic(magnitude, uniform)
 
 
 def _finished(values: Tensor, plus: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -163,7 +136,7 @@ def fake_quantize(
     Args:
         x: fp32, bf16 or fp16, contiguous, in one of the forms above.
         variant: what to do.
-        source: of stochastic rounding.
+        source: of noise, where the variant needs it.
         minus: fp32, of the shape of `x`.
         plus: fp32, of the shape of `x`.
 
@@ -171,10 +144,9 @@ def fake_quantize(
         (values,) of the shape of `x`; where the tensor scale is not multiplied in, also that scale,
         0-dim fp32.
     """
-    x, scale, inverse, decode = _quantized(x, variant, minus)
+    x, scale, inverse, decode, uniform = _scaled(x, variant, source, minus)
     scaled = x * inverse
-    uniform = None if source is None else _uniform(x.shape, source)
-    codes = _rounded(scaled.abs().clamp(max=_MAX_CODE), uniform)
+    codes = _rounded(scaled.abs().clamp(max=MAX_CODE), uniform)
     values = codes.copysign(scaled) * scale
     if decode is None:
         return (_finished(values, plus, variant.dtype),)
@@ -185,11 +157,11 @@ def fake_quantize(
 
 def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
     """What is to be rounded -> E2M1 codes 0 to 15, as fp32 numbers; of NaN, 0 or 8."""
-    magnitude = scaled.abs().clamp(max=_MAX_CODE)
+    magnitude = scaled.abs().clamp(max=MAX_CODE)
     rounded = _rounded(magnitude, uniform)
     # 0 .5 1 1.5, 2 3, 4 6 are the codes 0 to 7. Comparisons leave NaN to the last choice: it must
     # not spoil the other code of the byte.
-    last = torch.where(rounded <= _MAX_CODE, rounded * 0.5 + 4, 0.0)
+    last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)
     code = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, last))
     negative = (magnitude + 1).copysign(scaled) < 0  # of -0 too
     return code + torch.where(negative, 8.0, 0.0)
@@ -221,19 +193,17 @@ def pack(
     Args:
         x: as in `fake_quantize`, row blocks as [p 2 16].
         variant: what to do.
-        source: of stochastic rounding.
+        source: of noise, where the variant needs it.
         minus: fp32, of the shape of `x`.
 
     Returns:
         (codes uint8 [p 16] or [g 8 c 16], block scales E4M3, tensor scale if there is one).
     """
-    x, scale, inverse, decode = _quantized(x, variant, minus)
-    uniform: tuple[Tensor | None, Tensor | None] = (None, None)
-    if source is not None:
-        uniform = halves(_uniform(x.shape, source))
+    x, scale, inverse, decode, uniform = _scaled(x, variant, source, minus)
+    uniforms = (None, None) if uniform is None else halves(uniform)
     low, high = (
         _code(half * half_inverse, half_uniform)
-        for half, half_inverse, half_uniform in zip(halves(x), _half_scales(inverse), uniform)
+        for half, half_inverse, half_uniform in zip(halves(x), _half_scales(inverse), uniforms)
     )
     codes = (low + high * 16).to(torch.uint8)
     stored = scale.to(torch.float8_e4m3fn)
@@ -262,7 +232,7 @@ def unpack(
     byte = codes.float()
     high = (byte * (1 / 16)).floor()
     pairs = (byte - high * 16, high)
-    scales = _half_scales(_stored(scale.float()))
+    scales = _half_scales(stored(scale.float()))
     added = (None, None) if plus is None else halves(plus)
     out = []
     for code, half_scale, half_plus in zip(pairs, scales, added):

@@ -23,27 +23,30 @@ import triton.language as tl
 
 from metis_hf import noise
 from metis_hf.numerics.formats import E4M3, FLT_MAX
-from metis_hf.numerics.kernels import formulation
+from metis_hf.numerics.kernels import block_scales
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _SIGN = tl.constexpr(-(2**31))
 _MAGNITUDE = tl.constexpr(2**31 - 1)
 _FLT_MAX = tl.constexpr(FLT_MAX)
 _M1, _M2 = tl.constexpr(noise._M1), tl.constexpr(noise._M2)
-_MAX_CODE = tl.constexpr(formulation._MAX_CODE)
-_INVERSE_MAX_CODE = tl.constexpr(formulation._INVERSE_MAX_CODE)
+_MAX_CODE = tl.constexpr(block_scales.MAX_CODE)
+_INVERSE_MAX_CODE = tl.constexpr(block_scales._INVERSE_MAX_CODE)
 _MAX_SCALE = tl.constexpr(E4M3.max)
-_LARGEST = tl.constexpr(E4M3.max * formulation._MAX_CODE)
-_MAGIC = tl.constexpr(formulation._MAGIC)
-_LOW_MAGIC, _HIGH_MAGIC = tl.constexpr(formulation._MAGIC / 2), tl.constexpr(2 * formulation._MAGIC)
-_SCALE_NORMAL = tl.constexpr(formulation._SCALE_NORMAL)
-_SCALE_SPACING = tl.constexpr(formulation._SCALE_SPACING)
-_SCALE_STEPS = tl.constexpr(1 / formulation._SCALE_SPACING)
-_SCALE_MAGIC = tl.constexpr(formulation._MAGIC * formulation._SCALE_SPACING)
-_DROPPED = tl.constexpr(formulation._DROPPED)
-_KEPT = tl.constexpr(-(1 << formulation._DROPPED))
-_BELOW_ONE = tl.constexpr((1 << formulation._DROPPED) - 1)
-_BELOW_HALF = tl.constexpr((1 << formulation._DROPPED - 1) - 1)
+_LARGEST = tl.constexpr(E4M3.max * block_scales.MAX_CODE)
+_MAGIC = tl.constexpr(block_scales._MAGIC)
+_LOW_MAGIC, _HIGH_MAGIC = (
+    tl.constexpr(block_scales._MAGIC / 2),
+    tl.constexpr(2 * block_scales._MAGIC),
+)
+_SCALE_NORMAL = tl.constexpr(block_scales._NORMAL)
+_SCALE_SPACING = tl.constexpr(block_scales._SPACING)
+_SCALE_STEPS = tl.constexpr(1 / block_scales._SPACING)
+_SCALE_MAGIC = tl.constexpr(block_scales._MAGIC * block_scales._SPACING)
+_DROPPED = tl.constexpr(block_scales._DROPPED)
+_KEPT = tl.constexpr(-(1 << block_scales._DROPPED))
+_BELOW_ONE = tl.constexpr((1 << block_scales._DROPPED) - 1)
+_BELOW_HALF = tl.constexpr((1 << block_scales._DROPPED - 1) - 1)
 # Bits of fp32 without what a small format drops, less the difference of the exponents' biases.
 _E4M3_OFFSET = tl.constexpr((127 - 7) << 3)
 _E2M1_OFFSET = tl.constexpr((127 - 1) << 1)
@@ -162,7 +165,7 @@ def _tensor_scale(amax_ptr):
 
 @triton.jit
 def _round_e4m3(value, UP: tl.constexpr):
-    """`formulation._round_e4m3`."""
+    """`block_scales._round_e4m3`."""
     bits = value.to(tl.int32, bitcast=True)
     if UP:
         normal = tl.add(bits, _BELOW_ONE, sanitize_overflow=False)

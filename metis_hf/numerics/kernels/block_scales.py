@@ -1,0 +1,170 @@
+"""Block scales of NVFP4 for `formulation`: by amax, by Four Over Six, and MS-EDEN's correction.
+
+The arithmetic is that of `metis_hf.numerics.scaling`, to the bit. What is summed over a block are
+whole numbers, so that sums are exact and do not depend on how a compiler cuts up a reduction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.formats import E4M3, FLT_MAX
+from metis_hf.numerics.scaling import (
+    EDEN_CLIP,
+    FOUR_TO_SIX,
+    LARGEST_SCALE,
+    SMALLEST_BASE,
+    ScaleRule,
+    whole_errors,
+    whole_products,
+)
+
+BLOCK = 16
+MAX_CODE = 6.0
+_INVERSE_MAX_CODE = 1 / 6
+_MAGIC = 1.5 * 2.0**23  # times a power of two: fp32 numbers around it are that power apart
+_SPACING = 2.0**-9  # of E4M3 values below its smallest normal number
+_NORMAL = 2.0**-6
+_DROPPED = 20  # mantissa bits of fp32 that E4M3 lacks
+_EXPONENT = 0x7F800000  # of the bits of an fp32 number
+
+
+def stored(x: Tensor) -> Tensor:
+    """The same tensor, which Inductor then keeps in memory instead of computing it where used."""
+    return x.as_strided(x.shape, x.stride())
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x as a division, which compilers for GPUs can be told to round correctly."""
+    return torch.ones_like(x) / x
+
+
+def by_range(magnitude: Tensor, low: float, middle: float, high: float) -> Tensor:
+    """A constant for each binade of E2M1: below 2, below 4, above."""
+    return torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, high))
+
+
+def nearest(magnitude: Tensor) -> Tensor:
+    """Values in [0, 6] to the nearest E2M1 value, ties to even."""
+    magic = by_range(magnitude, 0.5 * _MAGIC, _MAGIC, 2 * _MAGIC)
+    return (magnitude + magic) - magic
+
+
+def _round_e4m3(value: Tensor, up: bool) -> Tensor:
+    """fp32 in [0, 448] or NaN to an E4M3 value, still fp32: nearest with ties to even, or up."""
+    bits = value.view(torch.int32)
+    if up:
+        normal = bits + ((1 << _DROPPED) - 1)
+        small = torch.ceil(value * (1 / _SPACING)) * _SPACING
+    else:
+        normal = bits + ((bits >> _DROPPED) & 1) + ((1 << _DROPPED - 1) - 1)
+        small = (value + _MAGIC * _SPACING) - _MAGIC * _SPACING
+    normal = (normal & -(1 << _DROPPED)).view(torch.float32)
+    # In this order: the bits of a NaN may have overflowed, arithmetic has kept it.
+    return torch.where(value >= _NORMAL, normal, small)
+
+
+def block_scales(
+    x: Tensor, dims: tuple[int, ...], *, rule: ScaleRule, up: bool, two_level: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(block scales, what elements are multiplied by, tensor scale); MS-EDEN's not yet corrected.
+
+    Args:
+        x: fp32; `dims` are inside a block.
+        rule: which code the block's amax is scaled to.
+        up: round scales up instead of to nearest.
+        two_level: with a scale of the tensor.
+    """
+    amax = x.abs().amax(dims, keepdim=True)
+    encode = decode = None
+    if two_level:
+        largest = stored(amax.amax())
+        encode = torch.full_like(largest, LARGEST_SCALE[rule] * MAX_CODE) / largest
+        encode = stored(torch.where(largest == 0, 1.0, encode.clamp(max=FLT_MAX)))
+        decode = stored(_inverse(encode))
+    if rule is ScaleRule.FOUR_OVER_SIX:
+        return *_four_over_six(x, stored(amax), dims, up, encode, decode), decode
+    to_scale = _INVERSE_MAX_CODE if encode is None else encode * _INVERSE_MAX_CODE
+    top = amax * EDEN_CLIP if rule is ScaleRule.EDEN else amax
+    return *_scale(top * to_scale, up, decode), decode
+
+
+def _scale(wanted: Tensor, up: bool, decode: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(block scales, what elements are multiplied by)."""
+    # Infinity becomes NaN rather than the largest scale.
+    wanted = torch.where(wanted > FLT_MAX, torch.nan, wanted.clamp(max=E4M3.max))
+    scale = stored(_round_e4m3(wanted, up))
+    decoded = scale if decode is None else scale * decode
+    return scale, stored(_inverse(decoded).clamp(max=FLT_MAX))
+
+
+def _four_over_six(
+    x: Tensor,
+    amax: Tensor,
+    dims: tuple[int, ...],
+    up: bool,
+    encode: Tensor | None,
+    decode: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`scaling.four_over_six`."""
+    wanted = magnitude = x.abs()
+    base = amax / torch.full_like(amax, MAX_CODE)
+    if encode is not None:
+        base = base * encode
+        wanted = (magnitude * encode).clamp(max=FLT_MAX)
+    base = stored(base)
+    to_base = stored(_inverse(base.clamp(min=SMALLEST_BASE)))
+
+    def candidate(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale, inverse = _scale(value, up, decode)
+        codes = nearest((magnitude * inverse).clamp(max=MAX_CODE))
+        errors = (codes * scale - wanted) * to_base
+        return scale, inverse, _exact_sum(whole_errors(errors * errors, _count(dims)), dims)
+
+    six_scale, six_inverse, six_error = candidate(base)
+    four_scale, four_inverse, four_error = candidate(base * FOUR_TO_SIX)
+    four = four_error < six_error
+    scale = stored(torch.where(four, four_scale, six_scale))
+    return scale, stored(torch.where(four, four_inverse, six_inverse))
+
+
+def corrected(y: Tensor, scale: Tensor, dims: tuple[int, ...], uniform: Tensor) -> Tensor:
+    """`scaling.corrected_scale`.
+
+    Args:
+        y: elements in units of the scales, not clamped; `dims` are inside a block.
+        scale: of blocks.
+        uniform: noise, [blocks].
+    """
+    magnitude = y.abs()
+    codes = nearest(magnitude.clamp(max=MAX_CODE))
+    energy, projection = (
+        _exact_sum(whole_products(products, _count(dims)), dims).float()
+        for products in (magnitude * magnitude, magnitude * codes)
+    )
+    usable = (projection > 0) & (scale > 0)
+    factor = torch.where(usable, energy / projection, 1.0)
+    value = (scale * factor).clamp(max=E4M3.max)
+    bits = value.view(torch.int32)
+    # In this order: of a NaN the bits that are kept may be those of infinity.
+    normal = value >= _NORMAL
+    low = (bits & -(1 << _DROPPED)).view(torch.float32)
+    low = torch.where(normal, low, (value * (1 / _SPACING)).floor() * _SPACING)
+    gap = torch.where(normal, (bits & _EXPONENT).view(torch.float32) * 2.0**-3, _SPACING)
+    return stored(torch.where(uniform.view(scale.shape) * gap < value - low, low + gap, low))
+
+
+def _count(dims: tuple[int, ...]) -> int:
+    return BLOCK ** len(dims)
+
+
+def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sums of 16 or 256 whole numbers below 2^27 or 2^23, int32.
+
+    Inductor's CPU code does not vectorize sums of integers; these two are of fp32, and exact.
+    """
+    high = (values * 2.0**-12).floor()
+    low = values - high * 2.0**12
+    high, low = (stored(part.sum(dims, keepdim=True)) for part in (high, low))
+    return high.to(torch.int32) * 2**12 + low.to(torch.int32)
