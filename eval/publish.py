@@ -1,10 +1,10 @@
-"""Puts finished experiments into the repository: records below eval/results, tables into README.md.
+"""Puts finished experiments into the repository: records below eval/results, tables into pages.
 
     make demo && python eval/publish.py demo [--run runs/demo]
     python eval/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
 
-README.md shows the demo between `<!-- demo table -->` and `<!-- end -->`, and the comparison of
-the name N between `<!-- compare N -->` and `<!-- end -->` where it has these markers.
+README.md shows the demo between `<!-- demo table -->` and `<!-- end -->`. The comparison of the
+name N goes between `<!-- compare N -->` and `<!-- end -->` of each page that has these markers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "results"
+PAGES = ("README.md", "docs/method.md")
 DEMO_FILES = ("table.md", "loss.png", "spectra.png")
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
 CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
 
 
-def readme_with(marker: str, table: str, readme: str) -> str:
-    """README text with the table between `<!-- marker -->` and the next `<!-- end -->`."""
+def page_with(marker: str, table: str, page: str) -> str | None:
+    """The page with the table between `<!-- marker -->` and the next `<!-- end -->`, or None."""
     marked = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not marked.search(readme):
-        raise ValueError(f"README.md has no '<!-- {marker} -->' ... '<!-- end -->' markers")
-    return marked.sub(lambda match: f"{match[1]}{table}{match[2]}", readme)
+    text, count = marked.subn(lambda match: f"{match[1]}{table}{match[2]}", page)
+    return text if count else None
 
 
 def publish_demo(run: Path) -> None:
@@ -39,7 +39,10 @@ def publish_demo(run: Path) -> None:
     for result in record["results"]:
         result["history"] = [{k: e[k] for k in CURVE_KEYS if k in e} for e in result["history"]]
     (target / "results.json").write_text(json.dumps(record) + "\n")
-    _into_readme("demo table", target)
+    if not _into_pages("demo table", target):
+        raise ValueError(
+            f"no page has '<!-- demo table -->' ... '<!-- end -->': {', '.join(PAGES)}"
+        )
 
 
 def publish_compare(run: Path, name: str) -> None:
@@ -49,8 +52,7 @@ def publish_compare(run: Path, name: str) -> None:
     record = json.loads((run / "compare.json").read_text())
     record["plan"] = _without_paths(record["plan"])
     target.with_suffix(".json").write_text(json.dumps(record) + "\n")
-    if f"<!-- compare {name} -->" in (ROOT / "README.md").read_text():
-        _into_readme(f"compare {name}", target)
+    _into_pages(f"compare {name}", target)
 
 
 def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
@@ -64,10 +66,15 @@ def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
     return plan | {key: path and Path(path).name for key, path in places.items()}
 
 
-def _into_readme(marker: str, results: Path) -> None:
-    readme = ROOT / "README.md"
-    table = (results / "table.md").read_text()
-    readme.write_text(readme_with(marker, table, readme.read_text()))
+def _into_pages(marker: str, results: Path) -> list[Path]:
+    """The pages that show the table."""
+    table, shown = (results / "table.md").read_text(), []
+    for page in (ROOT / name for name in PAGES):
+        text = page_with(marker, table, page.read_text())
+        if text is not None:
+            page.write_text(text)
+            shown.append(page)
+    return shown
 
 
 def main() -> None:

@@ -31,7 +31,9 @@ def publish(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "eval/results")
-    (tmp_path / "README.md").write_text("a\n<!-- compare x -->\nold\n<!-- end -->\nb\n")
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/method.md"):
+        (tmp_path / page).write_text("a\n<!-- compare x -->\nold\n<!-- end -->\nb\n")
     return module
 
 
@@ -46,15 +48,21 @@ def test_a_comparison_goes_between_its_markers(publish, tmp_path):
     publish.publish_compare(run, "x")
     expected = "a\n<!-- compare x -->\n| new |\n<!-- end -->\nb\n"
     assert (tmp_path / "README.md").read_text() == expected
+    assert (tmp_path / "docs/method.md").read_text() == expected
     record = json.loads((tmp_path / "eval/results/x.json").read_text())
     assert record["plan"] == plan | {"data": "prose"}
-    publish.publish_compare(run, "y")  # one that README.md does not show
+    publish.publish_compare(run, "y")  # one that no page shows
     assert (tmp_path / "README.md").read_text() == expected
 
 
-def test_missing_markers_are_named(publish):
-    with pytest.raises(ValueError, match="no '<!-- compare z -->'"):
-        publish.readme_with("compare z", "table", "text")
+def test_missing_markers_are_named(publish, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in publish.DEMO_FILES:
+        (run / name).write_text("")
+    (run / "results.json").write_text('{"results": []}')
+    with pytest.raises(ValueError, match=r"no page has '<!-- demo table -->'.*README.md"):
+        publish.publish_demo(run)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
@@ -67,9 +75,10 @@ def test_committed_tables_are_their_records(path):
         losses = [r["loss"] for r in record["runs"] if r["scheme"] == summary["name"]]
         assert losses == list(summary["losses"].values())
         assert f"{sum(losses) / len(losses):.4f}" in table
-    readme = (ROOT / "README.md").read_text()
-    if f"<!-- compare {path.stem} -->" in readme:
-        assert table in readme
+    for page in ("README.md", "docs/method.md"):
+        text = (ROOT / page).read_text()
+        if f"<!-- compare {path.stem} -->" in text:
+            assert table in text
 
 
 @pytest.fixture(autouse=True)

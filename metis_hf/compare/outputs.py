@@ -38,7 +38,7 @@ def write_outputs(
         replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
         for result in results
     ]
-    summaries = summarize(results)
+    summaries = table.ordered(summarize(results))
     sentences = [describe(plan, results), *table.findings(summaries)]
     record = {
         "plan": plan.settings(),

@@ -5,10 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from metis_hf.compare.statistics import Interval, Summary
+from metis_hf.compare.statistics import REFERENCE, Interval, Summary
 from metis_hf.experiment import CONTROL
+from metis_hf.plots import CROWDED
+
+
+def ordered(summaries: Sequence[Summary]) -> list[Summary]:
+    """As they are; by loss where they are many, the control first and diverged ones last."""
+    if len(summaries) <= CROWDED:
+        return list(summaries)
+    return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
 
 
 def header(summaries: Sequence[Summary]) -> list[str]:
@@ -121,37 +129,28 @@ def findings(summaries: Sequence[Summary]) -> list[str]:
         if s.diverged:
             seeds = ", ".join(map(str, s.diverged))
             sentences.append(f"{s.name} diverged with seed {seeds}: its mean is not a number.")
-        elif s.gap is not None and s.gap.count > 1:
-            sentences.append(f"{s.name}: {_judgement(s.gap)}.")
+    sentences += _told_apart({s.name: s.gap for s in summaries}, "the control")
     counts = sorted({len(s.losses) for s in summaries})
     if counts == [1]:
         sentences.append("One seed: differences have no interval, and small ones mean nothing.")
     elif len(counts) > 1:
         sentences.append("Variants have different numbers of seeds; gaps use those they share.")
-    sentences += _metis_sentences(summaries)
+    sentences += _told_apart({s.name: s.above_metis for s in summaries}, REFERENCE)
     by_name = {s.name: s for s in summaries}
     if "bf16-split" in by_name and (gap := by_name["bf16-split"].gap) is not None:
         sentences.append(_split_sentence(gap))
     return sentences
 
 
-def _judgement(gap: Interval) -> str:
-    shown = f"{format_gap(gap)} % of the control's loss"
-    if not gap.excludes_zero:
-        return f"no difference from the control that {gap.count} seeds can tell ({shown})"
-    return f"{'above' if gap.mean > 0 else 'below'} the control ({shown}, {gap.count} seeds)"
-
-
-def _metis_sentences(summaries: Sequence[Summary]) -> list[str]:
-    """Which schemes `metis` is told apart from."""
+def _told_apart(gaps: Mapping[str, Interval | None], base: str) -> list[str]:
+    """Which variants lie above or below one of them by more than their interval, and which not."""
     told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
-    for s in summaries:
-        gap = s.above_metis
-        if gap is not None and gap.count > 1 and not s.diverged:
+    for name, gap in gaps.items():
+        if gap is not None and gap.count > 1 and math.isfinite(gap.mean):
             place = "above" if gap.mean > 0 else "below"
-            told[place if gap.excludes_zero else "not told apart from"].append(s.name)
+            told[place if gap.excludes_zero else "not told apart from"].append(name)
     return [
-        f"{place.capitalize()} metis, paired by seed: {', '.join(names)}."
+        f"{place.capitalize()} {base}, paired by seed: {', '.join(names)}."
         for place, names in told.items()
         if names
     ]
