@@ -106,20 +106,21 @@ def rotate(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
     """H D x for every group along `dim` of x [t c], zero-padded to blocks; fp32 or fp64."""
     x = x if x.dtype is torch.float64 else x.float()
     missing = -x.shape[dim] % BLOCK
-    h, signs = _hadamard_like(len(signs), x), signs.to(x.dtype)
-    if dim % 2:
-        groups = F.pad(x, (0, missing)).view(x.shape[0], -1, len(signs))
-        return ((groups * signs) @ h).flatten(1)  # h is symmetric
-    groups = F.pad(x, (0, 0, 0, missing)).view(-1, len(signs), x.shape[1])
-    return (h @ (groups * signs[:, None])).flatten(0, 1)
+    if missing:
+        x = F.pad(x, (0, missing) if dim % 2 else (0, 0, 0, missing))
+    return _by_group(x, _hadamard_like(len(signs), x) * signs.to(x.dtype), dim)
 
 
 def unrotate(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
     """The inverse of `rotate`, padding included."""
-    h, signs = _hadamard_like(len(signs), x), signs.to(x.dtype)
+    return _by_group(x, _hadamard_like(len(signs), x) * signs.to(x.dtype)[:, None], dim)
+
+
+def _by_group(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
+    """matrix [group group] times every group along `dim` of x [t c]."""
     if dim % 2:
-        return (x.view(x.shape[0], -1, len(signs)) @ h * signs).flatten(1)
-    return (h @ x.view(-1, len(signs), x.shape[1]) * signs[:, None]).flatten(0, 1)
+        return (x.reshape(-1, len(matrix)) @ matrix.T).view(x.shape)
+    return (matrix @ x.reshape(-1, len(matrix), x.shape[1])).flatten(0, 1)
 
 
 def _padded_shape(shape: tuple[int, int], dim: int) -> tuple[int, int]:
