@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metis_hf import MetisConfig, scheme_names
-from metis_hf.compare import table
+from metis_hf.compare import cost_figure, table
 from metis_hf.compare.figures import paired_gaps
 from metis_hf.compare.plan import PRESETS, directory_name, make_plan
 from metis_hf.compare.statistics import Interval, summarize, t_interval
 from metis_hf.experiment import SchemeResult
+from metis_hf.plots import figure_axes
 from metis_hf.scales import SCALES
 from metis_hf.schemes import build_scheme
 
@@ -267,3 +268,19 @@ def test_gaps_over_time_are_paired():
     steps, gaps = paired_gaps(results, "x", 1)
     assert steps == [1, 2]
     assert [[round(v, 6) for v in row] for row in gaps] == [[10.0, 0.0], [0.0, 10.0]]
+
+
+@pytest.mark.parametrize(("far", "scale"), [(2.3, "linear"), (3.0, "symlog")])
+def test_one_far_gap_leaves_room_for_the_others(far, scale, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        cost_figure, "figure_axes", lambda *args: made.append(figure_axes(*args)) or made[-1]
+    )
+    losses = {"bf16": 2.0, "a": 2.1, "b": 2.12, "c": 2.1, "far": far}
+    summaries = summarize([result(name, 0, loss) for name, loss in losses.items()])
+    cost_figure.plot_costs(summaries, tmp_path / "cost.png", "title")
+    ((_, axes),) = made
+    assert axes[0][0].get_yscale() == scale
+    low, high = axes[0][0].get_ylim()
+    assert low < 0 < 100 * (far / 2 - 1) < high
+    assert {text.get_text() for text in axes[0][0].texts} == {"a", "b", "c", "far"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,9 @@ _MARKER = 7  # points
 # Where a name may stand: distances from its point, in points, nearest first.
 _DISTANCES = (9, 16, 26, 38, 52, 70)
 _DIRECTIONS = ((1, 0), (1, 0.7), (1, -0.7), (-1, 0), (0, 1), (0, -1), (-1, 0.7), (-1, -0.7))
+
+_FAR = 4.0  # times the median gap: beyond, a linear scale would show little else
+_TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in points
 
@@ -43,11 +47,23 @@ def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
     axis.set_ylabel(f"held-out loss above {CONTROL} (%): mean, 95 % interval")
     axis.set_xlabel(f"emulated step: time beyond {CONTROL}'s (%)")
     axis.margins(0.12, 0.06)
+    if max(gaps := [abs(y) for _, y, _ in points]) > _FAR * statistics.median(gaps):
+        _compress(axis)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.draw_without_rendering()  # settles the scales, which places are taken in
     name_points(axis, points)
     figure.savefig(path)
+
+
+def _compress(axis) -> None:
+    """Linear to 1 %, logarithmic beyond: one far point leaves room for others."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_yscale("symlog", linthresh=1.0)
+    axis.set_yticks([tick for tick in _TICKS if axis.get_ylim()[0] <= tick <= axis.get_ylim()[1]])
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
 
 
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
