@@ -26,7 +26,7 @@ SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the ke
 _SMALLEST_E8M0 = 2.0**-127
 FOUR_TO_SIX = 1.5  # the scale that brings amax to 4 over the one that brings it to 6
 SMALLEST_BASE = 2.0**-12  # below, either scale is zero, or rounded up the smallest of E4M3
-_LARGEST_ERROR = 4.0
+_LARGEST_ERROR = 64.0
 _BLOCK = 16  # of NVFP4, which both rules are for
 _LARGEST_PRODUCT = 128.0
 # MS-EDEN scales amax beyond the largest code: by 1 / .93, where nearest rounding of a rotated
@@ -175,9 +175,9 @@ def four_over_six(
 def whole_errors(errors: Tensor, count: int) -> Tensor:
     """Squared errors of a block's elements as whole numbers, which add up without rounding errors.
 
-    So their sum does not depend on the order of a reduction, and is the same on every device. In
-    units of the scale that brings amax to 6, errors of at most 4: a larger one is that of a scale
-    too small for E4M3, which is then the same for both candidates or loses anyway.
+    So their sum does not depend on the order of a reduction, and is the same on every device. Errors
+    are in units of the scale that brings amax to 6: an element that becomes zero is off by 6 at
+    most, so that nothing saturates.
 
     Args:
         errors: fp32 >= 0.
