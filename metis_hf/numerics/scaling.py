@@ -175,9 +175,9 @@ def four_over_six(
 def whole_errors(errors: Tensor, count: int) -> Tensor:
     """Squared errors of a block's elements as whole numbers, which add up without rounding errors.
 
-    So their sum does not depend on the order of a reduction, and is the same on every device. Errors
-    are in units of the scale that brings amax to 6: an element that becomes zero is off by 6 at
-    most, so that nothing saturates.
+    So their sum does not depend on the order of a reduction, and is the same on every device.
+    Errors are in units of the scale that brings amax to 6: an element that becomes zero is off by
+    6 at most, so that nothing saturates.
 
     Args:
         errors: fp32 >= 0.
