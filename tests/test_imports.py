@@ -145,6 +145,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     "compare": {
+        "config",
         "corpus",
         "data",
         "evaluation",

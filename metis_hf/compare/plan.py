@@ -11,14 +11,16 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from metis_hf.config import MetisConfig
 from metis_hf.experiment import Experiment, Variant
 from metis_hf.scales import SCALES
-from metis_hf.schemes import scheme_info, scheme_names
+from metis_hf.schemes import build_scheme, scheme_info, scheme_names
 
 DEFAULT_SEEDS = (0, 1, 2)
 SPEC_FILE = "run.json"  # of a run's directory: what its process trains
 ALL = "all"  # instead of a scheme's name: every registered one
 ALL_SPLIT = ("weight", "activation", "gradient")
+QUANTIZED = [name for name in scheme_names() if not name.startswith("bf16")]
 
 
 def _schemes(*names: str) -> tuple[Variant, ...]:
@@ -55,9 +57,15 @@ def _ranks(scheme: str) -> tuple[Variant, ...]:
 
 def _with_split_weights() -> tuple[Variant, ...]:
     """Every scheme with its weights stored as u, s, vh and residual, and that control."""
-    names = [name for name in scheme_names() if not name.startswith("bf16")]
-    split = (Variant(f"{name}, split", {"scheme": name, "split_weight": True}) for name in names)
-    return (*_schemes("bf16", "bf16-split"), *split)
+    return (*_schemes("bf16", "bf16-split"), *map(_stored_split, QUANTIZED))
+
+
+def _stored_split(name: str) -> Variant:
+    """The scheme itself where it stores weights split by its own definition."""
+    side = 64  # of any layer: schemes do not choose by size
+    if build_scheme(MetisConfig(scheme=name), side, side).split_weight:
+        return Variant.of_scheme(name)
+    return Variant(f"{name}, split", {"scheme": name, "split_weight": True})
 
 
 def _switched() -> tuple[Variant, ...]:
