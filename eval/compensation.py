@@ -3,9 +3,10 @@
     python eval/compensation.py [--steps 400] [--out eval/results/compensation.json]
 
 Trains a byte-level Llama (128 wide, 0.6M parameters) on the standard library's sources under each
-variant with the same initialization and batches, some at several learning rates; and measures on
-the control's tensors how far y, dx and dw of each linear layer are from the exact ones. Finished
-trainings are kept, so it can be interrupted. Writes JSON and markdown tables.
+variant with the same initialization and batches, some at several learning rates, the split weight
+also with other rates and other decay of its parts; and measures on the control's tensors how far
+y, dx and dw of each linear layer are from the exact ones. Finished trainings are kept, so it can be
+interrupted. Writes JSON and markdown tables.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -84,6 +86,35 @@ VARIANTS: dict[str, MetisConfig] = {
 SWEPT = ("fp32", SPLIT, SPLIT_UNIT)
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of AdamW.
+
+    Attributes:
+        decay: of weights.
+        spared: stored parts of a split weight that do not decay.
+        factor_rate: learning rate of u, s and vh over that of everything else.
+    """
+
+    decay: float = 0.01
+    spared: tuple[str, ...] = ()
+    factor_rate: float = 1.0
+
+
+DECAY = 0.1
+FACTORS, STORED = ("u", "s", "vh"), ("u", "s", "vh", "weight_residual")
+# title -> (variant, settings): what the optimizer may do to the parts of a split weight.
+OPTIMIZED: dict[str, tuple[str, Settings]] = {
+    f"fp32, decay {DECAY}": ("fp32", Settings(DECAY)),
+    f"decay {DECAY} of u, s, vh, residual": (SPLIT, Settings(DECAY)),
+    f"decay {DECAY} of s, residual (MetisTrainer)": (SPLIT, Settings(DECAY, ("u", "vh"))),
+    f"decay {DECAY} of the residual": (SPLIT, Settings(DECAY, FACTORS)),
+    f"decay {DECAY} of none of them": (SPLIT, Settings(DECAY, STORED)),
+    "rate of u, s, vh x 0.3": (SPLIT, Settings(factor_rate=0.3)),
+    "rate of u, s, vh x 3": (SPLIT, Settings(factor_rate=3.0)),
+}
+
+
 def build_model() -> nn.Module:
     """The same initialization every time."""
     torch.manual_seed(0)
@@ -116,16 +147,35 @@ def batch_at(data: torch.Tensor, step: int, batch: int = BATCH) -> torch.Tensor:
     return torch.stack([data[i : i + SEQUENCE] for i in starts.tolist()]).long()
 
 
-def train(config: MetisConfig, data: torch.Tensor, steps: int, peak: float) -> nn.Module:
+def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """A group for each parameter, with its decay and its learning rate over the peak."""
+    return [
+        {
+            "params": [parameter],
+            "weight_decay": 0.0 if name.rpartition(".")[2] in settings.spared else settings.decay,
+            "factor": settings.factor_rate if name.rpartition(".")[2] in FACTORS else 1.0,
+        }
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def train(
+    config: MetisConfig,
+    data: torch.Tensor,
+    steps: int,
+    peak: float,
+    settings: Settings = Settings(),
+) -> nn.Module:
     """Trains one variant: AdamW, 5 % linear warm-up, cosine to 5 % of the peak."""
     model = get_metis_model(build_model(), config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), fused=True)
+    groups = parameter_groups(model, settings)
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
     warmup = max(1, steps // 20)
     for step in range(steps):
         progress = max(0, step - warmup) / max(1, steps - warmup)
         scale = min(1, (step + 1) / warmup) * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
         for group in optimizer.param_groups:
-            group["lr"] = peak * scale
+            group["lr"] = peak * scale * group["factor"]
         ids = batch_at(data, step)
         model(input_ids=ids, labels=ids).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -203,6 +253,14 @@ def tables(results: dict) -> str:
         gaps = ((runs[name][rate], runs["fp32"][rate]) for rate in rates)
         cells = " | ".join(f"{loss:.4f} ({100 * (loss / base - 1):+.2f} %)" for loss, base in gaps)
         lines.append(f"| {name} | {cells} |")
+    lines += [
+        f"\nThe split weight of fp32 at {rate}, by what AdamW does to its parts. AdamW decays by "
+        f"{Settings().decay} elsewhere.\n",
+        "| | loss | to fp32 |",
+        "|---|---:|---:|",
+    ]
+    for title, loss in ({SPLIT: runs[SPLIT][rate]} | results["optimized"]).items():
+        lines.append(f"| {title} | {loss:.4f} | {100 * (loss / control - 1):+.2f} % |")
     return "\n".join(lines) + "\n"
 
 
@@ -226,6 +284,7 @@ def main() -> None:
     same = all(found.get(key) == value for key, value in results.items())
     results["losses"] = found.get("losses", {}) if same else {}
     results["errors"] = found.get("errors", {}) if same else {}
+    results["optimized"] = found.get("optimized", {}) if same else {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs = [(name, LEARNING_RATE) for name in VARIANTS]
     runs += [(name, rate) for rate in SWEEP if rate != LEARNING_RATE for name in SWEPT]
@@ -239,6 +298,12 @@ def main() -> None:
                 tensors = capture(model, batch_at(validation_data, 10**7))
                 for variant, config in VARIANTS.items():
                     results["errors"][variant] = operand_errors(config, tensors)
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
+    for title, (name, settings) in OPTIMIZED.items():
+        if title not in results["optimized"]:
+            model = train(VARIANTS[name], train_data, args.steps, LEARNING_RATE, settings)
+            loss = results["optimized"][title] = validation_loss(model, validation_data)
+            print(title, loss, flush=True)
             args.out.write_text(json.dumps(results, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(tables(results))
     print(tables(results))

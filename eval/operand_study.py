@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
 from metis_hf.analysis.capture import Capture
 from metis_hf.conditioners.mean import MeanRemoved, row_mean
+from metis_hf.conditioners.ms_eden import RandomHadamard
 from metis_hf.conditioners.outliers import HotChannels
 from metis_hf.conditioners.spectral import Spectral
 from metis_hf.data.packed import load_packed
@@ -35,6 +37,7 @@ from metis_hf.numerics import Quantizer, relative_error
 from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand
 from metis_hf.schemes import Role, Scheme
 from metis_hf.transforms.hadamard import rotate, unrotate
+from metis_hf.transforms.spectral import default_rows, project, sample_rows
 
 RANK = 32  # of the default scheme at this width
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
@@ -46,6 +49,7 @@ NEAREST_UP = replace(NEAREST, scale_rounding="up")
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
 STOCHASTIC_NEAREST = replace(STOCHASTIC, scale_rounding="nearest")
 FOUR_SIX = replace(NEAREST, scale_rule="four-over-six")
+EDEN = replace(NEAREST, scale_rule="eden")
 FP8 = Quantizer("fp8-e4m3", two_level=False)
 
 
@@ -88,6 +92,40 @@ class RotatedResidual:
         residual = quantizer(rotate(x.float() - low, dim=dim, seed=0), dim=dim, key=key.fold(3))
         rotated = unrotate(residual, dim=dim, seed=0)[: x.shape[0], : x.shape[1]]
         return (low + rotated).to(dtype)
+
+
+@dataclass(frozen=True)
+class EdenResidual:
+    """A split whose residual is quantized by MS-EDEN, in a random basis."""
+
+    split: Spectral
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        factors = self.split.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask)[1]
+        low = factors.left @ factors.right
+        residual = RandomHadamard()(x.float() - low, EDEN, dim=dim, key=key.fold(3))
+        return (low + residual[: x.shape[0], : x.shape[1]]).to(dtype)
+
+
+@dataclass(frozen=True)
+class WarmStarted(Spectral):
+    """The subspace of the call before, moved by one power step, as in Dion (arXiv 2504.05295).
+
+    No sketch and no eigenproblem: v = orth(R^T R v) with R the sampled rows. The first call finds
+    its subspace as `Spectral` does.
+    """
+
+    last: list[Tensor] = field(default_factory=list, compare=False)
+
+    def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.last:
+            found = super().split(x, key=key, row_mask=row_mask)
+            self.last.append(found[2])
+            return found
+        count = max(math.ceil(self.sample_frac * len(x)), default_rows(self.rank, self.oversample))
+        rows = sample_rows(x, count, key.fold(4), row_mask).float()
+        self.last[:] = [torch.linalg.qr(rows.T @ (rows @ self.last[0])).Q]
+        return *project(x.float(), self.last[0]), self.last[0]
 
 
 def split(rank: int = RANK, **options: Any) -> Spectral:
@@ -174,6 +212,12 @@ STUDIES: dict[str, dict[str, Scheme]] = {
             split(sample_frac=rows, n_iter=n), **EXACT_W
         )
         for rows, n in ((0.01, 0), (0.01, 1), (0.01, 2), (0.1, 1), (1.0, 1), (1.0, 4))
+    }
+    | {
+        f"{100 * rows:g} % of rows, one step from the last": scheme(
+            WarmStarted(RANK, sample_frac=rows), **EXACT_W
+        )
+        for rows in (0.01, 0.1, 1.0)
     },
     "weight": {
         "direct": scheme(qx=None, qdy=None),
@@ -189,11 +233,13 @@ STUDIES: dict[str, dict[str, Scheme]] = {
     "gradient": {
         "direct, stochastic": scheme(qx=None, qw=None),
         "direct, stochastic, scales nearest": scheme(qx=None, qw=None, qdy=STOCHASTIC_NEAREST),
+        "direct, MS-EDEN": scheme(dy=RandomHadamard(), qx=None, qw=None, qdy=EDEN),
         "direct, nearest": scheme(qx=None, qw=None, qdy=NEAREST),
         "split, stochastic": scheme(dy=split(), qx=None, qw=None),
         "split, stochastic, scales nearest": scheme(
             dy=split(), qx=None, qw=None, qdy=STOCHASTIC_NEAREST
         ),
+        "split, MS-EDEN": scheme(dy=EdenResidual(split()), qx=None, qw=None),
         "split, nearest": scheme(dy=split(), qx=None, qw=None, qdy=NEAREST),
         "split, 4/6 nearest": scheme(dy=split(), qx=None, qw=None, qdy=FOUR_SIX),
     },
@@ -206,56 +252,78 @@ STUDIES: dict[str, dict[str, Scheme]] = {
 
 
 def register(name: str, built: Scheme) -> MetisConfig:
-    """A config for a scheme of the study."""
-    register_scheme(name, summary="", source="")(lambda config, rank: built)
+    """A config for a scheme of the study; what a conditioner remembers is each layer's own."""
+    register_scheme(name, summary="", source="")(lambda config, rank: copy.deepcopy(built))
     return MetisConfig(scheme=name)
 
 
-def capture(model: nn.Module, ids: Tensor) -> list[tuple[str, nn.Linear, Tensor, Tensor]]:
-    """(name, plain layer, x [t i], dy [t o]) of every converted layer, on one batch."""
+class Layer(NamedTuple):
+    """What enters a converted layer in training."""
+
+    name: str
+    linear: nn.Linear
+    x: Tensor  # [t i]
+    dy: Tensor  # [t o]
+    before: Tensor  # x of the batch before
+
+
+def capture(model: nn.Module, ids: Tensor, before: Tensor) -> list[Layer]:
+    """Every converted layer on one batch, with its inputs of another."""
     layers = dict(metis_layers(model))
+    hooks = Capture(set(layers), lambda *_: None)
+    hooks.run(model, before, layers)
+    inputs = {name: hooks.rows(name, "activation") for name in layers}
     hooks = Capture(set(layers), lambda *_: None)
     hooks.run(model, ids, layers)
     model.zero_grad()
     return [
-        (name, layer.to_dense(), hooks.rows(name, "activation"), hooks.rows(name, "gradient"))
+        Layer(
+            name,
+            layer.to_dense(),
+            hooks.rows(name, "activation"),
+            hooks.rows(name, "gradient"),
+            inputs[name],
+        )
         for name, layer in layers.items()
     ]
 
 
-def errors(config: MetisConfig, tensors: list) -> dict[str, float]:
+def errors(config: MetisConfig, layers: list[Layer]) -> dict[str, float]:
     """Means over layers of what KEYS name, but for the loss."""
     sums = dict.fromkeys(KEYS[:-1], 0.0)
-    for name, linear, x, dy in tensors:
-        w = linear.weight.detach()
+    for layer in layers:
+        x, w, dy = layer.x, layer.linear.weight.detach(), layer.dy
         exact = {"x": x, "w": w, "dy": dy, "y": x @ w.T, "dx": dy @ w, "dw": dy.T @ x}
-        found = emulated(config.replace(seed=0), name, linear, x, dy)
+        found = emulated(config.replace(seed=0), layer)
         draws = [found["dw"]]
         for seed in range(1, DRAWS):
-            draws.append(emulated(config.replace(seed=seed), name, linear, x, dy)["dw"])
+            draws.append(emulated(config.replace(seed=seed), layer)["dw"])
         for key, value in exact.items():
             sums[key] += relative_error(value, found[key]).item()
         sums["dw_bias"] += relative_error(exact["dw"], sum(draws) / DRAWS).item()
         small = torch.linalg.svd(x, full_matrices=False).Vh[x.shape[1] // 2 :].T
         sums["x_small"] += relative_error(x @ small, found["x"] @ small).item()
-    return {key: value / len(tensors) for key, value in sums.items()}
+    return {key: value / len(layers) for key, value in sums.items()}
 
 
-def emulated(config, name, linear, x, dy) -> dict[str, Tensor]:
-    """The operands and results of one layer in fp32."""
-    layer = convert_linear(copy.deepcopy(linear), config, name=name).train()
-    x32 = x.clone().requires_grad_()
-    y = layer(x32)
-    y.backward(dy)
-    keys = layer.call_keys(x)
+def emulated(config: MetisConfig, captured: Layer) -> dict[str, Tensor]:
+    """The operands and results of one layer in fp32, as in its second step of training."""
+    layer = convert_linear(copy.deepcopy(captured.linear), config, name=captured.name).train()
+    with torch.no_grad():
+        layer(captured.before)
+    scheme = copy.deepcopy(layer.scheme)  # as it is before the second step
+    x = captured.x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(captured.dy)
+    keys = layer.call_keys(captured.x)
     weight = layer.weight_params()[-1].detach()
-    found = {"y": y.detach(), "dx": x32.grad, "dw": layer.weight_params()[-1].grad}
+    found = {"y": y.detach(), "dx": x.grad, "dw": layer.weight_params()[-1].grad}
     for key, role, value in (
-        ("x", Role.FPROP_INPUT, x),
+        ("x", Role.FPROP_INPUT, captured.x),
         ("w", Role.FPROP_WEIGHT, weight),
-        ("dy", Role.DGRAD_GRAD_OUTPUT, dy),
+        ("dy", Role.DGRAD_GRAD_OUTPUT, captured.dy),
     ):
-        operand = layer.scheme.resolve(role)[1]
+        operand = scheme.resolve(role)[1]
         found[key] = operand(value, dim=-1, key=keys[role], dtype=torch.float32)[0]
     return found
 
@@ -273,10 +341,10 @@ def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     held_out = load_packed(data_dir)
     ids = torch.as_tensor(held_out[: min(SEQUENCES, len(held_out))]["input_ids"])
-    tensors = capture(model, ids[:BATCH])
+    layers = capture(model, ids[:BATCH], before=ids[BATCH : 2 * BATCH])
     dense = copy.deepcopy(model)
-    for name, linear, *_ in tensors:
-        dense.set_submodule(name, copy.deepcopy(linear))
+    for layer in layers:
+        dense.set_submodule(layer.name, copy.deepcopy(layer.linear))
     record = {"sequences": len(ids), "batch": BATCH, "rank": RANK, "control": loss_of(model, ids)}
     found = json.loads(out.read_text()) if out.exists() else {}
     kept = found["studies"] if {k: v for k, v in found.items() if k != "studies"} == record else {}
@@ -286,7 +354,7 @@ def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
             result = kept.get(question, {}).get(name)
             if result is None:
                 config = register(f"{question}: {name}", built)
-                result = errors(config, tensors)
+                result = errors(config, layers)
                 quantized = get_metis_model(copy.deepcopy(dense), config)
                 result["loss"] = 100 * (loss_of(quantized, ids) / record["control"] - 1)
                 print(name, {k: round(v, 4) for k, v in result.items()}, flush=True)

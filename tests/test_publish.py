@@ -13,6 +13,7 @@ import torch
 from conftest import llama
 
 from metis_hf import MetisConfig, get_metis_model
+from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
 from metis_hf.schemes import Scheme, base, build_scheme
 
@@ -117,9 +118,10 @@ def test_the_operand_study_measures_what_it_says():
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 48, bias=False)
     x, dy = torch.randn(96, 64), torch.randn(96, 48)
+    layer = study.Layer("a", linear, x, dy, torch.randn(96, 64))
     exact = study.scheme(qx=None, qw=None, qdy=None)
     nearest = study.scheme(qw=None, qdy=None)
-    found = study.errors(study.register("test-nearest", nearest), [("a", linear, x, dy)])
+    found = study.errors(study.register("test-nearest", nearest), [layer])
     x_hat = fake_quantize(x)
     assert found["x"] == pytest.approx(relative_error(x, x_hat).item())
     w = linear.weight.detach()
@@ -128,8 +130,23 @@ def test_the_operand_study_measures_what_it_says():
     assert found["dw_bias"] == pytest.approx(found["dw"])
     assert found["dw"] > 0.05
     assert found["w"] == found["dy"] == 0
-    nothing = study.errors(study.register("test-exact", exact), [("a", linear, x, dy)])
+    nothing = study.errors(study.register("test-exact", exact), [layer])
     assert max(nothing.values()) < 1e-6  # fp32 products in another order
+
+
+def test_a_warm_start_is_one_power_step_from_the_last_subspace():
+    study = operand_study()
+    x, before = torch.randn(200, 48), torch.randn(200, 48) * torch.linspace(3, 0.1, 48)
+    key = key_of("warm start")
+    warm = study.WarmStarted(4, sample_frac=1.0)
+    first = warm.split(before, key=key)
+    for found, expected in zip(first, study.Spectral(4, sample_frac=1.0).split(before, key=key)):
+        assert torch.equal(found, expected)
+    a, lam, v = warm.split(x, key=key)
+    expected = torch.linalg.qr(x.T @ x @ first[2]).Q
+    torch.testing.assert_close(v @ v.T, expected @ expected.T, rtol=0, atol=1e-5)
+    torch.testing.assert_close((a * lam) @ v.T, x @ v @ v.T)
+    assert study.WarmStarted(4) == study.WarmStarted(4)  # layers that share an input share a copy
 
 
 def gradient_error():
@@ -164,6 +181,33 @@ def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
         assert max(abs(value) for value in found[name].values()) < 1e-4
     assert 0.05 < found["stochastic"]["batch"] < 2
     assert found["stochastic"]["loss"] != 0
+
+
+def test_split_effect_pairs_by_seed():
+    study = script("split_effect")
+    plan = {"scale": "tiny"}
+
+    def record(**losses):
+        summaries = [{"name": n.replace("_", ", "), "losses": v} for n, v in losses.items()]
+        return {"plan": plan, "summaries": summaries}
+
+    dense = record(bf16={"0": 4.0, "1": 5.0}, a={"0": 4.4, "1": 5.6}, b={"0": 4.1})
+    dense["summaries"].append({"name": "bf16-split", "losses": {"0": 4.2, "1": 5.0}})
+    split = record(b={"0": 4.04}, a_split={"1": 5.5})
+    rows = study.table(dense, split).splitlines()[2:]
+    assert rows == [
+        "| b |  | +1.00 | -3.81 |  | 1 |",  # stored split by itself: nothing to compare with
+        "| a | +11.00 ± 12.71 | +10.00 | +10.00 | -1.79 | 1 |",
+    ]
+    with pytest.raises(ValueError, match="differ in scale; train both alike"):
+        study.table(dense, split | {"plan": {"scale": "130m"}})
+
+
+def test_table_of_the_split_effect_is_that_of_its_records():
+    study = script("split_effect")
+    records = [json.loads(path.read_text()) for path in (study.DENSE, study.SPLIT)]
+    text = f"<!-- {study.MARK} -->\n{study.table(*records)}<!-- end -->"
+    assert text in study.PAGE.read_text()
 
 
 def test_variants_of_the_training_studies_can_be_built():
