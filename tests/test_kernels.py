@@ -159,9 +159,9 @@ def shapes(draw) -> tuple[int, ...]:
 
 
 @st.composite
-def tensors(draw) -> tuple[Tensor, Quantizer, int]:
+def tensors(draw, quantizers=tuple(ALL)) -> tuple[Tensor, Quantizer, int]:
     """A tensor of any shape and stride, how to quantize it, and along what."""
-    quantizer = draw(st.sampled_from(ALL))
+    quantizer = draw(st.sampled_from(quantizers))
     shape = shapes(draw)
     dim = draw(st.integers(-len(shape), -1))
     x = torch.randn(shape, generator=seeded(draw(st.integers(0, 99))))
