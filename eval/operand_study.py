@@ -14,118 +14,44 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from method_page import PAGE, arguments, markdown, placed
+from study_conditioners import (
+    FOUR_SIX,
+    FP8,
+    NEAREST,
+    NEAREST_UP,
+    STOCHASTIC,
+    STOCHASTIC_NEAREST,
+    Eden,
+    Factors,
+    MeanThenSplit,
+    RotatedResidual,
+    WarmStarted,
+)
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
 from metis_hf.analysis.capture import Capture
-from metis_hf.conditioners.mean import MeanRemoved, row_mean
-from metis_hf.conditioners.ms_eden import RandomHadamard
+from metis_hf.conditioners.mean import MeanRemoved
 from metis_hf.conditioners.outliers import HotChannels
 from metis_hf.conditioners.spectral import Spectral
 from metis_hf.data.packed import load_packed
 from metis_hf.linear import convert_linear
-from metis_hf.numerics import Quantizer, relative_error
+from metis_hf.numerics import relative_error
 from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand
 from metis_hf.schemes import Role, Scheme
-from metis_hf.transforms.hadamard import rotate, unrotate
-from metis_hf.transforms.spectral import default_rows, project, sample_rows
 
 RANK = 32  # of the default scheme at this width
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
 TITLES = ("x", "w", "dy", "y", "dx", "dw", "bias of dw", "x, lower half", "loss, forward only")
-
-NEAREST = Quantizer(rounding="nearest", scale_rounding="nearest")
-NEAREST_UP = replace(NEAREST, scale_rounding="up")
-STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
-STOCHASTIC_NEAREST = replace(STOCHASTIC, scale_rounding="nearest")
-FOUR_SIX = replace(NEAREST, scale_rule="four-over-six")
-EDEN = replace(NEAREST, scale_rule="eden")
-FP8 = Quantizer("fp8-e4m3", two_level=False)
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A split with its factors in another format, or (None) exact."""
-
-    split: Spectral
-    factor: Quantizer | None = None
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        a, lam, v = self.split.split(x, key=key, row_mask=row_mask)
-        if self.factor is not None:
-            a, v = self.factor(a, dim=dim, key=key), self.factor(v.T, dim=dim, key=key).T
-        low = (a * lam) @ v.T
-        return (low + quantizer(x - low, dim=dim, key=key.fold(3))).to(dtype)
-
-
-@dataclass(frozen=True)
-class MeanThenSplit:
-    """The mean of the rows is taken off, exactly, before a split."""
-
-    split: Spectral
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        mean = row_mean(x, row_mask)
-        rest = self.split(x.float() - mean, quantizer, dim=dim, key=key, row_mask=row_mask)
-        return (rest + mean).to(dtype)
-
-
-@dataclass(frozen=True)
-class RotatedResidual:
-    """A split whose residual is quantized in a basis rotated by a Hadamard matrix."""
-
-    split: Spectral
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        factors = self.split.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask)[1]
-        low = factors.left @ factors.right
-        residual = quantizer(rotate(x.float() - low, dim=dim, seed=0), dim=dim, key=key.fold(3))
-        rotated = unrotate(residual, dim=dim, seed=0)[: x.shape[0], : x.shape[1]]
-        return (low + rotated).to(dtype)
-
-
-@dataclass(frozen=True)
-class EdenResidual:
-    """A split whose residual is quantized by MS-EDEN, in a random basis."""
-
-    split: Spectral
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        factors = self.split.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask)[1]
-        low = factors.left @ factors.right
-        residual = RandomHadamard()(x.float() - low, EDEN, dim=dim, key=key.fold(3))
-        return (low + residual[: x.shape[0], : x.shape[1]]).to(dtype)
-
-
-@dataclass(frozen=True)
-class WarmStarted(Spectral):
-    """The subspace of the call before, moved by one power step, as in Dion (arXiv 2504.05295).
-
-    No sketch and no eigenproblem: v = orth(R^T R v) with R the sampled rows. The first call finds
-    its subspace as `Spectral` does.
-    """
-
-    last: list[Tensor] = field(default_factory=list, compare=False)
-
-    def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.last:
-            found = super().split(x, key=key, row_mask=row_mask)
-            self.last.append(found[2])
-            return found
-        count = max(math.ceil(self.sample_frac * len(x)), default_rows(self.rank, self.oversample))
-        rows = sample_rows(x, count, key.fold(4), row_mask).float()
-        self.last[:] = [torch.linalg.qr(rows.T @ (rows @ self.last[0])).Q]
-        return *project(x.float(), self.last[0]), self.last[0]
 
 
 def split(rank: int = RANK, **options: Any) -> Spectral:
@@ -233,13 +159,13 @@ STUDIES: dict[str, dict[str, Scheme]] = {
     "gradient": {
         "direct, stochastic": scheme(qx=None, qw=None),
         "direct, stochastic, scales nearest": scheme(qx=None, qw=None, qdy=STOCHASTIC_NEAREST),
-        "direct, MS-EDEN": scheme(dy=RandomHadamard(), qx=None, qw=None, qdy=EDEN),
+        "direct, MS-EDEN": scheme(dy=Eden(), qx=None, qw=None),
         "direct, nearest": scheme(qx=None, qw=None, qdy=NEAREST),
         "split, stochastic": scheme(dy=split(), qx=None, qw=None),
         "split, stochastic, scales nearest": scheme(
             dy=split(), qx=None, qw=None, qdy=STOCHASTIC_NEAREST
         ),
-        "split, MS-EDEN": scheme(dy=EdenResidual(split()), qx=None, qw=None),
+        "split, MS-EDEN": scheme(dy=Eden(split()), qx=None, qw=None),
         "split, nearest": scheme(dy=split(), qx=None, qw=None, qdy=NEAREST),
         "split, 4/6 nearest": scheme(dy=split(), qx=None, qw=None, qdy=FOUR_SIX),
     },

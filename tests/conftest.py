@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,6 +19,11 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 
 VOCAB = 256
+
+
+def hear_interrupts() -> None:
+    """For a process to come (`preexec_fn`): one of a shell's background jobs ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def llama(**changes):

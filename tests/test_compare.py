@@ -13,6 +13,7 @@ import time
 
 import pytest
 import yaml
+from conftest import hear_interrupts
 
 from metis_hf.cli import main
 
@@ -204,7 +205,9 @@ def test_interrupted_comparison_goes_on_to_the_same_numbers(finished, tmp_path):
     out = tmp_path / "out"
     command = [*METIS_HF, "compare", "--config", str(config), "--out", str(out), "--jobs", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts
+    )
     deadline = time.monotonic() + 240
     while not list(out.glob("runs/nvfp4/seed-1/checkpoint-*/trainer_state.json")):
         assert time.monotonic() < deadline

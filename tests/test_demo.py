@@ -12,6 +12,7 @@ import time
 
 import pytest
 import transformers
+from conftest import hear_interrupts
 
 from metis_hf import demo, tables
 from metis_hf.demo import SCHEMES
@@ -95,7 +96,9 @@ def test_interrupted_demo_resumes_to_the_same_result(quick, tmp_path):
     out, _ = quick
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     command = [*METIS_HF, "demo", "--quick", "--schemes", "metis", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("metis/checkpoint-*/trainer_state.json")):
         assert time.monotonic() < deadline

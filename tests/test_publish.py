@@ -149,6 +149,24 @@ def test_a_warm_start_is_one_power_step_from_the_last_subspace():
     assert study.WarmStarted(4) == study.WarmStarted(4)  # layers that share an input share a copy
 
 
+@pytest.mark.parametrize("name", ["RotatedResidual", "Eden", "Factors", "MeanThenSplit"])
+def test_variants_of_a_split_quantize_a_small_residual(name):
+    """A matrix of low rank loses less than it would whole: the factors' errors are made up for."""
+    study = operand_study()
+    x = torch.randn(96, 4) @ torch.randn(4, 64) + 0.01 * torch.randn(96, 64)
+    options = {"dim": -1, "key": key_of("variant")}
+    found = getattr(study, name)(study.split(4))(x, study.NEAREST, **options)
+    assert relative_error(x, found) < 0.2 * relative_error(x, fake_quantize(x))
+
+
+def test_eden_of_the_study_is_unbiased_over_its_bases():
+    study = operand_study()
+    x = torch.randn(32, 64)
+    options = {"dim": -1, "dtype": torch.float32}
+    draws = [study.Eden()(x, study.STOCHASTIC, key=key_of("e", i), **options) for i in range(64)]
+    assert relative_error(x, sum(draws) / 64) < 0.25 * relative_error(x, draws[0])
+
+
 def gradient_error():
     operand_study()  # one of this process: its schemes register once
     return script("gradient_error")
