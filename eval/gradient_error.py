@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import transformers
 from method_page import PAGE, arguments, markdown, placed
-from operand_study import ALL, CORRECTED, DY_DGRAD, DY_WGRAD, loss_of, register, scheme, split
-from study_conditioners import Eden
+from operand_study import ALL, CORRECTED, DY_DGRAD, DY_WGRAD, loss_of, register, scheme
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -43,9 +42,6 @@ def variants() -> dict[str, MetisConfig]:
         "metis, nothing corrected": register("gradient: nothing corrected", scheme(**ALL)),
         "metis, dy corrected too": register(
             "gradient: dy corrected", scheme(**ALL, corrected=every)
-        ),
-        "metis, dy by MS-EDEN": register(
-            "gradient: MS-EDEN", scheme(**ALL | {"dy": Eden(split())}, corrected=CORRECTED)
         ),
         "metis, forward pass alone": MetisConfig(high_precision=("backward",)),
         "metis, backward pass alone": MetisConfig(high_precision=("forward",)),
