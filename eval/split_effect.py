@@ -39,7 +39,7 @@ def table(dense: dict[str, Any], split: dict[str, Any]) -> str:
     for control in CONTROLS:
         stored.setdefault(control, plain[control])
     rows = []
-    for name in sorted(stored.keys() - set(CONTROLS), key=lambda n: _mean_gap(stored, n)):
+    for name in sorted(stored.keys() - set(CONTROLS), key=lambda n: (_mean_gap(stored, n), n)):
         scheme = name.removesuffix(SUFFIX)
         own = plain[scheme] if name != scheme else None  # stored split by its own definition
         cells = [
