@@ -20,7 +20,6 @@ DEFAULT_SEEDS = (0, 1, 2)
 SPEC_FILE = "run.json"  # of a run's directory: what its process trains
 ALL = "all"  # instead of a scheme's name: every registered one
 ALL_SPLIT = ("weight", "activation", "gradient")
-QUANTIZED = [name for name in scheme_names() if not name.startswith("bf16")]
 
 
 def _schemes(*names: str) -> tuple[Variant, ...]:
@@ -57,7 +56,8 @@ def _ranks(scheme: str) -> tuple[Variant, ...]:
 
 def _with_split_weights() -> tuple[Variant, ...]:
     """Every scheme with its weights stored as u, s, vh and residual, and that control."""
-    return (*_schemes("bf16", "bf16-split"), *map(_stored_split, QUANTIZED))
+    quantized = (name for name in scheme_names() if not name.startswith("bf16"))
+    return (*_schemes("bf16", "bf16-split"), *map(_stored_split, quantized))
 
 
 def _stored_split(name: str) -> Variant:
