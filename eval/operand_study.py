@@ -111,6 +111,10 @@ STUDIES: dict[str, dict[str, Scheme]] = {
     "residual": {
         "compensated": scheme(**ALL),
         "exact": scheme(**{k: replace(v, compensated=False) for k, v in ALL.items()}),
+    }
+    | {
+        f"exact for {k} alone": scheme(**ALL | {k: replace(v, compensated=False)})
+        for k, v in ALL.items()
     },
     "rank": {
         f"rank {k}": scheme(split(k), split(k, sample_frac=1.0), split(k), corrected=CORRECTED)
