@@ -22,12 +22,12 @@ from conventions import CONVENTIONS, kernel_order
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
-from metis_hf.conditioners.spectral import Spectral
-from metis_hf.linear import convert_linear
+from metis_hf.layers.linear import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import FORMATS, Quantizer, relative_error, sqnr_db
 from metis_hf.numerics.formats import SCALE_FP32
 from metis_hf.operands import IDENTITY
+from metis_hf.operands.conditioners.spectral import Spectral
 
 ROOT = Path(__file__).resolve().parent
 JSON = ROOT / "results" / "numerics.json"

@@ -11,13 +11,14 @@ from unittest import mock
 
 import torch
 
-from metis_hf import gemm, operands
-from metis_hf.conditioners import spectral
-from metis_hf.conditioners.spectral import Spectral
-from metis_hf.gemm import GemmPlan
+from metis_hf import operands
+from metis_hf.layers import gemm
+from metis_hf.layers.gemm import GemmPlan
 from metis_hf.numerics import kernels
 from metis_hf.operands import Hadamard, Quantized
-from metis_hf.weights import SplitWeight
+from metis_hf.operands.conditioners import spectral
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands.weight_forms import SplitWeight
 
 GEMMS, QUANTIZE, SUBSPACE, PROJECT = "GEMMs", "quantize", "subspace", "project"
 LOW_RANK, WEIGHT, ROTATE, REST = "low-rank and residual", "weight factors", "rotate", "rest"

@@ -43,12 +43,12 @@ from timing import (
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
-from metis_hf.conditioners.spectral import Spectral
-from metis_hf.linear import convert_linear
+from metis_hf.layers.linear import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.operands import Operand
+from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.schemes import layer_rank
 
 OPERANDS = {

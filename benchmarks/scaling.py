@@ -4,8 +4,9 @@
     python benchmarks/scaling.py --quick    # seconds
 
 A slope is that of log time against log size over the upper half of a sweep: 1 is proportional, 0
-flat. Theory is the same fit to the FLOPs of `metis_hf.costs`, which follow O(lmk + mnk + lnk) for a
-layer of m inputs and n outputs, l tokens and k directions. Writes results/scaling.json and .png.
+flat. Theory is the same fit to the FLOPs of `metis_hf.planning.costs`, which follow
+O(lmk + mnk + lnk) for a layer of m inputs and n outputs, l tokens and k directions. Writes
+results/scaling.json and .png.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from timing import Row, arguments, figure, machine, parse, prepare, short, table
 from torch import nn
 
 from metis_hf import MetisConfig
-from metis_hf.costs import layer_cost
-from metis_hf.linear import MetisLayer, convert_linear
+from metis_hf.layers.linear import MetisLayer, convert_linear
+from metis_hf.planning.costs import layer_cost
 
 ROUNDS, BUDGET = 3, 150.0
 WIDTH, SHARE = 1024, 0.015

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
-from metis_hf.linear import MetisLayer
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import fake_quantize
 
 SCHEMES = ("nvfp4", "nvidia", "metis-paper", "metis")

@@ -4,17 +4,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from metis_hf.config import MetisConfig
-from metis_hf.registration import register_on_import
+from metis_hf.conversion.registration import register_on_import
 
 if TYPE_CHECKING:
-    from metis_hf.callback import MetisCallback
-    from metis_hf.linear import MetisLinear, QuantLinear
-    from metis_hf.model import get_metis_model, metis_layers, to_dense
-    from metis_hf.precision import PrecisionSchedule, set_precision
-    from metis_hf.refreshing import refresh
+    from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+    from metis_hf.layers.linear import MetisLinear, QuantLinear
     from metis_hf.schemes import register_scheme, scheme_names
-    from metis_hf.trainer import MetisTrainer, MetisTrainerMixin
-    from metis_hf.weight_reuse import reuse_weights
+    from metis_hf.training.callback import MetisCallback
+    from metis_hf.training.precision_schedule import PrecisionSchedule, set_precision
+    from metis_hf.training.refresh import refresh
+    from metis_hf.training.trainer import MetisTrainer, MetisTrainerMixin
+    from metis_hf.training.weight_reuse import reuse_weights
 
 __version__ = "0.1.0"
 
@@ -38,20 +38,20 @@ __all__ = [
 
 # Imported when first used: they need transformers' models and Trainer, which take seconds.
 _LAZY = {
-    "MetisCallback": "callback",
-    "MetisLinear": "linear",
-    "MetisTrainer": "trainer",
-    "MetisTrainerMixin": "trainer",
-    "PrecisionSchedule": "precision",
-    "QuantLinear": "linear",
-    "get_metis_model": "model",
-    "metis_layers": "model",
-    "refresh": "refreshing",
+    "MetisCallback": "training.callback",
+    "MetisLinear": "layers.linear",
+    "MetisTrainer": "training.trainer",
+    "MetisTrainerMixin": "training.trainer",
+    "PrecisionSchedule": "training.precision_schedule",
+    "QuantLinear": "layers.linear",
+    "get_metis_model": "conversion.convert",
+    "metis_layers": "conversion.convert",
+    "refresh": "training.refresh",
     "register_scheme": "schemes",
-    "reuse_weights": "weight_reuse",
+    "reuse_weights": "training.weight_reuse",
     "scheme_names": "schemes",
-    "set_precision": "precision",
-    "to_dense": "model",
+    "set_precision": "training.precision_schedule",
+    "to_dense": "conversion.convert",
 }
 
 register_on_import()

@@ -14,8 +14,8 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit(f'{error.name} is missing; pip install "metis-hf[eval]"') from error
 
 from metis_hf.analysis.cli import register as register_analyze
-from metis_hf.compare.cli import register as register_compare
 from metis_hf.evaluation.cli import register as register_eval
+from metis_hf.experiments.compare.cli import register as register_compare
 from metis_hf.run_report.cli import register as register_report
 from metis_hf.schemes.cli import register as register_schemes
 
@@ -48,7 +48,7 @@ def demo(
 
     Interrupt it and run it again: it goes on where it stopped.
     """
-    from metis_hf.demo import run_demo
+    from metis_hf.experiments.demo.run import run_demo
 
     if quick and out == Path("runs/demo"):
         out = Path("runs/quick")
@@ -73,8 +73,8 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint for software without metis_hf, and print what each choice costs."""
-    from metis_hf import export_report
     from metis_hf.export import export_checkpoint
+    from metis_hf.export.report import HEADER, report_rows
 
     report = export_checkpoint(
         checkpoint,
@@ -87,9 +87,9 @@ def export(
     )
     console = Console()
     table = Table(title="Error of the weights against those that the checkpoint represents")
-    for index, title in enumerate(export_report.HEADER):
+    for index, title in enumerate(HEADER):
         table.add_column(title, justify="left" if index < 2 else "right")
-    for cells in export_report.report_rows(report):
+    for cells in report_rows(report):
         table.add_row(*cells)
     console.print(table)
     if report.held_out:

@@ -10,7 +10,7 @@ recipes/README.md says where every other setting comes from.
 
 from transformers import LlamaConfig
 
-from metis_hf.recipe import (
+from metis_hf.experiments.recipe import (
     build_model,
     build_trainer,
     dry_run,
@@ -18,7 +18,7 @@ from metis_hf.recipe import (
     parse_arguments,
     train_and_evaluate,
 )
-from metis_hf.scales import SCALES
+from metis_hf.experiments.sizes import SCALES
 
 SCALE = SCALES["8b"]
 MODEL = SCALE.config

@@ -7,7 +7,7 @@ import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Compiling a quantizer takes seconds; tests/test_kernels.py shows that results are the same.
+# Compiling a quantizer takes seconds; tests/numerics/kernels shows that results are the same.
 os.environ.setdefault("METIS_KERNELS", "reference")
 
 import pytest

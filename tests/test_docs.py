@@ -10,14 +10,13 @@ import importlib.util
 import json
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from paths import ROOT
 
 from metis_hf import MetisConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCTESTED = ["metis_hf.numerics.formats", "metis_hf.numerics.storage"]
 

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from metis_hf.analysis.source import StoredWeight
 from metis_hf.analysis.spectra import Svd, singular_values
-from metis_hf.conditioners.spectral import Spectral
 from metis_hf.config import MetisConfig
-from metis_hf.gemm import CallKeys, GemmPlan
-from metis_hf.health import element_fates, spectral_norm
-from metis_hf.linear import make_layer
+from metis_hf.layers.gemm import CallKeys, GemmPlan
+from metis_hf.layers.linear import make_layer
+from metis_hf.monitoring.health import element_fates, spectral_norm
 from metis_hf.noise import Key, key_of
 from metis_hf.numerics import sqnr_db
 from metis_hf.operands import Operand
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands.weight_forms import DenseWeight
 from metis_hf.schemes import Role, build_scheme, layer_rank
 from metis_hf.transforms.spectral import sample_rows
-from metis_hf.weights import DenseWeight
 
 # Scheme -> what a figure calls it.
 SCHEMES = {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from metis_hf.analysis.distortion import SCHEMES
-from metis_hf.plots import COLORS, figure_axes
+from metis_hf.shared.figures import COLORS, figure_axes
 
 Data = Mapping[str, Any]
 KINDS = ("weight", "activation", "gradient")

@@ -12,7 +12,7 @@ import numpy as np
 from metis_hf.analysis import figures
 from metis_hf.analysis.alignment import at_ratio
 from metis_hf.analysis.run import KINDS, Analysis, write_csv, write_json
-from metis_hf.html import Cell, Page, number
+from metis_hf.shared.html import Cell, Page, number
 
 RISK = (
     "Risk is the largest share, over a layer's weight, activation and gradient, of singular "

@@ -23,10 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from metis_hf.config import MetisConfig
-from metis_hf.experts import fused_weights
-from metis_hf.matching import select_modules
+from metis_hf.conversion.select import select_modules
+from metis_hf.layers.experts import fused_weights
+from metis_hf.operands.weight_forms import SplitWeight
 from metis_hf.schemes import build_scheme
-from metis_hf.weights import SplitWeight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SPLIT = ("u", "s", "vh", "weight_residual")

@@ -2,7 +2,7 @@
 
 Here: reading documents (`source`), the text filters (`filters`), the perplexity filter
 (`perplexity`), the resumable pipeline (`prepare`) and its output format (`packed`).
-`recipes/prepare_data.py` is the command. The corpus for demos and tests is `metis_hf.corpus`.
+`recipes/prepare_data.py` is the command. The corpus for demos and tests is `metis_hf.data.corpus`.
 """
 
 from metis_hf.data.arguments import PrepareArguments

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-import metis_hf.hub  # noqa: F401  registers the checkpoint format with transformers
-from metis_hf.model import metis_layers, to_dense
+import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
+from metis_hf.conversion.convert import metis_layers, to_dense
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

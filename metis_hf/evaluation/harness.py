@@ -17,9 +17,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-import metis_hf.hub  # noqa: F401  registers the checkpoint format with transformers
+import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
+from metis_hf.conversion.convert import metis_layers, to_dense
 from metis_hf.evaluation.checkpoints import open_checkpoint
-from metis_hf.model import metis_layers, to_dense
 
 PRECISIONS = ("scheme", "dense")
 

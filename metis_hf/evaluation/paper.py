@@ -36,7 +36,9 @@ ABLATIONS = {
 @cache
 def paper_tables() -> dict[str, Any]:
     """`paper_tables.json`: source, units, tasks, models, tables and notes."""
-    return json.loads((files("metis_hf") / "paper_tables.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (files("metis_hf.evaluation") / "paper_tables.json").read_text(encoding="utf-8")
+    )
 
 
 def published_method(quantization: dict[str, Any]) -> str | None:

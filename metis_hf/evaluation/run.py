@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from metis_hf.corpus import Document
+from metis_hf.data.corpus import Document
 from metis_hf.evaluation import isolation
 from metis_hf.evaluation.results import EvalResult
 

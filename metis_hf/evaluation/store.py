@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from metis_hf.records import read_json, write_json
+from metis_hf.shared.records import read_json, write_json
 
 FOLDER = "results"
 FORMAT_VERSION = 1

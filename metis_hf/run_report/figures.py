@@ -11,9 +11,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from metis_hf.noise_monitor import Crossing, find_crossing
-from metis_hf.plots import COLORS, CROWDED, Style, figure_axes, scheme_styles, smooth
+from metis_hf.monitoring.gradient_noise import Crossing, find_crossing
 from metis_hf.run_report.read import Run
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import COLORS, CROWDED, Style, figure_axes, scheme_styles, smooth
 
 BLUE, ORANGE, GREEN = COLORS[0], COLORS[1], COLORS[2]
 ALARM = "#D0021B"  # NaN and infinity; no series has it
@@ -163,11 +164,11 @@ def overlay(runs: Sequence[Run]) -> bytes:
     """Loss and gradient norm of several runs, the control in black; of many, smoothed alone.
 
     Raises:
-        ValueError: more runs than can be told apart; see `plots.scheme_styles`.
+        ValueError: more runs than can be told apart; see `shared.figures.scheme_styles`.
     """
     figure, axes = figure_axes(2, 1, (10, 7), sharex=True, height_ratios=[2, 1])
     loss, norm = (row[0] for row in axes)
-    styles, crowded = scheme_styles([run.name for run in runs]), len(runs) > CROWDED
+    styles, crowded = scheme_styles([run.name for run in runs], CONTROL), len(runs) > CROWDED
     for axis, name in ((loss, "loss"), (norm, "grad_norm")):
         limits: list[float] = []
         for run in runs:

@@ -12,10 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, PercentFormatter
 
-from metis_hf.noise_monitor import group_of
-from metis_hf.plots import TENSORS, figure_axes
+from metis_hf.monitoring.gradient_noise import group_of
+from metis_hf.monitoring.health import TENSORS
 from metis_hf.run_report.figures import ALARM, as_png
 from metis_hf.run_report.read import Run
+from metis_hf.shared.figures import figure_axes
 
 _MISSING = "#e6e8eb"
 _ROW_LABELS = 48  # above so many rows only groups are named

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from metis_hf.config import MetisConfig
-from metis_hf.html import Cell, Page, number
-from metis_hf.noise_monitor import Crossing, find_crossing, signal_to_noise
-from metis_hf.plots import CROWDED, TENSORS
+from metis_hf.monitoring.gradient_noise import Crossing, find_crossing, signal_to_noise
+from metis_hf.monitoring.health import TENSORS
 from metis_hf.run_report import figures
 from metis_hf.run_report.heatmaps import PANELS, heatmap, layer_names
 from metis_hf.run_report.read import Run, events, read_run
+from metis_hf.shared.figures import CROWDED
+from metis_hf.shared.html import Cell, Page, number
 
 _ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings
 _WEIGHTS_ONLY = ("orthogonality",)

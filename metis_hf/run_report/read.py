@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metis_hf.health import nonfinite_layers
-from metis_hf.noise_monitor import GradientNoise, noise_ratios
-from metis_hf.records import SETTINGS_FILE
-from metis_hf.resume import last_checkpoint
-from metis_hf.run_record import HEALTH_FILE, RUN_FILE, parse_records
+from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
+from metis_hf.monitoring.health import nonfinite_layers
+from metis_hf.monitoring.run_record import HEALTH_FILE, RUN_FILE, parse_records
+from metis_hf.shared.records import SETTINGS_FILE
+from metis_hf.training.resume import last_checkpoint
 
 RESULT_FILE = "result.json"
 STATE_FILE = "trainer_state.json"

@@ -25,6 +25,7 @@ from metis_hf.schemes import (  # noqa: F401
     tetrajet2,
 )
 from metis_hf.schemes.base import (
+    CONTROL,
     Role,
     Scheme,
     SchemeInfo,
@@ -37,6 +38,7 @@ from metis_hf.schemes.base import (
 )
 
 __all__ = [
+    "CONTROL",
     "Role",
     "Scheme",
     "SchemeInfo",

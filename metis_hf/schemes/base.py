@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from metis_hf.conditioners.spectral import Spectral
 from metis_hf.config import MetisConfig
 from metis_hf.operands import HIGH_PRECISION, Operand
+from metis_hf.operands.conditioners.spectral import Spectral
 
 
 class Role(enum.IntEnum):
@@ -206,6 +206,7 @@ class SchemeInfo:
     build: Callable[[MetisConfig, int], Scheme]
 
 
+CONTROL = "bf16"  # the scheme that quantizes nothing
 RANK_MULTIPLE = 32  # of ranks: two blocks; docs/method.md
 _REGISTRY: dict[str, SchemeInfo] = {}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.conditioners.outliers import HotChannels
 from metis_hf.config import MetisConfig
+from metis_hf.operands.conditioners.outliers import HotChannels
 from metis_hf.schemes.base import Scheme, register_scheme
 from metis_hf.schemes.nvidia import nvidia
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from metis_hf.config import MetisConfig
 from metis_hf.operands import IDENTITY, Operand
-from metis_hf.schemes._parts import in_mode, spectral, stochastic_everywhere
 from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import in_mode, spectral, stochastic_everywhere
 
 
 @register_scheme(

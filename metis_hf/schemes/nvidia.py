@@ -8,8 +8,8 @@ from metis_hf.config import MetisConfig
 from metis_hf.noise import key_of
 from metis_hf.numerics import Tile
 from metis_hf.operands import Hadamard, Operand
-from metis_hf.schemes._parts import quantizer
 from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import quantizer
 
 
 @register_scheme(

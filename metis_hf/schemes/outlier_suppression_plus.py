@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from metis_hf.config import MetisConfig
-from metis_hf.schemes._channels import Shifting
 from metis_hf.schemes.base import Scheme, register_scheme
 from metis_hf.schemes.smoothquant import smoothquant
+from metis_hf.schemes.states import Shifting
 
 
 @register_scheme(

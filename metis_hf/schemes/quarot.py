@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from metis_hf.conditioners.rotated import FullHadamard
 from metis_hf.config import MetisConfig
 from metis_hf.noise import key_of
-from metis_hf.schemes._parts import nearest_forward, rotated_scheme
+from metis_hf.operands.conditioners.rotated import FullHadamard
 from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import nearest_forward, rotated_scheme
 
 
 @register_scheme(

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from metis_hf.conditioners.ms_eden import Contents, RandomHadamard
-from metis_hf.conditioners.requantized import Requantized
 from metis_hf.config import MetisConfig
 from metis_hf.noise import fingerprint, key_of
 from metis_hf.numerics import ScaleRule
 from metis_hf.operands import Operand
-from metis_hf.schemes._parts import quantizer
+from metis_hf.operands.conditioners.ms_eden import Contents, RandomHadamard
+from metis_hf.operands.conditioners.requantized import Requantized
 from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import quantizer
 
 
 @dataclass(frozen=True)

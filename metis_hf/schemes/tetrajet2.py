@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metis_hf.conditioners.requantized import Requantized
 from metis_hf.config import MetisConfig
 from metis_hf.noise import key_of
 from metis_hf.operands import Hadamard, Operand
-from metis_hf.schemes._parts import quantizer
+from metis_hf.operands.conditioners.requantized import Requantized
 from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import quantizer
 
 
 @dataclass(frozen=True)
 class Oscillation:
     """What OsciReset keeps: each weight before the last step, and two path lengths.
 
-    12 bytes for each weight, on every process. `metis_hf.oscillation` fills and reads them.
+    12 bytes for each weight, on every process. `training.oscillation` fills and reads them.
 
     Args:
         period: optimizer steps from the start of one window to that of the next.

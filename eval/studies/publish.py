@@ -1,0 +1,99 @@
+"""Puts finished experiments into the repository: records below eval/results, tables into pages.
+
+    make demo && python eval/studies/publish.py demo [--run runs/demo]
+    python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
+
+README.md shows the demo between `<!-- demo table -->` and `<!-- end -->`. The comparison of the
+name N goes between `<!-- compare N -->` and `<!-- end -->` of each page that has these markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "results"
+PAGES = ("README.md", "docs/method.md")
+DEMO_FILES = ("table.md", "loss.png", "spectra.png")
+COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
+CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
+
+
+def page_with(marker: str, table: str, page: str) -> str | None:
+    """The page with the table between `<!-- marker -->` and the next `<!-- end -->`, or None."""
+    marked = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = marked.subn(lambda match: f"{match[1]}{table}{match[2]}", page)
+    return text if count else None
+
+
+def publish_demo(run: Path) -> None:
+    """The demo's record, without the per-group health series that its plot shows."""
+    target = RESULTS / "demo"
+    _copy(run, target, DEMO_FILES)
+    record = json.loads((run / "results.json").read_text())
+    for result in record["results"]:
+        result["history"] = [{k: e[k] for k in CURVE_KEYS if k in e} for e in result["history"]]
+    (target / "results.json").write_text(json.dumps(record) + "\n")
+    if not _into_pages("demo table", target):
+        raise ValueError(
+            f"no page has '<!-- demo table -->' ... '<!-- end -->': {', '.join(PAGES)}"
+        )
+
+
+def publish_compare(run: Path, name: str) -> None:
+    """A comparison's record; paths of this machine become the names of what they lead to."""
+    target = RESULTS / name
+    _copy(run, target, COMPARE_FILES)
+    record = json.loads((run / "compare.json").read_text())
+    record["plan"] = _without_paths(record["plan"])
+    target.with_suffix(".json").write_text(json.dumps(record) + "\n")
+    _into_pages(f"compare {name}", target)
+
+
+def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(run / name, target / name)
+
+
+def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
+    places = {key: plan[key] for key in ("data", "validation", "tasks_dir")}
+    return plan | {key: path and Path(path).name for key, path in places.items()}
+
+
+def _into_pages(marker: str, results: Path) -> list[Path]:
+    """The pages that show the table."""
+    table, shown = (results / "table.md").read_text(), []
+    for page in (ROOT / name for name in PAGES):
+        text = page_with(marker, table, page.read_text())
+        if text is not None:
+            page.write_text(text)
+            shown.append(page)
+    return shown
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    demo = kinds.add_parser("demo")
+    demo.add_argument("--run", type=Path, default=ROOT / "runs" / "demo")
+    compare = kinds.add_parser("compare")
+    compare.add_argument("--run", type=Path, required=True, help="directory of metis-hf compare")
+    compare.add_argument(
+        "--name", required=True, help="of the record and the directory below eval/results"
+    )
+    args = parser.parse_args()
+    if args.kind == "demo":
+        publish_demo(args.run)
+    else:
+        publish_compare(args.run, args.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What storing weights split does to each scheme: a table of two comparisons in docs/method.md.
+
+    python eval/studies/split_effect.py
+
+Reads the records of `metis-hf compare` with all schemes and with preset `split`, on the same data
+and schedule, and pairs their runs by seed: what a scheme loses to `bf16` with dense weights, with
+u, s, vh and residual, to `bf16-split` then, and what the stored form by itself changes. Nothing is
+trained.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from method_page import PAGE, placed
+
+from metis_hf.experiments.compare.statistics import Interval, t_interval
+from metis_hf.experiments.compare.table import format_gap
+
+RESULTS = PAGE.parent.parent / "eval" / "results"
+DENSE, SPLIT = RESULTS / "methods-tiny.json", RESULTS / "methods-tiny-split.json"
+MARK = "split effect"
+TITLES = ("scheme", "dense", "split", "split, above `bf16-split`", "split, above dense", "seeds")
+SUFFIX = ", split"
+CONTROLS = ("bf16", "bf16-split")
+
+
+def table(dense: dict[str, Any], split: dict[str, Any]) -> str:
+    """A row for each scheme of the comparison with split weights, in the order of that loss.
+
+    Raises:
+        ValueError: the comparisons did not train the same model on the same data.
+    """
+    plans = dense["plan"], split["plan"]
+    if differing := [key for key, value in plans[0].items() if value != plans[1].get(key)]:
+        raise ValueError(f"the comparisons differ in {', '.join(differing)}; train both alike")
+    plain, stored = _losses(dense), _losses(split)
+    for control in CONTROLS:
+        stored.setdefault(control, plain[control])
+    rows = []
+    for name in sorted(stored.keys() - set(CONTROLS), key=lambda n: (_mean_gap(stored, n), n)):
+        scheme = name.removesuffix(SUFFIX)
+        own = plain[scheme] if name != scheme else None  # stored split by its own definition
+        cells = [
+            scheme,
+            format_gap(own and _gap(own, plain["bf16"])),
+            format_gap(_gap(stored[name], stored["bf16"])),
+            format_gap(_gap(stored[name], stored["bf16-split"])),
+            format_gap(own and _gap(stored[name], own)),
+            str(len(stored[name])),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    head = [f"| {' | '.join(TITLES)} |", "|---|" + "---:|" * (len(TITLES) - 1)]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _losses(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {summary["name"]: summary["losses"] for summary in record["summaries"]}
+
+
+def _gap(losses: dict[str, float], base: dict[str, float]) -> Interval:
+    """Percent of `base`, paired by seed."""
+    return t_interval([100 * (losses[s] / base[s] - 1) for s in losses if s in base])
+
+
+def _mean_gap(losses: dict[str, dict[str, float]], name: str) -> float:
+    return _gap(losses[name], losses["bf16"]).mean
+
+
+def main() -> None:
+    records = [json.loads(path.read_text()) for path in (DENSE, SPLIT)]
+    text = table(*records)
+    PAGE.write_text(placed(PAGE.read_text(), MARK, text))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

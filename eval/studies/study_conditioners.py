@@ -1,0 +1,105 @@
+"""Quantizers of the studies, and what may be done beside a split or in its place.
+
+Conditioners as schemes have them (`metis_hf.operands`), in no scheme because they gained nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics import Quantizer
+from metis_hf.operands.conditioners.mean import row_mean
+from metis_hf.operands.conditioners.ms_eden import RandomHadamard
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.transforms.hadamard import rotate, unrotate
+from metis_hf.transforms.spectral import default_rows, project, sample_rows
+
+NEAREST = Quantizer(rounding="nearest", scale_rounding="nearest")
+NEAREST_UP = replace(NEAREST, scale_rounding="up")
+STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
+STOCHASTIC_NEAREST = replace(STOCHASTIC, scale_rounding="nearest")
+FOUR_SIX = replace(NEAREST, scale_rule="four-over-six")
+EDEN = replace(NEAREST, scale_rule="eden")
+FP8 = Quantizer("fp8-e4m3", two_level=False)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A split with its factors in another format, or (None) exact."""
+
+    split: Spectral
+    factor: Quantizer | None = None
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        a, lam, v = self.split.split(x, key=key, row_mask=row_mask)
+        if self.factor is not None:
+            a, v = self.factor(a, dim=dim, key=key), self.factor(v.T, dim=dim, key=key).T
+        low = (a * lam) @ v.T
+        return (low + quantizer(x - low, dim=dim, key=key.fold(3))).to(dtype)
+
+
+@dataclass(frozen=True)
+class MeanThenSplit:
+    """The mean of the rows is taken off, exactly, before a split."""
+
+    split: Spectral
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        mean = row_mean(x, row_mask)
+        rest = self.split(x.float() - mean, quantizer, dim=dim, key=key, row_mask=row_mask)
+        return (rest + mean).to(dtype)
+
+
+@dataclass(frozen=True)
+class RotatedResidual:
+    """A split whose residual is quantized in a basis rotated by a Hadamard matrix."""
+
+    split: Spectral
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        factors = self.split.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask)[1]
+        low = factors.dense()
+        residual = quantizer(rotate(x.float() - low, dim=dim, seed=0), dim=dim, key=key.fold(3))
+        rotated = unrotate(residual, dim=dim, seed=0)[: x.shape[0], : x.shape[1]]
+        return (low + rotated).to(dtype)
+
+
+@dataclass(frozen=True)
+class Eden:
+    """MS-EDEN of a matrix, or of the residual of its split: in a basis of the call's noise."""
+
+    split: Spectral | None = None
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        low = torch.zeros_like(x, dtype=torch.float32)
+        if self.split is not None:
+            options = {"dim": dim, "key": key, "row_mask": row_mask}
+            low = self.split.with_factors(x, quantizer, **options)[1].dense()
+        basis = RandomHadamard(seed=key.static)
+        residual = basis(x.float() - low, EDEN, dim=dim, key=key.fold(3))
+        return (low + residual[: x.shape[0], : x.shape[1]]).to(dtype)
+
+
+@dataclass(frozen=True)
+class WarmStarted(Spectral):
+    """The subspace of the call before, moved by one power step, as in Dion (arXiv 2504.05295).
+
+    No sketch and no eigenproblem: v = orth(R^T R v) with R the sampled rows. The first call finds
+    its subspace as `Spectral` does.
+    """
+
+    last: list[Tensor] = field(default_factory=list, compare=False)
+
+    def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.last:
+            found = super().split(x, key=key, row_mask=row_mask)
+            self.last.append(found[2])
+            return found
+        count = max(math.ceil(self.sample_frac * len(x)), default_rows(self.rank, self.oversample))
+        rows = sample_rows(x, count, key.fold(4), row_mask).float()
+        self.last[:] = [torch.linalg.qr(rows.T @ (rows @ self.last[0])).Q]
+        return *project(x.float(), self.last[0]), self.last[0]

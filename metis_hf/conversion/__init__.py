@@ -1,0 +1,1 @@
+"""Turning a transformers model into a quantized one and back, and saying what was converted."""

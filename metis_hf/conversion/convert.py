@@ -1,0 +1,265 @@
+"""get_metis_model: converts any transformers model in place, and says what it did; to_dense back.
+
+First everything is checked, then the layers are swapped one by one, so an error leaves the model
+as it was and no second copy of it is ever in memory. Loading checkpoints is in `hub`, choosing
+modules in `matching`, the report in `report`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.report import ConversionReport, LayerReport, gemm_weights
+from metis_hf.conversion.select import select_modules
+from metis_hf.layers.experts import (
+    converted_names,
+    expert_shape,
+    fuse_again,
+    fused_bias,
+    fused_weights,
+    replace_fused,
+)
+from metis_hf.layers.linear import (
+    MetisLayer,
+    MetisLinear,
+    as_linear,
+    convert_linear,
+    linear_shape,
+    make_layer,
+)
+from metis_hf.layers.token_mask import TokenMask
+from metis_hf.schemes import build_scheme, kept_directions, layer_rank
+
+DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
+
+
+def metis_layers(model: nn.Module) -> Iterator[tuple[str, MetisLayer]]:
+    """(name, layer) of every converted layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, MetisLayer):
+            yield name, module
+
+
+def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.Module:
+    """Replaces the target linear layers of `model`, in place, by quantized ones.
+
+    Fused experts of mixture-of-experts models are converted too, one layer for each expert. Call it
+    before the optimizer, `Trainer`, DDP or FSDP sees the model: a split weight is stored in new
+    parameters. The report is in `model.metis_report`.
+
+    Args:
+        model: any transformers model, or any module with nn.Linear or Conv1D layers.
+        config: default `MetisConfig()`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: unknown scheme, no layer selected, a rank above half of a layer's directions,
+            a tied weight named as target, non-finite weights, a model that is converted already or
+            wrapped by DDP, FSDP or torch.compile. The model is then unchanged.
+    """
+    config = config or MetisConfig()
+    _check_model(model)
+    selection = select_modules(model, config)
+    for name in selection.linears:
+        module = as_linear(model.get_submodule(name))
+        _check_layer(name, module.weight, *linear_shape(module), config.for_layer(name))
+    for name in selection.experts:
+        experts, key = _owner(model, name)
+        weight = fused_weights(experts)[key]
+        _check_layer(name, weight, *expert_shape(experts, key), config.for_layer(name))
+    total = sum(p.numel() for p in model.parameters())
+    costs = gemm_weights(model)
+    converted = sum(costs[name] for name in (*selection.linears, *selection.experts))
+
+    _own_configs(model)
+    masks = _TokenMasks(model)
+    reports: list[LayerReport] = []
+    for name in selection.linears:
+        reports.append(_convert_linear(model, name, config.for_layer(name), masks))
+    for name in selection.experts:
+        reports += _convert_experts(model, name, config.for_layer(name), masks)
+
+    model.metis_report = ConversionReport(  # type: ignore[assignment]
+        config.scheme, tuple(reports), selection.skipped, total, converted / sum(costs.values())
+    )
+    masks.register(model)
+    if isinstance(model, PreTrainedModel):
+        model.config.quantization_config = config
+        model.add_model_tags(["metis", "fp4-training"])
+    return model
+
+
+def to_dense(model: nn.Module) -> nn.Module:
+    """Turns every converted layer back into a plain one with the weight it represents, in place.
+
+    Returns:
+        The same model, a plain transformers model again; its checkpoints need no metis_hf.
+
+    Raises:
+        ValueError: the model has no converted layer, or its parameters are sharded.
+    """
+    layers = dict(metis_layers(model))
+    if not layers:
+        raise ValueError("the model has no Metis layer; nothing to turn back")
+    if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
+        raise ValueError(
+            "the model's parameters are sharded over processes (FSDP2 or ZeRO-3): save a full "
+            "checkpoint, load it in one process and call to_dense there"
+        )
+    for module in model.modules():
+        for key in converted_names(module):
+            fuse_again(module, key)
+    for name, layer in metis_layers(model):
+        model.set_submodule(name, layer.to_dense())
+    if hasattr(model, "metis_report"):
+        del model.metis_report
+    TokenMask.unregister(model)
+    if isinstance(model, PreTrainedModel) and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+class _TokenMasks:
+    """The masks of a model: one, or two where it has an encoder and a decoder."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tokens = TokenMask("attention_mask")
+        both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        self.decoder = TokenMask("decoder_attention_mask") if both else None
+
+    def of(self, name: str) -> TokenMask:
+        """The mask for the layer of that name."""
+        in_decoder = "decoder" in name.split(".")
+        return self.decoder if self.decoder is not None and in_decoder else self.tokens
+
+    def register(self, model: nn.Module) -> None:
+        for mask in (self.tokens, self.decoder):
+            if mask is not None:
+                mask.register(model)
+
+
+def _convert_linear(
+    model: nn.Module, name: str, config: MetisConfig, masks: _TokenMasks
+) -> LayerReport:
+    module = as_linear(model.get_submodule(name))
+    layer = convert_linear(module, config, name=name, token_mask=masks.of(name))
+    model.set_submodule(name, layer)
+    original = module.weight.detach()
+    return _report(name, original.T if isinstance(module, Conv1D) else original, layer)
+
+
+def _convert_experts(
+    model: nn.Module, name: str, config: MetisConfig, masks: _TokenMasks
+) -> list[LayerReport]:
+    module, key = _owner(model, name)
+    fused, bias = fused_weights(module)[key], fused_bias(module, key)
+    conv1d = bool(module.is_transposed) and bias is not None  # a Conv1D always has one
+    layers, reports = [], []
+    for index, weight in enumerate(fused.detach()):
+        matrix = weight.T if module.is_transposed else weight  # [o i]
+        layer = make_layer(
+            _copy(weight if conv1d else matrix, fused),
+            None if bias is None else _copy(bias.detach()[index], bias),
+            config,
+            name=f"{name}.{index}",
+            conv1d=conv1d,
+            token_mask=masks.of(name),
+        )
+        layers.append(layer.train(module.training))
+        reports.append(_report(f"{name}.{index}", matrix, layer))
+    replace_fused(module, key, layers)
+    return reports
+
+
+def _copy(part: Tensor, whole: nn.Parameter) -> nn.Parameter:
+    """A part of a parameter as one of its own, frozen if the whole is."""
+    part = part.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Gives a model its own copy of its configs: others may have been built from the same."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """(module, attribute) of a dotted parameter name."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _check_model(model: nn.Module) -> None:
+    existing = next(metis_layers(model), None)
+    if existing is not None:
+        raise ValueError(
+            f"the model is converted already ({existing[0]} runs scheme "
+            f"{existing[1].config.scheme!r}); call to_dense(model) first"
+        )
+    for name, module in model.named_modules():
+        ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        fsdp = type(module).__name__.startswith(("FSDP", "FullySharded"))
+        if ddp or fsdp or hasattr(module, "_orig_mod"):  # the last: torch.compile
+            raise ValueError(
+                f"{name or 'the model'} is wrapped already ({type(module).__name__}): convert "
+                "before accelerator.prepare, DDP, FSDP or torch.compile sees the model"
+            )
+    if type(model).__module__.startswith("peft."):
+        raise ValueError(
+            f"the model has PEFT adapters already ({type(model).__name__}), whose own layers "
+            "would be quantized too: convert the base model, then call get_peft_model"
+        )
+    if any(hasattr(p, mark) for p in model.parameters() for mark in DEEPSPEED_MARKS):
+        raise ValueError(
+            "DeepSpeed manages the model's parameters already (ZeRO-3 has partitioned them): build "
+            "and convert the model before TrainingArguments(deepspeed=...), accelerator.prepare or "
+            "deepspeed.zero.Init sees it"
+        )
+
+
+def _check_layer(
+    name: str, weight: Tensor, in_features: int, out_features: int, config: MetisConfig
+) -> None:
+    scheme = build_scheme(config, in_features, out_features)
+    smaller = min(in_features, out_features)
+    kept = kept_directions(config, in_features, out_features)
+    if scheme.splits_weight and 2 * kept > smaller + 1:
+        absolute = config.rank is not None
+        asked = f"rank={kept}" if absolute else f"rank_frac={config.rank_frac}"
+        raise ValueError(
+            f"{asked} keeps {kept} of {smaller} directions of {name}; "
+            f"choose at most {smaller // 2 if absolute else 0.5}"
+        )
+    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
+
+
+def _report(name: str, original: Tensor, layer: MetisLayer) -> LayerReport:
+    o, i = layer.out_features, layer.in_features
+    rank, error = None, 0.0
+    if layer.scheme.splits_weight:
+        rank = layer_rank(layer.config, i, o)
+    quantizer = layer.scheme.fprop_weight.quantizer
+    element_bits = 16.0 if quantizer is None else quantizer.fmt.bits_per_element
+    factor_bits = 16.0 if layer.scheme.exact_factors else element_bits
+    bits = element_bits
+    if rank is not None:
+        bits += (factor_bits * (o + i) * rank + 32 * rank) / (o * i)
+    if isinstance(layer, MetisLinear) and not original.is_meta:
+        with torch.no_grad():
+            scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+            error = ((layer.weight - original).abs().max() / scale).item()
+    return LayerReport(name, i, o, layer.config.scheme, rank, bits, error)

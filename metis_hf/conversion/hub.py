@@ -1,0 +1,131 @@
+"""Registers Metis with transformers, so that from_pretrained loads and converts Metis models.
+
+The quantizer is only a loader: it swaps the layers before the weights arrive (a Metis checkpoint)
+or converts after (a dense one with `quantization_config=MetisConfig(...)`), then removes itself.
+What remains is an ordinary trainable model; transformers' rules for frozen quantized models (no
+training, its own state dict on save) do not apply to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from metis_hf.config import MetisConfig
+
+# `conversion.convert` is imported where it is used: this module is imported by `registration` while
+# transformers' quantizers are, and models import those.
+
+
+class MetisConfigLoader(QuantizationConfigMixin):
+    """What transformers looks up for quant_method "metis"; it gives a plain MetisConfig."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
+        config = MetisConfig.from_dict({**config_dict, **kwargs})
+        return (config, {}) if return_unused_kwargs else config
+
+
+class MetisLoader(HfQuantizer):
+    """Converts a model on its way through from_pretrained."""
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        from metis_hf.conversion.convert import get_metis_model
+
+        if self.pre_quantized:
+            get_metis_model(model, self.quantization_config)
+            _check_shapes(model, kwargs.get("checkpoint_files") or ())
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        from metis_hf.conversion.convert import get_metis_model
+
+        if self.pre_quantized:
+            _check_complete(model)
+        else:
+            get_metis_model(model, self.quantization_config)
+        for name in ("hf_quantizer", "quantization_method"):
+            if hasattr(model, name):
+                delattr(model, name)
+        model.is_quantized = False
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_is_quantized", False):
+                config._is_quantized = False
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+
+def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
+    """Refuses factors of another rank by name; transformers would only log which ones they are."""
+    from metis_hf.conversion.convert import metis_layers
+
+    expected = {
+        f"{name}.{key}": tuple(param.shape)
+        for name, layer in metis_layers(model)
+        for key, param in layer.named_parameters(recurse=False)
+    }
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        with safe_open(path, "pt") as tensors:
+            for key in expected.keys() & set(tensors.keys()):
+                shape = tuple(tensors.get_slice(key).get_shape())
+                if shape != expected[key]:
+                    raise ValueError(
+                        f"{key} has shape {shape} in {path}, and {expected[key]} by the config "
+                        "beside it: the two are not of the same run, or the config was edited "
+                        "(rank, rank_frac, rank_multiple, rank_pattern)"
+                    )
+
+
+def _check_complete(model: nn.Module) -> None:
+    """Refuses a checkpoint that lacks tensors of converted layers, which would be made up.
+
+    transformers marks the parameters that it loads. A way of loading that marks none is left alone.
+    """
+    from metis_hf.conversion.convert import metis_layers
+
+    def loaded(tensor: Tensor) -> bool:
+        return getattr(tensor, "_is_hf_initialized", False)
+
+    missing = [
+        f"{name}.{key}"
+        for name, layer in metis_layers(model)
+        for key, tensor in (*layer.named_parameters(recurse=False), *layer.state_buffers().items())
+        if not loaded(tensor)
+    ]
+    if missing and any(loaded(param) for param in model.parameters()):
+        shown = ", ".join(missing[:4]) + (f", ... ({len(missing)})" if len(missing) > 4 else "")
+        path = getattr(getattr(model, "config", None), "name_or_path", "") or "the checkpoint"
+        raise ValueError(
+            f"{path} lacks tensors of converted layers: {shown}. Nothing can stand in for them; "
+            "restore the files, or correct quantization_config in its config.json"
+        )
+
+
+if MetisConfig.quant_method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(MetisConfig.quant_method)(MetisConfigLoader)
+if MetisConfig.quant_method not in AUTO_QUANTIZER_MAPPING:
+    register_quantizer(MetisConfig.quant_method)(MetisLoader)

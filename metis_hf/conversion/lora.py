@@ -1,0 +1,163 @@
+"""LoRA over a frozen converted model, through PEFT.
+
+Importing this module puts a tuner that knows our layers into PEFT's table of tuners; models without
+such layers take PEFT's own path. From then on `get_peft_model(model, LoraConfig(...))`,
+`PeftModel.from_pretrained` and whatever builds on them (TRL's `peft_config`) take converted models.
+The frozen base computes as its scheme says; the adapter runs in high precision beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import copy
+from typing import Any
+
+import torch
+from peft import LoraConfig, LoraModel, PeftType
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
+from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer, MetisLinear, QuantLinear
+
+# Initializations that leave the base weight alone; the others write to it, or need its factors.
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
+
+
+class MetisLoraLinear(LoraLinear):
+    """PEFT's LoRA layer around a frozen quantized layer: y = base(x) + scaling B A x.
+
+    Merging adds scaling B A to the dense weight or to `weight_residual`: the represented weight is
+    then W + scaling B A, decomposed as before (`metis_hf.refresh` decomposes it anew).
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs):
+        super().__init__(base_layer, adapter_name, config, **kwargs)
+        self.fan_in_fan_out = False  # deltas are [o i]; where they go is `_add_to_weight`'s matter
+
+    @property
+    def base(self) -> MetisLayer:
+        """The quantized layer."""
+        layer = self.get_base_layer()
+        assert isinstance(layer, MetisLayer)
+        return layer
+
+    def row_mask(self, x: Tensor) -> Tensor | None:
+        """As of the layer; experts ask for it."""
+        return self.base.row_mask(x)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, MetisLayer)
+        return module.in_features, module.out_features
+
+    def resolve_lora_variant(self, *, config: LoraConfig, **kwargs) -> LoraVariant | None:
+        """None: plain LoRA (and rsLoRA) only.
+
+        Raises:
+            ValueError: a variant or an initialization that reads or writes the base weight in
+                ways that the quantized layer does not have.
+        """
+        if config.init_lora_weights not in _INITIALIZATIONS:
+            choices = ", ".join(map(repr, _INITIALIZATIONS))
+            raise ValueError(
+                f"init_lora_weights={config.init_lora_weights!r} rewrites the base weight, which a "
+                f"Metis layer stores quantized; choose one of {choices}"
+            )
+        try:
+            variant = super().resolve_lora_variant(config=config, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error}; over a Metis layer LoRA has no variants") from error
+        if variant is not None:
+            raise ValueError(
+                f"{type(variant).__name__} is not supported over a Metis layer; use plain LoRA "
+                "(use_rslora works)"
+            )
+        return None
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds adapters to the stored weight (and bias).
+
+        Args:
+            safe_merge: look for NaN and inf first.
+            adapter_names: default: the active ones.
+
+        Raises:
+            ValueError: an adapter with a bias for a layer without; with `safe_merge`, one that is
+                not finite. The layer is then unchanged.
+        """
+        names = check_adapters_to_merge(self, adapter_names) or []
+        names = [name for name in names if name in self.lora_A]
+        for name in names:
+            if self.lora_bias[name] and self.base.bias is None:
+                raise ValueError(
+                    f"adapter {name!r} has a bias (lora_bias=True) that the layer cannot take: it "
+                    "has none. Keep the adapter beside the model, unmerged"
+                )
+            if safe_merge and not bool(torch.isfinite(self.get_delta_weight(name)).all()):
+                raise ValueError(f"adapter {name!r} has NaN or inf; nothing was merged")
+        for name in names:
+            self._add(name, sign=1)
+            self.merged_adapters.append(name)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Takes merged adapters out again, up to the rounding of the additions."""
+        while self.merged_adapters:
+            self._add(self.merged_adapters.pop(), sign=-1)
+
+    def _add(self, name: str, sign: int) -> None:
+        _add_to_weight(self.base, sign * self.get_delta_weight(name))
+        if self.lora_bias[name]:
+            assert self.base.bias is not None  # `merge` looked
+            self.base.bias.add_(sign * self.scaling[name] * self.lora_B[name].bias)
+
+
+def _add_to_weight(layer: MetisLayer, delta: Tensor) -> None:
+    """Adds delta [o i] to the weight that a layer represents, in place."""
+    if isinstance(layer, MetisLinear):
+        layer.weight_residual.add_(delta)
+    else:
+        assert isinstance(layer, QuantLinear)
+        layer.weight.add_(delta.T if layer.conv1d else delta)
+
+
+class MetisLoraModel(LoraModel):
+    """PEFT's LoRA tuner, for models with and without quantized layers."""
+
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """As PEFT's; "all-linear" includes quantized layers, and experts that have become such."""
+        if next(metis_layers(model), None) is not None:
+            config: Any = self.peft_config[adapter_name]
+            config._register_custom_module({MetisLayer: MetisLoraLinear})
+            if isinstance(config.target_modules, str):
+                # Before PEFT sees it: for models whose experts transformers fuses, PEFT would turn
+                # it into names of fused parameters, which conversion has replaced by layers.
+                config.target_modules = _targets(config, model)
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+
+def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
+    """Full names of the modules that "all-linear" or a regular expression means."""
+    pattern = config.target_modules
+    assert isinstance(pattern, str)
+    if pattern.lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        return {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    plain: Any = _maybe_include_all_linear_layers(copy(config), model)
+    # A layer that carries an adapter already is found by PEFT, by the name of the adapter's class.
+    return plain.target_modules | {
+        name
+        for name, layer in metis_layers(model)
+        if layer is not head and not name.endswith(".base_layer")
+    }
+
+
+PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MetisLoraModel

@@ -1,0 +1,299 @@
+"""Which modules of a model a config selects: PEFT's own matching, and the reasons for leaving out.
+
+The PEFT helpers are semi-private; this file is the only one that calls them. Fused experts count as
+modules named after their parameters: "model.layers.0.mlp.experts.down_proj".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from metis_hf.config import MetisConfig, matching_pattern
+from metis_hf.layers.experts import fused_weights, is_fused_experts
+
+ALL_LINEAR = "all-linear"
+# MixtralTopKRouter, SwitchTransformersTop1Router, ...; the others that transformers has.
+_ROUTER_CLASS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to convert, and what stays in high precision with the reason.
+
+    Attributes:
+        linears: names of nn.Linear and Conv1D modules to convert.
+        experts: names of fused expert weights to convert.
+        skipped: linear layers and expert weights that stay, with the reason.
+    """
+
+    linears: tuple[str, ...]
+    experts: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
+    """Applies target_modules, exclude_modules and the block policy to a model.
+
+    Raises:
+        ValueError: nothing matched; a target is not a linear layer; a target's weight is tied; a
+            pattern or name of the config matches nothing.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    candidates = dict(_candidates(model))
+    if not candidates:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear or Conv1D layer and no fused experts; there "
+            "is nothing to convert"
+        )
+    everything = config.target_modules == ALL_LINEAR
+    matcher = SimpleNamespace(
+        target_modules=".*" if everything else config.target_modules,
+        exclude_modules=config.exclude_modules,
+        modules_to_save=config.modules_to_not_convert,
+        target_parameters=None,
+        layers_to_transform=config.layers_to_transform and list(config.layers_to_transform),
+        layers_pattern=config.layers_pattern,
+    )
+    if isinstance(matcher.target_modules, tuple):
+        matcher.target_modules = list(matcher.target_modules)
+    heads, tied, routers = _heads(model), _tied_weights(model), _routers(model)
+    skipped = dict(_unconvertible(model))
+    selected: list[str] = []
+    for name in candidates:
+        found = check_target_module_exists(matcher, name)
+        explicit = _named_by(config.target_modules, name)
+        if not found:
+            excluded = type(found).__name__ == "_ExcludedModule"
+            skipped[name] = (
+                _why_excluded(config, name) if excluded else _why_no_target(config, name)
+            )
+        elif name in tied:
+            if explicit:
+                raise ValueError(
+                    f"target module {name} shares its weight with {tied[name]}; converting it "
+                    f"would untie them. Take it out of target_modules"
+                )
+            skipped[name] = f"weight tied to {tied[name]}"
+        elif name in heads and not explicit:
+            skipped[name] = "output head"
+        elif name in routers and not explicit:
+            skipped[name] = "router"
+        elif reason := _kept_block(model, name, config):
+            skipped[name] = reason
+        else:
+            selected.append(name)
+            if explicit and name in (config.target_modules or ()) and config.layers_to_transform:
+                raise ValueError(
+                    f"target_modules names {name} in full, so layers_to_transform does not apply "
+                    "to it; give its last part, or leave layers_to_transform out"
+                )
+    _check_targets(model, config, candidates)
+    _check_layers(model, config, candidates)
+    if not selected:
+        why = "; ".join(f"{n}: {r}" for n, r in list(skipped.items())[:5])
+        raise ValueError(
+            f"target_modules={config.target_modules!r} selects no layer of "
+            f"{type(model).__name__}. Its linear layers: {', '.join(_suffixes(candidates))}. {why}"
+        )
+    _check_patterns(config, selected)
+    return Selection(
+        linears=tuple(name for name in selected if not candidates[name]),
+        experts=tuple(name for name in selected if candidates[name]),
+        skipped=skipped,
+    )
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    """(name, whether it is a fused expert weight) of everything that could be converted."""
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Conv1D):
+            yield name, False
+        elif is_fused_experts(module):
+            for weight in fused_weights(module):
+                yield f"{name}.{weight}".removeprefix("."), True
+
+
+def _unconvertible(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Layers that look as if they belonged to the candidates and do not."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and type(module) not in (nn.Linear, Conv1D):
+            yield name, f"its class {type(module).__name__} is not exactly nn.Linear"
+        elif not is_fused_experts(module):
+            for key, param in module.named_parameters(recurse=False):
+                # One matrix for each expert; position embeddings are often [1 n d].
+                if param.dim() == 3 and min(param.shape) > 1 and not _is_convolution(module):
+                    reason = f"3-D parameter of {type(module).__name__}, unknown to transformers'"
+                    yield f"{name}.{key}", f"{reason} experts interface"
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _named_by(targets: str | tuple[str, ...], name: str) -> bool:
+    """Whether an entry of a list (not a regular expression) names the module."""
+    return not isinstance(targets, str) and any(
+        name == target or name.endswith(f".{target}") for target in targets
+    )
+
+
+def _why_excluded(config: MetisConfig, name: str) -> str:
+    for keep in config.modules_to_not_convert or ():
+        if re.match(rf"(^|.*\.){keep}($|\..*)", name):
+            return "in modules_to_not_convert"
+    return "excluded by exclude_modules"
+
+
+def _why_no_target(config: MetisConfig, name: str) -> str:
+    if config.layers_to_transform and _named_by(config.target_modules, name):
+        return "not in layers_to_transform"
+    return "not a target"
+
+
+def _check_targets(model: nn.Module, config: MetisConfig, candidates: dict[str, bool]) -> None:
+    """Every name in the config's lists has to mean something in this model."""
+    modules = dict(model.named_modules())
+    if not isinstance(config.target_modules, str):
+        for target in config.target_modules:
+            if any(_named_by((target,), name) for name in candidates):
+                continue
+            other = next((n for n in modules if n and _named_by((target,), n)), None)
+            if other is not None:
+                raise ValueError(
+                    f"target module {other} is a {type(modules[other]).__name__}; only nn.Linear, "
+                    "transformers' Conv1D and fused experts can be converted. Name the linear "
+                    "layers inside it"
+                )
+            raise ValueError(
+                f"target_modules names {target!r}, which is no module of {type(model).__name__}. "
+                f"Its linear layers: {', '.join(_suffixes(candidates))}"
+            )
+    everywhere = (*modules, *candidates)
+    pattern = config.exclude_modules
+    if isinstance(pattern, str) and not any(re.fullmatch(pattern, name) for name in everywhere):
+        raise ValueError(
+            f"exclude_modules={pattern!r} matches the full name of no module of "
+            f"{type(model).__name__}; what it was to leave out would be converted"
+        )
+    for name in config.exclude_modules if isinstance(config.exclude_modules, tuple) else ():
+        if not any(_named_by((name,), module) for module in everywhere):
+            raise ValueError(
+                f"exclude_modules names {name!r}, which is no module of {type(model).__name__}; "
+                "what it was to leave out would be converted"
+            )
+    for keep in config.modules_to_not_convert or ():
+        if not any(re.match(rf"(^|.*\.){keep}($|\..*)", name) for name in everywhere):
+            raise ValueError(
+                f"modules_to_not_convert names {keep!r}, which is no module of "
+                f"{type(model).__name__}; what it was to keep would be converted"
+            )
+
+
+def _check_layers(model: nn.Module, config: MetisConfig, candidates: dict[str, bool]) -> None:
+    """Every index in layers_to_transform has to reach a target; PEFT ignores those that do not."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    for index in config.layers_to_transform or ():
+        matcher = SimpleNamespace(
+            target_modules=list(config.target_modules),
+            layers_to_transform=[index],
+            layers_pattern=config.layers_pattern,
+        )
+        if not any(check_target_module_exists(matcher, name) for name in candidates):
+            pattern = f" (layers_pattern={config.layers_pattern!r})" * bool(config.layers_pattern)
+            raise ValueError(
+                f"layers_to_transform has {index}{pattern}, but no block of "
+                f"{type(model).__name__} with that index holds a target module"
+            )
+
+
+def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
+    """A pattern that decides nothing is a mistake: a typo, or hidden by an earlier one."""
+    for option in ("rank_pattern", "scheme_pattern"):
+        patterns = getattr(config, option)
+        used = {matching_pattern(patterns, name) for name in selected}
+        for pattern in patterns:
+            if pattern not in used:
+                raise ValueError(
+                    f"{option} has {pattern!r}, which applies to no converted layer. They are: "
+                    f"{', '.join(_suffixes(dict.fromkeys(selected)))}"
+                )
+
+
+def _suffixes(names: dict) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in names})
+
+
+def _heads(model: nn.Module) -> set[str]:
+    """Linear layers behind the base model: the output embedding, classifiers and the like."""
+    heads: set[str] = set()
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    body = getattr(model, "base_model", model) if isinstance(model, PreTrainedModel) else model
+    inside = set(map(id, body.modules()))
+    for name, module in model.named_modules():
+        if module is head or (isinstance(module, nn.Linear | Conv1D) and id(module) not in inside):
+            heads.add(name)
+    return heads
+
+
+def _routers(model: nn.Module) -> set[str]:
+    """Linear layers that choose or weigh experts.
+
+    Those inside a module whose class says so, and those beside fused experts that are as narrow as
+    there are experts.
+    """
+    routers: set[str] = set()
+    for name, module in model.named_modules():
+        if _ROUTER_CLASS.search(type(module).__name__):
+            inside = (key for key, child in module.named_modules() if isinstance(child, nn.Linear))
+            routers.update(f"{name}.{key}".strip(".") for key in inside)
+        experts = [child for child in module.children() if is_fused_experts(child)]
+        widest = experts[0].num_experts if experts else 0
+        for key, child in module.named_children():
+            if isinstance(child, nn.Linear) and child.out_features <= widest:  # type: ignore[operator]
+                routers.add(f"{name}.{key}".removeprefix("."))
+    return routers
+
+
+def _tied_weights(model: nn.Module) -> dict[str, str]:
+    """Modules whose weight is the same Parameter as another module's: name -> the other's name."""
+    owners: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        other = owners.setdefault(id(weight), name)
+        if other != name:
+            tied[name], tied[other] = other, name
+    # On the meta device tied parameters are not shared yet; transformers knows which will be.
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
+        tied.setdefault(target, source)
+        tied.setdefault(source, target)
+    return tied
+
+
+def _kept_block(model: nn.Module, name: str, config: MetisConfig) -> str | None:
+    """The reason why the block policy keeps `name` in high precision, or None."""
+    if not (config.keep_first_blocks or config.keep_last_blocks):
+        return None
+    for match in re.finditer(r"\.(\d+)(?=\.)", name):
+        blocks = model.get_submodule(name[: match.start()])
+        if isinstance(blocks, nn.ModuleList):
+            index, count = int(match.group(1)), len(blocks)
+            if index < config.keep_first_blocks:
+                return f"keep_first_blocks={config.keep_first_blocks}"
+            if index >= count - config.keep_last_blocks:
+                return f"keep_last_blocks={config.keep_last_blocks}"
+            return None
+    return None

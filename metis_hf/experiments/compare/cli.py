@@ -1,0 +1,119 @@
+"""`metis-hf compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(compare)
+
+
+def compare(
+    preset: Annotated[
+        str | None,
+        typer.Option(help="main, ablations, ablations-metis, nvidia, rank, rank-metis or split."),
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
+    scale: Annotated[str | None, typer.Option(help="tiny (default), 130m, 1b1 or 8b.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Packed tokens of recipes/prepare_data.py; default at scale tiny: the "
+            "standard library's sources."
+        ),
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="Packed held-out tokens; default: those of --data.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Training tokens of each run.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval tasks for every trained model, comma-separated.")
+    ] = None,
+    tasks_dir: Annotated[Path | None, typer.Option(help="Local data of these tasks.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<scale>.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs side by side; default: one per device or CPU core.")
+    ] = None,
+    launcher: Annotated[
+        str, typer.Option(help="Starts a run on several devices: 'accelerate launch ...'.")
+    ] = "",
+    times: Annotated[
+        bool,
+        typer.Option(
+            "--times",
+            help="Afterwards time a step of every variant side by side in this process, and show "
+            "these times rather than those of the runs. All models are in memory at once.",
+        ),
+    ] = False,
+) -> None:
+    """Train several schemes with the same seeds and data, and compare them with error bars.
+
+    Interrupt it and run it again: finished runs are kept, others resume. More schemes or seeds can
+    be added to a directory later.
+    """
+    from rich.console import Console
+
+    from metis_hf.experiments.compare.outputs import write_outputs
+    from metis_hf.experiments.compare.plan import make_plan
+    from metis_hf.experiments.compare.progress import RunProgress
+    from metis_hf.experiments.compare.run import RunsFailed, default_jobs, load_results, run_plan
+    from metis_hf.experiments.compare.timing import measure_times
+    from metis_hf.shared.progress import quiet
+
+    plan = make_plan(
+        config,
+        preset=preset,
+        schemes=_split(schemes),
+        seeds=_seeds(seeds),
+        scale=scale,
+        data=None if data is None else str(data),
+        validation=None if validation is None else str(validation),
+        tokens=tokens,
+        tasks=_split(tasks),
+        tasks_dir=None if tasks_dir is None else str(tasks_dir),
+    )
+    out = out or Path("runs") / f"compare-{preset or 'custom'}-{plan.scale}"
+    console = Console()
+    failure: RunsFailed | None = None
+    with quiet():
+        try:
+            results = run_plan(
+                plan, out, jobs=jobs, launcher=launcher, progress=RunProgress(console)
+            )
+        except RunsFailed as error:
+            failure, results = error, load_results(plan, out)
+    if results:
+        if times:
+            with quiet():
+                measure_times(plan, out)
+        used = 1 if launcher else jobs or default_jobs(len(plan.runs()))
+        write_outputs(plan, results, out, jobs=used, console=console)
+    if failure is not None:
+        typer.echo(f"error: {failure}", err=True)
+        raise typer.Exit(1)
+
+
+def _split(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _seeds(text: str | None) -> list[int] | None:
+    parts = _split(text)
+    try:
+        return None if parts is None else [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"--seeds {text}: expected whole numbers, as in 0,1,2") from None

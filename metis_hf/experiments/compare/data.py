@@ -1,0 +1,96 @@
+"""The data of a comparison, on disk, so that every process reads the same.
+
+`embed` packs the standard library's sources once; `load_data` opens them, or what
+recipes/prepare_data.py wrote, for a run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metis_hf.data.packed import META, TOKENIZER, load_packed, read_meta
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+EMBEDDED_TRAIN, EMBEDDED_VALIDATION = "train", "validation"
+
+
+def embed(directory: Path, *, vocab_size: int, sequence_length: int) -> None:
+    """Packs the standard library's sources into `directory`, if it does not hold them yet.
+
+    Writes `train`, `validation` (other files) and `tokenizer`, which is trained on `train`.
+    """
+    from metis_hf.data.corpus import pack, split_documents, stdlib_documents, train_tokenizer
+
+    if directory.is_dir():
+        return
+    temporary = directory.with_name(f"{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    splits = split_documents(stdlib_documents())
+    tokenizer = train_tokenizer(splits.train, vocab_size, max_chars=3_000_000)
+    tokenizer.save_pretrained(temporary / TOKENIZER)
+    held_out = [*splits.validation, *splits.test]
+    for name, documents in ((EMBEDDED_TRAIN, splits.train), (EMBEDDED_VALIDATION, held_out)):
+        packed = pack(documents, tokenizer, sequence_length)
+        packed.select_columns(["input_ids"]).save_to_disk(temporary / name)
+    temporary.rename(directory)
+
+
+def load_data(
+    data: Path,
+    validation: Path | None,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    eval_sequences: int,
+    seed: int,
+) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase]:
+    """(training sequences in the seed's order, held-out sequences, tokenizer).
+
+    Args:
+        data: what `embed` or recipes/prepare_data.py wrote.
+        validation: held-out tokens in a directory of their own; None takes `data/validation`.
+        vocab_size: the model's.
+        sequence_length: the experiment's, tokens.
+        eval_sequences: at most so many held-out sequences, evenly spaced.
+        seed: of the order.
+
+    Raises:
+        FileNotFoundError: no packed tokens, or no held-out ones.
+        ValueError: sequences of another length, or tokens that the model does not embed.
+    """
+    import datasets
+    from transformers import AutoTokenizer
+
+    if (data / EMBEDDED_TRAIN).is_dir():
+        train = datasets.load_from_disk(data / EMBEDDED_TRAIN)
+        held_out = datasets.load_from_disk(data / EMBEDDED_VALIDATION)
+    else:
+        folder = validation or data / "validation"
+        train = _packed(data, vocab_size, sequence_length)
+        if validation is None and not (folder / META).is_file():
+            raise FileNotFoundError(
+                f"{data} holds no held-out tokens ({folder / META} is missing); prepare it with "
+                "--validation-share above 0, or give --validation DIR"
+            )
+        held_out = _packed(folder, vocab_size, sequence_length)
+    tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER)
+    step = max(1, len(held_out) // eval_sequences)
+    held_out = held_out.select(range(0, len(held_out), step)[:eval_sequences])
+    train = train.shuffle(seed=seed, keep_in_memory=True)
+    return train.with_format("torch"), held_out.with_format("torch"), tokenizer
+
+
+def _packed(directory: Path, vocab_size: int, sequence_length: int) -> datasets.Dataset:
+    length = read_meta(directory)["seq_len"]
+    if length != sequence_length:
+        raise ValueError(
+            f"{directory} holds sequences of {length} tokens, and the experiment wants "
+            f"{sequence_length}; pack again with --seq-len {sequence_length}, or set "
+            "sequence_length in --config"
+        )
+    return load_packed(directory, vocab_size=vocab_size)

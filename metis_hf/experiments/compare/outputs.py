@@ -1,0 +1,118 @@
+"""What a comparison leaves in its directory: the record, the table in four formats, three plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from metis_hf.experiments.compare import cost_figure, figures, table
+from metis_hf.experiments.compare.plan import Plan
+from metis_hf.experiments.compare.statistics import Summary, summarize
+from metis_hf.experiments.compare.timing import load_times
+from metis_hf.experiments.runner import SchemeResult
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.records import environment, write_json
+
+RECORD_FILE = "compare.json"
+FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png", "cost.png")
+
+
+def write_outputs(
+    plan: Plan, results: Sequence[SchemeResult], out: Path, *, jobs: int, console: Console
+) -> list[Summary]:
+    """Writes FILES into `out`, prints table and findings, and returns the summaries.
+
+    Args:
+        plan: what was compared.
+        results: of its runs; step times that `timing` has measured side by side go before theirs.
+        out: the comparison's directory.
+        jobs: runs side by side, which the times depend on.
+        console: where the table goes.
+    """
+    times = load_times(out)
+    results = [
+        replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
+        for result in results
+    ]
+    summaries = table.ordered(summarize(results))
+    sentences = [describe(plan, results), *table.findings(summaries)]
+    record = {
+        "plan": plan.settings(),
+        "variants": {variant.name: variant.fields() for variant in plan.variants},
+        "seeds": list(plan.seeds),
+        "tokens": plan.tokens,
+        "jobs": jobs,
+        **environment(),
+        "findings": sentences,
+        "summaries": [asdict(summary) for summary in summaries],
+        "runs": [_compact(result) for result in results],
+    }
+    write_json(out / RECORD_FILE, record)
+    body = table.markdown(summaries) + "\n" + "".join(f"- {text}\n" for text in sentences)
+    (out / "table.md").write_text(body)
+    (out / "table.tex").write_text(table.latex(summaries))
+    (out / "table.csv").write_text(table.as_csv(summaries))
+    figures.plot_curves(results, out / "loss.png", describe(plan, results))
+    if any(summary.gap is not None for summary in summaries):
+        figures.plot_gaps(summaries, results, out / "gap.png")
+        cost_figure.plot_costs(summaries, out / "cost.png", describe(plan, results))
+    _print(summaries, sentences, console)
+    names = ", ".join(name for name in FILES if (out / name).exists())
+    console.print(f"Written to {out}/: {names}", soft_wrap=True)
+    return summaries
+
+
+def describe(plan: Plan, results: Sequence[SchemeResult]) -> str:
+    """The comparison in a line: size, tokens, seeds, data."""
+    parameters = results[0].parameters
+    data = "Python's standard library" if plan.data is None else Path(plan.data).name
+    count = len({result.seed for result in results})
+    seeds = f"{count} seed{'s' * (count > 1)}"
+    return (
+        f"{plan.experiment.model['model_type']} with {_human(parameters)} parameters, "
+        f"{_human(plan.tokens)} tokens of {data}, {seeds}"
+    )
+
+
+def _human(count: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:g}"
+
+
+def _compact(result: SchemeResult) -> dict[str, Any]:
+    """A run without what fills pages: curves rounded, health and lm-eval's raw results left out."""
+    return {
+        "scheme": result.scheme,
+        "seed": result.seed,
+        "config": result.config,
+        "precision_schedule": result.precision_schedule,
+        "loss": result.loss,
+        "tasks": result.tasks,
+        "seconds_per_step": result.seconds_per_step,
+        "peak_memory": result.peak_memory,
+        "parameters": result.parameters,
+        "curve": {
+            "step": [int(entry["step"]) for entry in result.history],
+            "loss": [round(entry["loss"], 5) for entry in result.history],
+        },
+    }
+
+
+def _print(summaries: Sequence[Summary], sentences: Sequence[str], console: Console) -> None:
+    shown = Table(title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval")
+    for index, title in enumerate(table.header(summaries)):
+        shown.add_column(title, justify="right" if index else "left")
+    winner = table.best(summaries)
+    for row in table.rows(summaries):
+        style = "red" if "nan" in row[1] else "bold" if row[0] == winner != CONTROL else None
+        shown.add_row(*row, style=style)
+    console.print(shown)
+    for sentence in sentences:
+        console.print(f"- {sentence}")

@@ -1,0 +1,110 @@
+"""What a comparison shows while it runs: a bar for all steps, a line for each run at work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from metis_hf.experiments.runner import SchemeResult
+
+
+class RunProgress:
+    """Progress of the runs of a comparison; None as the console shows nothing.
+
+    On a terminal these are bars; elsewhere a line when a run starts and ends. Runs are told apart
+    by their `name`.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self.console = console or Console(quiet=True)
+        self._lock = threading.Lock()
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._reached: dict[str, int] = {}
+        self._resumed: dict[str, int] = {}
+        self._begun: dict[str, float] = {}
+        self._total = TaskID(0)
+        self._runs = self._done = self._steps = 0
+        self._start = 0.0
+
+    @contextmanager
+    def running(self, runs: Sequence[Any], steps: int, slots: int) -> Iterator[None]:
+        """While the runs are trained, `slots` at a time, `steps` steps each."""
+        if not runs:
+            yield
+            return
+        self._runs, self._steps, self._start = len(runs), steps, time.monotonic()
+        self.console.print(f"{len(runs)} runs of {steps} steps, {slots} at a time.")
+        self._bars = Progress(
+            TextColumn("{task.description:<32}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.completed:>6}/{task.total}"),
+            TextColumn("{task.fields[status]:<22}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        with self._bars:
+            self._total = self._bars.add_task("all runs", total=len(runs) * steps, status="")
+            yield
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, soft_wrap=True)
+
+    def begin(self, run: Any) -> None:
+        """A run starts."""
+        assert self._bars is not None
+        with self._lock:
+            self._tasks[run.name] = self._bars.add_task(
+                run.name, total=self._steps, status="preparing"
+            )
+            self._begun[run.name] = time.monotonic()
+
+    def step(self, run: Any, step: int, loss: float | None) -> None:
+        """An optimizer step of a run is done."""
+        assert self._bars is not None
+        with self._lock:
+            self._reached[run.name] = step
+            self._resumed.setdefault(run.name, step - 1)
+            shown = "" if loss is None else f"loss {loss:.3f}"
+            self._bars.update(self._tasks[run.name], completed=step, status=shown)
+            left = self._time_left()
+            self._bars.update(
+                self._total,
+                completed=self._done * self._steps + sum(self._reached.values()),
+                status="" if left is None else "about {}:{:02} left".format(*divmod(left, 60)),
+            )
+
+    def status(self, run: Any, status: str) -> None:
+        """A run does something else than training."""
+        assert self._bars is not None
+        with self._lock:
+            self._bars.update(self._tasks[run.name], status=status)
+
+    def finish(self, run: Any, result: SchemeResult | None) -> None:
+        """A run has ended, with a result or without."""
+        assert self._bars is not None
+        with self._lock:
+            self._done += 1
+            self._reached.pop(run.name, None)
+            self._bars.remove_task(self._tasks.pop(run.name))
+            seconds = time.monotonic() - self._begun[run.name]
+        shown = "failed" if result is None else f"held-out loss {result.loss:.4f}"
+        self.note(f"[{self._done}/{self._runs}] {run.name}: {shown}, {seconds:.0f} s")
+
+    def _time_left(self) -> int | None:
+        """Seconds, from the steps of this session; None until there are some."""
+        here = sum(step - self._resumed[name] for name, step in self._reached.items())
+        steps = self._done * self._steps + here
+        elapsed = time.monotonic() - self._start
+        if elapsed < 20 or not steps:
+            return None
+        left = self._runs * self._steps - self._done * self._steps - sum(self._reached.values())
+        return round(elapsed / steps * left)

@@ -1,0 +1,262 @@
+"""Runs a plan: one process for each run, as many side by side as there are devices or asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metis_hf.experiments.compare.data import embed, load_data
+from metis_hf.experiments.compare.plan import SPEC_FILE, Plan, directory_name, with_seed
+from metis_hf.experiments.compare.progress import RunProgress
+from metis_hf.experiments.runner import RESULT_FILE, SchemeResult, Variant, load_result
+from metis_hf.shared.records import claim_directory, write_json
+
+LOG_FILE = "worker.log"
+_LOG_LINES = 15  # of a failed run's log that its error shows
+
+
+class RunsFailed(RuntimeError):
+    """Some runs of a comparison failed; the message has the end of their logs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a plan.
+
+    Attributes:
+        variant: what is trained.
+        seed: with which seed.
+        directory: its own.
+    """
+
+    variant: Variant
+    seed: int
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.variant.name}, seed {self.seed}"
+
+
+def run_plan(
+    plan: Plan,
+    out: Path,
+    *,
+    jobs: int | None = None,
+    launcher: str = "",
+    progress: RunProgress | None = None,
+) -> list[SchemeResult]:
+    """Trains what `out` does not hold yet, and returns all results, seed by seed.
+
+    Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
+    their last checkpoint. Variants and seeds can be added to a directory later. A run that fails
+    does not stop the others.
+
+    Args:
+        plan: what to compare.
+        out: directory of the comparison; a run's own is `out/runs/<variant>/seed-<seed>`.
+        jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
+        launcher: command that starts a run on several devices, as in
+            "accelerate launch --config_file recipes/accelerate/fsdp2.yaml"; one run at a time.
+        progress: shows what happens; None is silent.
+
+    Raises:
+        ValueError: `out` holds another comparison, or `jobs` contradicts the launcher.
+        RunsFailed: some runs failed; the others have their results.
+    """
+    if launcher and jobs not in (None, 1):
+        raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
+    if plan.data is not None:  # before anything is written
+        _check_data(plan, Path(plan.data))
+    claim_directory(out, plan.settings())
+    data = Path(plan.data) if plan.data is not None else out / "data"
+    if plan.data is None:
+        embed(
+            data,
+            vocab_size=plan.experiment.model["vocab_size"],
+            sequence_length=plan.experiment.sequence_length,
+        )
+    runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
+    progress = progress or RunProgress(None)
+    waiting = [run for run in runs if not _finished(run, plan, progress)]
+    slots = 1 if launcher else jobs or default_jobs(len(waiting))
+    for run in waiting:
+        _write_spec(run, plan, data)
+    with progress.running(waiting, plan.experiment.steps, slots):
+        failed = _train_all(waiting, slots, shlex.split(launcher), progress)
+    if failed:
+        done = len(runs) - len(failed)
+        raise RunsFailed(
+            f"{len(failed)} of {len(runs)} runs failed; {done} are done, and the same command goes "
+            "on with the others.\n" + "\n".join(failed)
+        )
+    return load_results(plan, out)
+
+
+def _check_data(plan: Plan, data: Path) -> None:
+    """Opens the data once: errors come early, and the runs share the cache that this makes."""
+    load_data(
+        data,
+        None if plan.validation is None else Path(plan.validation),
+        vocab_size=plan.experiment.model["vocab_size"],
+        sequence_length=plan.experiment.sequence_length,
+        eval_sequences=plan.eval_sequences,
+        seed=plan.seeds[0],
+    )
+
+
+def load_results(plan: Plan, out: Path) -> list[SchemeResult]:
+    """The finished runs of a plan, seed by seed."""
+    found = (load_result(_run_directory(out, v, s)) for v, s in plan.runs())
+    return [result for result in found if result is not None]
+
+
+def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
+    return out / "runs" / directory_name(variant.name) / f"seed-{seed}"
+
+
+def _finished(run: Run, plan: Plan, progress: RunProgress) -> bool:
+    """Whether a run has its result; a file that is not whole is named, and the run done again."""
+    try:
+        result = load_result(run.directory)
+    except ValueError as error:
+        progress.note(f"{run.name}: {error}; this run is evaluated again")
+        (run.directory / RESULT_FILE).unlink()
+        return False
+    if result is None:
+        return False
+    config, schedule = run.variant.metis_config(run.seed), run.variant.precision_schedule
+    if (result.config, result.precision_schedule) != (config.to_dict(), schedule):
+        raise ValueError(
+            f"{run.directory} holds a run of another variant of the name {run.variant.name!r}; "
+            "choose another name or another --out"
+        )
+    return True
+
+
+def _write_spec(run: Run, plan: Plan, data: Path) -> None:
+    run.directory.mkdir(parents=True, exist_ok=True)
+    spec = {
+        "experiment": asdict(with_seed(plan.experiment, run.seed)),
+        "variant": asdict(run.variant),
+        "global_batch": plan.global_batch,
+        "eval_sequences": plan.eval_sequences,
+        "data": str(data.resolve()),
+        "validation": plan.validation,
+        "tasks": list(plan.tasks),
+        "tasks_dir": plan.tasks_dir,
+    }
+    write_json(run.directory / SPEC_FILE, spec)
+
+
+def default_jobs(runs: int) -> int:
+    """Runs side by side where nothing else is asked for."""
+    return max(1, min(_devices(), runs))
+
+
+def _devices() -> int:
+    """Runs that a machine can hold: one for each accelerator, else one for each CPU core."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _slot_environment(slot: int, slots: int) -> dict[str, str]:
+    """A run's share of the machine: its accelerator, or its part of the CPU's threads."""
+    if torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(_devices())]
+        return {"CUDA_VISIBLE_DEVICES": names[slot % len(names)]}
+    if torch.accelerator.is_available():
+        return {}
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _devices() // slots))
+    }
+
+
+def _train_all(
+    runs: Sequence[Run], slots: int, launcher: list[str], progress: RunProgress
+) -> list[str]:
+    """Trains runs side by side; returns an error text for each that failed."""
+    free: queue.Queue[int] = queue.Queue()
+    for slot in range(slots):
+        free.put(slot)
+    children: set[subprocess.Popen] = set()
+    stopped = threading.Event()
+
+    def train(run: Run) -> str | None:
+        slot = free.get()
+        try:
+            if stopped.is_set():
+                return None
+            environment = {} if launcher else _slot_environment(slot, slots)
+            return _train_one(run, environment, launcher, children, progress)
+        finally:
+            free.put(slot)
+
+    with ThreadPoolExecutor(slots) as pool:
+        futures = [pool.submit(train, run) for run in runs]
+        try:
+            errors = [future.result() for future in futures]
+        except BaseException:  # Ctrl-C: the children stop too, and keep their checkpoints
+            stopped.set()
+            for child in list(children):
+                child.terminate()
+            raise
+    return [error for error in errors if error is not None]
+
+
+def _train_one(
+    run: Run,
+    environment: dict[str, str],
+    launcher: list[str],
+    children: set[subprocess.Popen],
+    progress: RunProgress,
+) -> str | None:
+    start = launcher or [sys.executable]
+    command = [*start, "-m", "metis_hf.experiments.compare.worker", str(run.directory)]
+    progress.begin(run)
+    with open(run.directory / LOG_FILE, "w") as log:
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"} | environment,
+        )
+        children.add(child)
+        assert child.stdout is not None
+        for line in child.stdout:
+            _follow(line, run, progress)
+        code = child.wait()
+        children.discard(child)
+    result = load_result(run.directory) if code == 0 else None
+    progress.finish(run, result)
+    if result is not None:
+        return None
+    tail = (run.directory / LOG_FILE).read_text().splitlines()[-_LOG_LINES:]
+    return f"{run.name} (exit code {code}):\n" + "\n".join(f"    {line}" for line in tail)
+
+
+def _follow(line: str, run: Run, progress: RunProgress) -> None:
+    try:
+        values: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:  # something else that was printed
+        return
+    if isinstance(values, dict) and "step" in values:
+        progress.step(run, values["step"], values["loss"])
+    elif isinstance(values, dict) and "status" in values:
+        progress.status(run, values["status"])

@@ -1,0 +1,138 @@
+"""What several seeds say about a variant: mean, spread, and the paired difference to the control.
+
+Runs of one seed share initialization and data order with the control's run of that seed, so their
+difference has less noise than either loss; the interval is Student's t interval of those
+differences. Nothing here drops a run: a diverged seed (NaN or infinite loss) makes the variant's
+mean NaN and is named.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metis_hf.experiments.runner import SchemeResult
+from metis_hf.schemes import CONTROL
+
+CONFIDENCE = 0.95
+REFERENCE = "metis"  # what the other schemes are compared with, beside the control
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its confidence interval.
+
+    Attributes:
+        mean: of the values.
+        half_width: of the interval around it; NaN for a single value.
+        count: number of values.
+    """
+
+    mean: float
+    half_width: float
+    count: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether zero lies outside; False where the interval is not known."""
+        return abs(self.mean) > self.half_width
+
+
+def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Student's t interval of the mean of independent normal values."""
+    from scipy.stats import t
+
+    count = len(values)
+    if not values or not all(map(math.isfinite, values)):
+        return Interval(math.nan, math.nan, count)
+    mean = statistics.fmean(values)
+    if count == 1:
+        return Interval(mean, math.nan, 1)
+    quantile = float(t.ppf((1 + confidence) / 2, count - 1))
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One variant over its seeds.
+
+    Attributes:
+        name: of the variant.
+        losses: seed -> held-out loss, nats per token.
+        mean: of the losses; NaN if a seed diverged.
+        deviation: sample standard deviation of the losses; NaN for a single one.
+        gap: paired difference to the control, percent of the control's loss; None for the control
+            itself or without one.
+        above_metis: the same to `metis`; None for `metis` itself, for the control, or without it.
+        diverged: seeds whose loss is not finite.
+        tasks: task -> mean of its metric over the seeds.
+        average: mean over the tasks; NaN without tasks.
+        seconds_per_step: median over the seeds.
+        peak_memory: bytes; the largest of the seeds.
+    """
+
+    name: str
+    losses: dict[int, float]
+    mean: float
+    deviation: float
+    gap: Interval | None
+    above_metis: Interval | None
+    diverged: tuple[int, ...]
+    tasks: dict[str, float]
+    average: float
+    seconds_per_step: float
+    peak_memory: int
+
+
+def summarize(results: Sequence[SchemeResult], control: str = CONTROL) -> list[Summary]:
+    """One summary for each variant, in the order of first appearance."""
+    by_name: dict[str, list[SchemeResult]] = {}
+    for result in results:
+        by_name.setdefault(result.scheme, []).append(result)
+    base = {result.seed: result.loss for result in by_name.get(control, [])}
+    metis = {result.seed: result.loss for result in by_name.get(REFERENCE, [])}
+    return [
+        _summary(
+            name,
+            runs,
+            {} if name == control else base,
+            {} if name in (control, REFERENCE) else metis,
+        )
+        for name, runs in by_name.items()
+    ]
+
+
+def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
+    """Percent of `base` by which `losses` lie above, on the seeds of both; None without a base."""
+    if not base:
+        return None
+    shared = [seed for seed in losses if seed in base]
+    return t_interval([100 * (losses[seed] / base[seed] - 1) for seed in shared])
+
+
+def _summary(
+    name: str, runs: Sequence[SchemeResult], base: dict[int, float], metis: dict[int, float]
+) -> Summary:
+    losses = {run.seed: run.loss for run in runs}
+    values = list(losses.values())
+    finite = all(map(math.isfinite, values))
+    tasks = {
+        task: statistics.fmean(run.tasks[task]["value"] for run in runs)
+        for task in runs[0].tasks
+        if all(task in run.tasks for run in runs)
+    }
+    return Summary(
+        name=name,
+        losses=losses,
+        mean=statistics.fmean(values) if finite else math.nan,
+        deviation=statistics.stdev(values) if finite and len(values) > 1 else math.nan,
+        gap=_paired(losses, base),
+        above_metis=_paired(losses, metis),
+        diverged=tuple(seed for seed, loss in losses.items() if not math.isfinite(loss)),
+        tasks=tasks,
+        average=statistics.fmean(tasks.values()) if tasks else math.nan,
+        seconds_per_step=statistics.median(run.seconds_per_step for run in runs),
+        peak_memory=max(run.peak_memory for run in runs),
+    )

@@ -1,0 +1,169 @@
+"""The comparison as a table (terminal, markdown, LaTeX, CSV) and in sentences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+from metis_hf.experiments.compare.statistics import REFERENCE, Interval, Summary
+from metis_hf.experiments.figures import CROWDED
+from metis_hf.schemes import CONTROL
+
+
+def ordered(summaries: Sequence[Summary]) -> list[Summary]:
+    """As they are; by loss where they are many, the control first and diverged ones last."""
+    if len(summaries) <= CROWDED:
+        return list(summaries)
+    return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
+
+
+def header(summaries: Sequence[Summary]) -> list[str]:
+    """Column titles."""
+    tasks = list(summaries[0].tasks)
+    average = ["Avg"] if tasks else []
+    above = ["Above metis, %"] if _has_metis(summaries) else []
+    gaps = ["Gap to control, %", *above]
+    return ["Variant", "Loss", *gaps, *tasks, *average, "s/step", "x control", "MB"]
+
+
+def _has_metis(summaries: Sequence[Summary]) -> bool:
+    return any(summary.above_metis is not None for summary in summaries)
+
+
+def rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """One row of plain cells for each variant."""
+    control = next((s for s in summaries if s.name == CONTROL), None)
+    above = _has_metis(summaries)
+    return [_row(summary, control, above) for summary in summaries]
+
+
+def _row(summary: Summary, control: Summary | None, above: bool) -> list[str]:
+    deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
+    tasks = [f"{100 * value:.1f}" for value in summary.tasks.values()]
+    if tasks:
+        tasks.append(f"{100 * summary.average:.1f}")
+    ratio = "" if control is None else f"{summary.seconds_per_step / control.seconds_per_step:.2f}"
+    return [
+        summary.name,
+        f"{summary.mean:.4f}{deviation}",
+        format_gap(summary.gap),
+        *([format_gap(summary.above_metis)] if above else []),
+        *tasks,
+        f"{summary.seconds_per_step:.3f}",
+        ratio,
+        f"{summary.peak_memory / 1e6:.0f}",
+    ]
+
+
+def format_gap(gap: Interval | None) -> str:
+    """A difference with its interval: "+1.20 ± 0.30"; empty for the control."""
+    if gap is None:
+        return ""
+    width = "" if math.isnan(gap.half_width) else f" ± {gap.half_width:.2f}"
+    return f"{gap.mean:+.2f}{width}"
+
+
+def best(summaries: Sequence[Summary]) -> str | None:
+    """Name of the variant with the lowest mean loss; None if no mean is finite."""
+    finite = [s for s in summaries if math.isfinite(s.mean)]
+    return min(finite, key=lambda s: s.mean).name if finite else None
+
+
+def markdown(summaries: Sequence[Summary]) -> str:
+    """The table in markdown, the lowest loss in bold."""
+    head = header(summaries)
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for row in rows(summaries):
+        if row[0] == best(summaries):
+            row[1] = f"**{row[1]}**"
+        lines.append(row)
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def latex(summaries: Sequence[Summary]) -> str:
+    """The table for LaTeX with booktabs, the lowest loss in bold."""
+    lines = [f"\\begin{{tabular}}{{l{'r' * (len(header(summaries)) - 1)}}}", "\\toprule"]
+    lines += [" & ".join(map(_tex, header(summaries))) + " \\\\", "\\midrule"]
+    for row in rows(summaries):
+        cells = [_tex(cell) for cell in row]
+        if row[0] == best(summaries):
+            cells[1] = f"\\textbf{{{cells[1]}}}"
+        lines.append(" & ".join(cells) + " \\\\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def _tex(text: str) -> str:
+    for character in "%_&#":
+        text = text.replace(character, f"\\{character}")
+    return text.replace("±", "$\\pm$")
+
+
+def as_csv(summaries: Sequence[Summary]) -> str:
+    """Every number in full, one line for each variant."""
+    seeds = sorted({seed for summary in summaries for seed in summary.losses})
+    tasks = list(summaries[0].tasks)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["variant", "mean_loss", "sd_loss", *(f"loss_seed_{seed}" for seed in seeds),
+         "gap_percent", "gap_half_width_95", "above_metis_percent", "above_metis_half_width_95",
+         *tasks, "seconds_per_step", "peak_memory_bytes"]
+    )  # fmt: skip
+    for s in summaries:
+        gap, above = (g or Interval(math.nan, math.nan, 0) for g in (s.gap, s.above_metis))
+        writer.writerow(
+            [s.name, s.mean, s.deviation, *(s.losses.get(seed, "") for seed in seeds),
+             gap.mean, gap.half_width, above.mean, above.half_width,
+             *(s.tasks[task] for task in tasks),
+             s.seconds_per_step, s.peak_memory]
+        )  # fmt: skip
+    return out.getvalue()
+
+
+def findings(summaries: Sequence[Summary]) -> list[str]:
+    """What the numbers allow to say, a sentence each."""
+    sentences = []
+    for s in summaries:
+        if s.diverged:
+            seeds = ", ".join(map(str, s.diverged))
+            sentences.append(f"{s.name} diverged with seed {seeds}: its mean is not a number.")
+    sentences += _told_apart({s.name: s.gap for s in summaries}, "the control")
+    counts = sorted({len(s.losses) for s in summaries})
+    if counts == [1]:
+        sentences.append("One seed: differences have no interval, and small ones mean nothing.")
+    elif len(counts) > 1:
+        sentences.append("Variants have different numbers of seeds; gaps use those they share.")
+    sentences += _told_apart({s.name: s.above_metis for s in summaries}, REFERENCE)
+    by_name = {s.name: s for s in summaries}
+    if "bf16-split" in by_name and (gap := by_name["bf16-split"].gap) is not None:
+        sentences.append(_split_sentence(gap))
+    return sentences
+
+
+def _told_apart(gaps: Mapping[str, Interval | None], base: str) -> list[str]:
+    """Which variants lie above or below one of them by more than their interval, and which not."""
+    told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
+    for name, gap in gaps.items():
+        if gap is not None and gap.count > 1 and math.isfinite(gap.mean):
+            place = "above" if gap.mean > 0 else "below"
+            told[place if gap.excludes_zero else "not told apart from"].append(name)
+    return [
+        f"{place.capitalize()} {base}, paired by seed: {', '.join(names)}."
+        for place, names in told.items()
+        if names
+    ]
+
+
+def _split_sentence(gap: Interval) -> str:
+    if math.isnan(gap.half_width):
+        found = f"changes the loss by {gap.mean:+.2f} %"
+    elif gap.excludes_zero:
+        found = f"by itself {'raises' if gap.mean > 0 else 'lowers'} the loss ({format_gap(gap)} %)"
+    else:
+        found = f"by itself makes no difference that can be told ({format_gap(gap)} %)"
+    return (
+        "Storing weights as u, s, vh and residual without quantizing anything (bf16-split) "
+        f"{found}; a split scheme's gap contains that effect."
+    )

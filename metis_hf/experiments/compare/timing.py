@@ -1,0 +1,110 @@
+"""Times of the variants' training steps, measured side by side in one process.
+
+The runs of a comparison share the machine with others, at other times: their own times differ for
+reasons that have nothing to do with the variants.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+from metis_hf.conversion.convert import get_metis_model
+from metis_hf.experiments.compare.data import load_data
+from metis_hf.experiments.compare.plan import Plan
+from metis_hf.experiments.runner import Variant, training_arguments
+from metis_hf.shared.records import environment, read_json, write_json
+from metis_hf.training.weight_reuse import reuse_weights
+
+TIMES_FILE = "times.json"
+WARM_UP, ROUNDS = 3, 9  # steps of each variant
+
+
+def measure_times(plan: Plan, out: Path) -> dict[str, float]:
+    """Seconds of an optimizer step of each variant, written to `out/times.json`.
+
+    Medians over rounds in which every variant takes one step on the same batch: forward and
+    backward passes of the micro-batches, clipping, AdamW. All models are in memory at once.
+
+    Args:
+        plan: what is compared; its first seed is taken.
+        out: the comparison's directory, which has its data.
+    """
+    batches = _batches(plan, out)
+    steps = {variant.name: _step(plan, variant, batches) for variant in plan.variants}
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in tqdm(range(WARM_UP + ROUNDS), desc="timing steps side by side", leave=False):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            _synchronize()
+            rounds[name].append(time.perf_counter() - start)
+    seconds = {name: statistics.median(values[WARM_UP:]) for name, values in rounds.items()}
+    write_json(out / TIMES_FILE, {"seconds": seconds, "rounds": ROUNDS, **environment()})
+    return seconds
+
+
+def load_times(out: Path) -> dict[str, float]:
+    """What `measure_times` found, or nothing."""
+    path = out / TIMES_FILE
+    return read_json(path)["seconds"] if path.exists() else {}
+
+
+def _batches(plan: Plan, out: Path) -> list[Tensor]:
+    """The micro-batches of one step, [sequences tokens]."""
+    experiment = plan.experiment
+    dataset, _, _ = load_data(
+        Path(plan.data) if plan.data is not None else out / "data",
+        None if plan.validation is None else Path(plan.validation),
+        vocab_size=experiment.model["vocab_size"],
+        sequence_length=experiment.sequence_length,
+        eval_sequences=plan.eval_sequences,
+        seed=plan.seeds[0],
+    )
+    rows = dataset.select(range(plan.global_batch))["input_ids"]
+    ids = torch.stack([torch.as_tensor(row) for row in rows])
+    return list(ids.split(experiment.training["per_device_train_batch_size"]))
+
+
+def _step(plan: Plan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
+    """One optimizer step of a variant, as a call."""
+    args = training_arguments(plan.experiment, Path("unused"))
+    transformers.set_seed(plan.seeds[0])
+    config = transformers.AutoConfig.for_model(**plan.experiment.model)
+    with args.device:
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    get_metis_model(model, variant.metis_config(plan.seeds[0]))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    ids = [batch.to(args.device) for batch in batches]
+
+    def micro_batches() -> None:
+        for batch in ids:
+            with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
+                loss = model(input_ids=batch, labels=batch).loss
+            (loss / len(ids)).backward()
+
+    def step() -> None:
+        if len(ids) > 1:
+            with reuse_weights(model):
+                micro_batches()
+        else:
+            micro_batches()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

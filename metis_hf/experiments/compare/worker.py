@@ -1,0 +1,113 @@
+"""One run of a comparison in a process of its own.
+
+`python -m metis_hf.experiments.compare.worker RUN_DIR`. RUN_DIR holds `run.json`, what to train.
+Progress goes to standard output as JSON lines; the result to `result.json`. Several processes
+(accelerate launch) train one run together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metis_hf.experiments.compare.data import load_data
+from metis_hf.experiments.compare.plan import SPEC_FILE
+from metis_hf.experiments.runner import (
+    Experiment,
+    Variant,
+    evaluate_checkpoint,
+    finish,
+    headlines,
+    train,
+)
+from metis_hf.shared.progress import quiet
+from metis_hf.shared.records import read_json
+
+if TYPE_CHECKING:
+    from metis_hf.evaluation import TaskSpec
+
+
+def say(**values: Any) -> None:
+    """One line of progress for the process that started this one; from the first rank only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(values), flush=True)
+
+
+def run(directory: Path) -> None:
+    """Trains and evaluates what `directory/run.json` says."""
+    spec = read_json(directory / SPEC_FILE)
+    experiment = _with_accumulation(Experiment(**spec["experiment"]), spec["global_batch"])
+    variant = Variant(**spec["variant"])
+    dataset, held_out, tokenizer = load_data(
+        Path(spec["data"]),
+        None if spec["validation"] is None else Path(spec["validation"]),
+        vocab_size=experiment.model["vocab_size"],
+        sequence_length=experiment.sequence_length,
+        eval_sequences=spec["eval_sequences"],
+        seed=experiment.seed,
+    )
+    trained = train(
+        experiment,
+        variant,
+        dataset,
+        tokenizer,
+        directory,
+        lambda step, loss: say(step=step, loss=loss),
+    )
+    say(status="evaluating")
+    loss = trained.trainer.evaluate(held_out)["eval_loss"]
+    if not trained.trainer.is_world_process_zero():
+        return
+    tasks: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    if spec["tasks"]:
+        result = evaluate_checkpoint(trained.directory, task_specs(**spec))
+        tasks, evaluation = headlines(result, spec["tasks"]), result.to_dict()
+    finish(directory, experiment, variant, trained, loss, tasks, evaluation)
+
+
+def task_specs(tasks: Sequence[str], tasks_dir: str | None, **_: Any) -> list[TaskSpec]:
+    """What lm-eval is asked: its own tasks, on local data where there is a directory."""
+    if tasks_dir is None:
+        return list(tasks)
+    from metis_hf.evaluation.local_tasks import local_group, read_task
+
+    return [local_group([read_task(task, Path(tasks_dir)) for task in tasks])]
+
+
+def _with_accumulation(experiment: Experiment, global_batch: int) -> Experiment:
+    """The experiment with the gradient accumulation that makes up the global batch.
+
+    Raises:
+        ValueError: the processes cannot divide the batch.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    device_batch = min(experiment.training["per_device_train_batch_size"], global_batch)
+    accumulation, rest = divmod(global_batch, device_batch * processes)
+    if rest or not accumulation:
+        raise ValueError(
+            f"global_batch={global_batch} is no multiple of {processes} processes x "
+            f"per_device_train_batch_size={device_batch}; choose another batch"
+        )
+    training = {
+        **experiment.training,
+        "per_device_train_batch_size": device_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_sampling_strategy": "sequential",  # the dataset is shuffled already
+    }
+    return replace(experiment, training=training)
+
+
+def main() -> None:
+    """Entry point."""
+    with quiet():
+        run(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The demo: a small Llama trained from scratch on Python's own sources, in FP4 four ways.
+
+No download and no GPU. Text, tokenizer and tasks come from the running interpreter's standard
+library; training, evaluation, table and plots are those that real experiments use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from metis_hf.data.corpus import pack, split_documents, stdlib_documents, train_tokenizer
+from metis_hf.experiments import figures, tables
+from metis_hf.experiments.demo.tasks import write_tasks
+from metis_hf.experiments.runner import Experiment, SchemeResult, run_scheme
+from metis_hf.schemes import CONTROL, scheme_info
+from metis_hf.shared.progress import ExperimentProgress, quiet
+from metis_hf.shared.records import claim_directory, environment, write_json
+
+SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
+STEPS, QUICK_STEPS = 450, 12
+
+
+def demo_experiment(steps: int | None, seed: int, quick: bool) -> Experiment:
+    """The demo's settings: 10 minutes on two cores, or a minute with `quick`."""
+    steps = steps or (QUICK_STEPS if quick else STEPS)
+    width, layers = (64, 2) if quick else (128, 3)
+    return Experiment(
+        model={
+            "model_type": "llama",
+            "vocab_size": 512 if quick else 1024,
+            "hidden_size": width,
+            "intermediate_size": width * 8 // 3 // 16 * 16,
+            "num_hidden_layers": layers,
+            "num_attention_heads": width // 32,
+            "max_position_embeddings": 1024,
+            "initializer_range": width**-0.5,  # 0.02 is for widths of a thousand
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+        training={
+            "max_steps": steps,
+            "per_device_train_batch_size": 4 if quick else 8,
+            "learning_rate": 4e-3,
+            "warmup_steps": max(1, steps // 10),
+            "lr_scheduler_type": "cosine",
+            "adam_beta2": 0.95,
+            "max_grad_norm": 1.0,
+            "save_steps": max(2, steps // 8),
+        },
+        sequence_length=64 if quick else 128,
+        health_interval=max(2, steps // 10),
+        seed=seed,
+    )
+
+
+def run_demo(
+    *,
+    out: Path,
+    steps: int | None = None,
+    schemes: Sequence[str] = SCHEMES,
+    seed: int = 0,
+    quick: bool = False,
+    console: Console | None = None,
+) -> list[SchemeResult]:
+    """Runs the demo, or the part of it that `out` does not hold yet.
+
+    Args:
+        out: directory for checkpoints, `results.json`, `table.md`, `loss.png`, `spectra.png`.
+        steps: optimizer steps per scheme; None takes the default.
+        schemes: registered schemes, in the order of the table.
+        seed: of everything random.
+        quick: a minute instead of ten: a smaller model, few steps, few items.
+        console: where progress and table are shown.
+
+    Raises:
+        ValueError: an unknown scheme, or `out` holds a run with other settings.
+    """
+    console = console or Console()
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}; expected at least 1")
+    if not schemes:
+        raise ValueError("no scheme to run; name at least one, as in --schemes bf16,metis")
+    for scheme in schemes:
+        scheme_info(scheme)
+    experiment = demo_experiment(steps, seed, quick)
+    claim_directory(out, asdict(experiment))
+    with quiet():
+        return _run(experiment, list(schemes), out, quick, console)
+
+
+def _run(
+    experiment: Experiment, schemes: list[str], out: Path, quick: bool, console: Console
+) -> list[SchemeResult]:
+    splits = split_documents(stdlib_documents())
+    tokenizer = train_tokenizer(
+        splits.train,
+        experiment.model["vocab_size"],
+        max_chars=300_000 if quick else 3_000_000,
+    )
+    tokenizer.save_pretrained(out / "tokenizer")
+    batch = experiment.training["per_device_train_batch_size"]
+    tokens = experiment.steps * batch * experiment.sequence_length
+    dataset = pack(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
+    tasks_dir = out / "tasks"
+    task_names = write_tasks(
+        splits.test,
+        tasks_dir,
+        reference=splits.train,
+        items=40 if quick else 250,
+        seed=experiment.seed,
+    )
+    loss_task, *tasks = task_names
+    megabytes = sum(len(document.text) for document in splits.train) / 1e6
+    where = environment()
+    console.print(
+        f"Corpus: {megabytes:.1f} MB of Python's standard library, {len(splits.test)} files held "
+        f"out. {tokens / 1e3:.0f}k tokens per scheme, {where['device']}, {where['precision']}."
+    )
+
+    results = []
+    with ExperimentProgress(console, schemes, experiment.steps) as progress:
+        for scheme in schemes:
+            progress.begin(scheme)
+            result = run_scheme(
+                experiment,
+                scheme,
+                dataset,
+                tokenizer,
+                out=out,
+                tasks=tasks,
+                tasks_dir=tasks_dir,
+                loss_task=loss_task,
+                on_step=progress.step,
+                on_evaluate=progress.evaluating,
+            )
+            results.append(result)
+            progress.finish(scheme, f"held-out loss {result.loss:.4f}")
+    _report(experiment, results, out, where, tokens, console)
+    return results
+
+
+def _report(
+    experiment: Experiment,
+    results: list[SchemeResult],
+    out: Path,
+    where: dict,
+    tokens: int,
+    console: Console,
+) -> None:
+    label = control_label(where)
+    parameters = results[0].parameters
+    sentence = tables.verdict(results, parameters, tokens)
+    shown = Table(
+        title="Loss: nats per held-out token. Tasks: %, by chance 5 (cloze) and 25 (choice)."
+    )
+    for i, title in enumerate(tables.header(results)):
+        shown.add_column(title, justify="right" if i else "left")
+    for row in tables.rows(results, label):
+        shown.add_row(*row)
+    console.print(shown)
+    console.print(sentence)
+
+    markdown = tables.markdown(results, label)
+    (out / "table.md").write_text(f"{markdown}\n{sentence}\n")
+    title = f"Llama, {parameters / 1e6:.1f}M parameters, Python's standard library"
+    figures.plot_loss(results, out / "loss.png", title)
+    figures.plot_spectra(results, out / "spectra.png", f"Spectral health: {title}")
+    record = {
+        "experiment": asdict(experiment),
+        "parameters": parameters,
+        "tokens": tokens,
+        **where,
+        "verdict": sentence,
+        "results": [asdict(result) for result in results],
+    }
+    write_json(out / "results.json", record)
+    names = "table.md, results.json, loss.png, spectra.png, <scheme>/model"
+    console.print(f"Written to {out}/: {names}", soft_wrap=True)  # a path is never broken
+
+
+def control_label(where: dict) -> str:
+    """The control's name in the table, which says so where a lack of bf16 units made it fp32."""
+    return CONTROL if where["precision"] == "bf16" else f"{CONTROL} (run in fp32)"

@@ -1,0 +1,316 @@
+"""Exports a Metis checkpoint for software that does not know this package.
+
+"dense": a plain transformers directory with the represented weights. "compressed-tensors": NVFP4 in
+the layout `nvfp4-pack-quantized` (weights only), with the low-rank part of split weights folded in
+or kept beside it. How a matrix is packed is in `packing`, what an export costs in `export_report`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import ModelCard
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.export.compressed_tensors import (
+    LowRank,
+    Packed,
+    is_split,
+    load_low_rank,
+    quantization_config,
+    save_low_rank,
+    split_layer,
+    unsupported,
+    weight_quantizer,
+)
+from metis_hf.export.model_card import model_card
+from metis_hf.export.report import ExportReport, LossRow, WeightErrors, report_section
+from metis_hf.layers.experts import converted_names
+from metis_hf.layers.linear import MetisLayer
+
+__all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
+
+FORMATS = ("dense", "compressed-tensors")
+LOW_RANK = ("fold", "side-file")
+DTYPES = ("bfloat16", "float16", "float32")
+REPORT_FILE = "metis_export.json"
+RESIDUAL_DIR = "residual"
+# What a checkpoint holds besides weights, config and trainer state; copied as it is.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "*processor_config.json",
+)
+_WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    format: str = "dense",
+    dtype: str = "bfloat16",
+    low_rank: str = "fold",
+    text: str | Path | None = None,
+    results: str | Path | None = None,
+) -> ExportReport:
+    """Writes a Metis checkpoint in a format that needs no metis_hf.
+
+    All arithmetic is in fp32, whatever the checkpoint's dtype. The directory appears when it is
+    complete; an interrupted export leaves `<out>.partial`.
+
+    Args:
+        checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model.
+        out: the directory to write; must not exist, or be empty.
+        format: "dense" or "compressed-tensors".
+        dtype: "bfloat16", "float16" or "float32", for everything that is not packed.
+        low_rank: for weights that are split, in storage or when they are quantized, in
+            compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
+            quantized parts that they were trained as; "side-file" packs the residual and keeps the
+            factors, quantized as in training, in a file beside it.
+        text: a file of held-out text (UTF-8) to measure the loss on, for causal language models.
+        results: a JSON file of metrics to show in the model card.
+
+    Returns:
+        The report, also written to `metis_export.json`.
+
+    Raises:
+        ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
+            `out` is not empty; a text for a model that is no causal language model.
+    """
+    for name, value, choices in (
+        ("format", format, FORMATS),
+        ("dtype", dtype, DTYPES),
+        ("low_rank", low_rank, LOW_RANK),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}; choose one of {', '.join(choices)}")
+    source, out = Path(checkpoint), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists already; give a new directory, or remove it first")
+    model = load_metis_model(source)
+    split = [name for name, layer in metis_layers(model) if is_split(layer)]
+    if format == "compressed-tensors":
+        _check_layers(model)
+        if low_rank == "side-file" and not split:
+            raise ValueError(
+                'low_rank="side-file" needs weights that are split, and scheme '
+                f"{model.config.quantization_config.scheme!r} with this checkpoint's config splits "
+                'none; use low_rank="fold"'
+            )
+    kind = "side-file" if format != "dense" and low_rank == "side-file" else format
+    metrics = None if results is None else json.loads(Path(results).read_text())
+    card = model_card(model, name=out.name, kind=kind, results=metrics)
+    windows = None if text is None else _windows(model, source, Path(text))
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    held_out = {} if windows is None else {"converted": _loss(model, windows)}
+    write = _write_dense if format == "dense" else _write_packed
+    packed, rows = write(model, partial, getattr(torch, dtype), low_rank, windows, held_out)
+    for path in sorted(source.iterdir()):
+        if any(fnmatch(path.name, pattern) for pattern in _COMPANIONS):
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+    size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
+    kept = low_rank if format == "compressed-tensors" and split else None
+    report = ExportReport(format, dtype, kept, packed, rows, held_out, size)
+    (partial / REPORT_FILE).write_text(report.to_json())
+    ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+    return report
+
+
+def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
+    """A Metis checkpoint in fp32 and eval mode, as the class that its config names.
+
+    Raises:
+        ValueError: no directory, no Metis checkpoint, or a class that transformers does not have.
+    """
+    path = Path(checkpoint)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; give a directory that save_pretrained wrote")
+    config = AutoConfig.from_pretrained(path)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method != MetisConfig.quant_method:
+        kind = "a plain checkpoint" if method is None else f"quantized by {method!r}"
+        raise ValueError(f"{path} is no Metis checkpoint but {kind}; there is nothing to export")
+    name = (config.architectures or ["none"])[0]
+    if not hasattr(transformers, name):
+        raise ValueError(f"{path}: transformers has no class {name!r}, which its config names")
+    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32)
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Refuses what nvfp4-pack-quantized cannot hold, with the layer's name."""
+    for name, module in model.named_modules():
+        if keys := converted_names(module):
+            raise ValueError(
+                f"{name}.{keys[0]}: fused experts, which transformers does not read "
+                "from the nvfp4-pack-quantized layout. Use format='dense'"
+            )
+    packable = 0
+    for name, layer in metis_layers(model):
+        if reason := unsupported(layer):
+            raise ValueError(
+                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. "
+                "Use format='dense'"
+            )
+        packable += weight_quantizer(layer) is not None
+    if not packable:
+        _, layer = next(metis_layers(model))
+        passes = layer.config.high_precision
+        why = f"high_precision={list(passes)}" if passes else f"scheme {layer.config.scheme!r}"
+        raise ValueError(
+            f"no layer of this checkpoint has quantized weights in its forward pass ({why}), so "
+            "there is nothing to pack. Use format='dense'"
+        )
+
+
+def _write_dense(
+    model: PreTrainedModel,
+    out: Path,
+    dtype: torch.dtype,
+    low_rank: str,
+    windows: list[Tensor] | None,
+    held_out: dict[str, float],
+) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
+    """Writes the dense model; returns the packed layers (none) and the errors."""
+    errors = WeightErrors()
+    for name, layer in metis_layers(model):
+        weight = _represented(layer)
+        errors.add("dense", name, weight, weight.to(dtype).float())
+    dense = _dense(model)
+    if windows is not None:
+        _round_parameters(dense, dtype)
+        held_out["dense"] = _loss(dense, windows)
+    nn.Module.to(dense, dtype)
+    dense.save_pretrained(out)
+    return (), errors.rows()
+
+
+def _write_packed(
+    model: PreTrainedModel,
+    out: Path,
+    dtype: torch.dtype,
+    low_rank: str,
+    windows: list[Tensor] | None,
+    held_out: dict[str, float],
+) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
+    """Writes the packed model; returns the packed layers and the errors."""
+    errors = WeightErrors()
+    folded: dict[str, Packed] = {}
+    residuals: dict[str, Packed] = {}
+    factors: dict[str, LowRank] = {}
+    for name, layer in metis_layers(model):
+        quantizer = weight_quantizer(layer)
+        if quantizer is None:
+            continue  # a layer that its scheme leaves in high precision stays so
+        weight = _represented(layer)
+        folded[name] = Packed.of(weight, quantizer)
+        errors.add("fold", name, weight, folded[name].dequantize())
+        if is_split(layer):
+            residuals[name], factors[name] = split_layer(layer, quantizer)
+            whole = residuals[name].dequantize() + factors[name].dense()
+            errors.add("side-file", name, weight, whole)
+    dense = _dense(model)
+    if windows is not None:
+        _round_parameters(dense, dtype)
+        held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
+        if factors:
+            parts = _with_weights(dense, folded | residuals, factors)
+            held_out["side-file"] = _loss(parts, windows)
+    if low_rank == "fold" or not factors:
+        _save_packed(dense, out, folded, dtype)
+    else:
+        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, dtype)
+        save_low_rank(out, factors)
+    return tuple(folded), errors.rows()
+
+
+def _save_packed(
+    model: PreTrainedModel, out: Path, packed: Mapping[str, Packed], dtype: torch.dtype
+) -> None:
+    """`model` as a compressed-tensors checkpoint: packed layers, everything else in `dtype`."""
+    nn.Module.to(model, dtype)
+    state = model.state_dict()
+    for name, weight in packed.items():
+        del state[f"{name}.weight"]
+        state |= {f"{name}.{part}": tensor for part, tensor in weight.state().items()}
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    model.config.quantization_config = quantization_config(
+        [name for name in linears if name not in packed]
+    )
+    model.save_pretrained(out, state_dict=state)
+
+
+def _dense(model: PreTrainedModel) -> PreTrainedModel:
+    to_dense(model)
+    return model
+
+
+def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives parameters the values that they will be saved with; buffers are computed on load."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype).float()
+
+
+@torch.no_grad()
+def _with_weights(
+    model: PreTrainedModel, packed: Mapping[str, Packed], low: Mapping[str, LowRank]
+) -> PreTrainedModel:
+    """The model with the weights that packed layers and their factors represent, in place."""
+    for name, weight in packed.items():
+        values = weight.dequantize()
+        if name in low:
+            values += low[name].dense()
+        model.get_parameter(f"{name}.weight").copy_(values)
+    return model
+
+
+def _represented(layer: MetisLayer) -> Tensor:
+    """The weight [o i] that a layer stands for, fp32."""
+    return layer.weight_form.dense(layer.weight_params()).detach().float()
+
+
+def _windows(model: PreTrainedModel, source: Path, text: Path) -> list[Tensor]:
+    """A text as windows of token ids [1, length], without overlap."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model, so it has no held-out loss; "
+            "leave the text out"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer(text.read_text(), return_tensors="pt", verbose=False)["input_ids"]
+    context = getattr(model.config, "max_position_embeddings", None) or _WINDOW
+    windows = [w for w in ids.split(min(context, _WINDOW), dim=1) if w.shape[1] > 1]
+    if not windows:
+        raise ValueError(f"{text} has fewer than two tokens; give a longer text")
+    return windows
+
+
+@torch.no_grad()
+def _loss(model: PreTrainedModel, windows: list[Tensor]) -> float:
+    """Cross entropy in nats per predicted token; one window at a time."""
+    total, count = 0.0, 0
+    for ids in windows:
+        logits = model(input_ids=ids).logits[0, :-1]
+        total += F.cross_entropy(logits.float(), ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    return total / count

@@ -1,0 +1,292 @@
+"""NVFP4 matrices in the layout `nvfp4-pack-quantized` of the compressed-tensors library.
+
+For a layer `name` [o i]: `name.weight_packed` uint8 [o i/2], two E2M1 codes to a byte, the even
+column in the low nibble; `name.weight_scale` float8_e4m3fn [o i/16]; `name.weight_global_scale`
+fp32 [1], an encode scale: weight = code * weight_scale / weight_global_scale. Written and read
+without that library. Low-rank factors lie in a file beside it, packed in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from metis_hf.layers.linear import MetisLayer, MetisLinear
+from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
+from metis_hf.numerics.scaling import largest_scale, tensor_scale
+from metis_hf.numerics.storage import QuantizedTensor
+from metis_hf.operands import Identity
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.schemes import Role
+
+LAYOUT = "nvfp4-pack-quantized"
+LOW_RANK_FILE = "metis_low_rank.safetensors"
+DESCRIPTION_FILE = "metis_low_rank.json"
+LOW_RANK_VERSION = 1
+_PARTS = ("packed", "scale", "global_scale")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One packed matrix [rows columns].
+
+    Attributes:
+        packed: uint8 [rows, columns / 2, rounded up to whole blocks].
+        scale: float8_e4m3fn [rows, columns / 16, rounded up].
+        global_scale: fp32 [1]; values are divided by it.
+        columns: of the matrix; blocks beyond it are padding.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    global_scale: Tensor
+    columns: int
+
+    @classmethod
+    def of(cls, weight: Tensor, quantizer: Quantizer) -> Packed:
+        """Packs a matrix, rounding elements to nearest; blocks run along the columns."""
+        q = quantize(
+            weight,
+            quantizer.fmt,
+            rounding=Rounding.NEAREST,
+            scale_rounding=quantizer.scale_rounding,
+            two_level=quantizer.two_level,
+            tile=quantizer.tile,
+            scale_rule=quantizer.scale_rule,
+        )
+        rows, columns = weight.shape
+        scale = q.scale
+        if quantizer.tile is Tile.SQUARE:  # one scale for 16 rows: the layout wants one for each
+            size = quantizer.fmt.block_size
+            assert size is not None
+            scale = scale.view(torch.uint8).repeat_interleave(size, 0)[:rows].view(scale.dtype)
+        encode = torch.ones(())
+        if q.global_scale is not None:
+            amax = weight.detach().float().abs().amax()
+            largest = largest_scale(quantizer.fmt, quantizer.scale_rule)
+            encode = tensor_scale(amax, quantizer.fmt, largest).encode
+        return cls(q.codes, scale.contiguous(), encode.reshape(1), columns)
+
+    def dequantize(self) -> Tensor:
+        """The represented matrix, fp32: (code * scale) * (1 / global_scale), as in training."""
+        shape = torch.Size((self.packed.shape[0], self.columns))
+        decode = self.global_scale.reshape(()).reciprocal()
+        return QuantizedTensor(
+            self.packed, self.scale, decode, NVFP4, Tile.ROW, shape, torch.float32, -1
+        ).dequantize()
+
+    def state(self, prefix: str = "weight") -> dict[str, Tensor]:
+        """The tensors by their names in the layout."""
+        return {f"{prefix}_{part}": getattr(self, part) for part in _PARTS}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor], prefix: str, columns: int) -> Packed:
+        """The inverse of `state`."""
+        packed, scale, global_scale = (state[f"{prefix}_{part}"] for part in _PARTS)
+        return cls(packed, scale, global_scale, columns)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The low-rank part of a weight [o i]: (u * s) @ vh, factors quantized as in training.
+
+    Attributes:
+        u: [o k], blocks along k.
+        s: fp32 [k], all constants included.
+        vh: [k i], blocks along i.
+    """
+
+    u: Packed
+    s: Tensor
+    vh: Packed
+
+    def dense(self) -> Tensor:
+        """The matrix [o i], fp32."""
+        return (self.u.dequantize() * self.s) @ self.vh.dequantize()  # [o k] @ [k i] -> [o i]
+
+
+def weight_quantizer(layer: MetisLayer) -> Quantizer | None:
+    """What quantizes a layer's weight in evaluation; None if its forward pass leaves it alone."""
+    return layer.eval_scheme.fprop_weight.quantizer
+
+
+def is_split(layer: MetisLayer) -> bool:
+    """Whether w_hat has a low-rank part: of a stored split, or of one made at each use."""
+    return isinstance(layer, MetisLinear) or _dynamic_split(layer) is not None
+
+
+def _dynamic_split(layer: MetisLayer) -> Spectral | None:
+    """What splits the one stored matrix whenever it is quantized; None for other layers."""
+    conditioner = layer.eval_scheme.fprop_weight.conditioner
+    dense = not isinstance(layer, MetisLinear)
+    return conditioner if dense and isinstance(conditioner, Spectral) else None
+
+
+def unsupported(layer: MetisLayer) -> str | None:
+    """Why the layout cannot hold a layer, or None."""
+    quantizer = weight_quantizer(layer)
+    if quantizer is None:
+        return None
+    if layer.conv1d:
+        return "a Conv1D, whose weight is stored transposed; the layout knows nn.Linear only"
+    size = NVFP4.block_size
+    assert size is not None
+    if layer.in_features % size:
+        return f"in_features={layer.in_features} is no multiple of the block of {size}"
+    if quantizer.fmt != NVFP4 or quantizer.tile is Tile.TENSOR:
+        return f"its weight is quantized to {quantizer.fmt.name} in tiles {quantizer.tile.value!r}"
+    conditioner = layer.eval_scheme.fprop_weight.conditioner
+    if not isinstance(conditioner, Identity) and _dynamic_split(layer) is None:
+        return "its scheme transforms the weight around the quantizer"
+    if layer.scheme.clipped_weight:
+        return "its weight is clipped before it is quantized"
+    return None
+
+
+def quantization_config(ignore: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json, as compressed-tensors' preset NVFP4A16 gives it.
+
+    Weights only: NVFP4 activations need a scale calibrated on data (`input_global_scale`), which
+    training with dynamic scales does not leave behind.
+
+    Args:
+        ignore: names of the nn.Linear modules that are not packed.
+    """
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    group = {"targets": ["Linear"], "weights": weights, "format": LAYOUT}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": LAYOUT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(ignore),
+    }
+
+
+@torch.no_grad()
+def split_layer(layer: MetisLayer, quantizer: Quantizer) -> tuple[Packed, LowRank]:
+    """The residual and the factors of a split weight as they enter its GEMM in evaluation.
+
+    With a compensated scheme the residual is taken against the quantized factors, so that residual
+    and low-rank part add up to the layer's own w_hat.
+    """
+    params = tuple(param.detach().float() for param in layer.weight_params())
+    weight = layer.weight_form.dense(params)
+    if isinstance(layer, MetisLinear):
+        u, s, vh, residual = params
+        s, compensated = s * layer.weight_form.gain, layer.weight_form.compensated
+    else:
+        split = _dynamic_split(layer)
+        assert split is not None
+        # The noise of a weight depends on nothing but the layer and the weight itself.
+        u, s, v = split.split(weight, key=layer.call_keys(weight)[Role.FPROP_WEIGHT])
+        vh, compensated = v.T, split.compensated
+        residual = weight - (u * s) @ vh
+    low = LowRank(Packed.of(u, quantizer), s, Packed.of(vh, quantizer))
+    if compensated:
+        residual = weight - low.dense()
+    return Packed.of(residual, quantizer), low
+
+
+def save_low_rank(directory: Path, factors: Mapping[str, LowRank]) -> None:
+    """Writes `metis_low_rank.safetensors` and its description."""
+    tensors: dict[str, Tensor] = {}
+    layers = {}
+    for name, low in factors.items():
+        tensors[f"{name}.s"] = low.s.contiguous()
+        tensors |= {f"{name}.{key}": value for key, value in low.u.state("u").items()}
+        tensors |= {f"{name}.{key}": value for key, value in low.vh.state("vh").items()}
+        out_features, in_features = low.u.packed.shape[0], low.vh.columns
+        layers[name] = {
+            "out_features": out_features,
+            "in_features": in_features,
+            "rank": low.u.columns,
+        }
+    save_file(tensors, directory / LOW_RANK_FILE, metadata={"format": "pt"})
+    description = {
+        "format_version": LOW_RANK_VERSION,
+        "weight": "residual + (u * s) @ vh",
+        "residual": f"{LAYOUT} checkpoint in residual/",
+        "factors": (
+            "u [out_features rank] and vh [rank in_features]: E2M1 codes (<layer>.u_packed, two to "
+            "a byte, even column in the low nibble, rows padded to whole blocks of 16), "
+            "float8_e4m3fn block scales (<layer>.u_scale) and one fp32 encode scale "
+            "(<layer>.u_global_scale); value = code * scale / global_scale. s [rank] in fp32"
+        ),
+        "layers": layers,
+    }
+    (directory / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Puts an export with a side file together again: a plain model with dense weights.
+
+    In fp32 the weights are, to the bit, those that enter the GEMMs of the Metis model in
+    evaluation. The compressed-tensors library is not needed.
+
+    Args:
+        directory: what `export_checkpoint(..., low_rank="side-file")` wrote.
+        dtype: of the model; the sums are taken in fp32.
+
+    Raises:
+        ValueError: no such export, one of a newer version, or a layer without its factors.
+    """
+    directory = Path(directory)
+    description = _description(directory)
+    state: dict[str, Tensor] = {}
+    for path in sorted((directory / "residual").glob("*.safetensors")):
+        state |= load_file(path)
+    factors = load_file(directory / LOW_RANK_FILE)
+    for name in [k.removesuffix(".weight_packed") for k in state if k.endswith(".weight_packed")]:
+        packed = {key: state.pop(f"{name}.{key}") for key in [f"weight_{part}" for part in _PARTS]}
+        weight = Packed.from_state(packed, "weight", 2 * packed["weight_packed"].shape[1])
+        values = weight.dequantize()
+        if name in description["layers"]:
+            values = values + _low_rank_of(name, description["layers"][name], factors).dense()
+        state[f"{name}.weight"] = values
+    config = copy.deepcopy(AutoConfig.from_pretrained(directory / "residual"))
+    del config.quantization_config
+    assert config.architectures is not None
+    cls = getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    path = directory / DESCRIPTION_FILE
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {DESCRIPTION_FILE}; it is no export with a side file")
+    description = json.loads(path.read_text())
+    if description["format_version"] > LOW_RANK_VERSION:
+        raise ValueError(
+            f"{path} has format_version {description['format_version']}, the installed metis_hf "
+            f"reads up to {LOW_RANK_VERSION}; upgrade metis_hf"
+        )
+    return description
+
+
+def _low_rank_of(name: str, shape: Mapping[str, int], state: Mapping[str, Tensor]) -> LowRank:
+    mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+    try:
+        u = Packed.from_state(mine, "u", shape["rank"])
+        vh = Packed.from_state(mine, "vh", shape["in_features"])
+        return LowRank(u, mine["s"], vh)
+    except KeyError as error:
+        raise ValueError(f"{LOW_RANK_FILE} lacks {name}.{error.args[0]}") from None

@@ -1,0 +1,173 @@
+"""Fused experts of mixture-of-experts models: one quantized layer for each expert.
+
+transformers stores the experts of a layer as 3-D parameters and dispatches their forward pass
+through its experts interface. Conversion replaces a fused parameter `down_proj` by a ModuleList
+`metis_down_proj` of the layers in `linear`, one per expert, and selects the implementation
+registered here for that module alone, by a config of its own; experts that stay in high precision
+run as before. Every expert's GEMMs are quantized by themselves: its own weight, its own tokens.
+The prefix keeps the names out of the patterns by which transformers converts checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from metis_hf.layers.linear import MetisLayer
+
+IMPLEMENTATION = "metis"
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_PREFIX = "metis_"
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether transformers' experts interface runs this module."""
+    declared = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+    return declared and bool(fused_weights(module) or converted_names(module))
+
+
+def fused_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The 3-D weights of fused experts by name, up projection first; [e o i] or [e i o]."""
+    params = {name: module._parameters.get(name) for name in _WEIGHTS}
+    return {name: param for name, param in params.items() if param is not None and param.dim() == 3}
+
+
+def fused_bias(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The 2-D bias [e o] that belongs to a fused weight."""
+    return module._parameters.get(f"{name}_bias")
+
+
+def expert_shape(module: nn.Module, name: str) -> tuple[int, int]:
+    """(in_features, out_features) of one expert's matrix."""
+    _, rows, columns = fused_weights(module)[name].shape
+    return (rows, columns) if module.is_transposed else (columns, rows)
+
+
+def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> None:
+    """Puts one layer per expert in the place of a fused weight (and its bias)."""
+    del module._parameters[name]
+    module._parameters.pop(f"{name}_bias", None)
+    module.add_module(_PREFIX + name, nn.ModuleList(layers))
+    if not hasattr(module, "_dense_config"):
+        module._dense_config = module.config
+        module.config = copy.deepcopy(module.config)
+        module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+    module._is_hf_initialized = True  # type: ignore[assignment]  # its initializer wants the fused
+
+
+def fuse_again(module: nn.Module, name: str) -> None:
+    """The inverse of `replace_fused`: stacks the weights that the layers represent."""
+    layers = layers_of(module, name)
+    del module._modules[_PREFIX + name]
+    first: Any = layers[0]
+    weights = [layer.weight_form.dense(layer.weight_params()).detach() for layer in layers]  # type: ignore[union-attr,operator]
+    fused = torch.stack([w.T for w in weights] if module.is_transposed else weights)
+    trainable = first.weight_params()[-1].requires_grad
+    module.register_parameter(name, nn.Parameter(fused, requires_grad=trainable))
+    if first.bias is not None:
+        bias = torch.stack([layer.bias.detach() for layer in layers])  # type: ignore[union-attr,operator]
+        trainable = first.bias.requires_grad
+        module.register_parameter(f"{name}_bias", nn.Parameter(bias, requires_grad=trainable))
+    if not converted_names(module):
+        module.config = module._dense_config
+        del module._dense_config
+
+
+def converted_names(module: nn.Module) -> list[str]:
+    """Names of the fused weights that were replaced in a module; mostly none."""
+    return [name for name in _WEIGHTS if _PREFIX + name in module._modules]
+
+
+def layers_of(module: nn.Module, name: str) -> nn.ModuleList:
+    """The layers, one per expert, that replaced a fused weight."""
+    return module._modules[_PREFIX + name]  # type: ignore[return-value]
+
+
+def experts_forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Forward pass of converted experts, in the signature of transformers' experts interface.
+
+    Args:
+        module: the experts.
+        hidden_states: [t h]
+        top_k_index: [t k], the experts of each token.
+        top_k_weights: [t k], their routing weights.
+
+    Returns:
+        [t h]
+    """
+    names = converted_names(module)
+    if not names:
+        raise ValueError(
+            f"experts implementation {IMPLEMENTATION!r} is for converted experts, and these are "
+            "not: get_metis_model selects it by itself"
+        )
+    if module._is_expert_parallel:
+        raise NotImplementedError(
+            "converted experts do not run under expert parallelism; shard them with FSDP2 instead"
+        )
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    tokens, top_k = top_k_index.shape
+    expert = top_k_index.reshape(-1)
+    order = expert.argsort(stable=True)  # pairs (token, choice) by expert
+    counts = torch.bincount(expert, minlength=module.num_experts).tolist()
+    rows = order // top_k
+    first: Any = layers_of(module, names[0])[0]  # all share the model's mask
+    mask = first.row_mask(hidden_states)
+    outputs = []
+    start = 0
+    for index, count in enumerate(counts):
+        if not count:
+            continue
+        mine = rows[start : start + count]
+        start += count
+        row_mask = None if mask is None else mask[mine]
+        h = _project(module, up_name, index, hidden_states[mine], row_mask)
+        h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+        outputs.append(_project(module, "down_proj", index, h, row_mask))
+    y = torch.cat(outputs)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
+    y = y * top_k_weights.reshape(-1)[order, None]
+    # Back in the order of the tokens, and summed over their choices without atomics.
+    y = y[order.argsort()].view(tokens, top_k, -1).sum(1)
+    unvisited = [index for index, count in enumerate(counts) if not count]
+    layers = [layers_of(module, name)[index] for name in names for index in unvisited]
+    params = [param for layer in layers for param in layer.parameters()]
+    y = y.to(hidden_states.dtype)
+    return _ZeroGradients.apply(y, *params) if params else y
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Its first argument; parameters get gradients of zero, as unvisited slices of a fused weight.
+
+    FSDP2 and DDP reduce the same parameters on all ranks, and each rank visits other experts.
+    """
+
+    @staticmethod
+    def forward(ctx, y: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(*params)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        need = ctx.needs_input_grad[1:]
+        return dy, *(torch.zeros_like(p) if n else None for p, n in zip(ctx.saved_tensors, need))
+
+
+def _project(module: Any, name: str, index: int, x: Tensor, row_mask: Tensor | None) -> Tensor:
+    if name in converted_names(module):
+        return layers_of(module, name)[index](x, row_mask=row_mask)
+    weight, bias = getattr(module, name), fused_bias(module, name)
+    matrix = weight[index].T if module.is_transposed else weight[index]
+    return F.linear(x, matrix, None if bias is None else bias[index])
+
+
+if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -1,0 +1,134 @@
+"""Gradient against quantization noise: when FP4 stops being enough for a training run.
+
+arXiv 2505.19115 ("FP4 All the Way") finds that quantized training becomes less effective once the
+gradient norm falls below about sqrt(3) times the quantization noise: |g| < sqrt(3) sigma_q sqrt(d)
+for d elements whose quantization noise has the standard deviation sigma_q. Here both sides are
+those of one weight's gradient in one wgrad GEMM; noise that reaches a layer's output gradient from
+the dgrad GEMMs of later layers, or its input from earlier layers, is not in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.operands import Quantized
+from metis_hf.schemes import Role
+
+THRESHOLD = math.sqrt(3)  # of |g| / noise; arXiv 2505.19115, abstract
+
+
+class GradientNoise(NamedTuple):
+    """Frobenius norms of a layer's weight gradient and of what quantization adds to it."""
+
+    gradient_norm: float
+    noise_norm: float
+
+
+@torch.no_grad()
+def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNoise | None:
+    """How far the wgrad GEMM of quantized operands is from that of the exact ones.
+
+    G = dy^T x and G_q = dy_hat^T x_hat with the operands of `plan`, to the bit those that the
+    backward pass multiplies, and with what it adds to their product. Both products are taken in
+    fp32 from operands in the GEMM's dtype, so that |G_q - G| is the work of the quantizers alone.
+
+    Args:
+        plan: of the forward call, with its noise keys.
+        x: [t i], the input of the call.
+        dy: [t o], the gradient of its output.
+
+    Returns:
+        The norms; NaN both where a tensor has NaN or inf. None where nothing is quantized (bf16,
+        or a backward pass in high precision) and where there is no noise (a gradient of zero).
+    """
+    roles = (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
+    if all(plan.scheme.resolve(role)[1].quantizer is None for role in roles):
+        return None
+    if not bool(torch.isfinite(x).all() & torch.isfinite(dy).all()):
+        return GradientNoise(math.nan, math.nan)
+    d_hat, x_hat = (_fp32(plan.matrix_operand(role, m)) for role, m in zip(roles, (dy, x)))
+    x, dy = (m.to(plan.dtype).to(d_hat.values.dtype) for m in (x, dy))
+    exact = dy.T @ x  # [o t] @ [t i] -> [o i]
+    product = replace(plan, dtype=exact.dtype).wgrad(dy, d_hat, x_hat)
+    noise = torch.linalg.vector_norm(product - exact).item()
+    return GradientNoise(torch.linalg.vector_norm(exact).item(), noise) if noise else None
+
+
+def _fp32(operand: Quantized) -> Quantized:
+    """The same in fp32 (fp64 stays), with its scale in the values."""
+    values = operand.values
+    values = values if values.dtype is torch.float64 else values.float()
+    scaled = values if operand.scale is None else values * operand.scale
+    return Quantized(scaled, low=operand.low)
+
+
+def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
+    """|G| / (sqrt(3) noise) of several layers together: 1 is the paper's threshold.
+
+    Norms are summed in squares, as those of one long vector. None without a layer; NaN if any
+    layer's norms are.
+    """
+    if not norms:
+        return None
+    gradient = math.hypot(*(n.gradient_norm for n in norms))
+    return gradient / (THRESHOLD * math.hypot(*(n.noise_norm for n in norms)))
+
+
+def noise_ratios(per_layer: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """ "noise/<group>/ratio" for each group of layers, and "noise/ratio" for all of them.
+
+    Args:
+        per_layer: layer name -> (gradient norm, noise norm), as in the health file.
+    """
+    groups: dict[str, list[GradientNoise]] = {}
+    for name, norms in per_layer.items():
+        groups.setdefault(group_of(name), []).append(GradientNoise(*norms))
+    ratios = {f"noise/{group}/ratio": signal_to_noise(norms) for group, norms in groups.items()}
+    ratios["noise/ratio"] = signal_to_noise(list(itertools.chain(*groups.values())))
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+
+
+def group_of(layer: str) -> str:
+    """The last part of a layer's name that is no index: q_proj, down_proj, c_attn, ..."""
+    return next(part for part in reversed(layer.split(".")) if not part.isdigit())
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where the smoothed ratio falls below 1 and stays there.
+
+    Attributes:
+        step: the first measured step below; None if it does not stay below.
+        from_start: it was never above.
+    """
+
+    step: int | None
+    from_start: bool = False
+
+
+def find_crossing(steps: Sequence[int], ratios: Sequence[float], span: int = 3) -> Crossing:
+    """The step from which a series of |G| / (sqrt(3) noise) stays below 1.
+
+    Args:
+        steps: where it was measured, ascending.
+        ratios: as many; NaN (a step with NaN in a tensor) belongs to no side.
+        span: measurements whose median is compared with 1, centred but whole at both ends, so that
+            a single measurement on the other side decides nothing.
+    """
+    finite = [(step, ratio) for step, ratio in zip(steps, ratios) if math.isfinite(ratio)]
+    count = len(finite)
+    starts = [max(0, min(i - span // 2, count - span)) for i in range(count)]
+    below = [statistics.median(ratio for _, ratio in finite[i : i + span]) < 1 for i in starts]
+    if not below or not below[-1]:
+        return Crossing(None)
+    start = len(below) - sum(1 for _ in itertools.takewhile(bool, reversed(below)))
+    return Crossing(finite[start][0], from_start=start == 0)

@@ -1,0 +1,311 @@
+"""Spectral and quantization statistics of tensors and layers; used by the callback and by analyses.
+
+Nothing here runs in a normal training step. Statistics are floats by name:
+  stable_rank   |x|_F^2 / sigma_1^2
+  energy        share of |x|_F^2 in the kept low-rank part
+  narrowing     max |x| / max |residual|: how much range the split takes away
+  orthogonality max of |u^T u - I| and |vh vh^T - I|, entrywise (split weights only)
+  sqnr_db       signal to quantization noise of the operand as the GEMM gets it
+  zeroed        share of non-zero elements that the quantizer turns to zero
+  saturated     share of elements beyond the largest value their block can hold
+  nonfinite     share of NaN and inf elements
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.layers.linear import MetisLayer, MetisLinear, full_tensor
+from metis_hf.monitoring.gradient_noise import GradientNoise, group_of, weight_gradient_noise
+from metis_hf.noise import Key, uniform
+from metis_hf.numerics import Quantizer, sqnr_db
+from metis_hf.operands import Operand
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.schemes import Role, layer_rank
+from metis_hf.transforms import spectral_split
+from metis_hf.transforms.spectral import default_rows
+
+Stats = dict[str, float]
+TENSORS = ("weight", "activation", "gradient")
+
+
+def spectral_norm(x: Tensor, n_iter: int = 12) -> Tensor:
+    """Largest singular value of x [t c], by power iteration from a fixed start; 0-dim.
+
+    A lower bound, within about 1 % of the value where sigma_1/sigma_2 > 1.1.
+    """
+    v = uniform((x.shape[1],), Key(7), x.device).sub_(0.5).to(x.dtype)
+    for _ in range(n_iter):
+        v = x.T @ (x @ v)
+        v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(x.dtype).tiny)
+    return torch.linalg.vector_norm(x @ v)
+
+
+def stable_rank(x: Tensor) -> Tensor:
+    """|x|_F^2 / sigma_1^2 of x [t c]: between 1 and the rank; small means anisotropic."""
+    x = x.float()
+    return (torch.linalg.vector_norm(x) / spectral_norm(x)).square()
+
+
+def element_fates(x: Tensor, quantizer: Quantizer, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """(zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
+
+    Rounding is to nearest here whatever the quantizer's, so that the figures have no noise.
+    """
+    x_hat = quantizer.deterministic()(x, dim=dim)
+    zeroed = ((x_hat == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
+    return zeroed, quantizer.saturated(x, dim=dim)
+
+
+def operand_health(
+    x: Tensor, operand: Operand, *, rank: int, key: Key, row_mask: Tensor | None = None
+) -> Stats:
+    """Statistics of an activation or gradient [t c] on its way into a GEMM.
+
+    Args:
+        x: [t c]
+        operand: as its scheme quantizes it.
+        rank: directions of the split that `energy` and `narrowing` refer to, where the operand
+            itself does not split.
+        key: noise key.
+    """
+    x = x.detach().float()
+    finite = torch.isfinite(x)
+    stats = {"nonfinite": 1 - finite.float().mean()}
+    if not bool(finite.all()) or not x.numel():
+        return {name: float(value) for name, value in stats.items()}
+    stats["stable_rank"] = stable_rank(x)
+    split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
+    rank = min(rank if split is None else split.rank, *x.shape)
+    low_rank = spectral_split(
+        x,
+        rank,
+        sample_frac=1.0 if split is None else split.sample_frac,
+        min_rows=0 if split is None else default_rows(rank, split.oversample),
+        key=key,
+        row_mask=row_mask,
+    )
+    stats |= _split_stats(x, low_rank.residual)
+    if operand.quantizer is not None:
+        options: dict[str, Any] = {"dim": -1, "key": key, "row_mask": row_mask}
+        x_hat = operand.conditioner(x, operand.quantizer, **options)
+        stats["sqnr_db"] = sqnr_db(x, x_hat[: x.shape[0], : x.shape[1]])
+        last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]
+        stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer)
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
+    total = x.square().sum()
+    tiny = torch.finfo(x.dtype).tiny
+    return {
+        "energy": 1 - residual.square().sum() / total.clamp_min(tiny),
+        "narrowing": x.abs().amax() / residual.abs().amax().clamp_min(tiny),
+    }
+
+
+@torch.no_grad()
+def weight_health(layer: MetisLayer) -> Stats:
+    """Statistics of a layer's weight. Where it is sharded every process has to call this."""
+    params = _whole_params(layer)
+    weight = layer.weight_form.dense(params).float()
+    finite = torch.isfinite(weight)
+    stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
+    if not bool(finite.all()):
+        return {name: float(value) for name, value in stats.items()}
+    stats["stable_rank"] = stable_rank(weight)
+    if isinstance(layer, MetisLinear):
+        residual = params[-1].float()
+        stats |= _stored_split_stats(layer, params, weight)
+    else:
+        rank = layer_rank(layer.config, layer.in_features, layer.out_features)
+        stats |= _split_stats(weight, spectral_split(weight, rank).residual)
+        residual = weight
+    operand = layer.active_scheme().fprop_weight
+    if operand.quantizer is not None:
+        key = layer.noise_key()
+        if isinstance(operand.conditioner, Spectral):  # of one matrix: its split is made here
+            split = operand.conditioner.parts(residual, operand.quantizer, dim=-1, key=key)
+            residual = split[-1].before
+        w_hat = layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)
+        assert w_hat.scale is None
+        stats["sqnr_db"] = sqnr_db(weight, w_hat.values)
+        stats["zeroed"], stats["saturated"] = element_fates(residual, operand.quantizer)
+    return {name: float(value) for name, value in stats.items()}
+
+
+@torch.no_grad()
+def split_health(layer: MetisLinear) -> Stats:
+    """energy, narrowing and orthogonality of a stored split: what a refresh changes.
+
+    Where the weight is sharded every process has to call this.
+    """
+    params = _whole_params(layer)
+    weight = layer.weight_form.dense(params).float()
+    stats = _stored_split_stats(layer, params, weight)
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _stored_split_stats(
+    layer: MetisLinear, params: list[Tensor], weight: Tensor
+) -> dict[str, Tensor]:
+    u, vh = (p.float() for p in layer.weight_form.orthonormal(params))
+    eye = torch.eye(layer.rank, device=u.device)
+    drift = torch.maximum((u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax())
+    return _split_stats(weight, params[-1].float()) | {"orthogonality": drift}
+
+
+def _whole_params(layer: MetisLayer) -> list[Tensor]:
+    """The layer's stored weight, gathered from all processes if FSDP2 or ZeRO-3 shards it."""
+    if not any(hasattr(param, "ds_id") for param in layer.parameters()):
+        return [full_tensor(param) for param in layer.weight_params()]
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(layer.parameters())):
+        return [param.detach().clone() for param in layer.weight_params()]
+
+
+class LayerProbe:
+    """Measures inputs and output gradients of layers during one step, then takes itself out.
+
+    Each layer is measured once, at its first call (and first backward) after `attach`; so with
+    gradient accumulation the first micro-batch counts, and recomputed passes do not count twice.
+
+    Attributes:
+        stats: layer -> tensor kind -> statistics.
+        noise: layer -> norms of its weight gradient and of the quantization noise in it; only
+            trained layers with a quantized wgrad GEMM.
+    """
+
+    def __init__(self) -> None:
+        self.stats: dict[str, dict[str, Stats]] = {}
+        self.noise: dict[str, GradientNoise] = {}
+        self._handles: list = []
+
+    def attach(self, layers: dict[str, MetisLayer]) -> None:
+        """Starts measuring."""
+        self.detach()
+        self.stats, self.noise = {}, {}
+        for name, layer in layers.items():
+            hook = _ProbeHook(name, self.stats.setdefault(name, {}), self.noise)
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Stops measuring; the statistics stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _ProbeHook:
+    def __init__(self, name: str, stats: dict[str, Stats], noise: dict[str, GradientNoise]) -> None:
+        self.name, self.stats, self.noise, self.armed = name, stats, noise, True
+
+    @torch.compiler.disable  # a measured step of a compiled model runs its measurements eagerly
+    def __call__(
+        self, layer: MetisLayer, args: tuple[Tensor], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        if not layer.training:
+            return
+        x = args[0]
+        mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
+        mask = layer.row_mask(x) if mask is None else mask
+        plan = _plan(layer, x, mask, output.dtype)
+        if "activation" not in self.stats:
+            self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, plan)
+        if not output.requires_grad:
+            return
+        # Also where it is not needed: a recomputed pass has to save what the first one saved.
+        held = _Held.apply(x, torch.zeros((), requires_grad=True))
+        if self.armed:
+            self.armed = False
+            output.register_hook(lambda grad: self._on_gradient(layer, grad, plan, held))
+
+    def _on_gradient(
+        self,
+        layer: MetisLayer,
+        grad: Tensor,
+        plan: GemmPlan,
+        held: Tensor,
+    ) -> None:
+        stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, plan)
+        self.stats.setdefault("gradient", stats)
+        if not layer.weight_params()[-1].requires_grad:
+            return
+        (x,) = held.grad_fn.saved_tensors  # type: ignore[union-attr]
+        with torch.autocast(x.device.type, enabled=False):
+            noise = weight_gradient_noise(
+                plan, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            )
+        if noise is not None:
+            self.noise[self.name] = noise
+
+    @torch.no_grad()
+    def _measure(self, layer: MetisLayer, x: Tensor, role: Role, plan: GemmPlan) -> Stats:
+        with torch.autocast(x.device.type, enabled=False):
+            return operand_health(
+                x.reshape(-1, x.shape[-1]),
+                plan.resolve(role)[1],
+                rank=layer_rank(layer.config, layer.in_features, layer.out_features),
+                key=layer.noise_key(),
+                row_mask=plan.row_mask,
+            )
+
+
+class _Held(torch.autograd.Function):
+    """Keeps a tensor for the backward pass as autograd keeps its own.
+
+    Under activation checkpointing it is recomputed and under offloading it is offloaded, so that a
+    measured step needs little more memory than another.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pragma: no cover  # nothing depends on the output
+        return None, None
+
+
+def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
+    """The plan of the call that just took x [... i], noise keys included."""
+    weight = layer.weight_params()[-1]
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
+    keys = layer.call_keys(x.detach(), weight.detach())
+    state = layer.call_state(x.detach(), keys)
+    return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask, state=state)
+
+
+def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
+    """Means over the layers of a group, named "<tensor>/<group>/<statistic>".
+
+    A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ...
+    """
+    sums: dict[str, list[float]] = {}
+    for name, kinds in per_layer.items():
+        group = group_of(name)
+        for kind, stats in kinds.items():
+            for stat, value in stats.items():
+                sums.setdefault(f"{kind}/{group}/{stat}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def nonfinite_layers(per_layer: dict[str, dict[str, Stats]]) -> list[str]:
+    """ "layer (tensor)" for each tensor with NaN or inf, the likely origin first.
+
+    Activations in forward order, then gradients in the order of the backward pass, then weights.
+    """
+    forward = list(per_layer)
+    order = [("activation", forward), ("gradient", forward[::-1]), ("weight", forward)]
+    return [
+        f"{name} ({kind})"
+        for kind, names in order
+        for name in names
+        if per_layer[name].get(kind, {}).get("nonfinite", 0) > 0
+    ]

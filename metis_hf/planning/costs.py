@@ -1,0 +1,211 @@
+"""What one converted layer costs a micro-batch: FLOPs by kind, and what its quantizers move.
+
+Formulas follow the code that they price (`gemm`, `weights`) and are held to it by tests; those of
+conditioners stand beside them (`operands.Work`). What layers that read one tensor share is counted
+for each of them. A multiplication with addition counts as 2 FLOPs, so [a b] @ [b c] costs 2abc
+(Golub & Van Loan, Matrix Computations, section 1.2). Planning whole runs is in `planning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from metis_hf.layers.linear import MetisLayer, MetisLinear
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
+from metis_hf.operands import Operand
+from metis_hf.schemes import Role, Scheme, layer_rank
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Forward and backward pass of one layer, or of several.
+
+    Attributes:
+        gemm: the three GEMMs that the dense layer has too.
+        subspace: range finder of activations and gradients on the sampled rows, matrix products.
+        factorization: its QR and eigenvalue decompositions.
+        projection: coordinates of every row in that subspace.
+        low_rank: putting the low-rank part together again, and taking the residual.
+        corrections: rounding errors along thin factors, and their products with the other ones.
+        weight_factors: the products with u and vh of split weights, forward and backward.
+        elementwise: element operations around the quantizers: means, shifts, scales, clamps.
+        rotation: Hadamard and other orthogonal transforms.
+        quantizers: element operations of the quantizers; none of them runs on tensor cores.
+        quantizer_bytes: what those read and write in unfused PyTorch, in bytes.
+    """
+
+    gemm: float = 0
+    subspace: float = 0
+    factorization: float = 0
+    projection: float = 0
+    low_rank: float = 0
+    corrections: float = 0
+    weight_factors: float = 0
+    elementwise: float = 0
+    rotation: float = 0
+    quantizers: float = 0
+    quantizer_bytes: float = 0
+
+    @property
+    def flops(self) -> float:
+        """All kinds together."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "quantizer_bytes")
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        return LayerCost(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(LayerCost))
+        )
+
+    def __mul__(self, count: float) -> LayerCost:
+        return LayerCost(*(getattr(self, f.name) * count for f in fields(LayerCost)))
+
+
+def layer_cost(layer: MetisLayer, tokens: int) -> LayerCost:
+    """One micro-batch of `tokens` rows through a layer in training mode, forward and backward."""
+    return forward_cost(layer, tokens) + backward_cost(layer, tokens)
+
+
+def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
+    """fprop, [t i] @ [i o] in 2tio FLOPs, and the making of its operands."""
+    scheme, i, o = layer.scheme, layer.in_features, layer.out_features
+    cost = LayerCost(gemm=2.0 * tokens * i * o)
+    if scheme.is_high_precision:
+        return cost + _dense_weight_cost(layer)
+    cost += _operand_cost(scheme.fprop_input, (tokens, i), -1)
+    cost += _weight_cost(layer, scheme.fprop_weight)
+    return cost + _corrections_cost(layer, tokens, (Role.FPROP_INPUT, Role.FPROP_WEIGHT))
+
+
+def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
+    """dgrad and wgrad, 2tio each, the making of their operands, and the gradients of u, s, vh."""
+    scheme, i, o = layer.scheme, layer.in_features, layer.out_features
+    cost = LayerCost(gemm=4.0 * tokens * i * o)
+    if scheme.is_high_precision:
+        return cost + _dense_weight_cost(layer) * 2  # the gradients of both factors
+    cost += _operand_cost(scheme.dgrad_grad_output, (tokens, o), -1)
+    role, weight = scheme.resolve(Role.DGRAD_WEIGHT)  # saved nowhere: made again
+    cost += _weight_cost(layer, weight, dim=-1 if role is Role.FPROP_WEIGHT else 0)
+    if scheme.wgrad_grad_output is not None:
+        cost += _operand_cost(scheme.wgrad_grad_output, (tokens, o), 0)
+    cost += _wgrad_input_cost(scheme, tokens, i)
+    if isinstance(layer, MetisLinear):
+        # weights.SplitWeight.gradients: dw @ vh^T and u^T @ dw, with u and vh quantized anew
+        k = layer.rank
+        cost += LayerCost(weight_factors=4.0 * o * i * k)
+        if not scheme.exact_factors:
+            cost += _quantizers_cost(scheme.fprop_weight.quantizer, (o, k), (k, i))
+    if scheme.clipped_weight:
+        cost += LayerCost(elementwise=10.0 * o * i)  # weights.ClippedWeight.gradients
+    backward = (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT)
+    return cost + _corrections_cost(layer, tokens, backward)
+
+
+def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -> LayerCost:
+    """`gemm`: the error [m n] of an operand along k directions, quantized, times [k p]."""
+    t, i, o = tokens, layer.in_features, layer.out_features
+    sizes = {  # the corrected operand [m n] of a GEMM [m n] @ [n p]
+        Role.FPROP_INPUT: (t, i, o),
+        Role.FPROP_WEIGHT: (o, i, t),
+        Role.DGRAD_GRAD_OUTPUT: (t, o, i),
+        Role.DGRAD_WEIGHT: (i, o, t),
+        Role.WGRAD_GRAD_OUTPUT: (o, t, i),
+    }
+    rank, cost = layer_rank(layer.config, i, o), LayerCost()
+    for role in layer.scheme.corrected.intersection(roles):
+        m, n, p = sizes[role]
+        k = min(rank, n, p)
+        cost += LayerCost(elementwise=1.0 * m * n, corrections=2.0 * m * n * k + 2.0 * m * k * p)
+        cost += _quantizers_cost(layer.scheme.resolve(role)[1].quantizer, (m, k))
+        if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+            cost += _dense_weight_cost(layer)  # what the error is taken off
+    return cost
+
+
+def _dense_weight_cost(layer: MetisLayer) -> LayerCost:
+    """(u * s) @ vh + residual of a split weight that is used unquantized."""
+    if not isinstance(layer, MetisLinear):
+        return LayerCost()
+    return LayerCost(weight_factors=2.0 * layer.out_features * layer.in_features * layer.rank)
+
+
+def _weight_cost(layer: MetisLayer, operand: Operand, *, dim: int = -1) -> LayerCost:
+    """weights.*.quantize: one quantized copy of the weight [o i], blocks along `dim`."""
+    i, o = layer.in_features, layer.out_features
+    if not isinstance(layer, MetisLinear):
+        clip = LayerCost(elementwise=2.0 * o * i) if layer.scheme.clipped_weight else LayerCost()
+        return clip + _operand_cost(operand, (o, i), dim)
+    k = layer.rank
+    if layer.scheme.exact_factors:
+        return LayerCost(weight_factors=2.0 * o * i * k) + _operand_cost(operand, (o, i), dim)
+    products = 1  # the low-rank part ...
+    if operand.quantizer is not None and layer.weight_form.compensated:
+        products = 2  # ... from quantized and from exact factors
+    cost = LayerCost(weight_factors=2.0 * products * o * i * k)
+    return cost + _quantizers_cost(operand.quantizer, (o, i), (o, k), (k, i))
+
+
+def _operand_cost(
+    operand: Operand, shape: tuple[int, int], dim: int, *phases: str, quantizes: bool = True
+) -> LayerCost:
+    """operands.Operand on a matrix of this shape: `phases` of `Work`, by default a call."""
+    if operand.quantizer is None:
+        return LayerCost()
+    if not hasattr(operand.conditioner, "work"):
+        raise TypeError(
+            f"no cost formula for the conditioner {type(operand.conditioner).__name__}; give it a "
+            "method work(shape, *, dim) -> metis_hf.operands.Work before planning a run with it"
+        )
+    work = operand.conditioner.work(shape, dim=dim)
+    cost = LayerCost()
+    for phase in phases or ("call",):
+        cost += LayerCost(**getattr(work, phase))
+    return cost + _quantizers_cost(operand.quantizer, *work.quantized) if quantizes else cost
+
+
+def _wgrad_input_cost(scheme: Scheme, tokens: int, width: int) -> LayerCost:
+    """What is saved of x [t i], and the operand from that; of a shared copy the latter only."""
+    role, operand = scheme.resolve(Role.WGRAD_INPUT)
+    shape = (tokens, width)
+    if role is Role.FPROP_INPUT:
+        return _operand_cost(operand, shape, -1, "decode", quantizes=False)
+    return _operand_cost(operand, shape, 0, "encode", "decode")
+
+
+def _quantizers_cost(quantizer: Quantizer | None, *shapes: tuple[int, int]) -> LayerCost:
+    """A quantizer on matrices of these shapes, one call each."""
+    cost = LayerCost()
+    if quantizer is not None:
+        for rows, columns in shapes:
+            cost += _quantizer_cost(quantizer, rows, columns)
+    return cost
+
+
+@lru_cache(maxsize=256)
+def _quantizer_cost(quantizer: Quantizer, rows: int, columns: int) -> LayerCost:
+    """What one call computes and moves, counted by running it on the meta device."""
+    quantizer(torch.empty(1, 1, device="meta"), dim=-1, key=Key(0))  # fills the noise's caches
+    with _ElementCount() as count:
+        quantizer(torch.empty(rows, columns, device="meta"), dim=-1, key=Key(0))
+    return LayerCost(quantizers=count.operations, quantizer_bytes=count.bytes)
+
+
+class _ElementCount(TorchDispatchMode):
+    """Counts what kernels compute and move; views cost nothing."""
+
+    operations = 0.0
+    bytes = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view and "empty" not in str(func):
+            read = [x for x in args if isinstance(x, Tensor)]
+            # A reduction works on its input, everything else on its output.
+            self.operations += max(x.numel() for x in (*read, out))
+            self.bytes += sum(x.numel() * x.element_size() for x in (*read, out))
+        return out

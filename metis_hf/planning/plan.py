@@ -1,0 +1,395 @@
+"""What a training run will take, before it is paid for: memory, FLOPs and communication.
+
+Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
+forward pass with fake tensors. Costs of single layers are in `costs`. Dense decoder models only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.report import ConversionReport, gemm_weights
+from metis_hf.layers.linear import MetisLinear
+from metis_hf.planning.costs import LayerCost, forward_cost, layer_cost
+from metis_hf.planning.saved_bytes import SavedBytes, trace_saved_bytes
+
+FP32, BF16 = 4, 2  # bytes
+DDP, FSDP2 = "DDP", "FSDP2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How much is trained, in which portions, on how many processes.
+
+    Args:
+        tokens: of the whole run.
+        sequence_length: tokens per sequence.
+        global_batch: sequences per optimizer step, over all processes.
+        device_batch: sequences per process and forward pass.
+        world_size: processes, one for each device.
+        bf16: GEMMs under bf16 autocast; weights and optimizer stay in fp32.
+        checkpointing: activations of blocks are computed again in the backward pass.
+
+    Raises:
+        ValueError: a number below 1, or a global batch that the processes cannot divide.
+    """
+
+    tokens: int
+    sequence_length: int
+    global_batch: int
+    device_batch: int
+    world_size: int = 1
+    bf16: bool = True
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{field.name}={value}; expected at least 1")
+        portion = self.device_batch * self.world_size
+        if self.global_batch % portion:
+            raise ValueError(
+                f"a global batch of {self.global_batch} sequences cannot be cut into equal parts "
+                f"of {self.device_batch} on {self.world_size} processes; choose a global batch "
+                f"that is a multiple of {portion}, or another batch per device"
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes per process and optimizer step."""
+        return self.global_batch // (self.device_batch * self.world_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that see at least `tokens` tokens."""
+        return -(-self.tokens // self.tokens_per_step)
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.device_batch * self.sequence_length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan_run` found; `planning_tables.print_plan` shows it.
+
+    Attributes:
+        model_type: architecture, as transformers calls it.
+        scheme: of the model.
+        workload: as given.
+        parameters: counts: "total" as stored; "original" before conversion; "converted" weights of
+            the original whose GEMMs are quantized; "split" stored for split weights (u, s, vh and
+            residual); "added" by them (u, s and vh).
+        memory: bytes on the fullest rank by kind, under "DDP" and "FSDP2".
+        flops: of one optimizer step over all processes, by kind; see `LayerCost`.
+        quantizer_bytes: memory traffic of the quantizers in one step over all processes.
+        communication: bytes that one rank sends in one optimizer step, by kind, under "DDP" and
+            "FSDP2".
+    """
+
+    model_type: str
+    scheme: str
+    workload: Workload
+    parameters: dict[str, int]
+    memory: dict[str, dict[str, int]]
+    flops: dict[str, float]
+    quantizer_bytes: float
+    communication: dict[str, dict[str, float]]
+
+    @property
+    def flops_per_step(self) -> float:
+        return sum(self.flops.values())
+
+    @property
+    def added_flops(self) -> float:
+        """What the scheme adds to the dense model, in one step."""
+        return sum(self.flops.get(name, 0.0) for name in _added_kinds())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, derived numbers included."""
+        load = self.workload
+        return asdict(self) | {
+            "tokens_per_step": load.tokens_per_step,
+            "steps": load.steps,
+            "accumulation": load.accumulation,
+            "memory_total": {name: sum(kinds.values()) for name, kinds in self.memory.items()},
+            "flops_per_step": self.flops_per_step,
+            "flops_total": self.flops_per_step * load.steps,
+            "flops_added_share": self.added_flops / self.flops_per_step,
+            "communication_total": {
+                name: sum(kinds.values()) for name, kinds in self.communication.items()
+            },
+        }
+
+
+def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -> Plan:
+    """Plans the training of a model from scratch.
+
+    Args:
+        config: of a dense decoder model (Llama, GPT-2, ...).
+        metis: how it is converted.
+        workload: what is trained.
+
+    Raises:
+        ValueError: an encoder-decoder or mixture-of-experts model, or what `get_metis_model`
+            refuses.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{config.model_type} is an encoder-decoder; plans are for decoders only")
+    model = meta_model(config)
+    original = _count(model)
+    gemms = gemm_weights(model)
+    if any(parameter.dim() == 3 for parameter in model.parameters()):
+        raise ValueError(
+            f"{config.model_type} has fused experts; how many tokens each sees is not known before "
+            "the run, so it cannot be planned"
+        )
+    get_metis_model(model, metis)
+    counts = parameter_counts(model, original)
+    costs = step_costs(model, sum(gemms.values()), workload)
+    memory = {name: rank_memory(model, workload, sharded=name == FSDP2) for name in (DDP, FSDP2)}
+    return Plan(
+        model_type=config.model_type,
+        scheme=metis.scheme,
+        workload=workload,
+        parameters=counts,
+        memory=memory,
+        flops={name: value for name, value in costs.items() if name != "quantizer_bytes"},
+        quantizer_bytes=costs["quantizer_bytes"],
+        communication=communication(model, workload),
+    )
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with fp32 parameters on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
+def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:
+    """`Plan.parameters` of a converted model that had `original` parameters before."""
+    report = model.metis_report
+    assert isinstance(report, ConversionReport)
+    split = [layer for _, layer in metis_layers(model) if isinstance(layer, MetisLinear)]
+    added = sum(p.numel() for layer in split for p in (layer.u, layer.s, layer.vh))
+    return {
+        "total": _count(model),
+        "original": original,
+        "converted": report.converted_params,
+        "split": added + sum(layer.weight_residual.numel() for layer in split),
+        "added": added,
+    }
+
+
+def step_costs(model: PreTrainedModel, gemm_weights: float, load: Workload) -> dict[str, float]:
+    """FLOPs of one optimizer step by kind, over all processes, and "quantizer_bytes".
+
+    - "gemm": converted layers, 6 per weight and token (`LayerCost`).
+    - "other_gemm": output head and layers left out, also 6.
+    - "attention": Q K^T and P V, 12 l t s h d for l layers, t tokens in sequences of length s and
+      h heads of size d (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B); the causal half is
+      not taken off.
+    - "recomputation": one more forward pass of the blocks under activation checkpointing.
+    - everything else: what the scheme adds.
+    """
+    passes = load.global_batch // load.device_batch  # over all processes
+    t = load.device_tokens
+    total, again = LayerCost(), LayerCost()
+    for _, layer in metis_layers(model):
+        total += layer_cost(layer, t)
+        again += forward_cost(layer, t)
+    other = 6.0 * t * gemm_weights - total.gemm
+    attention = 3.0 * _attention_flops(model.config, t, load.sequence_length)
+    costs = asdict(total) | {"other_gemm": other, "attention": attention, "recomputation": 0.0}
+    if load.checkpointing:
+        costs["recomputation"] = again.flops + attention / 3
+        costs["quantizer_bytes"] += again.quantizer_bytes
+    return {name: value * passes for name, value in costs.items()}
+
+
+def _attention_flops(config: PreTrainedConfig, tokens: int, sequence_length: int) -> float:
+    """One forward pass; see `step_costs`."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 4.0 * config.num_hidden_layers * tokens * sequence_length * heads * size
+
+
+def rank_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
+    """Bytes on the fullest rank, by kind, at the end of a forward pass.
+
+    With P parameters in n tensors, W processes:
+    - "weights", "gradients": fp32, 4P each. FSDP2 shards each tensor along dimension 0 and the
+      first rank has ceil(d0 / W) of its d0 rows (torch.distributed.tensor.Shard).
+    - "moments": AdamW's exp_avg and exp_avg_sq, 8P sharded like the weights, and one fp32 step
+      count for each tensor (torch.optim.AdamW).
+    - "scheme_state": buffers of the layers' schemes, whole on every rank in either way.
+    - "gradient_buckets": DDP's own copy of the gradients, 4P (gradient_as_bucket_view=False).
+    - "gathered": FSDP2's whole weights of two blocks (the running and the prefetched one) and of
+      what is not resharded after forward, with the gradients of one block and their flat copy; an
+      estimate, in the dtype of communication.
+    - "activations": saved for the backward pass, traced; "linear_activations" those inside
+      converted layers, "weight_copies" the bf16 casts of dense weights that autocast keeps.
+    - "loss_gradient": of the logits, fp32 and its bf16 cast, when the backward pass starts.
+    Not counted: temporaries of quantizers, fragmentation, the framework itself.
+    """
+    memory = state_memory(model, load, sharded=sharded)
+    saved = saved_bytes(model, load, sharded=sharded)
+    memory |= {
+        "linear_activations": saved.linears,
+        "activations": saved.others,
+        "weight_copies": saved.weight_copies,
+    }
+    logits = load.device_tokens * model.config.vocab_size
+    memory["loss_gradient"] = logits * (FP32 + (BF16 if load.bf16 else 0))
+    return memory
+
+
+def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
+    """The kinds of `rank_memory` that do not depend on the batch."""
+    world = load.world_size if sharded else 1
+    params = list(model.parameters())
+    held = sum(_shard(p, world) for p in params)
+    memory = {
+        "weights": FP32 * held,
+        "gradients": FP32 * held,
+        "moments": 2 * FP32 * held + FP32 * len(params),
+        "scheme_state": sum(
+            buffer.numel() * buffer.element_size()
+            for _, layer in metis_layers(model)
+            for buffer in layer.state_buffers().values()
+        ),
+    }
+    if sharded:
+        block = max((_count(b) for b in _blocks(model)), default=0)
+        kept = _count(model) - sum(_count(unit) for unit in _resharded_units(model))
+        memory["gathered"] = (4 * block + kept) * _communicated(load)
+    elif load.world_size > 1:
+        memory["gradient_buckets"] = FP32 * held
+    return memory
+
+
+def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> SavedBytes:
+    """What autograd keeps between the forward and the backward pass of one rank.
+
+    Traced on one and on two blocks where all blocks are alike, and continued linearly; else on the
+    whole model. Under FSDP2 the gathered weights are bf16, and with them the activations. Under
+    activation checkpointing the saved tensors of one block come on top, which its recomputation
+    brings to life.
+    """
+
+    def trace(part: PreTrainedModel, checkpointing: bool) -> SavedBytes:
+        return trace_saved_bytes(
+            part,
+            (load.device_batch, load.sequence_length),
+            autocast=torch.bfloat16 if load.bf16 else None,
+            weights=torch.bfloat16 if load.bf16 and sharded else torch.float32,
+            checkpointing=checkpointing,
+        )
+
+    blocks = list(_blocks(model))
+    if len(blocks) < 3 or len({_signature(block) for block in blocks}) > 1:
+        total = trace(model, load.checkpointing)
+        if not load.checkpointing:
+            return total
+        return total + (trace(model, False) - total) * (1 / len(blocks))
+    one, two = (trace(_truncated(model, n), load.checkpointing) for n in (1, 2))
+    total = one + (two - one) * (len(blocks) - 1)
+    if load.checkpointing:
+        first, second = (trace(_truncated(model, n), False) for n in (1, 2))
+        total += second - first
+    return total
+
+
+def communication(model: PreTrainedModel, load: Workload) -> dict[str, dict[str, float]]:
+    """Bytes that one rank sends in one optimizer step.
+
+    Ring algorithms (Thakur, Rabenseifner, Gropp 2005): all-gather and reduce-scatter send (W-1)/W
+    of the whole, all-reduce twice that. DDP all-reduces fp32 gradients once. FSDP2, as accelerate
+    sets it up, communicates in the autocast dtype at every forward pass: blocks (and an embedding
+    of its own) are gathered for forward and for backward, the rest once; gradients are reduced each
+    time (`sync_each_batch`; without it every rank would hold whole gradients).
+    """
+    share = (load.world_size - 1) / load.world_size
+    params = _count(model)
+    twice = sum(_count(unit) for unit in _resharded_units(model))
+    size = _communicated(load)
+    return {
+        DDP: {"all_reduce": 2 * share * params * FP32},
+        FSDP2: {
+            "all_gather": share * (params + twice) * size * load.accumulation,
+            "reduce_scatter": share * params * size * load.accumulation,
+        },
+    }
+
+
+def _communicated(load: Workload) -> int:
+    return BF16 if load.bf16 else FP32
+
+
+def _added_kinds() -> list[str]:
+    return [f.name for f in fields(LayerCost) if f.name not in ("gemm", "quantizer_bytes")]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _shard(param: Tensor, world: int) -> int:
+    """Elements of a parameter on the first of `world` ranks."""
+    if param.dim() == 0:
+        return 1
+    rows = param.shape[0]
+    return -(-rows // world) * (param.numel() // rows)
+
+
+def _blocks(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The transformer blocks: what FSDP wraps by default."""
+    names = set(model._no_split_modules or ())
+    return (module for module in model.modules() if type(module).__name__ in names)
+
+
+def _resharded_units(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """What accelerate reshards after forward: blocks, and an embedding that is not tied."""
+    yield from _blocks(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
+        yield embedding
+
+
+def _signature(block: nn.Module) -> tuple:
+    """What two blocks must share to save the same tensors."""
+    shapes = Counter((key, tuple(p.shape)) for key, p in block.named_parameters())
+    schemes = [layer.scheme for _, layer in metis_layers(block)]
+    return tuple(sorted(shapes)), tuple(map(repr, schemes))
+
+
+def _truncated(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """A copy with the first `count` blocks."""
+    model = copy.deepcopy(model)
+    first = next(_blocks(model))
+    stack = next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and module[0] is first
+    )
+    blocks = model.get_submodule(stack)
+    assert isinstance(blocks, nn.ModuleList)
+    model.set_submodule(stack, blocks[:count])
+    model.config.num_hidden_layers = count
+    return model

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of quantization: records on disk, progress, HTML pages."""

@@ -1,0 +1,66 @@
+"""What every figure shares: axes without a display, a palette, styles of many curves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Okabe and Ito's palette, told apart by people with any colour vision; the control is black.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+# Seven colors are fewer than the schemes: each round of them has its own lines and markers.
+LINES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
+CROWDED = 8  # curves; more have their names outside, and none at their ends
+
+
+def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
+    """Return a figure and its axes [rows columns]; size in inches, kwargs as `Figure.subplots`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a scheme is drawn; no two of a picture share all three."""
+
+    color: str
+    line: str = "-"
+    marker: str = "o"
+
+
+def scheme_styles(names: Sequence[str], control: str) -> dict[str, Style]:
+    """A style for each scheme or variant, in their order; black for the control.
+
+    Raises:
+        ValueError: more than the 28 others that can be told apart.
+    """
+    others = [name for name in names if name != control]
+    rounds = list(zip(LINES, MARKERS))
+    if len(others) > len(COLORS) * len(rounds):
+        raise ValueError(
+            f"{len(others)} schemes in one picture; only {len(COLORS) * len(rounds)} can be told "
+            "apart. Compare fewer, or in several directories"
+        )
+    styles = [Style(color, *round_) for round_ in rounds for color in COLORS]
+    return {control: Style("black")} | dict(zip(others, styles))
+
+
+def smooth(values: Sequence[float], span: int) -> list[float]:
+    """Centred moving average over at most `span` values, shorter at the ends."""
+    half = span // 2
+    windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def spread(places: Sequence[float], distance: float) -> list[float]:
+    """Moves label positions apart, upwards from the lowest, in their order by height."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = list(places)
+    for below, above in itertools.pairwise(order):
+        moved[above] = max(moved[above], moved[below] + distance)
+    return moved

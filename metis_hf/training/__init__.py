@@ -1,0 +1,1 @@
+"""What a quantized model needs of Trainer: callback, schedules, refresh, resume."""

@@ -1,0 +1,324 @@
+"""MetisCallback: what a quantized run needs from Trainer besides the training itself.
+
+At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
+steps it decomposes the weights anew; after each step it does what schemes with a state need; every
+`health_interval` steps it measures spectral health and quantization noise and puts the means into
+Trainer's own logs (a summary on the console) and the figures of each layer into
+`metis_health.jsonl`, from which `metis-hf report` makes a page.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer, MetisLinear
+from metis_hf.monitoring.gradient_noise import noise_ratios
+from metis_hf.monitoring.health import (
+    LayerProbe,
+    group_means,
+    nonfinite_layers,
+    split_health,
+    weight_health,
+)
+from metis_hf.monitoring.run_record import (
+    HEALTH_FILE,
+    append_record,
+    describe_run,
+    drop_after,
+    precision_of,
+    write_run,
+)
+from metis_hf.training.oscillation import oscillating_layers, suppress_oscillation
+from metis_hf.training.refresh import check_engine, check_split, refresh, synchronize_state
+from metis_hf.training.resume import ResumeGuard
+from metis_hf.training.weight_reuse import hold, release
+
+logger = logging.get_logger(__name__)
+
+
+class MetisCallback(ResumeGuard):
+    """Refreshes weight decompositions and logs spectral health; pass the class or an instance.
+
+    A checkpoint that another scheme wrote is refused, see `resume.ResumeGuard`.
+
+    Args:
+        health_interval: optimizer steps between measurements; 0 never measures. A measured step
+            takes a few times as long as a normal one.
+        refresh_interval: optimizer steps between re-decompositions of split weights; None takes
+            the model config's `refresh_interval`, 0 never refreshes.
+    """
+
+    def __init__(self, health_interval: int = 100, refresh_interval: int | None = None) -> None:
+        for name, value in (
+            ("health_interval", health_interval),
+            ("refresh_interval", refresh_interval),
+        ):
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value}; expected a number of steps >= 0")
+        self.health_interval = health_interval
+        self.refresh_interval = refresh_interval
+        self._bound = False
+        self._model: nn.Module = nn.Identity()
+        self._layers: dict[str, MetisLayer] = {}
+        self._probe = LayerProbe()
+        self._refresh_every: int | None = 0
+        self._measuring = False
+        self._reuses_weights = False
+        self._alarm = False  # a logged loss or gradient norm was not finite
+        self._pending: dict[str, float] = {}
+        self._record: dict[str, Any] = {}  # of the running step, for the health file
+        self._precision: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes into trainer_state.json."""
+        args = {"health_interval": self.health_interval, "refresh_interval": self.refresh_interval}
+        return {**super().state(), "args": args}
+
+    def bind(self, trainer: Any) -> MetisCallback:
+        """Moves this callback before the reporters of `trainer`, so that they see health too.
+
+        MetisTrainer does it by itself. Trainer calls its reporters before any callback of a user's,
+        and gives callbacks no way to reach it.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if not self._bound:
+            place = callbacks.index(self) if self in callbacks else len(callbacks)
+            callbacks[place : place + 1] = [_ConsoleSummary()]
+            callbacks.insert(0, self)
+            self._bound = True
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Checks the model and the optimizer, and reads the schedule.
+
+        Raises:
+            ValueError: no converted layer, an optimizer that does not own their parameters,
+                parameters of several dtypes in one FSDP2 unit, a checkpoint of another scheme, or
+                a refresh interval where no weight is stored split.
+            NotImplementedError: refresh under an engine that keeps its own copy of the weights.
+        """
+        assert model is not None
+        self._model = model
+        self._layers = dict(metis_layers(model))
+        if not self._layers:
+            raise ValueError(
+                "MetisCallback found no converted layer in the model. Call "
+                "get_metis_model(model, MetisConfig(...)) before you build the Trainer"
+            )
+        super().on_train_begin(args, state, control, model=model)
+        release(model)  # of a run that was interrupted in the middle of a step
+        # With one micro-batch a weight is used twice, and putting it together twice saves nothing.
+        self._reuses_weights = args.gradient_accumulation_steps > 1 or any(
+            getattr(module, "gradient_checkpointing", False) for module in model.modules()
+        )
+        if optimizer is not None:
+            _check_optimizer(self._layers, optimizer)
+        _check_dtypes(model)
+        if args.logging_nan_inf_filter:
+            logger.info("logging_nan_inf_filter switched off: a NaN loss must show in the logs")
+            args.logging_nan_inf_filter = False
+        self._refresh_every = self.refresh_interval
+        if self._refresh_every is None:
+            self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
+        if self._refresh_every:
+            check_split(model, f"refresh_interval={self._refresh_every}")
+            check_engine(model, f"refresh_interval={self._refresh_every}")
+        if oscillating_layers(model):
+            check_engine(model, "OsciReset (scheme tetrajet2)", 'Use scheme "nvfp4" or "nvidia"')
+        self._warn_of_reporters(args)
+        self._precision = precision_of(next(iter(self._layers.values())))
+        if state.is_world_process_zero and self.health_interval:
+            drop_after(_directory(args), state.global_step)
+            config = None if self.trained_config is None else dict(self.trained_config)
+            write_run(_directory(args), describe_run(model, config, args, state.max_steps))
+
+    def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
+        if self._reuses_weights:
+            hold(self._model)
+        step = state.global_step + 1
+        due = self.health_interval and (step == 1 or step % self.health_interval == 0)
+        if due or self._alarm:
+            self._alarm = False
+            self._measuring = True
+            self._probe.attach(self._layers)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs: Any) -> None:
+        release(self._model)
+
+    def on_step_end(
+        self, args, state, control, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        # Here the gradients are gone, and logging, evaluation and saving come after: what they
+        # see is consistent. Nothing accumulated refers to the old factors.
+        if self._refresh_every and state.global_step % self._refresh_every == 0:
+            self._refresh(optimizer)
+        synchronize_state(self._model)
+        reset = suppress_oscillation(self._model, state.global_step, state.max_steps)
+        if reset:
+            self._pending["metis/oscillation_reset"] = sum(reset.values()) / len(reset)
+        if self._measuring:
+            self._measuring = False
+            self._probe.detach()
+            self._collect(state)
+        precision = precision_of(next(iter(self._layers.values())))
+        if precision != self._precision:
+            self._precision = self._record["switch"] = precision
+        if self._record and self.health_interval and state.is_world_process_zero:
+            append_record(_directory(args), state.global_step, self._record)
+        self._record = {}
+
+    def on_train_end(self, args, state, control, **kwargs: Any) -> None:
+        self._probe.detach()
+
+    def on_log(
+        self, args, state, control, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Adds what was measured to the log entry of the running step."""
+        if not logs or "loss" not in logs:
+            return
+        if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            self._alarm = True
+            logger.warning(
+                "step %d: loss %s, grad_norm %s; the next step is measured to name the layer",
+                state.global_step,
+                logs.get("loss"),
+                logs.get("grad_norm"),
+            )
+        if self._pending:
+            logs.update(self._pending if self._bound else summary(self._pending))
+            state.log_history[-1].update(self._pending)
+            self._pending = {}
+
+    def _warn_of_reporters(self, args: TrainingArguments) -> None:
+        reporters = [name for name in args.report_to or () if name != "none"]
+        if reporters and self.health_interval and not self._bound:
+            logger.warning(
+                "%s: Trainer calls its reporters before this callback, so spectral health reaches "
+                "the console, log_history and %s only. Use MetisTrainer, or callback.bind(trainer)",
+                ", ".join(reporters),
+                HEALTH_FILE,
+            )
+
+    def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refreshes, and where health is recorded at all notes what it changed."""
+        layers = {name: m for name, m in self._layers.items() if isinstance(m, MetisLinear)}
+        measured = layers if self.health_interval else {}
+        before = {name: split_health(layer) for name, layer in measured.items()}
+        drifts = refresh(self._model, optimizer)
+        if drifts:
+            self._pending["metis/refresh_drift"] = max(drifts.values())
+        if measured:
+            self._record["refresh"] = {
+                name: {"before": before[name], "after": split_health(layer)}
+                for name, layer in measured.items()
+            }
+
+    def _collect(self, state: TrainerState) -> None:
+        per_layer = self._probe.stats
+        for name, layer in self._layers.items():
+            per_layer[name]["weight"] = weight_health(layer)
+        bad = nonfinite_layers(per_layer)
+        if bad:
+            shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+            logger.warning("step %d: NaN or inf in %s", state.global_step, shown)
+        means = group_means(per_layer) | noise_ratios(self._probe.noise)
+        self._pending.update({f"metis/{name}": value for name, value in means.items()})
+        self._pending["metis/nonfinite_tensors"] = float(len(bad))
+        self._record["layers"] = per_layer
+        if self._probe.noise:
+            self._record["noise"] = self._probe.noise
+
+
+class _ConsoleSummary(TrainerCallback):
+    """Stands behind the reporters of a bound callback: the console gets a few figures, not 150."""
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        measured = {key: value for key, value in (logs or {}).items() if key.startswith("metis/")}
+        if logs is not None and measured:
+            for key in measured:
+                del logs[key]
+            logs.update(summary(measured))
+
+
+def summary(measured: dict[str, float]) -> dict[str, float]:
+    """What a person watches: the mean SQNR of weights, activations and gradients, and alarms.
+
+    Args:
+        measured: "metis/<tensor>/<group>/<statistic>" -> mean over the group's layers, and
+            "metis/<name>" -> figure of the whole model.
+    """
+    short = {key: value for key, value in measured.items() if key.count("/") == 1}
+    by_tensor: dict[str, list[float]] = {}
+    for key, value in measured.items():
+        if key.count("/") > 1 and key.endswith("/sqnr_db"):
+            by_tensor.setdefault(key.split("/")[1], []).append(value)
+    means = {f"metis/{k}/sqnr_db": sum(v) / len(v) for k, v in by_tensor.items()}
+    return {**means, **short}
+
+
+def _directory(args: TrainingArguments) -> Path:
+    assert args.output_dir is not None  # Trainer fills it in
+    return Path(args.output_dir)
+
+
+def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
+    groups = [group["params"] for group in optimizer.param_groups]
+    # DeepSpeed's optimizers step flat copies, and keep the model's parameters in these lists.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(inner, name, groups)
+    owned = {id(param) for group in groups for param in group}
+    for name, layer in layers.items():
+        for key, param in layer.named_parameters(recurse=False):
+            if param.requires_grad and id(param) not in owned:
+                raise ValueError(
+                    f"the optimizer does not own {name}.{key}: the model was converted after the "
+                    "optimizer was built. Call get_metis_model first, then build the optimizer "
+                    "(or let Trainer build it)"
+                )
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """FSDP2 gathers the parameters of a unit together, and only of one dtype."""
+    units: dict[int, tuple[str, str, torch.dtype]] = {}  # parameter -> unit, name, dtype
+    for unit, module in model.named_modules():
+        params = module.named_parameters(unit)
+        if isinstance(module, FSDPModule):  # inner units come later, and own their parameters
+            for name, param in params:
+                if param.requires_grad:
+                    units[id(param)] = unit or type(model).__name__, name, param.dtype
+    dtypes: dict[str, dict[torch.dtype, str]] = {}
+    for unit, name, dtype in units.values():
+        dtypes.setdefault(unit, {}).setdefault(dtype, name)
+    for unit, found in dtypes.items():
+        if len(found) > 1:
+            shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+            raise ValueError(
+                f"FSDP2 needs one dtype for all trainable parameters of {unit}, and {shown}. Load "
+                "the model with dtype=torch.float32 (or call model.float()) before the Trainer is "
+                "built, and train with bf16=True if the GEMMs are to run in BF16"
+            )

@@ -1,0 +1,142 @@
+"""Changing the scheme of a converted model while it lives, by hand or on a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from metis_hf.config import PASSES, MetisConfig
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer
+
+logger = logging.get_logger(__name__)
+
+# Fields that say how to compute. The others say which parameters there are, or key the noise.
+CHANGEABLE = (
+    "scheme",
+    "scheme_pattern",
+    "sample_frac",
+    "oversample",
+    "n_iter",
+    "operand_mode",
+    "forward_rounding",
+    "backward_rounding",
+    "scale_rounding",
+    "high_precision",
+    "two_level",
+    "refresh_interval",
+)
+
+
+def set_precision(model: nn.Module, **changes: Any) -> None:
+    """Changes how the layers of a converted model compute; its parameters stay as they are.
+
+    The model's config changes with it, so a checkpoint saved afterwards loads as the model is now.
+
+    Args:
+        model: converted by `get_metis_model`.
+        changes: fields of `MetisConfig`: `high_precision=("forward",)`, `forward_rounding=...`,
+            `scheme="nvidia"`; see `CHANGEABLE`.
+
+    Raises:
+        ValueError: no converted layer, a field that cannot change, or a scheme that stores weights
+            in another form; nothing changes.
+    """
+    layers = dict(metis_layers(model))
+    if not layers:
+        raise ValueError("the model has no Metis layer; call get_metis_model first")
+    fixed = [name for name in changes if name not in CHANGEABLE]
+    if fixed:
+        raise ValueError(
+            f"{', '.join(fixed)} cannot change after conversion; these can: {', '.join(CHANGEABLE)}"
+        )
+    configs = {name: layer.config.replace(**changes) for name, layer in layers.items()}
+    _check_patterns(next(iter(layers.values())).config, changes)
+    for name, layer in layers.items():
+        _check_form(name, layer, configs[name])
+    for name, layer in layers.items():
+        layer.set_config(configs[name])
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None:
+        model.config.quantization_config = config.replace(**changes)  # type: ignore[union-attr]
+
+
+def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
+    """One scheme for all layers from now on, or the schemes that there are."""
+    if changes.get("scheme_pattern"):
+        raise ValueError(
+            "scheme_pattern can only be emptied (scheme_pattern={}, with a scheme for all layers): "
+            "which layer had which scheme is decided by the conversion"
+        )
+    if ("scheme" in changes) != ("scheme_pattern" in changes) and config.scheme_pattern:
+        raise ValueError(
+            f"the model has scheme_pattern={dict(config.scheme_pattern)}: give both scheme=... and "
+            "scheme_pattern={} to set one scheme for all layers, or neither"
+        )
+
+
+def _check_form(name: str, layer: MetisLayer, config: MetisConfig) -> None:
+    """Refuses a scheme for which a checkpoint of the stored parameters could not be loaded."""
+    try:
+        layer.check_config(config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; nothing was changed") from error
+
+
+class PrecisionSchedule(TrainerCallback):
+    """Runs the last part of a training in higher precision.
+
+    NVIDIA's report on NVFP4 pretraining (arXiv 2509.25149) finds that switching the forward pass to
+    BF16 towards the end closes most of the gap to BF16. Saved checkpoints carry the switch; a
+    resumed run makes it again at the right step.
+
+    Args:
+        at: the step, or the share of all steps if below 1, at which to switch: the steps before it
+            are quantized.
+        high_precision: the passes that then run unquantized, and that are quantized before: any of
+            "forward", "backward". A pass that is not named stays as the model's config has it.
+
+    Raises:
+        ValueError: no positive share or whole step, or no such pass.
+    """
+
+    def __init__(self, at: float = 0.9, high_precision: Sequence[str] = ("forward",)) -> None:
+        if at <= 0 or (at >= 1 and at != int(at)):
+            raise ValueError(f"at={at}; expected a step >= 1 or a share of the steps below 1")
+        if isinstance(high_precision, str) or not set(high_precision) & set(PASSES):
+            raise ValueError(f"high_precision={high_precision!r}; expected a list of {PASSES}")
+        MetisConfig(high_precision=tuple(high_precision))  # refuses unknown names
+        self.at = at
+        self.high_precision = tuple(high_precision)
+
+    def switch_step(self, max_steps: int) -> int:
+        """Optimizer steps before the switch."""
+        return round(self.at * max_steps) if self.at < 1 else int(self.at)
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert model is not None
+        _, layer = next(metis_layers(model), (None, None))
+        if layer is None:
+            raise ValueError(
+                "PrecisionSchedule found no converted layer; call get_metis_model first"
+            )
+        now = layer.config.high_precision
+        on = set(now) - set(self.high_precision)
+        if state.global_step >= self.switch_step(state.max_steps):
+            on |= set(self.high_precision)
+        if on != set(now):
+            wanted = tuple(name for name in PASSES if name in on)
+            set_precision(model, high_precision=wanted)
+            if state.is_world_process_zero:
+                logger.info("step %d: high precision in %s", state.global_step, wanted or "no pass")

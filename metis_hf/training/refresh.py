@@ -1,0 +1,161 @@
+"""What is done to a converted model between optimizer steps, in one process or many.
+
+`refresh` decomposes split weights anew: the represented weight stays what it is; u, s, vh and the
+residual are written in place, so that the optimizer, DDP's buckets and FSDP2's shards keep their
+parameters. `synchronize_state` makes processes agree on running statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from metis_hf.conversion.convert import DEEPSPEED_MARKS, metis_layers
+from metis_hf.layers.linear import MetisLinear, full_tensor
+
+
+@torch.no_grad()
+def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
+    """Decomposes every split weight of a model anew. All processes have to call it together.
+
+    The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
+    to the old factors and are cleared in place, the step count with them, so that the optimizer's
+    state keeps its keys and Adam's bias correction starts anew. Call it between optimizer steps,
+    when no gradient is accumulated.
+
+    Args:
+        model: converted; plain, under DDP, or sharded by FSDP2 (`fully_shard`).
+        optimizer: the one that trains it.
+
+    Returns:
+        layer name -> how far the represented weight moved (fp rounding), relative to its norm.
+
+    Raises:
+        ValueError: no weight is stored split; see `check_split`.
+        NotImplementedError: under DeepSpeed or FSDP1; see `check_engine`.
+    """
+    check_split(model, "refresh()")
+    check_engine(model, "refresh()")
+    reshard(model)
+    drifts = {}
+    for name, layer in metis_layers(model):
+        if not isinstance(layer, MetisLinear):
+            continue
+        drifts[name] = refresh_layer(layer)
+        for param in (layer.u, layer.s, layer.vh):
+            for value in (optimizer.state.get(param) or {}).values() if optimizer else ():
+                if isinstance(value, Tensor):
+                    value.zero_()
+    return drifts
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2's units show their own parameters, for writing.
+
+    After a forward pass without backward some units stay whole: what they then show as parameters
+    are copies, and what is written to those is lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def synchronize_state(model: nn.Module) -> None:
+    """Takes the maxima of the running step's input ranges over all processes; call it at its end.
+
+    MetisCallback does. Without it each process (under DDP: the first) goes by what it has seen.
+    """
+    ranges = [
+        layer.state_buffers()["step_range"]
+        for _, layer in metis_layers(model)
+        if "step_range" in layer.state_names
+    ]
+    if ranges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        flat = torch.cat([each.reshape(-1) for each in ranges])
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        for each, part in zip(ranges, flat.split([each.numel() for each in ranges])):
+            each.copy_(part.view_as(each))
+
+
+def check_split(model: nn.Module, asked: str) -> None:
+    """Refuses models that have nothing to decompose anew.
+
+    Args:
+        model: converted.
+        asked: what would refresh, for the message.
+
+    Raises:
+        ValueError: no layer stores u, s, vh and residual.
+    """
+    layers = [layer for _, layer in metis_layers(model)]
+    if not any(isinstance(layer, MetisLinear) for layer in layers):
+        schemes = sorted({layer.config.scheme for layer in layers})
+        raise ValueError(
+            f"{asked} decomposes stored u, s, vh and weight_residual anew, and no layer of this "
+            f"model has them (scheme {', '.join(map(repr, schemes)) or 'none'} stores one matrix). "
+            "Leave it out, or convert with MetisConfig(split_weight=True)"
+        )
+
+
+def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interval=0") -> None:
+    """Refuses engines that train copies of the parameters, which would undo what is written.
+
+    Args:
+        model: as the engine prepared it.
+        asked: what writes to parameters, for the message.
+        advice: what to do instead, for the message.
+
+    Raises:
+        NotImplementedError: the model runs under DeepSpeed or FSDP1.
+    """
+    engine = None
+    if is_deepspeed(model):
+        engine = "DeepSpeed, whose fp32 master weights would overwrite refreshed ones"
+    elif any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        engine = "FSDP1, which flattens parameters; FSDP2 (fsdp_version: 2) supports it"
+    if engine is not None:
+        raise NotImplementedError(f"{asked} does not work under {engine}. {advice}")
+
+
+def is_deepspeed(model: nn.Module) -> bool:
+    """Whether DeepSpeed trains the model, by accelerate's state or by what it did to parameters."""
+    # The shared dictionary, not AcceleratorState(): that would set up a state where none is.
+    engine = AcceleratorState._shared_state.get("distributed_type")
+    return engine is DistributedType.DEEPSPEED or any(
+        hasattr(param, mark) for param in model.parameters() for mark in DEEPSPEED_MARKS
+    )
+
+
+@torch.no_grad()
+def refresh_layer(layer: MetisLinear) -> float:
+    """Decomposes one weight anew, in place; returns its relative drift."""
+    params = [full_tensor(param) for param in layer.weight_params()]
+    before = layer.weight_form.dense(params).float()
+    factors = layer.weight_form.decompose(before, layer.rank, layer.key)
+    values = [_agreed(f.to(p.dtype)) for f, p in zip(factors, params)]
+    for param, value in zip(layer.weight_params(), values):
+        write(param, value)
+    drift = torch.linalg.vector_norm(layer.weight_form.dense(values).float() - before)
+    return (drift / torch.linalg.vector_norm(before).clamp_min(1e-30)).item()
+
+
+def _agreed(value: Tensor) -> Tensor:
+    """The first process's value on every process: an SVD may differ in signs between machines."""
+    value = value.contiguous()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(value, src=0)
+    return value
+
+
+def write(param: Tensor, value: Tensor) -> None:
+    """Gives a parameter, perhaps sharded by FSDP2, a new value (whole, the same everywhere)."""
+    if hasattr(param, "full_tensor"):  # a DTensor: sharded by FSDP2
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(param, DTensor)
+        value = distribute_tensor(value, param.device_mesh, param.placements)
+    param.copy_(value)

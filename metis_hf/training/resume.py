@@ -1,0 +1,176 @@
+"""What resuming a run needs beyond Trainer: the right checkpoint, and none of another scheme.
+
+Trainer loads weights without insisting on their names, so a checkpoint of another scheme would be
+taken in parts, or read in other units, without an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLinear
+
+# Written last, when everything else of a checkpoint is on disk.
+_STATE_FILE = "trainer_state.json"
+# What a resumed run may change: it decides neither the parameters nor what they stand for.
+_FREE = {
+    "high_precision",
+    "forward_rounding",
+    "backward_rounding",
+    "scale_rounding",
+    "refresh_interval",
+    "seed",
+}
+_FACTORS = ("u", "s", "vh")
+_RESIDUAL = ".weight_residual"
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest complete checkpoint of a Trainer's output directory, None if there is none.
+
+    A process killed while it saves leaves a directory without its last files, which
+    `resume_from_checkpoint=True` would choose and fail on:
+    `trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))` starts from the one before.
+    """
+    found = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        step = path.name.rpartition("-")[2]
+        if step.isdigit() and _is_complete(path):
+            found.append((int(step), str(path)))
+    return max(found)[1] if found else None
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        json.loads((path / _STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+class ResumeGuard(TrainerCallback, ExportableState):
+    """Refuses to resume from a checkpoint that another scheme wrote, before a step is taken.
+
+    The tensors' names and shapes tell most of it; the config, saved with Trainer's state, the rest:
+    two schemes may store the same tensors in other units.
+    """
+
+    trained_config: Mapping[str, Any] | None = None
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        if model is not None:
+            guard_loading(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Compares the model's config with the one that wrote the checkpoint.
+
+        Raises:
+            ValueError: they differ in something that decides what the parameters mean.
+        """
+        assert model is not None
+        current = _config_of(model)
+        name = type(self).__name__
+        saved = state.stateful_callbacks.get(name) or {}
+        if isinstance(saved, list):
+            saved = saved[0]
+        before = saved.get("attributes", {}).get("trained_config")
+        if state.global_step and before is not None and current is not None:
+            _check_configs(before, current)
+        self.trained_config = current
+        # Trainer writes into this entry, which a checkpoint of a run without this callback lacks.
+        state.stateful_callbacks.setdefault(name, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes into trainer_state.json."""
+        return {"args": {}, "attributes": {"trained_config": self.trained_config}}
+
+
+def guard_loading(model: nn.Module) -> None:
+    """Makes `model.load_state_dict` refuse weights that were stored in another form.
+
+    Trainer and accelerate load through it, without insisting that the names match.
+    """
+    hooks = model._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", None) is _refuse_other_form for hook in hooks):
+        model.register_load_state_dict_pre_hook(_refuse_other_form)
+
+
+def _refuse_other_form(
+    module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *args: Any
+) -> None:
+    """Raises if the tensors are of a model that stores its weights in another form.
+
+    A shard of a checkpoint holds a part of them, so that what is missing says nothing.
+    """
+    layers = {f"{prefix}{name}": layer for name, layer in metis_layers(module)}
+    split = {name: layer for name, layer in layers.items() if isinstance(layer, MetisLinear)}
+    stored = {key.removesuffix(_RESIDUAL) for key in state_dict if key.endswith(_RESIDUAL)}
+    if other := sorted(stored - split.keys()):
+        ours = "stores it densely" if other[0] in layers else "has no converted layer there"
+        raise ValueError(
+            f"the checkpoint has a split weight (u, s, vh, weight_residual) for {other[0]}"
+            f"{_and_more(other)}, and this model {ours}. {_ADVICE}"
+        )
+    if other := sorted(name for name in split if f"{name}.weight" in state_dict):
+        raise ValueError(
+            f"the checkpoint has a dense weight for {other[0]}{_and_more(other)}, and this model "
+            f"stores it as u, s, vh and weight_residual. {_ADVICE}"
+        )
+    experts = [key for key in state_dict if ".metis_" in key]
+    own = set(module.state_dict(prefix=prefix)) if experts else set()
+    if other := sorted(key for key in experts if key not in own):
+        raise ValueError(
+            f"the checkpoint has converted experts ({other[0]}{_and_more(other)}), which this "
+            f"model does not have. {_ADVICE}"
+        )
+    for name, layer in split.items():
+        for key in _FACTORS:
+            tensor = state_dict.get(f"{name}.{key}")
+            if tensor is not None and tensor.shape != getattr(layer, key).shape:
+                raise ValueError(
+                    f"{name}.{key} has shape {tuple(tensor.shape)} in the checkpoint, and "
+                    f"{tuple(getattr(layer, key).shape)} in this model of rank {layer.rank}. "
+                    f"{_ADVICE}"
+                )
+
+
+_ADVICE = (
+    "Convert the model with the config that the checkpoint was trained with (its config.json has "
+    "it; split_weight=True stores u, s, vh and weight_residual under any scheme), or load it with "
+    "from_pretrained"
+)
+
+
+def _and_more(names: Iterable[str]) -> str:
+    count = len(list(names)) - 1
+    return f" and {count} more" if count else ""
+
+
+def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if not isinstance(config, MetisConfig):
+        config = next((layer.config for _, layer in metis_layers(model)), None)
+    return None if config is None else config.to_dict()
+
+
+def _check_configs(before: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    fields = [key for key in current if key not in _FREE and before.get(key) != current[key]]
+    if fields:
+        changes = ", ".join(f"{key}={before.get(key)!r} -> {current[key]!r}" for key in fields)
+        raise ValueError(
+            f"the checkpoint was trained with another config than this model has: {changes}. "
+            f"{_ADVICE}"
+        )

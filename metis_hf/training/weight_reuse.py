@@ -1,0 +1,57 @@
+"""Quantizing each weight once for all micro-batches of an optimizer step.
+
+A weight's noise depends on the weight alone, so that all micro-batches of a step see the very same
+w_hat, whatever the rounding: reusing it changes no bit. What is kept is packed, 4.5 bits an element
+and operand. Inside torch.compile nothing is reused, nor where the operand depends on the call:
+under a scheme with scales per channel, which are those of the call's own input until there is an
+average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.operands.weight_forms import HeldWeight
+
+
+@contextlib.contextmanager
+def reuse_weights(model: nn.Module) -> Iterator[None]:
+    """Inside the block no parameter of the model may change: it is for micro-batches.
+
+        with reuse_weights(model):
+            for batch in micro_batches:
+                model(**batch).loss.backward()
+        optimizer.step()
+
+    MetisCallback does this where a step has several micro-batches or recomputes activations.
+    """
+    hold(model)
+    try:
+        yield
+    finally:
+        release(model)
+
+
+def hold(model: nn.Module) -> None:
+    """Begins to keep what is quantized of weights, except of those that are sharded.
+
+    Their whole copies would outlive the moment for which they are gathered.
+    """
+    for _, layer in metis_layers(model):
+        if not any(_is_sharded(param) for param in layer.parameters(recurse=False)):
+            layer.held_weight = HeldWeight()
+
+
+def release(model: nn.Module) -> None:
+    """Forgets it; before parameters change."""
+    for _, layer in metis_layers(model):
+        layer.held_weight = None
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    """By FSDP2 (a DTensor) or by ZeRO-3."""
+    return hasattr(param, "full_tensor") or hasattr(param, "ds_id")

@@ -1,0 +1,87 @@
+"""Arguments and sources that no dataset can be made of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from paths import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.preparation.sources import FOREIGN, write_source
+from metis_hf.data import prepare
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 1}, "seq_len=1; choose at least 2"),
+        ({"validation_share": 1.0}, "validation_share=1.0"),
+        ({"num_proc": 0}, "num_proc=0"),
+        ({"files": ["absent/*.jsonl"]}, "absent/.*no such file"),
+        ({"files": ["LICENSE"]}, "names must end in .jsonl or .txt"),
+        ({"text_column": "body"}, "no column 'body'; its columns are: id, text.*--text-column"),
+        ({"perplexity_tokens": 64}, "do not fit the context of .*choose at most 63"),
+        ({"seq_len": 10**6}, "less than one sequence of seq_len=1000000; documents dropped: .*uni"),
+    ],
+)
+def test_errors(changes, message, arguments, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        prepare(arguments(**changes))
+
+
+def test_error_for_mixed_kinds(tmp_path, source, arguments):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="mixes kinds"):
+        prepare(arguments(files=[*source, str(tmp_path / "a.txt")]))
+
+
+def test_error_for_a_file_that_is_not_json_lines(tmp_path, arguments):
+    (tmp_path / "a.jsonl").write_text("plain text\n")
+    with pytest.raises(ValueError, match="is not JSON lines: its first line is 'plain text'"):
+        prepare(arguments(files=[str(tmp_path / "a.jsonl")]))
+
+
+def test_error_for_an_unknown_or_numeric_parquet_column(tmp_path, raw, arguments):
+    files = write_source("parquet", tmp_path / "files", raw)
+    with pytest.raises(ValueError, match="no column 'body'; its columns are: id, text"):
+        prepare(arguments(files=files, text_column="body"))
+    output = str(tmp_path / "other")
+    with pytest.raises(ValueError, match="column 'id' holds int64, not text"):
+        prepare(arguments(files=files, text_column="id", output_dir=output))
+
+
+def test_error_when_nothing_is_left(tmp_path, arguments):
+    (tmp_path / "a.txt").write_text(FOREIGN[1])
+    with pytest.raises(ValueError, match=r"1 documents were read and 0 training.*language 1"):
+        prepare(arguments(files=[str(tmp_path / "a.txt")]))
+    (tmp_path / "b.jsonl").write_text("")
+    output = str(tmp_path / "other")
+    with pytest.raises(ValueError, match="0 documents were read"):
+        prepare(arguments(files=[str(tmp_path / "b.jsonl")], output_dir=output))
+
+
+def test_error_for_a_tokenizer_without_end_of_text(tmp_path, reference, arguments):
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="has no eos_token"):
+        prepare(arguments(tokenizer=str(tmp_path / "tokenizer")))
+
+
+def test_error_for_a_directory_with_other_files(tmp_path, arguments):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="is not empty and holds no preparation"):
+        prepare(arguments())
+
+
+def test_error_for_a_reference_model_that_gives_nan(tmp_path, reference, arguments):
+    model = AutoModelForCausalLM.from_pretrained(reference)
+    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    model.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(reference).save_pretrained(tmp_path / "broken")
+    with pytest.raises(ValueError, match="gives a loss that is not finite"):
+        prepare(arguments(reference_model=str(tmp_path / "broken")))

@@ -1,0 +1,56 @@
+"""Small trained-looking checkpoints with tokenizers, and the command line, for evaluation tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+import typer
+from paths import TESTS
+from typer.testing import CliRunner
+
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.evaluation.cli import register
+
+DATA = TESTS / "fixtures" / "eval"
+CONTEXT = 512
+VOCAB = 512
+
+
+def make_tokenizer():
+    return train_tokenizer(stdlib_documents()[:40], vocab_size=VOCAB)
+
+
+def make_model(scheme: str | None = None, seed: int = 0):
+    """A Llama far from uniform, so that scores differ; converted if a scheme is given."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    return model if scheme is None else get_metis_model(model, MetisConfig(scheme=scheme))
+
+
+def save(path: Path, scheme: str | None, tokenizer=None, seed: int = 0) -> Path:
+    make_model(scheme, seed).save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    return path
+
+
+def run(*arguments):
+    """`metis-hf eval ...` on a command line of its own; errors come back as exceptions."""
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)])

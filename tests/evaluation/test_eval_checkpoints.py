@@ -1,0 +1,150 @@
+"""Which checkpoint is meant, what it is called, what it can be evaluated in, what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+import transformers
+
+from evaluation.eval_tools import make_model, make_tokenizer, save
+from metis_hf import metis_layers, to_dense
+from metis_hf.evaluation.checkpoints import open_checkpoint, open_checkpoints
+from metis_hf.export import export_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def ids():
+    return torch.arange(40)[None]
+
+
+def test_directories_of_a_run(tmp_path):
+    run = tmp_path / "run"
+    for step in (9, 10, 100):
+        save(run / f"checkpoint-{step}", "metis")
+    found = open_checkpoint(run)
+    assert (found.path.name, found.label) == ("checkpoint-100", "run/checkpoint-100")
+    save(run / "model", "nvfp4")
+    assert open_checkpoint(run).scheme == "nvfp4"  # the finished model wins
+    assert open_checkpoint(run).label == open_checkpoint(run / "model").label == "run"
+    assert open_checkpoint(run / "checkpoint-9").label == "run/checkpoint-9"
+
+
+def test_labels_tell_apart(tmp_path):
+    paths = [save(tmp_path / scheme / "seed-0" / "model", scheme) for scheme in ("bf16", "nvfp4")]
+    assert [c.label for c in open_checkpoints(paths)] == ["bf16/seed-0", "nvfp4/seed-0"]
+    with pytest.raises(ValueError, match=r"named twice: .*seed-0/model"):
+        open_checkpoints([paths[0], paths[0].parent])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "precisions"),
+    [
+        (None, {"scheme": ("dense",), "dense": ("dense",), "both": ("dense",)}),
+        ("bf16", {"scheme": ("dense",), "dense": ("dense",), "both": ("dense",)}),
+        ("metis", {"scheme": ("scheme",), "dense": ("dense",), "both": ("scheme", "dense")}),
+    ],
+)
+def test_precisions(scheme, precisions, tmp_path):
+    checkpoint = open_checkpoint(save(tmp_path, scheme))
+    assert checkpoint.scheme == (scheme or "dense")
+    assert {asked: checkpoint.precisions(asked) for asked in precisions} == precisions
+
+
+def test_both_precisions_are_what_they_say(tmp_path, ids):
+    checkpoint = open_checkpoint(save(tmp_path, "metis"))
+    trained = make_model("metis")
+    with torch.no_grad():
+        quantized = checkpoint.load("scheme", "auto", CPU)(ids).logits
+        dense_model = checkpoint.load("dense", "auto", CPU)
+        dense = dense_model(ids).logits
+        assert torch.equal(quantized, trained(ids).logits)
+        assert torch.equal(dense, to_dense(trained)(ids).logits)
+    assert not torch.equal(quantized, dense)
+    assert not list(metis_layers(dense_model))
+    assert checkpoint.load("scheme", "bfloat16", CPU).dtype == torch.bfloat16
+
+
+def test_exports_load(tmp_path, tokenizer, ids):
+    source = save(tmp_path / "run", "metis", tokenizer)
+    dense = tmp_path / "dense"
+    export_checkpoint(source, dense, dtype="float32")
+    checkpoint = open_checkpoint(dense)
+    assert (checkpoint.scheme, checkpoint.label) == ("dense", "dense")
+    wanted = open_checkpoint(source).load("dense", "auto", CPU)
+    with torch.no_grad():
+        assert torch.equal(checkpoint.load("scheme", "auto", CPU)(ids).logits, wanted(ids).logits)
+    checkpoint.tokenizer()
+
+
+def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
+    pytest.importorskip("compressed_tensors")
+    packed = tmp_path / "packed"
+    export_checkpoint(
+        save(tmp_path / "run", "metis", tokenizer), packed, format="compressed-tensors"
+    )
+    checkpoint = open_checkpoint(packed)
+    assert checkpoint.scheme == "compressed-tensors"
+    checkpoint.check("scheme")
+    assert checkpoint.precisions("both") == ("scheme",)
+    with torch.no_grad():
+        assert checkpoint.load("scheme", "auto", CPU)(ids).logits.isfinite().all()
+    with pytest.raises(ValueError, match="holds packed FP4 weights only"):
+        checkpoint.check("dense")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda n, *a: None if n == "compressed_tensors" else find(n, *a),
+    )
+    with pytest.raises(ValueError, match=r"not installed; pip install compressed-tensors"):
+        checkpoint.check("scheme")
+
+
+def test_fingerprint_is_of_weights_and_config(tmp_path):
+    one = open_checkpoint(save(tmp_path / "a", "metis"))
+    same = open_checkpoint(save(tmp_path / "b", "metis"))
+    assert one.fingerprint() == same.fingerprint()
+    assert one.fingerprint() != open_checkpoint(save(tmp_path / "c", "metis", seed=1)).fingerprint()
+    config = json.loads((same.path / "config.json").read_text())
+    config["quantization_config"]["two_level"] = False
+    (same.path / "config.json").write_text(json.dumps(config))
+    assert one.fingerprint() != same.fingerprint()
+
+
+def test_refusals(tmp_path, tokenizer):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory; name a checkpoint"):
+        open_checkpoint(tmp_path / "nowhere")
+    save(tmp_path / "runs" / "one" / "model", None)
+    with pytest.raises(ValueError, match=r"runs holds no checkpoint .* below it: .*runs/one"):
+        open_checkpoint(tmp_path / "runs")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="PEFT adapter: merge it"):
+        open_checkpoint(adapter)
+    bare = save(tmp_path / "bare", None)
+    with pytest.raises(
+        ValueError, match=r"bare holds no tokenizer; save it there with tokenizer\."
+    ):
+        open_checkpoint(bare).tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert open_checkpoint(bare).tokenizer(tmp_path / "tokenizer").vocab_size == len(tokenizer)
+    (bare / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"bare has a config.json but no weights"):
+        open_checkpoint(bare)
+    t5 = transformers.T5Config(
+        vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8
+    )
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="t5 is a t5 model, not a causal language model"):
+        open_checkpoint(tmp_path / "t5").load("scheme", "auto", CPU)

@@ -1,0 +1,266 @@
+"""`metis-hf eval` from the command line: results, reuse, tables on disk, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import socket
+
+import pytest
+import torch
+from lm_eval.utils import make_table
+
+from evaluation.eval_tools import CONTEXT, DATA, make_model, make_tokenizer, run, save
+from metis_hf.evaluation import plan
+from metis_hf.evaluation.local_tasks import LOCAL_TASKS
+
+TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 30
+SAME_FLOAT32 = 1e-5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tokenizer):
+    """Two runs: the control, and the same model under Metis."""
+    folder = tmp_path_factory.mktemp("runs")
+    for scheme in ("bf16", "metis"):
+        save(folder / scheme / "model", scheme, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "held_out.txt"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.fixture(scope="module")
+def evaluated(runs, text, tmp_path_factory):
+    """All seven tasks and the loss, with every attempt to reach a network an error."""
+
+    def no_network(*_):
+        raise AssertionError("the network was asked")
+
+    out = tmp_path_factory.mktemp("out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", no_network)
+        done = run(
+            runs / "bf16", runs / "metis", "--precision", "both", "--tasks-dir", DATA,
+            "--loss-text", text, "--out", out,
+        )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return out, done.output
+
+
+def results(out):
+    return {path.name.rsplit(".", 2)[0]: json.loads(path.read_text())
+            for path in sorted((out / "results").glob("*.json"))}  # fmt: skip
+
+
+def test_seven_tasks_and_the_loss_give_numbers(evaluated, runs):
+    out, printed = evaluated
+    records = results(out)
+    assert set(records) == {"bf16.dense", "metis.scheme", "metis.dense"}
+    assert "one evaluation is all there is" in printed
+    for record in records.values():
+        for task in LOCAL_TASKS:
+            assert 0 <= record["results"][task]["acc,none"] <= 1
+        for task in ("arc_challenge", "arc_easy", "piqa", "hellaswag"):
+            assert "acc_norm,none" in record["results"][task]
+        keys = {"results", "versions", "n-shot", "n-samples", "configs", "higher_is_better"}
+        assert keys | {"config", "lm_eval_version", "transformers_version"} <= record.keys()
+        assert "custom_dataset" not in record["configs"]["piqa"]
+        assert record["configs"]["piqa"]["dataset_kwargs"]["data_files"]["validation"]
+        assert "piqa" in make_table(record)  # lm-eval reads it as its own
+        ours = record["metis"]
+        assert ours["batch_size"] == ours["settings"]["batch_size"] == plan.CPU_BATCH_SIZE
+        assert set(ours["items"]) == set(LOCAL_TASKS)
+        share = ours["items"]["race"]["acc"].count("1") / len(ours["items"]["race"]["acc"])
+        assert share == record["results"]["race"]["acc,none"]
+    losses = {name: record["metis"]["held_out_loss"] for name, record in records.items()}
+    assert losses["metis.dense"] == losses["bf16.dense"]  # the same weights
+    assert losses["metis.scheme"] != losses["metis.dense"]
+    assert str(runs) not in (out / "table.md").read_text()
+
+
+def test_loss_is_the_models_cross_entropy(evaluated, tokenizer):
+    out, _ = evaluated
+    measured = results(out)["bf16.dense"]["metis"]
+    ids = tokenizer.encode(TEXT)
+    assert measured["held_out_tokens"] == len(ids)
+    model, total = make_model(), 0.0
+    for start in range(0, len(ids), CONTEXT):
+        window = ids[start : start + CONTEXT]
+        first = max(0, start + len(window) - CONTEXT)  # the last window is filled up
+        before = [tokenizer.eos_token_id, *ids][first : start + 1]
+        batch = torch.tensor([before + window])
+        with torch.no_grad():
+            logits = model(batch).logits[0, len(before) - 1 : -1].double()
+        target = torch.tensor(window)[:, None]
+        total -= logits.log_softmax(-1).gather(1, target).sum().item()
+    assert measured["held_out_loss"] == pytest.approx(total / len(ids), rel=SAME_FLOAT32)
+
+
+def test_tables_on_disk(evaluated):
+    out, printed = evaluated
+    for name in ("md", "tex", "csv"):
+        shown = (out / f"table.{name}").read_text()
+        positions = [shown.index(t) for t in ("Loss", "ARC-C", "ARC-E", "BoolQ", "LAMBADA", "PIQA",
+                                              "RACE", "HellaSwag", "Avg")]  # fmt: skip
+        assert name != "csv" or positions == sorted(positions)
+        assert "metis, dense" in shown
+    assert "Difference to bf16" in printed
+    assert "acc_norm of ARC-C, HellaSwag" in printed
+
+
+def test_finished_results_are_used_again_and_said_so(evaluated, runs, text, monkeypatch, tmp_path):
+    out, _ = evaluated
+    again = shutil.copytree(out, tmp_path / "out")
+
+    def evaluate(*_, **__):
+        raise AssertionError("evaluated again")
+
+    monkeypatch.setattr("metis_hf.evaluation.command.evaluate_model", evaluate)
+    arguments = [runs / "metis", "--tasks-dir", DATA, "--loss-text", text, "--out", again]
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "finished before, taken from" in done.output.replace("\n", " ")
+    for changed in (["--overwrite"], ["--limit", 2], ["--batch-size", 4], ["--dtype", "float32"],
+                    ["--precision", "dense", "--tasks", "piqa"]):  # fmt: skip
+        assert isinstance(run(*arguments, *changed).exception, AssertionError)
+    other = shutil.copytree(DATA, tmp_path / "data")
+    (other / "piqa.jsonl").write_text((DATA / "piqa.jsonl").read_text() * 2)
+    arguments[2] = other
+    assert isinstance(run(*arguments).exception, AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "half-written or damaged; delete it, or"),
+        (lambda text: "{}", "is not a result of metis-hf eval"),
+        (lambda text: text.replace('"limit": 2', '"limit": 3'), "was edited"),
+    ],
+)
+def test_damaged_results_are_named(damage, message, runs, tmp_path):
+    arguments = [runs / "bf16", "--tasks-dir", DATA, "--tasks", "piqa", "--out", tmp_path]
+    arguments += ["--limit", 2]
+    assert run(*arguments).exit_code == 0
+    (file,) = (tmp_path / "results").iterdir()
+    file.write_text(damage(file.read_text()))
+    done = run(*arguments)
+    assert isinstance(done.exception, ValueError)
+    assert str(file) in str(done.exception)
+    assert message in str(done.exception)
+    assert run(*arguments, "--overwrite").exit_code == 0
+    assert json.loads(file.read_text())["results"]["piqa"]
+
+
+def test_nan_is_shown_flagged_and_never_averaged_away(runs, tokenizer, tmp_path):
+    broken = make_model()
+    torch.nn.init.constant_(broken.lm_head.weight[7], math.nan)  # every softmax is NaN with it
+    broken.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    done = run(runs / "bf16", tmp_path / "broken", "--tasks", "piqa,race", "--tasks-dir", DATA,
+               "--out", tmp_path)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    record = results(tmp_path)["broken.dense"]
+    assert math.isnan(record["results"]["piqa"]["acc,none"])
+    assert record["metis"]["nonfinite"] == {"piqa": 8, "race": 16}
+    row = next(r for r in (tmp_path / "table.md").read_text().splitlines() if "| broken" in r)
+    assert row.count("NaN (!)") == 3  # two tasks and the average
+    assert "8 likelihoods of PIQA are NaN" in done.output.replace("\n", " ")
+
+
+def test_tasks_of_lm_eval_with_their_own_definition(runs, tmp_path):
+    (tmp_path / "words.jsonl").write_text('{"text": "one two three"}\n{"text": "two three four"}\n')
+    (tmp_path / "words.yaml").write_text(
+        "task: words\ndataset_path: json\noutput_type: loglikelihood_rolling\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/words.jsonl}}}}\n"
+        "doc_to_text: ''\ndoc_to_target: text\nmetric_list: [{metric: word_perplexity}]\n"
+    )
+    out = tmp_path / "out"
+    done = run(runs / "bf16", "--tasks", "words,piqa", "--tasks-dir", tmp_path, "--out", out)
+    assert isinstance(done.exception, FileNotFoundError)  # piqa's data
+    shutil.copy(DATA / "piqa.jsonl", tmp_path)
+    done = run(runs / "bf16", "--tasks", "words,piqa", "--tasks-dir", tmp_path, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "word_perplexity of words" in done.output
+    assert "The average leaves out words" in done.output
+    record = results(out)["bf16.dense"]
+    assert set(record["metis"]["settings"]["data_sha256"]) == {
+        "words.yaml", "words.jsonl", "piqa.jsonl"
+    }  # fmt: skip
+
+
+def test_refusals(runs, tokenizer, tmp_path):
+    def refused(*arguments):
+        done = run(runs / "bf16", "--out", tmp_path / "out", *arguments)
+        assert isinstance(done.exception, ValueError | OSError), done.output
+        assert not (tmp_path / "out" / "results").exists()
+        return str(done.exception)
+
+    assert "tasks-dir" in refused("--tasks-dir", tmp_path / "nowhere")
+    local = ("--tasks-dir", DATA, "--tasks")
+    assert "fixtures/eval/mmlu.yaml is missing" in refused(*local, "mmlu")
+    assert "named twice: piqa" in refused(*local, "piqa,piqa")
+    assert "precision='fp4'; expected scheme, dense, both" in refused("--precision", "fp4")
+    assert "limit=0; expected at least 1" in refused("--limit", 0)
+    assert "batch-size 'big'; expected auto" in refused("--batch-size", "big")
+    assert "format png; expected some of md, tex, csv" in refused("--format", "png")
+    assert "metric 'f1'; expected acc" in refused("--metric", "f1")
+    assert "metric for race, which is not" in refused("--metric", "race=acc", *local, "piqa")
+    assert "device='warp'" in refused("--device", "warp", *local, "piqa")
+    assert "paper='gpt3'" in refused("--paper", "gpt3", *local, "piqa")
+    assert "nothing to evaluate" in refused("--tasks", "none")
+    bare = save(tmp_path / "bare", None)
+    assert "holds no tokenizer" in refused(bare, *local, "piqa")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    done = run(bare, *local, "piqa", "--tokenizer", tmp_path / "tokenizer", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"  \n", "is empty; give held-out text"),
+        ("short.txt", b"Nine words are too few to measure a loss.", "needs at least 100"),
+        ("binary.txt", b"\xff\xfe", "is not UTF-8"),
+        ("rows.jsonl", b'{"text": "x"}\n{"txt": "x"}\n', 'line 2: field "text" is missing'),
+        ("cut.jsonl", b'{"text": "x"}\n{"te', "line 2 is not JSON"),
+    ],
+)
+def test_unusable_text(name, content, message, runs, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    done = run(runs / "bf16", "--tasks", "none", "--loss-text", tmp_path / name, "--out", tmp_path)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+    assert name in str(done.exception)
+
+
+def test_loss_alone_of_json_lines(runs, tokenizer, tmp_path):
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": TEXT[:size]}) + "\n" for size in (700, 900)))
+    done = run(runs / "bf16", "--tasks", "none", "--loss-text", file, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    ours = results(tmp_path)["bf16.dense"]["metis"]
+    assert ours["held_out_tokens"] == sum(len(tokenizer.encode(TEXT[:n])) for n in (700, 900))
+    assert 0 < ours["held_out_loss"] < 20
+
+
+def test_largest_batch_that_fits():
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= 40
+
+    assert plan.largest_batch_size(fits, start=256) == 32
+    assert tried == [256, 128, 64, 32]
+    assert plan.largest_batch_size(lambda size: False) == 1

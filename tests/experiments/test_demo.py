@@ -1,0 +1,185 @@
+"""`metis-hf demo` as a user runs it: quick mode, outputs, resume, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import transformers
+from conftest import hear_interrupts
+
+from metis_hf.experiments import tables
+from metis_hf.experiments.demo import run as demo
+from metis_hf.experiments.demo.run import SCHEMES
+from metis_hf.experiments.runner import SchemeResult
+
+METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
+
+
+def run(*args, **kwargs):
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "120"}
+    return subprocess.run(
+        [*METIS_HF, *args], capture_output=True, text=True, env=environment, check=False, **kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """The directory and printed text of one quick demo."""
+    out = tmp_path_factory.mktemp("demo") / "quick"
+    done = run("demo", "--quick", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+@pytest.mark.slow
+def test_quick_demo_writes_what_it_says(quick):
+    out, printed = quick
+    record = json.loads((out / "results.json").read_text())
+    assert [result["scheme"] for result in record["results"]] == list(SCHEMES)
+    assert record["experiment"]["seed"] == 0
+    assert {"torch", "transformers", "lm_eval"} <= set(record["versions"])
+    for result in record["results"]:
+        steps = [entry["step"] for entry in result["history"]]
+        assert steps == list(range(1, record["experiment"]["training"]["max_steps"] + 1))
+        assert math.isfinite(result["loss"])
+        assert set(result["tasks"]) == {"demo_cloze", "demo_choice"}
+        assert f"{result['loss']:.4f}" in (out / "table.md").read_text()
+        assert f"{result['loss']:.4f}" in printed
+    assert record["verdict"] in (out / "table.md").read_text()
+    for name in ("loss.png", "spectra.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    # Same data and initialization: before the first update only the forward pass differs, and
+    # operands that are wrong by 10 % or so change the loss of an untrained model little.
+    first = {r["scheme"]: r["history"][0]["loss"] for r in record["results"]}
+    assert max(first.values()) < 1.03 * min(first.values())
+    assert len({r["loss"] for r in record["results"]}) == len(SCHEMES)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_hugging_face_directories(quick):
+    import metis_hf
+
+    out, _ = quick
+    for scheme in SCHEMES:
+        model = transformers.AutoModelForCausalLM.from_pretrained(out / scheme / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out / scheme / "model")
+        assert next(metis_hf.metis_layers(model))[1].config.scheme == scheme
+        ids = tokenizer("def f(x):\n", return_tensors="pt")
+        text = model.generate(**ids, max_new_tokens=4, do_sample=False)
+        assert tokenizer.decode(text[0]).startswith("def f(x):\n")
+        assert not list((out / scheme).glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_a_finished_demo_is_shown_again_without_training(quick):
+    out, printed = quick
+    before = {p: p.stat().st_mtime_ns for p in out.glob("*/result.json")}
+    again = run("demo", "--quick", "--out", str(out))
+    assert again.returncode == 0, again.stderr
+    assert "step 1/" not in again.stdout
+    assert before == {p: p.stat().st_mtime_ns for p in out.glob("*/result.json")}
+    # The same rows, as the results were read back.
+    assert [x for x in printed.splitlines() if "│" in x] == [
+        x for x in again.stdout.splitlines() if "│" in x
+    ]
+
+
+@pytest.mark.slow
+def test_interrupted_demo_resumes_to_the_same_result(quick, tmp_path):
+    """Killed in the middle of a scheme and run again: the numbers of an undisturbed run."""
+    out, _ = quick
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [*METIS_HF, "demo", "--quick", "--schemes", "metis", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("metis/checkpoint-*/trainer_state.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert not (tmp_path / "metis" / "result.json").exists()
+    resumed = run(*command[3:])
+    assert resumed.returncode == 0, resumed.stderr
+    mine, whole = (json.loads((d / "metis" / "result.json").read_text()) for d in (tmp_path, out))
+    assert [e["loss"] for e in mine["history"]] == [e["loss"] for e in whole["history"]]
+    assert mine["loss"] == whole["loss"]
+    assert mine["tasks"] == whole["tasks"]
+
+
+@pytest.mark.slow
+def test_other_settings_in_the_same_directory_are_refused(quick):
+    out, _ = quick
+    done = run("demo", "--quick", "--steps", "5", "--out", str(out))
+    assert done.returncode == 2
+    assert "training.max_steps: 12 there, 5 now" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
+        (["--steps", "0"], "steps=0; expected at least 1"),
+        (["--schemes", ","], "no scheme"),
+    ],
+)
+def test_bad_input_is_one_line(args, message, tmp_path):
+    done = run("demo", "--out", str(tmp_path / "x"), *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_schemes_lists_the_registry():
+    done = run("schemes")
+    assert done.returncode == 0
+    for name in ("metis", "nvidia", "bf16-split"):
+        assert name in done.stdout
+
+
+def result(scheme, loss, value=0.5, stderr=0.03):
+    tasks = {"demo_cloze": {"metric": "acc", "value": value, "stderr": stderr}}
+    return SchemeResult(scheme, {}, "", loss, tasks, 0.1, [])
+
+
+def test_table_and_verdict():
+    results = [result("bf16", 2.0), result("nvfp4", 2.1, 0.4), result("metis", 2.01)]
+    rows = tables.rows(results, "bf16 (run in fp32)")
+    assert rows[0] == ["bf16 (run in fp32)", "2.0000", "", "50.0", "50.0", "0.10"]
+    assert rows[1][2] == "+5.00 %"
+    assert rows[2][2] == "+0.50 %"
+    sentence = tables.verdict(results, 1_000_000, 500_000)
+    assert "metis" in sentence
+    assert "+0.50 %" in sentence
+    assert "nvfp4 worst (+5.00 %)" in sentence
+    assert "one seed" in sentence
+
+
+def test_nan_is_shown_not_averaged_away():
+    results = [result("bf16", 2.0), result("nvfp4", math.nan, math.nan)]
+    row = tables.rows(results)[1]
+    assert row[1] == "nan"
+    assert row[4] == "nan"
+    assert "diverged: nvfp4" in tables.verdict(results, 1, 1)
+
+
+def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):
+    from metis_hf.shared import records
+
+    monkeypatch.setattr(records, "bf16_units", lambda: False)
+    where = records.environment()
+    assert where["precision"] == "fp32"
+    assert "without bf16 units" in where["device"] or "CPU" not in where["device"]
+    assert demo.control_label(where) == "bf16 (run in fp32)"
+    assert demo.control_label(where | {"precision": "bf16"}) == "bf16"

@@ -1,0 +1,43 @@
+"""Small pieces of the plots that can be wrong without looking wrong."""
+
+import pytest
+
+from metis_hf import scheme_names
+from metis_hf.experiments.figures import health_series
+from metis_hf.experiments.runner import SchemeResult
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import scheme_styles, smooth, spread
+
+
+def test_no_two_schemes_look_alike():
+    styles = scheme_styles(scheme_names(), "bf16")
+    assert set(styles) == set(scheme_names())
+    assert len(set(styles.values())) == len(styles)
+    assert styles[CONTROL].color == "black"
+    looks = {(style.color, style.line) for style in styles.values()}
+    assert len(looks) == len(styles)  # curves have no markers
+    with pytest.raises(ValueError, match="29 schemes in one picture"):
+        scheme_styles([f"scheme{i}" for i in range(29)], "bf16")
+
+
+def test_smooth_is_a_centred_mean_shorter_at_the_ends():
+    assert smooth([1.0, 2.0, 6.0, 7.0], 3) == [1.5, 3.0, 5.0, 6.5]
+    assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
+
+
+def test_spread_keeps_order_and_distance():
+    moved = spread([2.0, 1.95, 5.0], 0.5)
+    assert moved == [2.45, 1.95, 5.0]
+    assert spread([], 1.0) == []
+
+
+def test_health_series_averages_groups_of_measured_steps():
+    history = [
+        {"step": 1, "loss": 2.0, "metis/weight/a/energy": 0.2, "metis/weight/b/energy": 0.4},
+        {"step": 2, "loss": 1.0},
+        {"step": 3, "loss": 1.0, "metis/weight/a/energy": 0.5, "metis/gradient/a/energy": 0.9},
+    ]
+    result = SchemeResult("metis", {}, "", 1.0, {}, 0.1, history)
+    steps, means = health_series(result, "weight", "energy")
+    assert steps == [1, 3]
+    assert [round(value, 6) for value in means] == [0.3, 0.5]

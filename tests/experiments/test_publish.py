@@ -1,0 +1,237 @@
+"""eval/studies/publish.py: what goes into the repository, and what does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import datasets
+import pytest
+import torch
+from conftest import llama
+from paths import ROOT
+
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.noise import key_of
+from metis_hf.numerics import fake_quantize, relative_error
+from metis_hf.schemes import Scheme, base, build_scheme
+
+RESULTS = sorted(
+    table.parent.with_suffix(".json")
+    for table in (ROOT / "eval/results").glob("*/table.md")
+    if table.parent.with_suffix(".json").exists()
+)
+
+
+@pytest.fixture
+def publish(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("publish", ROOT / "eval/studies/publish.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "eval/results")
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/method.md"):
+        (tmp_path / page).write_text("a\n<!-- compare x -->\nold\n<!-- end -->\nb\n")
+    return module
+
+
+def test_a_comparison_goes_between_its_markers(publish, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("loss.png", "gap.png", "cost.png"):
+        (run / name).write_bytes(b"png")
+    (run / "table.md").write_text("| new |\n")
+    plan = {"data": "/home/me/prose", "validation": None, "tasks_dir": None, "scale": "tiny"}
+    (run / "compare.json").write_text(json.dumps({"plan": plan}))
+    publish.publish_compare(run, "x")
+    expected = "a\n<!-- compare x -->\n| new |\n<!-- end -->\nb\n"
+    assert (tmp_path / "README.md").read_text() == expected
+    assert (tmp_path / "docs/method.md").read_text() == expected
+    record = json.loads((tmp_path / "eval/results/x.json").read_text())
+    assert record["plan"] == plan | {"data": "prose"}
+    publish.publish_compare(run, "y")  # one that no page shows
+    assert (tmp_path / "README.md").read_text() == expected
+
+
+def test_missing_markers_are_named(publish, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in publish.DEMO_FILES:
+        (run / name).write_text("")
+    (run / "results.json").write_text('{"results": []}')
+    with pytest.raises(ValueError, match=r"no page has '<!-- demo table -->'.*README.md"):
+        publish.publish_demo(run)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_committed_tables_are_their_records(path):
+    """Every loss of the table is that of the runs, and no path of a machine is in the record."""
+    record = json.loads(path.read_text())
+    assert "/" not in f"{record['plan']['data']}{record['plan']['validation']}"
+    table = (path.with_suffix("") / "table.md").read_text()
+    for summary in record["summaries"]:
+        losses = [r["loss"] for r in record["runs"] if r["scheme"] == summary["name"]]
+        assert losses == list(summary["losses"].values())
+        assert f"{sum(losses) / len(losses):.4f}" in table
+    for page in ("README.md", "docs/method.md"):
+        text = (ROOT / page).read_text()
+        if f"<!-- compare {path.stem} -->" in text:
+            assert table in text
+
+
+@pytest.fixture(autouse=True)
+def eval_directory(monkeypatch):
+    """Imports of one script by another, and schemes that a script registers, end with the test."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"eval/studies/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def operand_study():
+    return script("operand_study")
+
+
+def test_tables_of_the_operand_study_are_its_record():
+    study = operand_study()
+    record = json.loads((ROOT / "eval/results/operand-study.json").read_text())
+    asked = {question: list(variants) for question, variants in study.STUDIES.items()}
+    assert {question: list(found) for question, found in record["studies"].items()} == asked
+    page = study.PAGE.read_text()
+    assert study.with_tables(page, record) == page
+    with pytest.raises(ValueError, match="rank"):
+        study.with_tables(page.replace("<!-- study: rank -->", ""), record)
+
+
+def test_the_operand_study_measures_what_it_says():
+    """Errors of one layer by hand, and zero where nothing is quantized."""
+    study = operand_study()
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 48, bias=False)
+    x, dy = torch.randn(96, 64), torch.randn(96, 48)
+    layer = study.Layer("a", linear, x, dy, torch.randn(96, 64))
+    exact = study.scheme(qx=None, qw=None, qdy=None)
+    nearest = study.scheme(qw=None, qdy=None)
+    found = study.errors(study.register("test-nearest", nearest), [layer])
+    x_hat = fake_quantize(x)
+    assert found["x"] == pytest.approx(relative_error(x, x_hat).item())
+    w = linear.weight.detach()
+    assert found["y"] == pytest.approx(relative_error(x @ w.T, x_hat @ w.T).item(), rel=1e-4)
+    # Rounding to nearest draws nothing: its whole error is bias.
+    assert found["dw_bias"] == pytest.approx(found["dw"])
+    assert found["dw"] > 0.05
+    assert found["w"] == found["dy"] == 0
+    nothing = study.errors(study.register("test-exact", exact), [layer])
+    assert max(nothing.values()) < 1e-6  # fp32 products in another order
+
+
+def test_a_warm_start_is_one_power_step_from_the_last_subspace():
+    study = operand_study()
+    x, before = torch.randn(200, 48), torch.randn(200, 48) * torch.linspace(3, 0.1, 48)
+    key = key_of("warm start")
+    warm = study.WarmStarted(4, sample_frac=1.0)
+    first = warm.split(before, key=key)
+    for found, expected in zip(first, study.Spectral(4, sample_frac=1.0).split(before, key=key)):
+        assert torch.equal(found, expected)
+    a, lam, v = warm.split(x, key=key)
+    expected = torch.linalg.qr(x.T @ x @ first[2]).Q
+    torch.testing.assert_close(v @ v.T, expected @ expected.T, rtol=0, atol=1e-5)
+    torch.testing.assert_close((a * lam) @ v.T, x @ v @ v.T)
+    assert study.WarmStarted(4) == study.WarmStarted(4)  # layers that share an input share a copy
+
+
+@pytest.mark.parametrize("name", ["RotatedResidual", "Eden", "Factors", "MeanThenSplit"])
+def test_variants_of_a_split_quantize_a_small_residual(name):
+    """A matrix of low rank loses less than it would whole: the factors' errors are made up for."""
+    study = operand_study()
+    x = torch.randn(96, 4) @ torch.randn(4, 64) + 0.01 * torch.randn(96, 64)
+    options = {"dim": -1, "key": key_of("variant")}
+    found = getattr(study, name)(study.split(4))(x, study.NEAREST, **options)
+    assert relative_error(x, found) < 0.2 * relative_error(x, fake_quantize(x))
+
+
+def test_eden_of_the_study_is_unbiased_over_its_bases():
+    study = operand_study()
+    x = torch.randn(32, 64)
+    options = {"dim": -1, "dtype": torch.float32}
+    draws = [study.Eden()(x, study.STOCHASTIC, key=key_of("e", i), **options) for i in range(64)]
+    assert relative_error(x, sum(draws) / 64) < 0.25 * relative_error(x, draws[0])
+
+
+def gradient_error():
+    operand_study()  # one of this process: its schemes register once
+    return script("gradient_error")
+
+
+def test_table_of_gradient_errors_is_its_record():
+    study = gradient_error()
+    record = json.loads((ROOT / "eval/results/gradient-error.json").read_text())
+    assert record["schemes"].keys() == study.variants().keys()
+    assert f"<!-- {study.MARK} -->\n{study.table(record)}<!-- end -->" in study.PAGE.read_text()
+
+
+def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
+    """None where nothing is quantized, however the weights are stored; the bias is the smaller."""
+    study = gradient_error()
+    model = get_metis_model(llama(), MetisConfig(scheme="bf16"))
+    model.save_pretrained(tmp_path / "model")
+    rows = token_ids.reshape(-1, token_ids.shape[-1]).tolist() * 40
+    packed = datasets.Dataset.from_dict({"input_ids": rows})
+    monkeypatch.setattr(study, "load_packed", lambda directory: packed)
+    configs = {
+        "exact": MetisConfig(scheme="bf16"),
+        "split": MetisConfig(scheme="bf16-split"),
+        "stochastic": MetisConfig(scheme="nvfp4"),
+    }
+    monkeypatch.setattr(study, "variants", lambda: configs)
+    found = study.measure(tmp_path / "model", tmp_path / "data")["schemes"]
+    assert list(found)[-1] == "stochastic"
+    for name in ("exact", "split"):
+        assert max(abs(value) for value in found[name].values()) < 1e-4
+    assert 0.05 < found["stochastic"]["batch"] < 2
+    assert found["stochastic"]["loss"] != 0
+
+
+def test_split_effect_pairs_by_seed():
+    study = script("split_effect")
+    plan = {"scale": "tiny"}
+
+    def record(**losses):
+        summaries = [{"name": n.replace("_", ", "), "losses": v} for n, v in losses.items()]
+        return {"plan": plan, "summaries": summaries}
+
+    dense = record(bf16={"0": 4.0, "1": 5.0}, a={"0": 4.4, "1": 5.6}, b={"0": 4.1})
+    dense["summaries"].append({"name": "bf16-split", "losses": {"0": 4.2, "1": 5.0}})
+    split = record(b={"0": 4.04}, a_split={"1": 5.5})
+    rows = study.table(dense, split).splitlines()[2:]
+    assert rows == [
+        "| b |  | +1.00 | -3.81 |  | 1 |",  # stored split by itself: nothing to compare with
+        "| a | +11.00 ± 12.71 | +10.00 | +10.00 | -1.79 | 1 |",
+    ]
+    with pytest.raises(ValueError, match="differ in scale; train both alike"):
+        study.table(dense, split | {"plan": {"scale": "130m"}})
+
+
+def test_table_of_the_split_effect_is_that_of_its_records():
+    study = script("split_effect")
+    records = [json.loads(path.read_text()) for path in (study.DENSE, study.SPLIT)]
+    text = f"<!-- {study.MARK} -->\n{study.table(*records)}<!-- end -->"
+    assert text in study.PAGE.read_text()
+
+
+def test_variants_of_the_training_studies_can_be_built():
+    compensation, refresh = script("compensation"), script("refresh")
+    configs = [*compensation.VARIANTS.values(), *map(refresh.config_of, ("metis", "metis-paper"))]
+    for config in configs:
+        assert isinstance(build_scheme(config, 128, 128), Scheme)
+    alone = build_scheme(MetisConfig(scheme="compensated"), 128, 128)
+    assert alone.split_weight
+    assert not alone.corrected

@@ -1,0 +1,382 @@
+"""The recipes as a person launches them, and the parts they are made of.
+
+The smoke runs take 10 to 20 s each; the rest about half a minute together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from paths import ROOT
+
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.data.packed import write_shards
+from metis_hf.experiments.recipe import (
+    build_model,
+    build_trainer,
+    causal_batch,
+    dry_run,
+    load_data,
+    parse_arguments,
+    train_and_evaluate,
+)
+from metis_hf.planning.plan import meta_model, parameter_counts
+from metis_hf.schemes import scheme_names
+
+NAMES = ("llama3_8b", "gpt2_1b1", "gpt2_130m")
+
+
+def recipe(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def config_of(name, smoke=False):
+    module = recipe(name)
+    kind = module.LlamaConfig if "llama" in name else module.GPT2Config
+    return kind(**(module.SMOKE_MODEL if smoke else module.MODEL))
+
+
+def arguments(name, *argv):
+    module = recipe(name)
+    return parse_arguments(module.DEFAULTS, module.SMOKE, argv=list(argv))
+
+
+def run(*command, seconds=300):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert out.returncode == 0, out.stderr[-3000:]
+    return out.stdout, after.ru_utime - before.ru_utime
+
+
+def accelerate(*options):
+    return (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options)
+
+
+SMOKE_SECONDS = 60  # of CPU time: the wall clock of a busy machine says nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke(tmp_path, name):
+    out, seconds = run(
+        *accelerate("--cpu", "--num_processes", "1"),
+        f"recipes/{name}.py", "--smoke", "--output_dir", str(tmp_path),
+    )  # fmt: skip
+    assert "reloaded: equal to the bit" in out
+    assert seconds < SMOKE_SECONDS
+    assert {"checkpoint-2", "checkpoint-4", "model.safetensors", "eval_results.json"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["quantization_config"]["scheme"] == "metis"
+    loss = json.loads((tmp_path / "eval_results.json").read_text())["eval_loss"]
+    assert 5 < loss < 6.5  # four steps from ln 512 = 6.24
+
+
+@pytest.mark.slow
+def test_smoke_with_the_config_file(tmp_path):
+    out, _ = run(
+        *accelerate("--config_file", "recipes/accelerate/cpu.yaml"),
+        "recipes/llama3_8b.py", "--smoke", "--output_dir", str(tmp_path), "--scheme", "nvidia",
+    )  # fmt: skip
+    assert "scheme nvidia" in out
+    assert "reloaded: equal to the bit" in out
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_8b_model():
+    out, seconds = run(
+        sys.executable, "-c",
+        "import resource, runpy, sys\n"
+        "sys.argv = ['llama3_8b', '--dry-run', '--world-size', '64', '--json']\n"
+        "runpy.run_path('recipes/llama3_8b.py', run_name='__main__')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
+    )  # fmt: skip
+    text, peak = out.rstrip().rsplit("\n", 1)
+    plan = json.loads(text)
+    assert plan["parameters"]["original"] == 8_030_261_248  # as published
+    assert plan["workload"]["world_size"] == 64
+    assert plan["steps"] == 190_735
+    # 6 N t with N = 6.98e9 converted weights, over 0.5M tokens.
+    assert plan["flops"]["gemm"] == 6 * 6_979_321_856 * 524_288
+    assert 0.01 < plan["flops_added_share"] < 0.1
+    # AdamW: 8 bytes a parameter, on 64 ranks.
+    assert plan["memory"]["FSDP2"]["moments"] == pytest.approx(8 * 8_030_261_248 / 64, rel=0.005)
+    assert int(peak) < 2 * 2**20  # KiB: one copy of the weights alone would be 30 GiB
+    assert seconds < SMOKE_SECONDS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_readme_has_the_plans(name):
+    metis = MetisConfig()
+    meta = meta_model(config_of(name))
+    original = sum(p.numel() for p in meta.parameters())
+    counts = parameter_counts(get_metis_model(meta, metis), original)
+    load = arguments(name, "--dry-run")[0].workload(arguments(name, "--dry-run")[1], 8)
+    row = (
+        f"| {name} | {counts['original']:,} | {counts['converted']:,} | "
+        f"{load.tokens_per_step:,} | {load.steps:,} |"
+    )
+    assert counts["added"] == 0  # weights are stored as one matrix
+    assert row in (ROOT / "recipes/README.md").read_text()
+
+
+def test_readme_names_files_that_exist():
+    text = (ROOT / "recipes/README.md").read_text()
+    for path in set(re.findall(r"recipes/[\w/]+\.(?:py|yaml)", text)):
+        assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_dry_run_of_every_scheme(capsys, scheme):
+    given, training = arguments("gpt2_130m", "--smoke", "--dry-run", "--scheme", scheme)
+    plan = dry_run(config_of("gpt2_130m", smoke=True), given, training)
+    assert plan.scheme == scheme
+    assert plan.workload.steps == 4
+    assert "FLOPs per step" in capsys.readouterr().out
+
+
+class TestArguments:
+    def test_defaults_are_the_paper(self):
+        given, training = arguments("llama3_8b", "--use_cpu")
+        assert (given.tokens, given.scheme, training.bf16) == (100e9, "metis", True)
+        assert given.metis_config(training.seed).rank_frac == 0.015
+        assert training.learning_rate == 1.5e-4
+
+    def test_command_line_over_file_over_smoke_over_defaults(self, tmp_path):
+        path = tmp_path / "x.yaml"
+        path.write_text(
+            "learning_rate: 1e-4\nmax_steps: 7\nscheme: nvfp4\nmetis: {two_level: true}\n"
+            "dry_run: false\nlr_scheduler_kwargs: {num_cycles: 2}\n"
+        )
+        given, training = arguments(
+            "llama3_8b", "--smoke", "--config", str(path), "--max_steps", "9"
+        )
+        assert training.learning_rate == 1e-4  # YAML 1.1 reads a string there
+        assert training.max_steps == 9
+        assert training.lr_scheduler_kwargs == {"num_cycles": 2}
+        assert (given.scheme, given.sequence_length, given.smoke) == ("nvfp4", 64, True)
+        assert given.metis_config(3).two_level is True
+        assert given.metis_config(3).seed == 3
+        assert training.use_cpu
+
+    def test_smoke_in_the_file(self, tmp_path):
+        path = tmp_path / "x.yaml"
+        path.write_text("smoke: true\n")
+        given, training = arguments("llama3_8b", "--config", str(path))
+        assert given.smoke
+        assert training.max_steps == 4
+        given, training = arguments("llama3_8b", "--config", str(path), "--smoke", "false",
+                                    "--use_cpu")  # fmt: skip
+        assert not given.smoke
+        assert training.max_steps == -1
+
+    def test_unknown_key_in_the_file(self, tmp_path):
+        path = tmp_path / "x.yaml"
+        path.write_text("learning_rates: 1e-4\n")
+        with pytest.raises(ValueError, match=r"no argument 'learning_rates'.*'learning_rate'"):
+            arguments("llama3_8b", "--config", str(path))
+
+    @pytest.mark.parametrize(
+        "argv", [("--learning_rates", "1"), ("--learning_rate", "x"), ("--max_step", "3")]
+    )
+    def test_wrong_command_line(self, argv, capsys):
+        """Nothing is abbreviated or ignored."""
+        with pytest.raises((SystemExit, ValueError)):
+            arguments("llama3_8b", "--smoke", *argv)
+
+    def test_wrong_type_in_the_file(self, tmp_path, capsys):
+        path = tmp_path / "x.yaml"
+        path.write_text("max_steps: 1.5\n")
+        with pytest.raises(SystemExit):
+            arguments("llama3_8b", "--config", str(path))
+        assert "max_steps" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("metis", "match"),
+        [
+            ("{", "not JSON"),
+            ("[]", "not a JSON object"),
+            ('{"scheme": "bf16"}', "--scheme bf16"),
+            ('{"rank_fraction": 1}', "did you mean 'rank_frac'"),
+        ],
+    )
+    def test_wrong_metis(self, metis, match):
+        given, _ = arguments("llama3_8b", "--smoke", "--metis", metis)
+        with pytest.raises(ValueError, match=match):
+            given.metis_config(0)
+
+    def test_world_that_does_not_divide_the_batch(self):
+        given, training = arguments("llama3_8b", "--dry-run", "--world-size", "3")
+        with pytest.raises(ValueError, match="multiple of 12"):
+            dry_run(config_of("llama3_8b"), given, training)
+
+
+class TestData:
+    LENGTH, COUNT = 16, 20
+
+    def prepared(self, path, first=0, count=COUNT, **changes):
+        path.mkdir(exist_ok=True, parents=True)
+        tokens = np.repeat(np.arange(first, first + count, dtype=np.int32), self.LENGTH)
+        write_shards(path, lambda _: tokens, [len(tokens)], self.LENGTH, 8, lambda _: None)
+        meta = {"tokenizer": "t", "seq_len": self.LENGTH, "num_sequences": count,
+                "num_tokens": len(tokens), "vocab_size": 500, "eos_token_id": 0}  # fmt: skip
+        (path / "meta.json").write_text(json.dumps(meta | changes))
+        return path
+
+    def load(self, path, *argv):
+        given, training = arguments(
+            "llama3_8b", "--smoke", "--data", str(path), "--sequence_length", "16",
+            "--eval_sequences", "3", *argv,
+        )  # fmt: skip
+        return load_data(given, training, config_of("llama3_8b", smoke=True))
+
+    @pytest.fixture(autouse=True)
+    def _cache(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    @staticmethod
+    def firsts(dataset):
+        return [row["input_ids"][0].item() for row in dataset]
+
+    def test_holds_out_the_last_sequences(self, tmp_path):
+        train, held_out, _ = self.load(self.prepared(tmp_path / "data"))
+        assert sorted(self.firsts(train)) == list(range(17))
+        assert self.firsts(train) != list(range(17))  # shuffled
+        assert self.firsts(held_out) == [17, 18, 19]
+        batch = causal_batch([train[0], train[1]])
+        assert batch["input_ids"].shape == (2, self.LENGTH)
+        assert batch["input_ids"].dtype is torch.int64
+        assert torch.equal(batch["input_ids"], batch["labels"])
+
+    def test_a_validation_split_is_used(self, tmp_path):
+        path = self.prepared(tmp_path / "data")
+        self.prepared(path / "validation", first=100, count=10)
+        train, held_out, _ = self.load(path)
+        assert sorted(self.firsts(train)) == list(range(20))
+        assert self.firsts(held_out) == [100, 101, 102]  # eval_sequences of them
+
+    def test_order_follows_the_seed(self, tmp_path):
+        path = self.prepared(tmp_path / "data")
+        orders = [self.firsts(self.load(path, "--seed", seed)[0]) for seed in ("1", "1", "2")]
+        assert orders[0] == orders[1] != orders[2]
+
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"seq_len": 32}, "--sequence_length 32"),
+            ({"vocab_size": 50257}, "50257 tokens, but the model embeds 512"),
+            ({"num_sequences": 21}, "21"),
+        ],
+    )
+    def test_data_that_do_not_fit(self, tmp_path, changes, match):
+        with pytest.raises(ValueError, match=match):
+            self.load(self.prepared(tmp_path / "data", **changes))
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no meta.json.*prepare_data"):
+            self.load(tmp_path / "none")
+        given, training = arguments("llama3_8b", "--use_cpu")
+        with pytest.raises(ValueError, match=r"--data DIR.*prepare_data"):
+            load_data(given, training, config_of("llama3_8b"))
+
+    def test_nothing_left_to_train_on(self, tmp_path):
+        with pytest.raises(ValueError, match="eval_sequences=20 of 20"):
+            self.load(self.prepared(tmp_path / "data"), "--eval_sequences", "20")
+
+
+def trainer(directory, *argv):
+    given, training = arguments("gpt2_130m", "--smoke", "--output_dir", str(directory), *argv)
+    config = config_of("gpt2_130m", smoke=True)
+    train, held_out, tokenizer = load_data(given, training, config)
+    model = build_model(config, given, training)
+    return build_trainer(model, given, training, train, held_out, tokenizer), given
+
+
+@pytest.mark.slow
+def test_resume_is_exact(tmp_path):
+    """A run that was killed after its second step ends like one that was not."""
+    whole, given = trainer(tmp_path / "whole")
+    metrics = train_and_evaluate(whole, given)
+    with pytest.raises(ValueError, match=r"checkpoint-4.*--resume"):
+        train_and_evaluate(*trainer(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole/checkpoint-2", tmp_path / "cut/checkpoint-2")
+    resumed, given = trainer(tmp_path / "cut", "--resume")
+    assert train_and_evaluate(resumed, given)["eval_loss"] == metrics["eval_loss"]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    steps = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
+    assert steps == [1, 2, 3, 4]  # the first two from the checkpoint
+
+
+def test_build(tmp_path, capsys):
+    """Steps and accumulation follow from tokens and batch; master weights are fp32."""
+    made, _ = trainer(tmp_path, "--max_steps", "-1", "--tokens", "1000", "--resume")
+    assert made.args.gradient_accumulation_steps == 2
+    assert made.args.max_steps == 4  # 1000 / (4 * 64), rounded up
+    assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+    assert "scheme metis: 8 layers converted" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=3 contradicts"):
+        trainer(tmp_path, "--gradient_accumulation_steps", "3")
+
+
+def test_same_seed_same_model():
+    states = []
+    for seed in ("1", "1", "2"):
+        given, training = arguments("llama3_8b", "--smoke", "--seed", seed)
+        model = build_model(config_of("llama3_8b", smoke=True), given, training)
+        states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+class TestAccelerateFiles:
+    @pytest.mark.parametrize("name", ["1gpu", "8gpu_fsdp2", "multinode_fsdp2", "cpu"])
+    def test_accelerate_reads_them(self, name):
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        loaded = load_config_from_file(str(ROOT / f"recipes/accelerate/{name}.yaml"))
+        assert loaded.num_processes == {"8gpu_fsdp2": 8, "multinode_fsdp2": 32}.get(name, 1)
+        assert loaded.use_cpu == (name == "cpu")
+
+    @pytest.mark.parametrize("name", ["8gpu_fsdp2", "multinode_fsdp2"])
+    def test_the_launcher_makes_fsdp2_of_them(self, name, monkeypatch):
+        """Through the launcher's own parser and the environment that it hands to processes."""
+        from accelerate import FullyShardedDataParallelPlugin
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils.launch import prepare_multi_gpu_env
+
+        path = ROOT / f"recipes/accelerate/{name}.yaml"
+        given = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+        given, *_ = _validate_launch_command(given)
+        for key, value in prepare_multi_gpu_env(given).items():
+            if key.startswith(("FSDP_", "ACCELERATE_")):
+                monkeypatch.setenv(key, value)
+        assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+        plugin = FullyShardedDataParallelPlugin()
+        assert plugin.fsdp_version == 2
+        assert plugin.reshard_after_forward is True
+        assert plugin.cpu_ram_efficient_loading
+        assert "FULL" in str(plugin.state_dict_type)
+        options = vars(launch_command_parser().parse_args(["script.py"]))
+        assert set(yaml.safe_load(path.read_text())["fsdp_config"]) <= set(options)

@@ -1,0 +1,465 @@
+"""Exported checkpoints: read by plain transformers and by the real compressed-tensors library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES, VOCAB, llama
+from conversion import architectures
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from metis_hf import (
+    MetisConfig,
+    MetisLinear,
+    get_metis_model,
+    metis_layers,
+    set_precision,
+)
+from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
+from metis_hf.export.compressed_tensors import LowRank, Packed
+from metis_hf.schemes import Role
+
+FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
+# bf16 rounds weights and activations to 2^-9 of their size; some 30 roundings on the way through
+# two blocks add up like a random walk, 2^-9 / sqrt(3) * sqrt(30) = 0.6 %. Twice that.
+BF16_TOLERANCE = 0.0125
+BF16_ROUNDING = 2.0**-8  # of one value, halfway between two neighbours, and a little
+# SQNR of normal values in NVFP4, nearest, 1x16 and 16x16 blocks: measured 20.4 and 19.1 dB.
+SQNR_DENSE = {"row": (19.6, 21.2), "square": (18.5, 19.8)}
+
+
+PACKED_AS_STORED = [
+    pytest.param({"scheme": "metis"}, id="metis"),
+    pytest.param({"scheme": "metis", "scale_rounding": "up"}, id="metis-up"),
+    pytest.param({"scheme": "metis-paper", "decompose": ["gradient"]}, id="metis-paper-dense"),
+    pytest.param({"scheme": "nvidia"}, id="nvidia"),
+    pytest.param({"scheme": "nvfp4"}, id="nvfp4"),
+]
+SPLIT = [
+    pytest.param({"scheme": "metis"}, id="metis"),
+    pytest.param({"scheme": "metis-paper"}, id="metis-paper"),
+    pytest.param({"scheme": "metis", "split_weight": True}, id="stored-split"),
+    pytest.param({"scheme": "nvidia", "split_weight": True}, id="nvidia-stored-split"),
+    pytest.param({"scheme": "metis", "rank": 5}, id="rank-5"),
+    pytest.param({"scheme": "metis", "operand_mode": "contraction"}, id="square-tiles"),
+    pytest.param({"scheme": "metis", "two_level": False}, id="one-level"),
+]
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=128,
+        )
+    )
+
+
+def tied_llama():
+    return llama(tie_word_embeddings=True)
+
+
+DENSE = ARCHITECTURES | {"tied-llama": tied_llama, "mixtral": mixtral}
+
+
+def checkpoint(path: Path, build=llama, tokenizer: bool = False, **config) -> Path:
+    """A saved Metis checkpoint whose weights have moved since their decomposition."""
+    model = get_metis_model(build(), MetisConfig(**config))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.01 * param.std() * torch.randn(param.shape, generator=generator)
+                       if param.numel() > 1 else 0)  # fmt: skip
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(path)
+    if tokenizer:
+        train_tokenizer(stdlib_documents()[:3], vocab_size=VOCAB + 1).save_pretrained(path)
+    return path
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model.eval()(input_ids=ids).logits.float()
+
+
+@torch.no_grad()
+def w_hat(layer):
+    """The weight as it enters the forward GEMM of a layer in evaluation, fp32."""
+    operand = layer.eval_scheme.fprop_weight
+    params = [param.detach() for param in layer.weight_params()]
+    key = layer.call_keys(torch.zeros(1, layer.in_features))[Role.FPROP_WEIGHT]
+    return layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)[0]
+
+
+class TestDense:
+    @pytest.mark.parametrize("architecture", DENSE)
+    def test_loads_without_the_package(self, architecture, token_ids, tmp_path):
+        source = checkpoint(tmp_path / "metis", DENSE[architecture])
+        model = load_metis_model(source)
+        set_precision(model, high_precision=("forward", "backward"))
+        expected = logits(model, token_ids)
+        torch.save(token_ids, tmp_path / "ids.pt")
+        for dtype, tolerance in (("float32", FP32_TOLERANCE), ("bfloat16", BF16_TOLERANCE)):
+            report = export_checkpoint(source, tmp_path / dtype, dtype=dtype)
+            config = json.loads((tmp_path / dtype / "config.json").read_text())
+            assert "quantization_config" not in config
+            assert config["dtype"] == dtype
+            assert report.packed == ()
+            assert report.low_rank is None
+            kinds = {
+                name.split(".")[-1] for name in load_file(tmp_path / dtype / "model.safetensors")
+            }
+            assert kinds.isdisjoint({"u", "s", "vh", "weight_residual"})
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+            assert loaded.dtype is getattr(torch, dtype)
+            assert not list(metis_layers(loaded))
+            assert relative(logits(loaded, token_ids), expected) < tolerance
+        if architecture == "llama":
+            self.in_another_process(tmp_path, expected)
+
+    @staticmethod
+    def in_another_process(tmp_path, expected):
+        code = (
+            "import sys, torch, transformers\n"
+            f"d = {str(tmp_path)!r}\n"
+            "model, info = transformers.AutoModelForCausalLM.from_pretrained("
+            "d + '/float32', output_loading_info=True)\n"
+            "assert not info['missing_keys'] and not info['unexpected_keys'], info\n"
+            "torch.save(model(input_ids=torch.load(d + '/ids.pt')).logits.detach(), d + '/l.pt')\n"
+            "assert 'metis_hf' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        assert relative(torch.load(tmp_path / "l.pt"), expected) < FP32_TOLERANCE
+
+    @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+    def test_every_architecture(self, name, tmp_path):
+        architecture = architectures.ARCHITECTURES[name]
+        get_metis_model(architecture.build(), MetisConfig()).save_pretrained(tmp_path / "metis")
+        model = load_metis_model(tmp_path / "metis")
+        set_precision(model, high_precision=("forward", "backward"))
+        export_checkpoint(tmp_path / "metis", tmp_path / "out", dtype="float32")
+        plain = architecture.auto.from_pretrained(tmp_path / "out").eval()
+        assert type(plain) is type(model)
+        batch = architecture.batch()
+        with torch.no_grad():
+            found, expected = (each(**batch).logits for each in (plain, model))
+        assert relative(found, expected) < FP32_TOLERANCE
+
+    def test_companions_are_copied(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        (source / "chat_template.jinja").write_text("{{ messages }}")
+        (source / "optimizer.pt").write_text("stays")
+        export_checkpoint(source, tmp_path / "dense")
+        names = {path.name for path in (tmp_path / "dense").iterdir()}
+        assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+        assert "optimizer.pt" not in names
+        config = transformers.GenerationConfig.from_pretrained(tmp_path / "dense")
+        assert config.max_new_tokens == 7
+        one, other = (
+            transformers.AutoTokenizer.from_pretrained(path)("def f(x):")["input_ids"]
+            for path in (source, tmp_path / "dense")
+        )
+        assert one == other
+
+    def test_errors_are_those_of_rounding(self, tmp_path):
+        source = checkpoint(tmp_path / "metis")
+        exact = export_checkpoint(source, tmp_path / "fp32", dtype="float32")
+        assert all(row.max_error == 0 for row in exact.rows)
+        assert json.loads(exact.to_json())["rows"][0]["sqnr_db"] is None
+        rounded = export_checkpoint(source, tmp_path / "bf16")
+        # Uniform rounding errors of at most 2^-9: about 2^-9 / sqrt(3) * (mean over a binade).
+        assert all(2**-10.5 < row.mean_error < 2**-8.5 for row in rounded.rows)
+        assert {row.kind for row in rounded.rows} == {
+            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+        }  # fmt: skip
+        assert all(row.layers == 2 for row in rounded.rows)
+
+
+class TestCompressedTensors:
+    """What the real library makes of the files."""
+
+    @staticmethod
+    def quantized(layer):
+        """What should have been packed: our quantizer on the represented weight."""
+        weight = layer.weight_form.dense(layer.weight_params()).detach()
+        return layer.eval_scheme.fprop_weight.quantizer(weight, dim=-1)
+
+    @pytest.mark.parametrize("config", PACKED_AS_STORED)
+    def test_the_library_reads_our_values(self, config, token_ids, tmp_path):
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+        source = checkpoint(tmp_path / "metis", **config)
+        report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+        model = load_metis_model(source)
+        layers = dict(metis_layers(model))
+        assert set(report.packed) == set(layers)
+
+        declared = QuantizationConfig.model_validate(
+            json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+        )
+        group = declared.config_groups["group_0"]
+        assert group.weights == preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
+        assert declared.ignore == ["lm_head"]
+        compressor = BaseCompressor.get_value_from_registry(declared.format)
+        assert compressor.can_compress(torch.nn.Linear, group)
+        names = compressor.compression_param_names(group)
+        state = load_file(tmp_path / "out/model.safetensors")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        ran = logits(loaded, token_ids)  # the library decompresses at the first forward pass
+        for name, layer in layers.items():
+            assert f"{name}.weight" not in state
+            stored = {key: state[f"{name}.{key}"] for key in names}
+            expected = self.quantized(layer)
+            # The library's own order, fp32 and then bf16: code * (scale / global scale).
+            one = torch.ones(1)
+            codes = Packed(
+                stored["weight_packed"],
+                torch.ones_like(stored["weight_scale"].float()).to(torch.float8_e4m3fn),
+                one,
+                layer.in_features,
+            ).dequantize()
+            scale = stored["weight_scale"].float().repeat_interleave(16, 1)
+            product = (codes * (scale / stored["weight_global_scale"])).bfloat16()
+            read = compressor.decompress(stored, group)["weight"]
+            assert torch.equal(read, product)
+            # Ours is (code * scale) * (1 / global scale): the last bit of fp32 may differ.
+            torch.testing.assert_close(product.float(), expected, rtol=BF16_ROUNDING, atol=0)
+            fp32 = codes * scale * stored["weight_global_scale"].reciprocal()
+            assert torch.equal(fp32, expected)
+            weight = loaded.get_submodule(name).weight.detach()
+            assert torch.equal(weight, read)
+        assert ran.shape == (*token_ids.shape, VOCAB)
+        for layer_name, layer in layers.items():
+            dense = layer.to_dense()
+            dense.weight.data = self.quantized(layer)
+            model.set_submodule(layer_name, dense)
+        assert relative(ran, logits(model, token_ids)) < BF16_TOLERANCE
+
+    def test_transformers_dequantizes_while_loading(self, token_ids, tmp_path):
+        pytest.importorskip("compressed_tensors")
+        source = checkpoint(tmp_path / "metis")
+        export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out",
+            dtype=torch.float32,
+            quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+        )
+        layers = dict(metis_layers(load_metis_model(source)))
+        for name, layer in layers.items():
+            weight = plain.get_submodule(name).weight
+            torch.testing.assert_close(weight, self.quantized(layer), rtol=BF16_ROUNDING, atol=0)
+
+    @pytest.mark.parametrize("build", [tied_llama, ARCHITECTURES["qwen2"]], ids=["tied", "bias"])
+    def test_head_and_biases_stay(self, build, tmp_path):
+        source = checkpoint(tmp_path / "metis", build)
+        report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+        original, state = (
+            load_file(path / "model.safetensors") for path in (source, tmp_path / "out")
+        )
+        for name, value in original.items():
+            layer, part = name.rsplit(".", 1)
+            if layer not in report.packed or part == "bias":
+                assert torch.equal(state[name], value.bfloat16()), name
+        assert ("lm_head.weight" in state) == ("lm_head.weight" in original)
+
+    def test_errors_of_each_choice(self, tmp_path):
+        source = checkpoint(tmp_path / "metis")
+        report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+        rows = {(row.choice, row.kind): row for row in report.rows}
+        assert {choice for choice, _ in rows} == {"fold", "side-file"}
+        low, high = SQNR_DENSE["row"]
+        for (choice, kind), row in rows.items():
+            if choice == "fold":
+                assert low < row.sqnr_db < high
+                # 32 of 64 directions kept in fp32-scaled factors: the residual is smaller.
+                assert rows["side-file", kind].mean_error < row.mean_error
+            assert row.mean_error <= row.max_error
+        assert json.loads((tmp_path / "out/metis_export.json").read_text())["rows"]
+        square = export_checkpoint(
+            checkpoint(tmp_path / "nvidia", scheme="nvidia"),
+            tmp_path / "square",
+            format="compressed-tensors",
+        )
+        low, high = SQNR_DENSE["square"]
+        assert all(low < row.sqnr_db < high for row in square.rows)
+        assert {row.choice for row in square.rows} == {"fold"}
+
+    def test_layers_in_high_precision_stay_so(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", scheme_pattern={"down_proj": "bf16"})
+        report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+        config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+        kept = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+        assert config["ignore"] == ["lm_head", *kept]
+        assert set(kept).isdisjoint(report.packed)
+        state = load_file(tmp_path / "out/model.safetensors")
+        assert all(state[f"{name}.weight"].dtype is torch.bfloat16 for name in kept)
+
+
+class TestSideFile:
+    @pytest.mark.parametrize("config", SPLIT)
+    @pytest.mark.filterwarnings("ignore:two_level")
+    def test_puts_the_operands_together_to_the_bit(self, config, tmp_path):
+        source = checkpoint(tmp_path / "metis", **config)
+        report = export_checkpoint(
+            source, tmp_path / "out", format="compressed-tensors", low_rank="side-file"
+        )
+        assert report.low_rank == "side-file"
+        whole = load_low_rank(tmp_path / "out")
+        assert whole.dtype is torch.float32
+        assert not list(metis_layers(whole))
+        for name, layer in metis_layers(load_metis_model(source)):
+            stored = config.get("split_weight", config["scheme"] == "metis-paper")
+            assert isinstance(layer, MetisLinear) == stored
+            assert torch.equal(whole.get_submodule(name).weight, w_hat(layer)), name
+
+    def test_plain_loading_of_it_fails(self, tmp_path):
+        """The residual alone is a plausible model without its dominant subspace."""
+        source = checkpoint(tmp_path / "metis")
+        export_checkpoint(
+            source, tmp_path / "out", format="compressed-tensors", low_rank="side-file"
+        )
+        with pytest.raises((OSError, ValueError)):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    def test_files(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        out = tmp_path / "out"
+        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        assert {path.name for path in out.iterdir()} == {
+            "README.md",
+            "metis_export.json",
+            "metis_low_rank.json",
+            "metis_low_rank.safetensors",
+            "residual",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        description = json.loads((out / "metis_low_rank.json").read_text())
+        name = "model.layers.0.mlp.up_proj"
+        assert description["layers"][name] == {"out_features": 96, "in_features": 64, "rank": 32}
+        tensors = load_file(out / "metis_low_rank.safetensors")
+        keys = ("u_packed", "u_scale", "u_global_scale", "s", "vh_packed")
+        found = {key: tensors[f"{name}.{key}"] for key in keys}
+        shapes = {key: (str(tensor.dtype), *tensor.shape) for key, tensor in found.items()}
+        assert shapes == {
+            "u_packed": ("torch.uint8", 96, 16),
+            "u_scale": ("torch.float8_e4m3fn", 96, 2),
+            "u_global_scale": ("torch.float32", 1),
+            "s": ("torch.float32", 32),
+            "vh_packed": ("torch.uint8", 32, 32),
+        }
+
+    def test_missing_factor_and_newer_version(self, tmp_path):
+        source = checkpoint(tmp_path / "metis")
+        out = tmp_path / "out"
+        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        path = out / "metis_low_rank.safetensors"
+        tensors = load_file(path)
+        name = "model.layers.1.self_attn.q_proj.vh_scale"
+        save_file({k: v for k, v in tensors.items() if k != name}, path)
+        with pytest.raises(ValueError, match=r"lacks model.layers.1.self_attn.q_proj.vh_scale"):
+            load_low_rank(out)
+        description = json.loads((out / "metis_low_rank.json").read_text())
+        (out / "metis_low_rank.json").write_text(json.dumps(description | {"format_version": 2}))
+        with pytest.raises(ValueError, match=r"format_version 2.*upgrade"):
+            load_low_rank(out)
+        with pytest.raises(ValueError, match=r"no metis_low_rank\.json"):
+            load_low_rank(source)
+
+
+def test_low_rank_by_hand():
+    """(u * s) @ vh with factors that NVFP4 holds exactly: tensor scale 1, block scales 448."""
+    from metis_hf.numerics import Quantizer
+
+    u = 448 * torch.tensor([[6.0, -3.0], [0.5, -6.0]])
+    vh = 448 * torch.tensor([[1.0, 2.0, 6.0], [-6.0, 1.5, 0.0]])
+    s = torch.tensor([2.0, 0.25])
+    low = LowRank(Packed.of(u, Quantizer()), s, Packed.of(vh, Quantizer()))
+    assert torch.equal(low.dense(), (u * s) @ vh)
+
+
+class TestText:
+    @pytest.fixture
+    def source(self, tmp_path):
+        def build():
+            config = llama().config
+            config.vocab_size = VOCAB + 1
+            return transformers.LlamaForCausalLM(config)
+
+        return checkpoint(tmp_path / "metis", build, tokenizer=True)
+
+    def test_held_out_loss(self, source, tmp_path):
+        text = tmp_path / "held_out.txt"
+        text.write_text(stdlib_documents()[7].text[:2000])
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        ids = tokenizer(text.read_text(), return_tensors="pt", verbose=False)["input_ids"]
+        ids = ids[:, : ids.shape[1] // 128 * 128].view(-1, 128)  # the model's context
+        text.write_text(tokenizer.decode(ids.flatten()))
+        report = export_checkpoint(source, tmp_path / "dense", dtype="float32", text=text)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+        with torch.no_grad():
+            expected = torch.stack(
+                [plain(input_ids=row[None], labels=row[None]).loss for row in ids]
+            )
+        assert report.held_out["dense"] == pytest.approx(expected.mean().item(), abs=1e-5)
+        assert set(report.held_out) == {"converted", "dense"}
+        packed = export_checkpoint(
+            source,
+            tmp_path / "packed",
+            format="compressed-tensors",
+            low_rank="side-file",
+            text=text,
+        )
+        assert set(packed.held_out) == {"converted", "fold", "side-file"}
+        whole = load_low_rank(tmp_path / "packed")
+        with torch.no_grad():
+            expected = torch.stack(
+                [whole(input_ids=row[None], labels=row[None]).loss for row in ids]
+            )
+        assert packed.held_out["side-file"] == pytest.approx(expected.mean().item(), abs=1e-5)
+
+    def test_too_short(self, source, tmp_path):
+        (tmp_path / "t.txt").write_text("")
+        with pytest.raises(ValueError, match="fewer than two tokens"):
+            export_checkpoint(source, tmp_path / "out", text=tmp_path / "t.txt")
+        assert not (tmp_path / "out").exists()
+
+    def test_command(self, source, tmp_path):
+        from typer.testing import CliRunner
+
+        from metis_hf.cli import app
+
+        (tmp_path / "t.txt").write_text(stdlib_documents()[7].text[:600])
+        (tmp_path / "r.json").write_text('{"results": {"piqa": {"acc,none": 0.625}}}')
+        command = ["export", str(source), "--out", str(tmp_path / "out"), "--format",
+                   "compressed-tensors", "--text", str(tmp_path / "t.txt"),
+                   "--results", str(tmp_path / "r.json")]  # fmt: skip
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
+        assert result.exit_code == 0, result.output
+        record = json.loads((tmp_path / "out/metis_export.json").read_text())
+        for row in record["rows"]:
+            assert f"{row['mean_error']:.2e}" in result.output
+        assert f"{record['held_out']['fold']:.4f}" in result.output
+        assert "14 layers in NVFP4" in result.output
+        card = ModelCard.load(tmp_path / "out/README.md")
+        assert "| results / piqa / acc | 0.625 |" in card.text

@@ -1,0 +1,123 @@
+"""What export refuses, by name, leaving nothing half-written."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from conftest import ARCHITECTURES, VOCAB, llama
+
+import metis_hf.export.checkpoint
+from export.test_export import checkpoint, mixtral
+from metis_hf import (
+    MetisConfig,
+    get_metis_model,
+    register_scheme,
+)
+from metis_hf.export import ExportReport, export_checkpoint
+from metis_hf.schemes import Scheme, base
+
+
+class TestErrors:
+    """Each names the layer or the value, and leaves no directory."""
+
+    @staticmethod
+    def refused(source, out, match, **options):
+        with pytest.raises(ValueError, match=match):
+            export_checkpoint(source, out, **({"format": "compressed-tensors"} | options))
+        assert not out.exists()
+        assert not out.with_name(out.name + ".partial").exists()
+
+    def test_conv1d(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
+        self.refused(source, tmp_path / "out", r"transformer.h.0.attn.c_attn: a Conv1D.*dense")
+
+    def test_experts(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", mixtral)
+        match = r"model.layers.0.mlp.experts.gate_up_proj: fused experts.*dense"
+        self.refused(source, tmp_path / "out", match)
+
+    def test_ragged_columns(self, tmp_path):
+        def build():
+            config = llama().config
+            config.intermediate_size = 100
+            return transformers.LlamaForCausalLM(config)
+
+        source = checkpoint(tmp_path / "metis", build)
+        match = r"layers.0.mlp.down_proj: in_features=100 is no multiple of the block of 16"
+        self.refused(source, tmp_path / "out", match)
+
+    @pytest.mark.parametrize(
+        ("config", "match"),
+        [
+            ({"scheme": "bf16"}, "no layer .* quantized weights .*'bf16'"),
+            ({"high_precision": ["forward"]}, r"no layer .*high_precision=\['forward'\]"),
+        ],
+    )
+    def test_nothing_is_quantized(self, config, match, tmp_path):
+        self.refused(checkpoint(tmp_path / "metis", **config), tmp_path / "out", match)
+
+    def test_a_scheme_that_the_layout_cannot_express(self, tmp_path):
+        from metis_hf.numerics import Quantizer
+        from metis_hf.operands import Hadamard, Operand
+
+        for name, operand, match in (
+            ("mx", Operand(Quantizer("mxfp4")), "q_proj: its weight is quantized to mxfp4"),
+            ("rotated", Operand(Quantizer(), Hadamard()), "q_proj: its scheme transforms"),
+        ):
+            scheme = Scheme(fprop_weight=operand)
+            register_scheme(name, summary="x", source="x")(lambda config, rank, s=scheme: s)
+            try:
+                source = checkpoint(tmp_path / name, scheme=name)
+                self.refused(source, tmp_path / "out", match)
+            finally:
+                del base._REGISTRY[name]
+
+    def test_side_file_without_a_low_rank_part(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", scheme="nvidia")
+        self.refused(source, tmp_path / "out", r"needs weights that are split.*'nvidia'.*fold",
+                     low_rank="side-file")  # fmt: skip
+
+    def test_no_metis_checkpoint(self, tmp_path):
+        llama().save_pretrained(tmp_path / "plain")
+        self.refused(
+            tmp_path / "plain", tmp_path / "out", "no Metis checkpoint but a plain checkpoint"
+        )
+        self.refused(tmp_path / "nowhere", tmp_path / "out", "no config.json")
+
+    @pytest.mark.parametrize("name", ["format", "dtype", "low_rank"])
+    def test_unknown_choice(self, name, tmp_path):
+        self.refused(tmp_path, tmp_path / "out", f"{name}='nf4'; choose one of", **{name: "nf4"})
+
+    def test_directory_in_use(self, tmp_path):
+        source = checkpoint(tmp_path / "metis")
+        with pytest.raises(ValueError, match="exists already"):
+            export_checkpoint(source, source)
+        (tmp_path / "empty").mkdir()
+        export_checkpoint(source, tmp_path / "empty")
+
+    def test_an_interrupted_export_leaves_no_directory(self, tmp_path, monkeypatch):
+        source = checkpoint(tmp_path / "metis")
+
+        def interrupted(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(metis_hf.export.checkpoint, "report_section", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                export_checkpoint(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        assert isinstance(export_checkpoint(source, tmp_path / "out"), ExportReport)
+        assert not (tmp_path / "out.partial").exists()
+
+    def test_text_for_another_kind_of_model(self, tmp_path):
+        config = transformers.BertConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+            num_attention_heads=4,
+        )  # fmt: skip
+        model = get_metis_model(transformers.BertForMaskedLM(config), MetisConfig())
+        model.save_pretrained(tmp_path / "metis")
+        (tmp_path / "t.txt").write_text("text")
+        self.refused(tmp_path / "metis", tmp_path / "out", "no causal language model",
+                     format="dense", text=tmp_path / "t.txt")  # fmt: skip
+        export_checkpoint(tmp_path / "metis", tmp_path / "out")
+        transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")

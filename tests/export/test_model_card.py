@@ -1,0 +1,106 @@
+"""Model cards of checkpoints and exports, and pushing to the hub."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import llama
+from huggingface_hub import ModelCard
+
+from export.test_export import checkpoint
+from metis_hf import (
+    MetisConfig,
+    get_metis_model,
+)
+from metis_hf.export import export_checkpoint
+from metis_hf.export.model_card import model_card, write_model_card
+
+
+class TestModelCard:
+    def test_of_a_trained_checkpoint(self, tmp_path):
+        model = get_metis_model(llama(), MetisConfig(rank=8, seed=5))
+        model.save_pretrained(tmp_path / "run")
+        results = tmp_path / "results.json"
+        results.write_text('{"piqa": {"acc,none": 0.625, "alias": "piqa"}, "loss": 3.25}')
+        path = write_model_card(model, tmp_path / "run", results=results)
+        card = ModelCard.load(path)
+        assert card.data.library_name == "transformers"
+        assert card.data.pipeline_tag == "text-generation"
+        assert {"metis", "fp4-training", "nvfp4", "scheme:metis"} == set(card.data.tags)
+        assert card.data.license is None
+        assert "| rank | **`8`** |" in card.text
+        assert "| n_iter | `1` |" in card.text
+        assert "14 layers converted" in card.text
+        assert "| piqa / acc | 0.625 |\n| loss | 3.25 |" in card.text
+        code = card.text.split("```python\n")[1].split("```")[0]
+        assert code.startswith("import metis_hf")
+        out = subprocess.run(
+            [sys.executable, "-c", code + "print(type(model.lm_head).__name__)"],
+            capture_output=True, text=True, check=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert out.stdout.strip() == "Linear"
+
+    @pytest.mark.parametrize("kind", ["dense", "compressed-tensors", "side-file"])
+    def test_of_an_export(self, kind, tmp_path, monkeypatch):
+        """The card's own lines load the directory."""
+        if kind == "compressed-tensors":
+            pytest.importorskip("compressed_tensors")
+        format = "compressed-tensors" if kind == "side-file" else kind
+        low_rank = "side-file" if kind == "side-file" else "fold"
+        report = export_checkpoint(
+            checkpoint(tmp_path / "metis"), tmp_path / "out", format=format, low_rank=low_rank
+        )
+        card = ModelCard.load(tmp_path / "out/README.md")
+        assert f"{report.rows[0].mean_error:.2e}" in card.text
+        code = card.text.split("```python\n")[1].split("```")[0]
+        assert ("metis_hf" in code) == (kind == "side-file")
+        monkeypatch.chdir(tmp_path)
+        scope: dict = {}
+        exec(code, scope)
+        assert isinstance(scope["model"], transformers.LlamaForCausalLM)
+
+    def test_refuses_a_plain_model(self):
+        with pytest.raises(ValueError, match="no Metis config"):
+            model_card(llama())
+        with pytest.raises(ValueError, match="kind='gguf'"):
+            model_card(get_metis_model(llama()), kind="gguf")
+
+
+def test_push_to_hub_up_to_the_network_call(tmp_path, monkeypatch):
+    """A converted model uploads what any model does; the card carries its tags."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    uploaded = {}
+
+    def create_repo(self, repo_id, **kwargs):
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def create_commit(self, repo_id, operations, **kwargs):
+        for operation in operations:
+            uploaded[operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
+        uploaded["repo_id"] = repo_id
+
+    def no_card(*args, **kwargs):
+        raise EntryNotFoundError("no README.md")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
+    monkeypatch.setattr(ModelCard, "load", no_card)
+    model = get_metis_model(llama(), MetisConfig(rank=8))
+    model.push_to_hub("someone/tiny")
+    assert uploaded.pop("repo_id") == "someone/tiny"
+    assert set(uploaded) == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
+    }  # fmt: skip
+    assert ModelCard(uploaded["README.md"].decode()).data.tags[:2] == ["metis", "fp4-training"]
+    for name, content in uploaded.items():
+        (tmp_path / name).write_bytes(content)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)

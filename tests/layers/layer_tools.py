@@ -1,0 +1,135 @@
+"""Single layers for tests, and quantizers that stand in for the real ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from metis_hf import MetisConfig, scheme_names
+from metis_hf.layers.linear import MetisLayer, convert_linear
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
+from metis_hf.schemes import Role, Scheme
+
+FP4_SCHEMES = [name for name in scheme_names() if not name.startswith("bf16")]
+# Schemes that are defined by their copies per GEMM: operand_mode="shared" would be another scheme.
+CONTRACTION_ONLY = {"nvidia", "four-over-six", "tetrajet2", "hot-channel", "quartet2"}
+# Every scheme in every mode that it has.
+SCHEME_MODES = [
+    (scheme, mode)
+    for scheme in scheme_names()
+    for mode in ("shared", "contraction")
+    if not (scheme in CONTRACTION_ONLY and mode == "shared")
+]
+FP4_SCHEME_MODES = [pair for pair in SCHEME_MODES if pair[0] in FP4_SCHEMES]
+NEAREST = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
+STOCHASTIC = {"forward_rounding": "stochastic", "backward_rounding": "stochastic"}
+
+
+def layer_of(
+    scheme: str,
+    mode: str | None = None,
+    *,
+    i=48,
+    o=32,
+    bias=True,
+    dtype=torch.float32,
+    name="layer",
+    **changes,
+) -> tuple[nn.Linear, MetisLayer]:
+    """A linear layer, and the same one converted, in training mode."""
+    linear = nn.Linear(i, o, bias=bias, dtype=dtype)
+    config = MetisConfig(scheme=scheme, operand_mode=mode, **changes)
+    return linear, convert_linear(copy.deepcopy(linear), config, name=name).train()
+
+
+def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:
+    """The scheme with every quantizer q replaced by stand_in(q)."""
+    changes = {}
+    for role in Role:
+        operand = scheme.operand(role)
+        if operand is not None and operand.quantizer is not None:
+            changes[role.name.lower()] = replace(operand, quantizer=stand_in(operand.quantizer))
+    return replace(scheme, **changes)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A quantizer that changes nothing."""
+
+    two_level: bool = False
+
+    def __call__(self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None):
+        after = x if minus is None else x - minus
+        return after if plus is None else after + plus
+
+    def deterministic(self):
+        return self
+
+
+def with_exact_quantizers(scheme: Scheme) -> Scheme:
+    return with_quantizers(scheme, lambda _: Exact())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tensor that a layer quantized."""
+
+    quantizer: Quantizer
+    before: Tensor
+    dim: int
+    key: Key
+    after: Tensor
+
+    def repeats(self, other: Call) -> bool:
+        """The same quantization over again, to the bit, rather than another copy."""
+        return (
+            (self.quantizer, self.dim, key_values(self.key))
+            == (other.quantizer, other.dim, key_values(other.key))
+            and torch.equal(self.before, other.before)
+            and torch.equal(self.after, other.after)
+        )
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """The real quantizer, which keeps a list of what it did."""
+
+    quantizer: Quantizer
+    calls: list[Call]
+
+    def __call__(self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None):
+        before = x.detach().clone() if minus is None else x.detach() - minus
+        after = self.quantizer(before, dim=dim, key=key)
+        # The callers go on to work in place.
+        self.calls.append(Call(self.quantizer, before, dim, key, after.clone()))
+        return (after if plus is None else after + plus).to(dtype)
+
+    def deterministic(self):
+        """The real one: what is quantized again is no operand."""
+        return self.quantizer.deterministic()
+
+
+def record(layer: MetisLayer) -> list[Call]:
+    """The list that the layer's quantizations (training mode, fp32) will be appended to."""
+    calls: list[Call] = []
+    layer.scheme = with_quantizers(layer.scheme, lambda q: Recorder(q, calls))
+    return calls
+
+
+def distinct(calls: list[Call]) -> list[Call]:
+    """First occurrences only: a copy made again in the backward pass is the same copy."""
+    kept: list[Call] = []
+    for call in calls:
+        if not any(call.repeats(other) for other in kept):
+            kept.append(call)
+    return kept
+
+
+def key_values(key: Key) -> tuple[int, int | None]:
+    """A noise key as plain numbers."""
+    return key.static, None if key.data is None else int(key.data)

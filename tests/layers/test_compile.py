@@ -1,0 +1,230 @@
+"""torch.compile: one graph, the numbers of eager mode, and no more recompilations than needed.
+
+Backend aot_eager: what Dynamo and AOTAutograd trace runs op by op, so equal means equal to the bit.
+Tracing takes tens of seconds a scheme; one scheme of each kind goes through all of it, the others
+through Dynamo alone (backend eager), as single layers and for one shape.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from conftest import VOCAB
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from layers.layer_tools import layer_of
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    get_metis_model,
+    metis_layers,
+    scheme_names,
+    set_precision,
+)
+from metis_hf.numerics.kernels import use_kernels
+
+# Gradients that differ in their last bits put some elements on other FP4 values at the next step:
+# differences of 2^-2 of a few elements, seen as up to 0.005 nats.
+MEASURED_LOSS = 0.01
+# Direct; a rotation of blocks; splits; a rotation of a whole length, state, a sparse part.
+TRACED_WHOLE = ("nvfp4", "nvidia", "metis", "metis-paper", "quarot", "smoothquant", "occ")
+OTHERS = [name for name in scheme_names() if name not in TRACED_WHOLE]
+
+
+def model_for(scheme, targets=("o_proj",), **changes):
+    """A block of a Llama with one converted layer: each adds thousands of operations to trace."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+        )
+    )
+    config = MetisConfig(scheme=scheme, target_modules=targets, **changes)
+    return get_metis_model(model, config).train()
+
+
+def batch(rows, columns):
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    return torch.randint(0, VOCAB, (rows, columns), generator=generator)
+
+
+def loss_and_grads(model, call, ids):
+    model.zero_grad()
+    loss = call(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(param.grad.clone() for param in model.parameters())]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", TRACED_WHOLE)
+def test_one_graph_with_the_numbers_of_eager_mode(scheme):
+    """Losses and all gradients, at two batch shapes; nothing is traced twice or left to Python."""
+    model = model_for(scheme)
+    shapes = [(2, 24), (3, 40)]
+    expected = [loss_and_grads(model, model, batch(*shape)) for shape in shapes]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with warnings.catch_warnings():
+        # Dynamo ignores caches of functions that it traces, and says so.
+        warnings.filterwarnings("error", message=".*lru_cache.*")
+        got = [loss_and_grads(model, compiled, batch(*shape)) for shape in shapes]
+    for index, shape in enumerate(shapes):
+        assert same(got[index], expected[index]), shape
+    # One graph for the first shape, and one for all other shapes.
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_dynamo_traces_one_graph(scheme):
+    """Of a layer, forward and backward, with the numbers of eager mode."""
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=64, o=48)
+    x = torch.randn(48, 64, requires_grad=True)
+
+    def step(call):
+        layer.zero_grad()
+        x.grad = None
+        y = call(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(param.grad.clone() for param in layer.parameters())]
+
+    expected = step(layer)
+    counter = CompileCounterWithBackend("eager")
+    assert same(step(torch.compile(layer, backend=counter, fullgraph=True)), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["nvidia", "metis"])
+def test_kernels_are_part_of_the_graph(scheme):
+    """The formulation that compilers get, packed inputs included, gives the reference's bits."""
+    model = model_for(scheme)
+    expected = loss_and_grads(model, model, batch(2, 24))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with use_kernels(None):
+        got = loss_and_grads(model, compiled, batch(2, 24))
+    assert same(got, expected)
+    (graph,) = counter.graphs
+    assert "float8_e4m3fn" in graph.print_readable(print_output=False)
+
+
+@pytest.mark.slow
+def test_explain_finds_no_graph_break():
+    """With every layer converted."""
+    model = model_for("metis", "all-linear")
+    assert len(dict(metis_layers(model))) == 7
+    ids = batch(2, 24)
+    found = torch._dynamo.explain(lambda ids: model(input_ids=ids, labels=ids).loss)(ids)
+    assert found.graph_break_count == 0, found.break_reasons
+    assert found.graph_count == 1
+
+
+@pytest.mark.slow
+def test_recompilations_are_bounded():
+    """A graph for the first shape and one for the others, in training and in evaluation; no more
+    for further shapes, new weights, or going back and forth. A batch so small that a subspace is
+    estimated from all of its rows takes another path, and one more graph each."""
+    model = model_for("metis", rank=16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+
+    def visit(rows, columns):
+        ids = batch(rows, columns)
+        compiled.train()
+        loss_and_grads(model, compiled, ids)
+        compiled.eval()
+        with torch.no_grad():
+            logits = compiled(input_ids=ids).logits
+            assert torch.equal(logits, model(input_ids=ids).logits)
+
+    for shape in [(4, 32), (3, 40)]:
+        visit(*shape)
+    assert counter.frame_count == 4
+    for shape in [(5, 33), (4, 32), (2, 60), (3, 40)]:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1e-3)
+        visit(*shape)
+    assert counter.frame_count == 4
+    for shape in [(2, 24), (2, 30), (3, 11), (3, 40)]:  # 4 (rank + 8) = 96 rows are sampled
+        visit(*shape)
+    assert counter.frame_count == 6
+
+
+@pytest.mark.slow
+def test_a_switch_of_precision_recompiles_once_and_is_right():
+    model = model_for("metis")
+    ids = batch(2, 24)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    first = loss_and_grads(model, compiled, ids)
+    assert counter.frame_count == 1
+    set_precision(model, high_precision=("forward",))
+    for _ in range(2):
+        assert same(loss_and_grads(model, compiled, ids), loss_and_grads(model, model, ids))
+    assert counter.frame_count == 2
+    set_precision(model, high_precision=())
+    assert same(loss_and_grads(model, compiled, ids), first)
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path):
+    """Trainer(torch_compile=True): losses and weights of eager mode, refreshes included; health."""
+    rows = [{"input_ids": row, "labels": row} for row in batch(24, 24)]
+
+    def run(directory, health_interval=0, **changes):
+        torch._dynamo.reset()
+        model = model_for("metis", split_weight=True, refresh_interval=2)
+        trainer = transformers.Trainer(
+            model,
+            transformers.TrainingArguments(
+                str(directory),
+                max_steps=4,
+                per_device_train_batch_size=2,
+                logging_steps=1,
+                learning_rate=1e-3,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+                **changes,
+            ),
+            train_dataset=rows,
+            callbacks=[MetisCallback(health_interval=health_interval)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain, expected = run(tmp_path / "eager")
+    model, history = run(tmp_path / "compiled", **compiled)
+    assert history == expected
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    # A measured step breaks the graph at the hooks, which changes the order of some fp32 sums.
+    _, measured = run(tmp_path / "measured", health_interval=4, **compiled)
+    assert [entry["loss"] for entry in measured] == pytest.approx(
+        [entry["loss"] for entry in expected], abs=MEASURED_LOSS
+    )
+    assert ["metis/weight/o_proj/stable_rank" in entry for entry in measured] == [1, 0, 0, 1]

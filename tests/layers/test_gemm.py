@@ -1,0 +1,342 @@
+"""The three GEMMs of one layer: nn.Linear without quantizers, in every dtype, shape and mode."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from layers.layer_tools import (
+    FP4_SCHEME_MODES,
+    FP4_SCHEMES,
+    NEAREST,
+    SCHEME_MODES,
+    layer_of,
+    with_exact_quantizers,
+)
+from metis_hf import MetisConfig, QuantLinear
+from metis_hf.layers.linear import MetisLinear, convert_linear
+from metis_hf.numerics import fake_quantize
+from metis_hf.operands import Operand
+from metis_hf.schemes import Role
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+AUTOCASTS = [None, torch.bfloat16, torch.float16]
+SHAPES = [(48,), (5, 48), (2, 7, 48), (2, 3, 2, 48), (0, 48), (2, 0, 48), (1, 48)]
+FLOAT64_TOLERANCE = 1e-12  # sums of at most 48 terms near 1, some of them split in three
+
+
+def autocast(dtype):
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def forward_backward(layer, x, dtype=None):
+    """y, dx and the gradients of the parameters by name."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    with autocast(dtype):
+        y = layer(x)
+    y.backward(torch.ones_like(y).cumsum(-1))  # no two outputs get the same gradient
+    return y, x.grad, {name: p.grad for name, p in layer.named_parameters()}
+
+
+class TestBf16IsLinear:
+    """The control computes what the replaced layer computes, bit for bit."""
+
+    @staticmethod
+    def assert_same(original, converted, x, dtype):
+        results = [forward_backward(layer, x, dtype) for layer in (original, converted)]
+        (ya, dxa, grads_a), (yb, dxb, grads_b) = results
+        assert ya.dtype is yb.dtype
+        assert torch.equal(ya, yb)
+        assert torch.equal(dxa, dxb)
+        assert grads_a.keys() == grads_b.keys()
+        for name in grads_a:
+            assert torch.equal(grads_a[name], grads_b[name]), name
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+    def test_linear(self, shape, dtype, bias):
+        linear, layer = layer_of("bf16", bias=bias, dtype=dtype)
+        x = torch.randn(shape, dtype=dtype)
+        for autocast_dtype in AUTOCASTS:
+            self.assert_same(linear, layer, x, autocast_dtype)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_conv1d(self, shape, dtype):
+        conv = Conv1D(32, 48).to(dtype)
+        layer = convert_linear(copy.deepcopy(conv), MetisConfig(scheme="bf16"), name="layer")
+        x = torch.randn(shape, dtype=dtype)
+        for autocast_dtype in AUTOCASTS:
+            self.assert_same(conv, layer, x, autocast_dtype)
+
+
+class TestExactQuantizers:
+    """Without rounding every scheme is nn.Linear: conditioners and splits cancel."""
+
+    @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+    @pytest.mark.parametrize("shape", [(48,), (40, 48), (2, 19, 48), (0, 48), (1, 48)], ids=str)
+    def test_linear(self, scheme, mode, shape):
+        linear, layer = layer_of(scheme, mode, dtype=torch.float64)
+        layer.scheme = with_exact_quantizers(layer.scheme)
+        if layer.scheme.clipped_weight:
+            layer.weight_clip.data.fill_(40)  # a strength of 1
+        x = torch.randn(shape, dtype=torch.float64)
+        ya, dxa, grads_a = forward_backward(linear, x)
+        yb, dxb, grads_b = forward_backward(layer, x)
+        grads_b["weight"] = grads_b.get("weight", grads_b.get("weight_residual"))
+        for found, expected in (
+            (yb, ya),
+            (dxb, dxa),
+            (grads_b["weight"], grads_a["weight"]),
+            (grads_b["bias"], grads_a["bias"]),
+        ):
+            limit = FLOAT64_TOLERANCE * max(
+                expected.abs().max().item() if expected.numel() else 0, 1
+            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=limit)
+
+    @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+    def test_gradcheck(self, scheme, mode):
+        """x and every parameter (u, s, vh, residual of a split weight) by finite differences.
+
+        With exact quantizers the compensation of a residual is zero everywhere, and so is its
+        derivative, so that the compensated weight needs no exception.
+        """
+        sizes = {"i": 6, "o": 5, "rank_frac": 0.4, "rank_multiple": 1}
+        _, layer = layer_of(scheme, mode, dtype=torch.float64, **sizes)
+        layer.scheme = with_exact_quantizers(layer.scheme)
+        names = [name for name, _ in layer.named_parameters()]
+        x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+
+        def call(x, *values):
+            return torch.func.functional_call(layer, dict(zip(names, values)), (x,))
+
+        values = tuple(p.detach().clone().requires_grad_() for p in layer.parameters())
+        assert len(values) == (5 if layer.scheme.split_weight else 2 + layer.scheme.clipped_weight)
+        assert torch.autograd.gradcheck(call, (x, *values))
+
+
+class TestFewTokens:
+    """Zero tokens (an expert that is not chosen) and one (generation), training and evaluating."""
+
+    @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+    @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_zero_tokens(self, scheme, mode, autocast_dtype, train):
+        _, layer = layer_of(scheme, mode)
+        for shape in ((0, 48), (2, 0, 48)):
+            y, dx, grads = forward_backward(layer.train(train), torch.randn(shape), autocast_dtype)
+            assert y.shape == (*shape[:-1], 32)
+            assert y.dtype is (autocast_dtype or torch.float32)
+            assert dx.shape == shape
+            assert all(grad is not None and not grad.any() for grad in grads.values())
+
+    @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+    @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_one_token(self, scheme, mode, autocast_dtype, train):
+        """Close to nn.Linear: NVFP4 errors of the operands are near 10 %, stochastic ones 14 %."""
+        linear, layer = layer_of(scheme, mode)
+        x = torch.randn(1, 48)
+        ya, dxa, grads_a = forward_backward(linear, x)
+        yb, dxb, grads_b = forward_backward(layer.train(train), x, autocast_dtype)
+        dw = grads_b.get("weight", grads_b.get("weight_residual"))
+        # The slope that a gradient estimator puts in the place of 1 is no error.
+        straight = not hasattr(layer.scheme.fprop_weight.conditioner, "weight_gradient")
+        pairs = [(yb, ya), (dxb, dxa), (dw, grads_a["weight"])][: 2 + straight]
+        for found, expected in pairs:
+            error = (found.float() - expected).norm() / expected.norm()
+            assert error < 0.5, error.item()  # two operands of 14 % each; 1 if anything is lost
+        torch.testing.assert_close(grads_b["bias"], grads_a["bias"])
+
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_leading_dimensions_do_not_matter(self, scheme, mode):
+        _, layer = layer_of(scheme, mode)
+        x = torch.randn(40, 48)
+        y, dx, grads = forward_backward(layer, x)
+        for shape in ((40, 1, 48), (2, 20, 48), (2, 2, 10, 48)):
+            y2, dx2, grads2 = forward_backward(layer, x.view(shape))
+            assert torch.equal(y2.view_as(y), y)
+            assert torch.equal(dx2.view_as(dx), dx)
+            assert all(torch.equal(grads[name], grads2[name]) for name in grads)
+
+
+class TestNonFinite:
+    """A NaN or inf shows in everything that nn.Linear would show it in; it is never clamped."""
+
+    @staticmethod
+    def poison(layer, x, dy, where, value):
+        """(names of what must not be finite, with the index of the row or column)."""
+        if where == "x":
+            x[3, 5] = value
+            return {"y": (3, slice(None)), "weight": (slice(None), 5)}
+        if where == "dy":
+            dy[3, 2] = value
+            return {"x": (3, slice(None)), "weight": (2, slice(None))}
+        layer.weight_params()[-1].data[2, 5] = value
+        return {"y": (slice(None), 2), "x": (slice(None), 5)}
+
+    @pytest.mark.filterwarnings("ignore:two_level=False")
+    @pytest.mark.parametrize("two_level", [True, False], ids=["two-level", "one-level"])
+    @pytest.mark.parametrize("autocast_dtype", AUTOCASTS, ids=str)
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    @pytest.mark.parametrize("where", ["x", "w", "dy"])
+    @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+    def test_shows(self, scheme, mode, where, value, autocast_dtype, two_level):
+        _, layer = layer_of(scheme, mode, two_level=two_level)
+        x, dy = torch.randn(40, 48), torch.randn(40, 32)
+        shown = self.poison(layer, x, dy, where, value)
+        x.requires_grad_()
+        for train in (True, False):
+            layer.zero_grad()
+            x.grad = None
+            with autocast(autocast_dtype):
+                y = layer.train(train)(x)
+            y.backward(dy.to(y.dtype))
+            results = {"y": y, "x": x.grad, "weight": layer.weight_params()[-1].grad}
+            for name, index in shown.items():
+                assert not results[name][index].isfinite().any(), name
+
+    @pytest.mark.parametrize("factor", ["u", "s", "vh"])
+    @pytest.mark.parametrize("scheme", ["bf16-split", "metis-paper", "metis"])
+    def test_factors_of_a_weight(self, scheme, factor):
+        _, layer = layer_of(scheme, split_weight=True)
+        getattr(layer, factor).data.view(-1)[0] = float("nan")
+        y, dx, _ = forward_backward(layer, torch.randn(40, 48))
+        assert y.isnan().any()
+        assert dx.isnan().any()
+
+
+def test_bf16_gemm_applies_tensor_scales_to_the_product():
+    """In bf16 the operand keeps code * block scale, exactly; the fp32 tensor scale comes after."""
+    operand = Operand(layer_of("nvidia")[1].scheme.fprop_input.quantizer)
+    x = torch.randn(32, 64) * 1e-3
+    values, scale, _ = operand(x, dim=-1, key=None, dtype=torch.bfloat16)
+    assert values.dtype is torch.bfloat16
+    assert torch.equal(values.float() * scale, fake_quantize(x))
+
+
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_output_dtype_and_accuracy(scheme, mode, dtype):
+    """Forward and backward agree with fp32 to a few roundings of the GEMM's dtype."""
+    _, layer = layer_of(scheme, mode, **NEAREST)
+    x = torch.randn(64, 48)
+    y, dx, grads = forward_backward(layer, x)
+    y2, dx2, grads2 = forward_backward(layer, x, dtype)
+    assert y2.dtype is dtype
+    assert all(grad.dtype is torch.float32 for grad in (dx2, *grads2.values()))
+    pairs = {"y": (y2, y), "x": (dx2, dx)} | {name: (grads2[name], grads[name]) for name in grads}
+    for name, (found, expected) in pairs.items():
+        error = (found.float() - expected).norm() / expected.norm()
+        # Operands, output and the upstream gradient are rounded once each: 4 halves of eps.
+        assert error < 4 * torch.finfo(dtype).eps, (name, error.item())
+
+
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters(scheme, mode, dtype):
+    """A layer in 16 bits is as near to the exact product as the same layer in fp32.
+
+    The results need not be equal: a compensated residual is computed in the parameters' dtype,
+    and where that crosses a tie the codes differ.
+    """
+    _, layer = layer_of(scheme, mode, i=128, o=128, dtype=dtype, **NEAREST)
+    same = copy.deepcopy(layer).float()
+    x = torch.randn(64, 128, dtype=dtype)
+    y, dx, grads = forward_backward(layer, x)
+    y32, dx32, _ = forward_backward(same, x.float())
+    assert {tensor.dtype for tensor in (y, dx, *grads.values())} == {dtype}
+    weight = same.weight.detach()
+    exact_y = x.float() @ weight.T + same.bias.detach()
+    exact_dx = torch.ones(64, 128).cumsum(-1) @ weight
+    for found, fp32, expected in ((y, y32, exact_y), (dx, dx32, exact_dx)):
+        error, error32 = ((t.float() - expected).norm() / expected.norm() for t in (found, fp32))
+        assert error32 > 0.01  # four bits are four bits
+        assert error < 1.05 * error32 + 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+def test_eval_is_deterministic_and_rounds_to_nearest(scheme, mode):
+    _, layer = layer_of(scheme, mode, i=64, o=64)
+    layer.eval()
+    x = torch.randn(40, 64)
+    assert torch.equal(layer(x), layer(x))
+    for role in Role:
+        operand = layer.eval_scheme.operand(role)
+        assert operand is None or operand.quantizer.rounding.value == "nearest"
+
+
+@pytest.mark.parametrize("scheme", ["metis", "bf16-split"])
+def test_factors_have_entries_of_unit_rms(scheme):
+    """Adam moves every entry by the learning rate: in these units no factor turns faster."""
+    _, layer = layer_of(scheme, i=64, o=96, split_weight=True)
+    for factor in (layer.u, layer.vh):
+        torch.testing.assert_close(factor.square().mean(), torch.tensor(1.0))
+    _, published = layer_of("metis-paper", i=64, o=96)
+    torch.testing.assert_close(published.u.T @ published.u, torch.eye(1), rtol=0, atol=1e-5)
+
+
+def test_frozen_parameters_get_no_gradient():
+    """Any of them alone, and the others keep their exact gradients."""
+    for scheme in FP4_SCHEMES:
+        _, layer = layer_of(scheme)
+        x = torch.randn(40, 48)
+        _, _, grads = forward_backward(layer, x)
+        for frozen, parameter in layer.named_parameters():
+            parameter.requires_grad_(False)
+            _, _, others = forward_backward(layer, x)
+            parameter.requires_grad_(True)
+            assert others.pop(frozen) is None
+            assert all(torch.equal(grads[name], grad) for name, grad in others.items())
+
+
+def test_compensation_reduces_the_error():
+    """On an anisotropic weight the compensated residual beats the published one and direct FP4."""
+    u, _ = torch.linalg.qr(torch.randn(256, 256))
+    v, _ = torch.linalg.qr(torch.randn(256, 256))
+    s = torch.ones(256)
+    s[:8] = 60.0
+    linear = nn.Linear(256, 256, bias=False)
+    linear.weight.data = (u * s) @ v.T
+    errors = {}
+    for name, scheme, kind in (
+        ("metis", "metis", QuantLinear),
+        ("metis stored split", "metis", MetisLinear),
+        ("metis-paper", "metis-paper", MetisLinear),
+        ("nvfp4", "nvfp4", QuantLinear),
+    ):
+        split = kind is MetisLinear
+        config = MetisConfig(
+            scheme=scheme, rank_frac=0.04, forward_rounding="nearest", split_weight=split
+        )
+        layer = convert_linear(copy.deepcopy(linear), config, name="layer")
+        assert isinstance(layer, kind)
+        w_hat, *_ = layer.weight_form.quantize(
+            layer.weight_params(),
+            layer.scheme.fprop_weight,
+            dim=-1,
+            key=layer.key,
+            dtype=torch.float32,
+        )
+        errors[name] = ((w_hat - linear.weight).norm() / linear.weight.norm()).item()
+    assert errors["metis"] < 0.5 * errors["nvfp4"]
+    assert errors["metis stored split"] < 0.5 * errors["nvfp4"]
+    assert errors["nvfp4"] < errors["metis-paper"]  # quantized factors cost more than they save
+
+
+@pytest.mark.parametrize("scheme", FP4_SCHEMES)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copied_layer_computes_the_same_in_bf16(scheme, again):
+    """Nothing may depend on which object a scheme's part is: a BF16 GEMM chooses by its kind."""
+    _, layer = layer_of(scheme, i=64, o=48, dtype=torch.bfloat16)
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    assert torch.equal(again(layer)(x), layer(x))

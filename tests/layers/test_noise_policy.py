@@ -1,0 +1,399 @@
+"""What noise depends on: seed, layer, role, process rank and content; on nothing else.
+
+So recomputed forward passes repeat exactly, and a control run does not notice that a quantizer
+exists. That a resumed run continues exactly is tested with the callback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, llama
+from torch import nn
+
+from layers import dropout_run
+from layers.dropout_run import MODELS, STEPS, Run, train
+from layers.layer_tools import (
+    FP4_SCHEME_MODES,
+    FP4_SCHEMES,
+    STOCHASTIC,
+    Call,
+    distinct,
+    key_values,
+    layer_of,
+    record,
+)
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.layers.linear import convert_linear
+from metis_hf.noise import uniform
+from metis_hf.operands.conditioners.mean import MeanRemoved
+from metis_hf.operands.conditioners.outliers import HotChannels
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.schemes import Role
+from metis_hf.transforms import spectral
+
+TOKENS, IN, OUT = 40, 48, 32
+
+
+def converted(model, scheme, **changes):
+    return get_metis_model(model, MetisConfig(scheme=scheme, **changes))
+
+
+class TestCheckpointing:
+    """Activation checkpointing recomputes the very forward pass, whatever it does with torch's RNG.
+
+    Every forward rounding is stochastic here, so that a second draw would show.
+    """
+
+    @staticmethod
+    def loss_and_gradients(scheme, ids, checkpointing):
+        torch.manual_seed(0)
+        model = converted(llama(), scheme, **STOCHASTIC).train()
+        calls = []
+        for name, layer in metis_layers(model):
+            layer.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        # Two micro-batches, so that the second recomputation follows other noise than the first.
+        losses = []
+        for micro_batch in (ids, ids.flip(0).roll(1, 1)):
+            loss = model(input_ids=micro_batch, labels=micro_batch).loss
+            loss.backward()
+            losses.append(loss.item())
+        return losses, {name: p.grad for name, p in model.named_parameters()}, calls
+
+    @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+    @pytest.mark.parametrize("scheme", FP4_SCHEMES)
+    def test_recomputes_exactly(self, scheme, token_ids):
+        losses, gradients, calls = self.loss_and_gradients(scheme, token_ids, None)
+        for reentrant, preserve in itertools.product((False, True), repeat=2):
+            options = {"use_reentrant": reentrant, "preserve_rng_state": preserve}
+            again = self.loss_and_gradients(scheme, token_ids, options)
+            assert again[0] == losses, options
+            for name, gradient in gradients.items():
+                assert torch.equal(again[1][name], gradient), (name, options)
+            assert len(again[2]) == 2 * len(calls)  # it did recompute
+
+    @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+    @pytest.mark.parametrize("scheme", ["nvfp4", "metis"])
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_recomputes_with_its_own_mask(self, scheme, reentrant):
+        """Two padded forward passes before one backward pass, as in preference optimization.
+
+        The rows that a recomputed pass samples must exclude its own padding, not that of the
+        pass that ran last.
+        """
+        ids = torch.randint(0, VOCAB, (4, 60), generator=torch.Generator().manual_seed(1))
+        lengths = torch.tensor([[20, 60, 60, 60], [60, 40, 60, 30]])
+        masks = (torch.arange(60) < lengths[..., None]).long()  # [2 4 60]
+
+        def gradients(checkpointing):
+            torch.manual_seed(0)
+            model = converted(llama(), scheme, **STOCHASTIC).train()
+            if checkpointing:
+                options = {"use_reentrant": reentrant}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            losses = [
+                model(input_ids=x, attention_mask=mask, labels=x).loss
+                for x, mask in zip((ids, ids.flip(0)), masks)
+            ]
+            sum(losses).backward()
+            return {name: p.grad for name, p in model.named_parameters()}
+
+        expected, found = gradients(False), gradients(True)
+        different = [name for name in expected if not torch.equal(found[name], expected[name])]
+        assert not different
+
+    def test_other_noise_would_show(self, token_ids):
+        """The comparison above can fail: one more seed, and the gradients differ."""
+        gradients = []
+        for seed in (0, 1):
+            torch.manual_seed(0)
+            model = converted(llama(), "nvfp4", seed=seed).train()
+            model(input_ids=token_ids, labels=token_ids).loss.backward()
+            gradients.append(model.model.embed_tokens.weight.grad)
+        assert not torch.equal(*gradients)
+
+
+class TestTorchGenerator:
+    """Quantizers take nothing from the generators that dropout and data loading draw from."""
+
+    def test_control_run_without_the_package(self):
+        """A control with dropout is the same in a process that never imports metis_hf."""
+        script = Path(dropout_run.__file__)
+        out = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300
+        )
+        assert out.stdout.split() == [train(name).digest() for name in MODELS]
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_converted_control(self, name):
+        """Scheme bf16 with dropout trains as the model that was not converted, bit for bit."""
+        control = train(name)
+        assert control.digest() != train(name, dropout=0.2).digest()  # dropout is in effect
+        torch.manual_seed(0)
+        run = Run(converted(MODELS[name](), "bf16"))
+        for _ in range(STEPS):
+            run.step()
+        assert run.losses == control.losses
+        assert run.digest() == control.digest()
+
+    @pytest.mark.parametrize("scheme", FP4_SCHEMES)
+    @pytest.mark.parametrize("name", MODELS)
+    def test_control_beside_a_quantized_run(self, name, scheme):
+        """Steps of an FP4 model in between change nothing in a control run with dropout."""
+        control = train(name)
+        quantized = Run(converted(MODELS[name](dropout=0.0), scheme, **STOCHASTIC))
+        torch.manual_seed(0)
+        run = Run(MODELS[name]())
+        for _ in range(STEPS):
+            quantized.step()
+            run.step()
+        assert run.losses == control.losses
+        assert run.digest() == control.digest()
+
+    @pytest.mark.parametrize("scheme", FP4_SCHEMES)
+    def test_same_draws_as_the_control(self, scheme):
+        """Conversion and quantized steps leave every generator where a control leaves it."""
+        states = []
+        for convert in (False, True):
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            model = MODELS["gpt2"]()
+            run = Run(converted(model, scheme, **STOCHASTIC) if convert else model)
+            for _ in range(STEPS):
+                run.step()
+            python, (_, keys, *_) = random.getstate(), np.random.get_state()
+            states.append((torch.get_rng_state().tolist(), python, keys.tolist()))
+        assert states[0] == states[1]
+
+
+def one_pass(layer, x=None, dy=None) -> list[Call]:
+    """The distinct quantizations of a forward and backward pass."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, IN, generator=g) if x is None else x
+    dy = torch.randn(TOKENS, OUT, generator=g) if dy is None else dy
+    calls = record(layer)
+    layer(x.requires_grad_()).backward(dy)
+    return distinct(calls)
+
+
+def stochastic_layer(scheme, mode=None, **changes):
+    torch.manual_seed(0)
+    return layer_of(scheme, mode, i=IN, o=OUT, **STOCHASTIC, **changes)[1]
+
+
+def keys_of(calls):
+    return [key_values(call.key) for call in calls]
+
+
+def parts_of(operand):
+    """How many tensors are quantized for it."""
+    return {Spectral: 3, MeanRemoved: 2, HotChannels: 2}.get(type(operand.conditioner), 1)
+
+
+def parts_at(scheme, *roles):
+    """How many tensors are quantized at some roles, a copy that several of them take once."""
+    used = {scheme.resolve(role)[0] for role in roles}
+    return sum(parts_of(scheme.operand(role)) for role in used)
+
+
+def set_rank(monkeypatch, rank):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
+
+
+class TestRanks:
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_noise_differs(self, scheme, mode, monkeypatch):
+        """Every operand of rank 0 and of rank 1, and equal ranks are equal."""
+        layer = stochastic_layer(scheme, mode)
+        original = layer.scheme
+        passes = []
+        for rank in (0, 1, 1):
+            set_rank(monkeypatch, rank)
+            layer.scheme = original
+            passes.append(one_pass(layer))
+        zero, one, again = passes
+        for a, b, c in zip(zero, one, again, strict=True):
+            assert c.repeats(b)
+            assert key_values(a.key) != key_values(b.key)
+            assert not torch.equal(a.after, b.after)
+
+    def test_one_process_is_rank_zero(self, monkeypatch):
+        """So that a run on one device does not depend on how it was launched."""
+        alone = keys_of(one_pass(stochastic_layer("metis")))
+        set_rank(monkeypatch, 0)
+        assert keys_of(one_pass(stochastic_layer("metis"))) == alone
+
+    def test_sampled_rows_differ(self, monkeypatch):
+        layer = stochastic_layer("metis")
+        sampled = []
+        sample_rows = spectral.sample_rows
+
+        def spy(x, count, key, row_mask=None):
+            rows = sample_rows(x, count, key, row_mask)
+            if x.shape[0] == OUT:  # the weight, which is split by all of its rows
+                assert rows is x
+                return rows
+            assert rows.shape[0] < x.shape[0]  # a sample, not everything
+            sampled.append(rows)
+            return rows
+
+        monkeypatch.setattr(spectral, "sample_rows", spy)
+        x = torch.randn(512, IN)
+        for rank in (0, 1, 1):
+            set_rank(monkeypatch, rank)
+            layer(x.clone())  # of one tensor the rows are sampled once
+        zero, one, again = sampled
+        assert torch.equal(one, again)
+        assert not torch.equal(zero, one)
+
+    @pytest.mark.parametrize("size", [96, 1040], ids=["exact-svd", "randomized"])
+    def test_split_weights_are_equal(self, size, monkeypatch):
+        """Neither conversion nor a refresh may differ: decompositions have the same noise."""
+        linear = nn.Linear(size, size, bias=False)
+        splits = []
+        for rank in (0, 1):
+            set_rank(monkeypatch, rank)
+            layer = convert_linear(linear, MetisConfig(split_weight=True), name="layer")
+            again = layer.weight_form.decompose(layer.weight.detach(), layer.rank, layer.key)
+            splits.append([*(p.detach() for p in layer.parameters()), *again])
+        assert all(torch.equal(a, b) for a, b in zip(*splits, strict=True))
+
+
+class TestDistinct:
+    """Different uses never share noise."""
+
+    STREAM = 1 << 14
+
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_seeds_layers_roles_and_micro_batches(self, scheme, mode):
+        """All raw streams of 2 seeds x 2 layers x 2 micro-batches x every operand, pair by pair.
+
+        The weight's noise does not depend on the micro-batch, and the input's not on the layer:
+        those streams are the same in both, and are counted once.
+        """
+        keys, expected, of_layer = {}, 0, {}
+        for seed, name in itertools.product((0, 1), ("a", "b")):
+            micro_batches = []
+            for batch in range(2):
+                torch.manual_seed(0)
+                linear = nn.Linear(IN, OUT)
+                config = MetisConfig(scheme=scheme, operand_mode=mode, seed=seed, **STOCHASTIC)
+                layer = convert_linear(linear, config, name=name).train()
+                g = torch.Generator().manual_seed(batch)
+                calls = one_pass(layer, torch.randn(TOKENS, IN, generator=g))
+                micro_batches.append(keys_of(calls))
+                keys |= {key_values(call.key): call.key for call in calls}
+            first, second = map(set, micro_batches)
+            assert len(first) == len(second) == len(calls)  # no role, no part shares a key
+            weights = parts_at(layer.scheme, Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
+            factors = layer.scheme.split_weight and not layer.scheme.exact_factors
+            assert len(first & second) == (3 if factors else weights)
+            of_layer[seed, name] = first | second
+        for seed in (0, 1):
+            first, second = of_layer[seed, "a"], of_layer[seed, "b"]
+            inputs = parts_at(layer.scheme, Role.FPROP_INPUT, Role.WGRAD_INPUT)
+            assert len(first & second) == 2 * inputs
+            expected += len(first | second)
+        assert len(keys) == expected  # no seed shares one with another
+        streams = torch.stack([uniform((self.STREAM,), key).double() for key in keys.values()])
+        correlation = torch.corrcoef(streams)
+        pairs = correlation[tuple(torch.triu_indices(len(keys), len(keys), 1))]
+        # Of at most 120 * 119 / 2 normal values one is beyond 5.5 sigma with probability 3e-4.
+        assert len(keys) <= 120
+        assert pairs.abs().max() < 5.5 / self.STREAM**0.5
+
+    @pytest.mark.parametrize("scheme", ["nvfp4", "nvidia", "metis-paper", "metis"])
+    def test_row_and_column_copies(self, scheme):
+        """The two copies of dy, for dgrad and for wgrad, draw independently of each other."""
+        layer = stochastic_layer(scheme, "contraction")
+        calls = one_pass(layer)
+        parts = 3 if scheme.startswith("metis") else 1
+        weight = 3 if scheme == "metis" else 0  # others have square tiles
+        corrected = layer.scheme.corrected
+        forward = parts + weight + len(corrected & {Role.FPROP_INPUT, Role.FPROP_WEIGHT})
+        copies = [call for call in calls if call.quantizer.tile.value == "row"][forward:]
+        dgrad = parts + weight + len(corrected & {Role.DGRAD_WEIGHT})
+        rows, columns = copies[:parts], copies[dgrad : dgrad + parts]
+        assert {call.dim for call in rows} == {-1}
+        assert {call.dim for call in columns} == {0}
+        n = 1 << 20
+        for row, column in zip(rows, columns, strict=True):
+            a, b = (uniform((n,), call.key).double() for call in (row, column))
+            correlation = torch.corrcoef(torch.stack([a, b]))[0, 1]
+            assert abs(correlation) < 4 / n**0.5
+            # Joint histogram, so that no dependence without correlation remains.
+            cells = torch.bincount((a * 16).long() * 16 + (b * 16).long(), minlength=256)
+            chi2 = ((cells - n / 256) ** 2 / (n / 256)).sum()
+            assert abs(chi2 - 255) < 4 * (2 * 255) ** 0.5
+
+
+class TestContent:
+    """Noise follows what is quantized: the input of the call and the stored weight."""
+
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_equal_micro_batches_and_weights_give_equal_noise(self, scheme, mode):
+        """Documented: what makes recomputation exact repeats the noise of an equal micro-batch."""
+        first = one_pass(stochastic_layer(scheme, mode))
+        second = one_pass(stochastic_layer(scheme, mode))
+        assert all(a.repeats(b) for a, b in zip(first, second, strict=True))
+
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    def test_an_optimizer_step_changes_all_but_that_of_an_equal_input(
+        self, scheme, mode, optimizer
+    ):
+        layer = stochastic_layer(scheme, mode)
+        original = layer.scheme
+        before = one_pass(layer)
+        optimizer(layer.parameters(), lr=1e-4).step()
+        layer.scheme = original
+        after = one_pass(layer)
+        same = set(keys_of(before)) & set(keys_of(after))
+        assert len(same) == parts_at(layer.scheme, Role.FPROP_INPUT, Role.WGRAD_INPUT)
+
+    def test_steps_of_16_bit_weights(self):
+        """The stored bits count: a step that rounds back to them changes nothing."""
+        layer = stochastic_layer("nvfp4").to(torch.bfloat16)
+        x = torch.randn(TOKENS, IN, dtype=torch.bfloat16)
+
+        def keys():
+            made = layer.call_keys(x)
+            inputs = (Role.FPROP_INPUT, Role.WGRAD_INPUT)
+            return [key_values(made[role]) for role in Role if role not in inputs]
+
+        before = keys()
+        layer.weight.data *= 1 + 2.0**-12
+        assert keys() == before
+        layer.weight.data *= 1 + 2.0**-6
+        assert not set(keys()) & set(before)
+
+    def test_a_mask_does_not_outlive_its_call(self):
+        """A later call without one, here of the inner model alone, samples from all rows again."""
+        model = converted(llama(), "metis", **STOCHASTIC).train()
+        ids = torch.randint(0, VOCAB, (4, 60), generator=torch.Generator().manual_seed(1))
+        before = model.model(input_ids=ids).last_hidden_state
+        mask = (torch.arange(60) < torch.tensor([[20], [60], [30], [40]])).long()
+        model(input_ids=ids, attention_mask=mask)
+        assert torch.equal(model.model(input_ids=ids).last_hidden_state, before)
+
+    def test_noise_does_not_depend_on_what_ran_before(self):
+        """No counter: other calls, of this layer and others, in any order."""
+        layer, other = stochastic_layer("metis"), stochastic_layer("nvfp4")
+        x = torch.randn(TOKENS, IN)
+        y = layer(x)
+        for _ in range(3):
+            layer(torch.randn(7, IN)).sum().backward()
+            other(x)
+        layer.eval()(x)
+        assert torch.equal(layer.train()(x), y)

@@ -1,0 +1,268 @@
+"""What layers keep for their backward pass: that no bit is lost by it.
+
+The reference is dense saving, written out in `DenseGemm`: the operand itself where forward and
+wgrad share one, else x, quantized in backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import metis_hf.layers.linear
+from layers.layer_tools import FP4_SCHEME_MODES, layer_of
+from metis_hf import MetisConfig
+from metis_hf.layers.linear import convert_linear
+from metis_hf.noise import Key
+from metis_hf.numerics import FORMATS, Quantizer, Tile
+from metis_hf.numerics.kernels import pack, unpack
+from metis_hf.operands import Operand
+from metis_hf.schemes import Role, Scheme
+
+
+def autocast(dtype):
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+class DenseGemm(torch.autograd.Function):
+    """`QuantizedGemm` without codes."""
+
+    @staticmethod
+    def forward(ctx, x, bias, plan, *params):
+        with torch.autocast("cpu", enabled=False):
+            x_hat = plan.matrix_operand(Role.FPROP_INPUT, x)
+            w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+            y = plan.fprop(x, x_hat, params, w_hat)
+            if bias is not None:
+                y += bias.to(plan.dtype)
+        ctx.save_for_backward(x, *params)
+        ctx.plan, ctx.x_dtype, ctx.x_hat = plan, x.dtype, x_hat
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        plan = ctx.plan
+        x, *params = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
+            w_hat = plan.weight_operand(Role.DGRAD_WEIGHT, params)
+            dx = plan.dgrad(dy, d_hat, params, w_hat).to(ctx.x_dtype)
+            if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
+                d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
+            x_hat = ctx.x_hat
+            if not plan.scheme.reuses(Role.WGRAD_INPUT):
+                x_hat = plan.matrix_operand(Role.WGRAD_INPUT, x)
+            dw = plan.wgrad(dy, d_hat, x_hat)
+            key = plan.keys[Role.FPROP_WEIGHT]
+            grads = plan.weight.gradients(params, dw, plan.scheme.fprop_weight, key=key)
+            dbias = dy.sum(0).to(params[-1].dtype)
+        return dx, dbias if ctx.needs_input_grad[1] else None, None, *grads
+
+
+def matrix(rows, columns, dtype=torch.float32):
+    """With a dominant direction and columns of different size, as in a network."""
+    x = torch.randn(rows, columns) + 2 * torch.randn(rows, 1) * torch.randn(1, columns)
+    return (x * torch.logspace(0, -1, columns)).to(dtype)
+
+
+def results(layer, x, autocast_dtype=None, call=None, **kwargs):
+    """y, dx and the gradients of the parameters, all as bytes (NaN and the sign of 0 count)."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    with autocast(autocast_dtype):
+        y = (call or layer)(x, **kwargs)
+    y.backward((y.detach().float().square() + 0.1).to(y.dtype))
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {
+        name: t.detach().contiguous().view(torch.uint8)
+        for name, t in {"y": y, "x": x.grad, **grads}.items()
+    }
+
+
+def assert_as_dense(monkeypatch, layer, x, *args, **kwargs):
+    """Saving codes gives what dense saving gives, to the bit."""
+    found = results(layer, x, *args, **kwargs)
+    with monkeypatch.context() as patched:
+        patched.setattr(metis_hf.layers.linear, "QuantizedGemm", DenseGemm)
+        expected = results(layer, x, *args, **kwargs)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.float64, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+class TestSameBits:
+    """Outputs and all gradients, for every scheme, mode and dtype."""
+
+    @pytest.mark.parametrize("rows", [64, 37, 1])
+    def test_rows(self, scheme, mode, dtype, autocast_dtype, rows, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48, dtype=dtype)
+        assert_as_dense(monkeypatch, layer, matrix(rows, 64, dtype), autocast_dtype)
+
+    @pytest.mark.parametrize("columns", [50, 17])
+    def test_columns(self, scheme, mode, dtype, autocast_dtype, columns, monkeypatch):
+        """No multiple of the block size, and odd: half a byte stays empty."""
+        _, layer = layer_of(scheme, mode, i=columns, o=40, dtype=dtype)
+        assert_as_dense(monkeypatch, layer, matrix(40, columns, dtype), autocast_dtype)
+
+
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+class TestInputs:
+    def test_sampled_rows_of_a_mask(self, scheme, mode, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        x = matrix(256, 64)
+        x[::3] *= 50
+        mask = torch.arange(256) % 3 > 0
+        assert_as_dense(monkeypatch, layer, x, row_mask=mask)
+        assert_as_dense(monkeypatch, layer, x, row_mask=torch.zeros(256, dtype=torch.bool))
+
+    def test_rows_of_zeros(self, scheme, mode, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        x = matrix(64, 64)
+        x[20:] = -0.0
+        assert_as_dense(monkeypatch, layer, x)
+        assert_as_dense(monkeypatch, layer, torch.zeros(64, 64), torch.bfloat16)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_not_finite(self, scheme, mode, value):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        x = matrix(40, 64)
+        x[3, 5] = value
+        found = results(layer, x)
+        gradient = found["weight" if "weight" in found else "weight_residual"].view(torch.float32)
+        assert not gradient.view(48, 64)[:, 5].isfinite().any()
+
+    def test_strides_and_leading_dimensions(self, scheme, mode, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        base = matrix(128, 96)
+        for x in (
+            base[::2, 16:80],
+            base[:64, :64].T.contiguous().T,
+            base[:40, :64].view(2, 20, 64),
+        ):
+            assert_as_dense(monkeypatch, layer, x, torch.bfloat16)
+
+    def test_no_rows(self, scheme, mode, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        assert_as_dense(monkeypatch, layer, torch.zeros(0, 64))
+
+    def test_conv1d(self, scheme, mode, monkeypatch):
+        config = MetisConfig(scheme=scheme, operand_mode=mode)
+        layer = convert_linear(Conv1D(48, 64), config, name="layer").train()
+        assert_as_dense(monkeypatch, layer, matrix(40, 64), torch.bfloat16)
+
+    @pytest.mark.parametrize("passes", ["forward", "backward"])
+    def test_one_pass_in_high_precision(self, scheme, mode, passes, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48, high_precision=(passes,))
+        for autocast_dtype in (None, torch.bfloat16):
+            assert_as_dense(monkeypatch, layer, matrix(40, 64), autocast_dtype)
+
+    @pytest.mark.filterwarnings("ignore:two_level=False")
+    def test_one_level(self, scheme, mode, monkeypatch):
+        _, layer = layer_of(scheme, mode, i=64, o=48, two_level=False)
+        for autocast_dtype in (None, torch.bfloat16):
+            assert_as_dense(monkeypatch, layer, matrix(40, 64), autocast_dtype)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_recomputed_activations(self, scheme, mode, reentrant):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        x = matrix(40, 64)
+        plain = results(layer, x)
+        again = results(layer, x, call=lambda x: checkpoint(layer, x, use_reentrant=reentrant))
+        assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+    def test_copied_layer(self, scheme, mode):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        x = matrix(40, 64)
+        plain, again = results(layer, x), results(copy.deepcopy(layer), x)
+        assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+    def test_no_second_backward_through_the_first(self, scheme, mode):
+        _, layer = layer_of(scheme, mode, i=64, o=48)
+        x = matrix(40, 64).requires_grad_()
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+class _OwnTrick:
+    """A conditioner that knows nothing of codes."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
+        return 2 * quantizer(x / 2, dim=dim, key=key, dtype=dtype)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_conditioner_without_codes_is_saved_densely(shared, monkeypatch):
+    _, layer = layer_of("nvfp4", i=64, o=48)
+    own = Operand(layer.scheme.fprop_input.quantizer, _OwnTrick())
+    layer.scheme = Scheme(
+        fprop_input=own,
+        fprop_weight=layer.scheme.fprop_weight,
+        wgrad_input=None if shared else own,
+    )
+    assert_as_dense(monkeypatch, layer, matrix(40, 64), torch.bfloat16)
+
+
+QUANTIZERS = [
+    Quantizer(fmt, tile=tile, rounding=rounding, two_level=two_level)
+    for fmt in FORMATS.values()
+    for tile in Tile
+    for rounding in ("nearest", "stochastic")
+    for two_level in {False, fmt.scale.tensor_scale}
+    if not (tile is Tile.SQUARE and fmt.block_size is None)
+    and not (tile is Tile.TENSOR and fmt.scale.name != "fp32")
+]
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.fmt.name}-{q.tile.value}")
+@pytest.mark.parametrize("shape", [(32, 64), (37, 33), (5, 1), (1, 16)], ids=str)
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_packed_matrices_come_back_to_the_bit(quantizer, shape, dim):
+    """Every format, block shape and rounding; zeros, huge and tiny values among the rest."""
+    x = torch.randn(shape) * torch.logspace(-12, 12, shape[0])[:, None]
+    x[0] = -0.0
+    key = Key(3)
+    packed = pack(x, quantizer, dim=dim, key=key)
+    found = unpack(packed, quantizer, dim=dim, shape=shape)
+    expected = quantizer(x, dim=dim, key=key)
+    assert torch.equal(found, expected)
+    assert torch.equal(found.signbit(), expected.signbit())
+    found = unpack(packed, quantizer, dim=dim, shape=shape, scaled=False)
+    expected, expected_scale = quantizer.unscaled(x, dim=dim, key=key)
+    assert torch.equal(found, expected)
+    scale = packed.global_scale
+    assert (scale is None) == (expected_scale is None)
+    assert scale is None or torch.equal(scale, expected_scale)
+
+
+def test_codes_survive_a_flushing_processor():
+    """Subnormal fp16 numbers carry the code of 0.5, also where fp32 ones are taken for zero."""
+    x = torch.linspace(-6, 6, 64).view(2, 32)
+    quantizer = Quantizer(two_level=False)
+    expected = quantizer(x)
+    assert (expected.abs() == 0.5).any()
+    torch.set_flush_denormal(True)  # where the processor can
+    try:
+        packed = pack(x, quantizer, dim=-1, key=Key(0))
+        found = unpack(packed, quantizer, dim=-1, shape=(2, 32))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, expected)

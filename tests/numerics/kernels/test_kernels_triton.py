@@ -1,0 +1,256 @@
+"""Triton kernels: in the interpreter on CPU, compiled for GPUs that need not be there, on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from paths import ROOT
+
+from metis_hf import noise
+from metis_hf.numerics import Quantizer, kernels
+from metis_hf.numerics.kernels import choice, use_kernels
+from numerics.cases import assert_same_bits
+from numerics.helpers import seeded
+from numerics.kernels.test_kernels import COMPILED, TENSORS
+from numerics.kernels.test_kernels_packing import COMPILED as PACKED
+from numerics.kernels.test_kernels_packing import check as check_packed
+from numerics.kernels.test_kernels_packing import low_rank
+from numerics.kernels.triton_cases import STOCHASTIC, Cases, on, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+needs_compiler = pytest.mark.skipif(
+    INTERPRETED, reason="TRITON_INTERPRET=1: triton compiles nothing"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
+
+
+@needs_triton
+@pytest.mark.slow
+def test_in_the_interpreter() -> None:
+    """triton_cases.py, in a process of its own: the choice is made when triton is imported."""
+    root = ROOT
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
+    run = subprocess.run(
+        [*command, "tests/numerics/kernels/triton_cases.py"],
+        cwd=root,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed
+    assert int(passed[1]) >= 60
+    assert "skipped" not in run.stdout
+
+
+# --- what GPUs get -------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for a kernel: compiles it for a GPU as a launch would, and launches nothing."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+        self.compiled: list = []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options) -> None:
+            self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+        return launch
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    """A function that makes launches compile for a GPU of some compute capability."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from metis_hf.numerics.kernels import triton_kernels
+
+    def use(capability: int) -> tuple[Recorder, Recorder]:
+        class Driver:
+            def get_current_device(self) -> int:
+                return capability  # so that what is compiled for one GPU is not taken for another
+
+            def get_current_stream(self, device: int) -> int:
+                return 0
+
+            def get_current_target(self) -> GPUTarget:
+                return GPUTarget("cuda", capability, 32)
+
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+        recorders = Recorder(triton_kernels.find_amax), Recorder(triton_kernels.quantize)
+        monkeypatch.setattr(triton_kernels, "find_amax", recorders[0])
+        monkeypatch.setattr(triton_kernels, "quantize", recorders[1])
+        return recorders
+
+    return use
+
+
+def assert_ieee(ptx: str) -> None:
+    """No fused multiply-add, no approximation, nothing flushed to zero but by `floor`."""
+    assert not re.search(r"\b(fma|mad\.f|approx|full)\b|\.(approx|full)\b", ptx)
+    assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"cvt.rmi.ftz.f32.f32"}
+    assert "e4m3" not in ptx
+
+
+def vector_loads(kernel) -> int:
+    return len(re.findall(r"ld\.global\S*\.v4\.b32", kernel.asm["ptx"]))
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+def test_compiled_for_gpus(compile_for, capability) -> None:
+    """The arithmetic that the interpreter checks is what the compiler makes of it."""
+    from metis_hf.numerics.kernels.triton_launch import fake_quantize, store
+
+    amax, write = compile_for(capability)
+    x = torch.randn(64, 256, generator=seeded(0))
+    low = x + 1
+    key = noise.Key(4, torch.tensor(3, dtype=torch.int32))
+    square = Quantizer(tile="square", scale_rounding="up", two_level=False)
+    plain = {"dim": -1, "key": None, "dtype": torch.float32, "scaled": True}
+    fake_quantize(x, Quantizer(), **plain)
+    fake_quantize(x, STOCHASTIC, **{**plain, "key": key}, minus=low, plus=low)
+    columns = {**plain, "dim": 0, "dtype": torch.bfloat16}
+    fake_quantize(x.bfloat16(), Quantizer(), **columns, minus=low, plus=x)
+    fake_quantize(x.half(), square, **{**plain, "dtype": torch.float16})
+    store(x.half(), square, dim=-1, key=None)
+    store(x.bfloat16(), STOCHASTIC, dim=0, key=key)
+    assert len(amax.compiled) == 4
+    assert len(write.compiled) == 6
+    for kernel in [*amax.compiled, *write.compiled]:
+        assert_ieee(kernel.asm["ptx"])
+    assert all("red." in kernel.asm["ptx"] for kernel in amax.compiled)
+    assert all("div.rn.f32" in kernel.asm["ptx"] for kernel in write.compiled)
+    rows, same, both, *_ = write.compiled
+    assert vector_loads(rows) == 4  # 16 fp32 elements of a thread
+    assert vector_loads(same) == 8  # and those of a split, read once
+    assert vector_loads(both) == 10  # 16 bf16 elements, and those of two fp32 tensors
+    assert "cvt.rn.bf16x2.f32" in both.asm["ptx"]
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.slow
+def test_nothing_is_compiled_again(compile_for) -> None:
+    """Number of rows, values and keys change; the kernel stays."""
+    from metis_hf.numerics.kernels.triton_launch import fake_quantize
+
+    amax, write = compile_for(HOPPER)
+    for rows, key in ((64, 4), (1, 5), (48, 1), (33, 0)):
+        x = torch.randn(rows, 64, generator=seeded(rows))
+        options = {"key": key, "dtype": torch.float32, "scaled": True}
+        fake_quantize(x, STOCHASTIC, dim=0, **options, minus=x, plus=x)
+    for recorder in (amax, write):
+        assert len(recorder.compiled) == 4
+        assert len({id(kernel) for kernel in recorder.compiled}) == 1
+
+
+# --- when they run -------------------------------------------------------------------------------
+
+
+def test_without_triton_the_request_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "triton_backend", lambda: None)
+    with use_kernels("triton"), pytest.raises(RuntimeError, match="there is no package triton"):
+        Quantizer()(torch.zeros(16, 16))
+
+
+@needs_triton
+def test_older_releases_are_refused(monkeypatch) -> None:
+    """Their division flushes subnormal numbers: results would not be equal."""
+    import triton
+
+    missing = choice.triton_backend().missing
+    monkeypatch.setattr(triton, "__version__", "3.10.0+git1234")
+    assert missing(torch.device("cuda")) is None
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert "triton 3.6 or later: this is 3.5.1" in missing(torch.device("cuda"))
+
+
+@needs_triton
+@needs_compiler
+def test_on_cpu_the_request_is_refused() -> None:
+    with use_kernels("triton"), pytest.raises(RuntimeError, match="there is no CUDA device"):
+        Quantizer()(torch.zeros(16, 16))
+
+
+def test_inside_a_compiled_function_the_formulation_is_traced() -> None:
+    """Even where triton is missing: the compiler around makes kernels of its own."""
+    x = torch.randn(32, 32, generator=seeded(0))
+    with use_kernels("triton"):
+        actual = torch.compile(Quantizer(), backend="aot_eager", fullgraph=True)(x)
+    assert_same_bits(actual, reference(x, Quantizer()))
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestTritonOnGpu(Cases):
+    kernels = "triton"
+    device = "cuda"
+
+    def test_without_synchronization_and_in_a_graph(self) -> None:
+        x = torch.randn(200, 300, generator=seeded(0)) * torch.exp2(torch.linspace(-20, 20, 300))
+        low = low_rank(x.shape)
+        key = noise.Key(5, torch.tensor(7, dtype=torch.int32))
+        device, device_low, device_key = x.cuda(), low.cuda(), on("cuda", key)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            options = {"dim": 0, "key": device_key}
+            with use_kernels("triton"):
+                stored = kernels.store(device, STOCHASTIC, **options)
+                assert stored is not None
+                values = STOCHASTIC(device, minus=device_low, plus=device_low, **options)
+            return values, *(part for part in stored if part is not None)
+
+        run()  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        graph.replay()
+        wanted = reference(x, STOCHASTIC, dim=0, key=key, minus=low, plus=low)
+        assert_same_bits(results[0].cpu(), wanted)
+        for result, replayed in zip(results, captured, strict=True):
+            bytes_, others = (part.reshape(-1).view(torch.uint8) for part in (result, replayed))
+            assert torch.equal(bytes_, others)
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.slow
+class TestCompiledOnGpu(Cases):
+    kernels = "compiled"
+    device = "cuda"
+    # Fewer than by hand, each compiled for seconds; together they have every branch.
+    quantizers = tuple(dict.fromkeys(quantizer for quantizer, _, _ in COMPILED.values()))
+
+    @pytest.mark.parametrize("case", PACKED)
+    def test_packed_is_the_reference_to_the_bit(self, case) -> None:
+        quantizer, dim, dtype = PACKED[case]
+        for x in TENSORS.values():
+            check_packed(x.cuda(), quantizer, dim, dtype, low_rank(x.shape).cuda())

@@ -1,0 +1,296 @@
+"""What kernels written by hand must give, on any device: the reference's bits.
+
+test_kernels_triton.py runs `Cases` on GPUs, and this file in a process of its own, in Triton's
+interpreter: that one is chosen when triton is imported first (TRITON_INTERPRET=1), for the whole
+process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from metis_hf import noise
+from metis_hf.numerics import Quantizer, ScaleRule, Tile, fake_quantize, kernels, quantize, storage
+from metis_hf.numerics.kernels import choice, use_kernels
+from metis_hf.numerics.kernels.layout import has_form
+from numerics.cases import assert_same_bits
+from numerics.helpers import seeded
+from numerics.kernels.test_kernels import ALL, TENSORS, tensors
+from numerics.kernels.test_kernels_packing import low_rank
+
+# With it every tensor meets every choice in every dtype and with every split, for minutes; without,
+# each choice in one of them, another one for the next tensor, and every other one to be stored.
+EVERY = "METIS_TEST_EVERY_CASE"
+ROW, SQUARE = Tile.ROW, Tile.SQUARE
+BY_AMAX = [q for q in ALL if q.scale_rule is ScaleRule.ABSMAX]  # the others are Inductor's
+STOCHASTIC = Quantizer(rounding="stochastic")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SPLITS = ["none", "same", "minus and plus", "plus"]
+SHAPES = [(1, 1), (1, 16), (3, 5), (16, 17), (17, 16), (40, 33), (7,), (64,), (3, 16, 20)]
+KEY = noise.Key(5, torch.tensor(-77, dtype=torch.int32))
+
+
+class Choice(NamedTuple):
+    """How one tensor is quantized."""
+
+    quantizer: Quantizer
+    dim: int
+    dtype: torch.dtype  # of the tensor
+    out: torch.dtype
+    split: str
+
+
+def variants(quantizers: Sequence[Quantizer]) -> list[tuple[Quantizer, int]]:
+    """With rows along both dimensions."""
+    return [(q, dim) for q in quantizers for dim in ((-1, 0) if q.tile is ROW else (-1,))]
+
+
+def splits(x: Tensor, split: str) -> dict[str, Tensor | None]:
+    """`minus` and `plus`, on the device of x."""
+    low = low_rank((x.shape[0], x.shape[-1])).expand(x.shape).contiguous().to(x.device)
+    exact = low * 1.03
+    found = {
+        "none": (None, None),
+        "same": (low, low),
+        "minus and plus": (exact, low),
+        "plus": (None, low),
+    }
+    return dict(zip(("minus", "plus"), found[split]))
+
+
+def on(device: torch.device | str, key: noise.Key) -> noise.Key:
+    return key._replace(data=None if key.data is None else key.data.to(device))
+
+
+def reference(x: Tensor, quantizer: Quantizer, *, key: noise.Key = KEY, **options) -> Tensor:
+    """What is right: the reference on CPU."""
+    options = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
+    with use_kernels("reference"):
+        return quantizer(x.cpu(), key=key, **options)
+
+
+def check(name: str, x: Tensor, quantizer: Quantizer, *, key: noise.Key = KEY, **options) -> None:
+    """Values with the named kernels; the input is left alone."""
+    before = x.clone()
+    with use_kernels(name):
+        actual = quantizer(x, key=on(x.device, key), **options)
+    assert actual.device == x.device
+    assert_same_bits(actual.cpu(), reference(x, quantizer, key=key, **options))
+    assert_same_bits(x, before)
+
+
+def stored(x: Tensor, quantizer: Quantizer, dim: int) -> storage.QuantizedTensor:
+    """`storage.quantize`, with equal noise on any device."""
+    return quantize(
+        x,
+        dim=dim,
+        rounding=quantizer.rounding.value,
+        scale_rounding=quantizer.scale_rounding.value,
+        two_level=quantizer.two_level,
+        tile=quantizer.tile.value,
+        generator=seeded(3),
+    )
+
+
+def check_stored(name: str, x: Tensor, quantizer: Quantizer, dim: int) -> None:
+    """Every field and byte, with the named kernels."""
+    with use_kernels("reference"):
+        wanted = stored(x.cpu(), quantizer, dim)
+    with use_kernels(name):
+        actual = stored(x, quantizer, dim).to("cpu")
+    assert actual.codes.is_contiguous()
+    assert actual.scale.is_contiguous()
+    assert actual.scale.dtype == wanted.scale.dtype
+    assert_same_bits(actual.scale.float(), wanted.scale.float())
+    assert (actual.global_scale is None) == (wanted.global_scale is None)
+    if wanted.global_scale is not None:
+        assert_same_bits(actual.global_scale, wanted.global_scale)
+    assert actual.codes.shape == wanted.codes.shape
+    if not wanted.scale.isnan().any():  # codes of NaN are arbitrary
+        assert torch.equal(actual.codes, wanted.codes)
+    for field in ("fmt", "tile", "shape", "dtype", "dim"):
+        assert getattr(actual, field) == getattr(wanted, field)
+    assert_same_bits(actual.dequantize(), wanted.dequantize())
+
+
+class Cases:
+    """For kernels that are known by name, on some device."""
+
+    kernels: str
+    device: str
+    quantizers: Sequence[Quantizer] = BY_AMAX
+
+    def choices(self, name: str) -> Iterator[Choice]:
+        """Of one of the tensors."""
+        first = list(TENSORS).index(name)
+        for index, (quantizer, dim) in enumerate(variants(self.quantizers), first):
+            number = len(DTYPES) * len(SPLITS)
+            # Five and twelve have no divisor in common: the order covers all of them.
+            for at in range(number) if EVERY in os.environ else [5 * index % number]:
+                dtype, split = DTYPES[at % len(DTYPES)], SPLITS[at // len(DTYPES)]
+                out = DTYPES[(index + at // len(DTYPES)) % len(DTYPES)]
+                yield Choice(quantizer, dim, dtype, out, split)
+
+    @pytest.mark.parametrize("name", TENSORS)
+    def test_values_are_the_reference_to_the_bit(self, name) -> None:
+        """Rows, columns and squares; alone and with a split."""
+        for quantizer, dim, dtype, out, split in self.choices(name):
+            x = TENSORS[name].to(self.device, dtype)
+            check(self.kernels, x, quantizer, dim=dim, dtype=out, **splits(x, split))
+
+    @pytest.mark.parametrize("name", TENSORS)
+    def test_stored_bytes_are_the_reference(self, name) -> None:
+        step = 1 if EVERY in os.environ else 2
+        found = list(enumerate(variants(self.quantizers)))
+        for index, (quantizer, dim) in found[list(TENSORS).index(name) % step :: step]:
+            x = TENSORS[name].to(self.device, DTYPES[index % len(DTYPES)])
+            check_stored(self.kernels, x, quantizer, dim)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_shapes_and_strides(self, shape) -> None:
+        """Ragged, batched, transposed, strided."""
+        x = torch.randn(shape, generator=seeded(1)).to(self.device)
+        forms = [x, torch.cat([x, x], -1)[..., 1::2]]
+        if x.dim() > 1:
+            forms.append(x.transpose(-1, -2).contiguous().transpose(-1, -2))
+        for quantizer in (Quantizer(), replace(STOCHASTIC, two_level=False)):
+            for tile, dim in ((ROW, -1), (ROW, -2), (SQUARE, -1)):
+                if x.dim() == 1 and (tile, dim) != (ROW, -1):
+                    continue
+                tiled = replace(quantizer, tile=tile)
+                for form in forms:
+                    check(self.kernels, form, tiled, dim=dim)
+                check_stored(self.kernels, forms[-1], tiled, dim)
+                if x.dim() > 1:  # a split as it comes and contiguous
+                    low = torch.randn_like(forms[-1])
+                    assert low.stride() == forms[-1].stride()
+                    check(self.kernels, x, tiled, dim=dim, minus=low, plus=low)
+                    check(self.kernels, forms[-1], tiled, dim=dim, minus=x, plus=low)
+
+    @pytest.mark.parametrize("blocks", [(9, 1), (1, 9), (3, 17)], ids=str)
+    def test_many_programs(self, blocks) -> None:
+        """More than one tile in each direction, the last ones not full."""
+        x = torch.randn(16 * blocks[0] - 3, 16 * blocks[1] - 5, generator=seeded(2))
+        x[-1, -1] = 1000.0  # amax in the last tile
+        x = x.to(self.device)
+        for quantizer, dim in ((STOCHASTIC, -1), (STOCHASTIC, 0), (Quantizer(tile="square"), -1)):
+            check(self.kernels, x, quantizer, dim=dim)
+            check(self.kernels, x, quantizer, dim=dim, **splits(x, "minus and plus"))
+            check_stored(self.kernels, x, quantizer, dim)
+        if blocks == (9, 1):
+            check(self.kernels, x.reshape(-1)[: 16 * 130], STOCHASTIC)  # cut into rows of one block
+
+    @pytest.mark.parametrize("out", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", ["normal", "zero", "nan"])
+    def test_without_the_tensor_scale(self, name, out) -> None:
+        x = TENSORS[name].to(self.device)
+        for quantizer in (Quantizer(), Quantizer(two_level=False)):
+            with use_kernels("reference"):
+                wanted, wanted_scale = quantizer.unscaled(x.cpu(), dtype=out)
+            with use_kernels(self.kernels):
+                values, scale = quantizer.unscaled(x, dtype=out)
+            assert_same_bits(values.cpu(), wanted)
+            assert (scale is None) == (wanted_scale is None)
+            if wanted_scale is not None:
+                assert_same_bits(scale.cpu(), wanted_scale)
+
+    def test_keys_of_every_kind(self) -> None:
+        x = TENSORS["normal"].to(self.device)
+        data = noise.fingerprint(TENSORS["normal"])
+        keys = (noise.Key(4), noise.key_of("a", 1), noise.Key(3, data), noise.Key(3, data + 1))
+        for key in keys:
+            check(self.kernels, x, STOCHASTIC, dim=0, key=key)
+        assert len({reference(x, STOCHASTIC, dim=0, key=key).sum().item() for key in keys}) == 4
+        with use_kernels(self.kernels):
+            assert_same_bits(STOCHASTIC(x, key=3), STOCHASTIC(x, key=noise.Key(3)))
+            with pytest.raises(ValueError, match="needs a noise key"):
+                STOCHASTIC(x)
+
+    def test_noise_equal_to_the_fraction_rounds_down(self) -> None:
+        """As it must for a value on the grid to stay where noise is 0."""
+        x = noise.uniform((16, 64), KEY) / 2  # in steps of the grid, below 1, the noise itself
+        x[:, ::16] = 6  # scale 1
+        quantizer = replace(STOCHASTIC, two_level=False)
+        assert reference(x, quantizer).unique().tolist() == [0, 6]
+        check(self.kernels, x.to(self.device), quantizer)
+
+    def test_the_end_of_the_range(self) -> None:
+        """Differences and sums overflow where the reference's do."""
+        x = torch.full((32, 48), torch.finfo(torch.float32).max)
+        x[1::2] *= -1
+        x = x.to(self.device)
+        for size in (0.0, -1e38, 1e38):
+            plus = torch.full_like(x, size)
+            for quantizer in (Quantizer(), Quantizer(scale_rounding="up", tile="square")):
+                check(self.kernels, x, quantizer, plus=plus)
+                check(self.kernels, x, quantizer, minus=plus, plus=plus)
+
+    def test_double_precision(self) -> None:
+        """A difference of fp64 numbers is rounded once."""
+        x = (TENSORS["normal"].double() * 1.1).to(self.device)
+        check(self.kernels, x, Quantizer())
+        for split in SPLITS[1:]:
+            check(self.kernels, x, Quantizer(), **splits(x, split))
+
+    def test_gradients(self) -> None:
+        x = TENSORS["normal"].to(self.device).requires_grad_()
+        with use_kernels(self.kernels):
+            out = fake_quantize(x)
+            out.square().sum().backward()
+        assert_same_bits(out.detach().cpu(), reference(x.detach(), Quantizer()))
+        assert torch.equal(x.grad, 2 * out.detach())
+
+
+class TestInterpreter(Cases):
+    kernels = "triton"
+    device = "cpu"
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(tensors(BY_AMAX))
+def test_any_tensor(case) -> None:
+    x, quantizer, dim = case
+    if (quantizer.tile is SQUARE and x.dim() < 2) or not has_form(x, quantizer.tile, dim):
+        return
+    check("triton", x, quantizer, dim=dim, dtype=x.dtype)
+    check_stored("triton", x, quantizer, dim)
+
+
+def test_only_where_they_are_asked_for(monkeypatch) -> None:
+    """And only for what they cover."""
+    ran = []
+    for name in ("fake_quantize", "store"):
+        backend = choice.triton_backend()
+        whole = getattr(backend, name)
+
+        def count(*args, whole=whole, **options):
+            ran.append(whole.__name__)
+            return whole(*args, **options)
+
+        monkeypatch.setattr(backend, name, count)
+    monkeypatch.setattr(choice, "_chosen", None)
+    x, quantizer = torch.zeros(16, 16), Quantizer()
+    for kernels_in_force, wanted in ((None, []), ("triton", ["fake_quantize", "store"])):
+        with use_kernels(kernels_in_force):
+            quantizer(x)
+            quantize(x)
+            assert (kernels.store(x, quantizer) is None) == (kernels_in_force is None)
+        assert ran[:2] == wanted
+    ran.clear()
+    with use_kernels("triton"):
+        for other in (Quantizer("mxfp4"), Quantizer(scale_rule="four-over-six")):
+            other(x)
+            assert kernels.store(x, other) is None
+        quantize(torch.zeros(()))
+    assert not ran
+    backend = choice.triton_backend()
+    assert backend.missing(torch.device("cpu")) is None
+    assert "CUDA" in str(backend.missing(torch.device("meta")))

@@ -1,0 +1,423 @@
+"""`metis-hf report`: pages of real runs in a real browser, and runs in every state of disorder."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import transformers
+import typer
+from conftest import VOCAB, llama
+from shared import browser
+from shared.test_html import IMAGES, sort_by
+from typer.testing import CliRunner
+
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    PrecisionSchedule,
+    get_metis_model,
+    metis_layers,
+    scheme_names,
+)
+from metis_hf.monitoring.gradient_noise import find_crossing, noise_ratios
+from metis_hf.run_report import cli, figures
+from metis_hf.run_report import page as report_page
+from metis_hf.run_report.heatmaps import PANELS, grid, order_layers, short_names
+from metis_hf.run_report.page import run_page, write_report
+from metis_hf.run_report.read import events, read_run
+from metis_hf.training.callback import HEALTH_FILE
+
+STEPS = 12
+MEASURED = [1, 3, 6, 9, 12]
+REFRESHED = [4, 8, 12]
+# A screenshot of text alone on a white ground; pictures with colour scales have thousands.
+COLORS_OF_TEXT = 400
+
+
+def train(folder, scheme="metis", broken=False, resume=None, schedule=True, **changes):
+    torch.manual_seed(0)
+    split = {"split_weight": True, "refresh_interval": 4} if scheme == "metis" else {}
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, **split))
+    if broken:
+        model.model.layers[1].mlp.up_proj.weight_residual.data[0, 0] = float("inf")
+    ids = torch.randint(0, VOCAB, (32, 24), generator=torch.Generator().manual_seed(5))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    options = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "save_steps": 6,
+        "save_strategy": "steps",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    } | changes
+    callbacks = [MetisCallback(health_interval=3)]
+    if schedule:
+        callbacks.append(PrecisionSchedule(at=10))
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(folder), **options),
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(directory, trainer) of a finished run; tests that change files take a copy."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(folder)
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained[0], tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def page(trained, tmp_path_factory):
+    return write_report([trained[0]], tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture
+def no_heatmaps(monkeypatch):
+    """For tests of what a page says: heat maps take most of its time."""
+    monkeypatch.setattr(report_page, "heatmap", lambda run, panel: None)
+
+
+def in_browser(page, folder, script):
+    view = browser.open_page(page, folder, script)
+    assert view.console == []
+    return view
+
+
+class TestPage:
+    def test_browser_shows_every_picture(self, page, tmp_path):
+        view = in_browser(page, tmp_path, IMAGES)
+        widths = [int(width) for width in view.result("images").split()]
+        # Loss, noise, refreshes, and a heat map for each statistic; shares may be zero throughout.
+        assert 3 + len(PANELS) - 2 <= len(widths) <= 3 + len(PANELS)
+        assert min(widths) > 300
+        assert view.result("fetched") == "0"
+        assert not re.findall(r"https?://", page.read_text())
+
+    def test_screenshot_has_colour(self, page, tmp_path):
+        picture = browser.screenshot(page, tmp_path, tmp_path / "page.png", (1400, 2600))
+        pixels = (255 * matplotlib.image.imread(picture)[..., :3]).astype(np.uint8)
+        assert pixels.shape[:2] == (2600, 1400)
+        upper, lower = pixels[:1300], pixels[1300:]
+        for part in (upper, lower):
+            assert len(np.unique(part.reshape(-1, 3), axis=0)) > COLORS_OF_TEXT
+
+    def test_layers_are_sorted_by_risk_and_by_click(self, page, trained, tmp_path):
+        view = in_browser(page, tmp_path, sort_by("worst SQNR"))
+        before, up, down = (
+            [float(v) for v in html.unescape(view.result(name)).split("|")]
+            for name in ("before", "up", "down")
+        )
+        assert before == up == sorted(up)
+        assert down == sorted(down, reverse=True)
+        assert len(up) == len(list(metis_layers(trained[1].model)))
+        assert up[0] < up[-1]
+
+    def test_says_what_the_run_logged(self, page, trained):
+        history = [e for e in trained[1].state.log_history if "loss" in e]
+        text = html.unescape(page.read_text())
+        assert f"{history[-1]['loss']:.4g}" in text
+        assert f"{min(e['loss'] for e in history):.4g}" in text
+        assert "12 of 12 steps" in text
+        assert "scheme metis, high precision in the forward pass" in text
+        assert text.count("14 weights decomposed anew") == len(REFRESHED)
+        assert "refresh_interval" in text
+        assert transformers.__version__ in text
+        share = trained[1].model.metis_report.flops_share
+        assert f"{share:.1%}" in text
+
+    def test_a_run_whose_noise_takes_over(self, copy, no_heatmaps):
+        """The page names the step where the recorded norms cross."""
+        lines = [json.loads(line) for line in (copy / HEALTH_FILE).read_text().splitlines()]
+        for line in lines:
+            for norms in line.get("noise", {}).values():
+                norms[1] *= 1 if line["step"] < 6 else 100
+        (copy / HEALTH_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert "falls below 1 at step 6 and stays there" in run_page(read_run(copy)).render()
+
+    def test_bf16_has_no_noise_and_no_quantizer(self, tmp_path, no_heatmaps):
+        train(tmp_path, "bf16", schedule=False, max_steps=3)
+        run = read_run(tmp_path)
+        assert run.fp4_share == 0
+        text = run_page(run).render()
+        assert "nothing is quantized" in text
+        assert "no quantized GEMM" in text
+
+
+class TestRead:
+    def test_is_what_the_trainer_has(self, trained):
+        folder, trainer = trained
+        run = read_run(folder)
+        logged = [e for e in trainer.state.log_history if "loss" in e]
+        assert run.history == logged[:STEPS]
+        assert [e["eval_loss"] for e in run.evaluations] == [
+            e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e
+        ]
+        assert (run.name, run.max_steps, run.last_step) == ("metis", STEPS, STEPS)
+        assert run.config["refresh_interval"] == 4
+        assert list(run.layers) == list(run.noise) == MEASURED
+        assert list(run.refreshes) == REFRESHED
+        assert run.switches == {11: {"scheme": "metis", "high_precision": ["forward"]}}
+        assert run.notes == []
+        steps, ratios = run.noise_series()["all"]
+        assert (steps, ratios) == run.series("metis/noise/ratio")
+        assert find_crossing(steps, ratios).step is None
+
+    def test_refresh_restores_orthogonality(self, trained):
+        """Adam steps of 1e-3 move the factors off; a refresh brings them back to fp32 rounding."""
+        for layers in read_run(trained[0]).refreshes.values():
+            for moments in layers.values():
+                assert moments["before"]["orthogonality"] > 1e-4
+                assert moments["after"]["orthogonality"] < 1e-5
+                assert moments["after"]["energy"] >= moments["before"]["energy"] - 1e-6
+
+    def test_resumed_run_has_each_step_once(self, trained, tmp_path):
+        """Killed after step 8 (refreshed and measured), resumed from the checkpoint of step 6."""
+
+        class Stop(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 8:
+                    raise KeyboardInterrupt
+
+        broken = pytest.MonkeyPatch()
+        with broken.context() as patch:
+            patch.setattr(PrecisionSchedule, "on_step_end", Stop.on_step_end)
+            with pytest.raises(KeyboardInterrupt):
+                train(tmp_path)
+        with (tmp_path / HEALTH_FILE).open("a") as file:
+            file.write('{"step": 8, "layers": {"mod')
+        train(tmp_path, resume=str(tmp_path / "checkpoint-6"))
+        run, whole = read_run(tmp_path), read_run(trained[0])
+        assert run.notes == []
+        assert run.history == whole.history
+        assert run.layers == whole.layers
+        assert run.noise == whole.noise
+        assert run.refreshes == whole.refreshes
+        assert run.switches == whole.switches
+
+    def test_a_resumed_switch_is_one_switch(self, copy):
+        with (copy / HEALTH_FILE).open("a") as file:
+            again = {"scheme": "metis", "high_precision": ["forward"]}
+            file.write(json.dumps({"step": 12, "switch": again}) + "\n")
+        assert list(read_run(copy).switches) == [11]
+
+    def test_half_written_last_line_is_noted(self, copy, no_heatmaps):
+        text = (copy / HEALTH_FILE).read_text()
+        lines = text.splitlines()
+        (copy / HEALTH_FILE).write_text(text[: -len(lines[-1]) // 2])
+        run = read_run(copy)
+        assert list(run.layers) == MEASURED[:-1]
+        (note,) = run.notes
+        assert f"{HEALTH_FILE}: line {len(lines)} is half-written" in note
+        assert note in html.unescape(run_page(run).render())
+
+    def test_half_written_state_falls_back_to_the_one_before(self, copy):
+        (copy / "trainer_state.json").write_text('{"log_history": [')
+        (copy / "checkpoint-12" / "trainer_state.json").write_text("")
+        run = read_run(copy)
+        assert [e["step"] for e in run.history] == list(range(1, 7))
+        assert ["trainer_state.json is half-written" in note for note in run.notes] == [True]
+
+    def test_state_of_the_directory_is_preferred_where_it_went_further(self, trained, copy):
+        trained[1].state.save_to_json(str(copy / "trainer_state.json"))
+        shutil.rmtree(copy / "checkpoint-12")
+        run = read_run(copy)
+        assert run.history[-1]["step"] == STEPS
+        assert run.seconds_per_step > 0  # the end of training is in this state alone
+
+    def test_health_alone(self, copy, no_heatmaps):
+        for checkpoint in copy.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        run = read_run(copy)
+        assert run.history == []
+        assert any("No losses" in note for note in run.notes)
+        assert "No losses were recorded" in run_page(run).render()
+        assert run.config["scheme"] == "metis"
+
+    def test_losses_alone(self, copy):
+        (copy / HEALTH_FILE).unlink()
+        run = read_run(copy)
+        assert any("No spectral health" in note for note in run.notes)
+        assert len(run.history) == STEPS
+        assert "Layers by risk" not in run_page(run).render()
+
+    def test_files_of_several_processes(self, copy):
+        """Each step comes from the first file that has it."""
+        lines = (copy / HEALTH_FILE).read_text().splitlines(keepends=True)
+        (copy / HEALTH_FILE).write_text("".join(lines[:2]))
+        (copy / "metis_health.1.jsonl").write_text("".join(lines))
+        run = read_run(copy)
+        assert list(run.layers) == MEASURED
+        assert run.notes == []
+
+    def test_experiment_directory(self, trained, tmp_path):
+        """A scheme's directory of the demo: result.json in place of Trainer's state."""
+        whole = read_run(trained[0])
+        history = [{**entry, "step_seconds": 0.25} for entry in whole.history]
+        directory = tmp_path / "metis"
+        directory.mkdir()
+        shutil.copy(trained[0] / HEALTH_FILE, directory)
+        shutil.copy(trained[0] / "metis_run.json", directory)
+        result = {"config": whole.config, "summary": whole.summary, "history": history}
+        (directory / "result.json").write_text(json.dumps(result))
+        (tmp_path / "settings.json").write_text(json.dumps({"sequence_length": 24}))
+        run = read_run(directory)
+        assert run.series("loss") == whole.series("loss")
+        assert run.seconds_per_step == 0.25
+        assert run.tokens == STEPS * 2 * 24
+        assert run.layers == whole.layers
+
+
+class TestNotFinite:
+    @pytest.fixture(scope="class")
+    def run(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("nan")
+        train(folder, broken=True, schedule=False, max_steps=3, save_steps=3)
+        return read_run(folder)
+
+    def test_is_shown_and_named(self, run, tmp_path):
+        found = [(step, text) for step, what, text in events(run) if what == "not finite"]
+        assert (1, "loss is nan") in found
+        assert any(step == 1 and "down_proj (activation)" in text for step, text in found)
+        page = tmp_path / "report.html"
+        run_page(run).save(page)
+        view = in_browser(page, tmp_path, IMAGES)
+        assert "0" not in view.result("images").split()
+        text = html.unescape(page.read_text())
+        assert "no finite loss" in text
+        assert "The loss was not finite at 3 steps, first at step 1" in text
+        assert ">nan<" in text
+
+    def test_is_marked_in_the_heat_map(self, run):
+        values, bad = grid(run, "activation", "sqnr_db")
+        layers = order_layers(list(run.layers[1]))
+        row = layers.index("model.layers.1.mlp.down_proj")
+        assert bad[row].all()
+        assert np.isnan(values[row]).all()
+        fine = layers.index("model.layers.0.mlp.down_proj")
+        assert math.isfinite(values[fine, 0])
+        assert not bad[fine, 0]
+
+
+def test_rows_are_grouped_by_kind_in_model_order(trained):
+    layers = list(read_run(trained[0]).layers[1])
+    names = short_names(order_layers(layers))
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert names == [f"{kind} {block}" for kind in kinds for block in (0, 1)]
+    assert short_names(["a.3.experts.metis_down_proj.7"]) == ["metis_down_proj 3.7"]
+
+
+def test_heat_map_holds_the_file(trained):
+    run = read_run(trained[0])
+    values, bad = grid(run, "weight", "orthogonality")
+    layers = order_layers(list(run.layers[1]))
+    assert not bad.any()
+    expected = [
+        [run.layers[step][layer]["weight"]["orthogonality"] for step in MEASURED]
+        for layer in layers
+    ]
+    assert values.tolist() == expected
+
+
+@pytest.mark.parametrize("count", [5, 22])
+def test_no_two_runs_look_alike(trained, count, monkeypatch):
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    names = scheme_names()[:count]
+    one = read_run(trained[0])
+    figure = figures.overlay([replace(one, name=name) for name in names])
+    for axis in figure.axes:
+        # Lines without a name have one of matplotlib's, which begins with an underscore.
+        curves = {line.get_label(): line for line in axis.lines if line.get_label()[0] != "_"}
+        assert [label.split(",")[0] for label in curves] == names
+        looks = {(line.get_color(), line.get_linestyle()) for line in curves.values()}
+        assert len(looks) == count
+        assert curves[next(iter(curves))].get_color() == "black"  # bf16, the control
+    legends = figure.legends if count == 22 else [figure.axes[0].get_legend()]
+    assert [len(legend.get_texts()) for legend in legends] == [count]
+
+
+class TestCommand:
+    @pytest.fixture
+    def app(self):
+        made = typer.Typer()
+        made.callback()(lambda: None)
+        cli.register(made)
+        return made
+
+    def test_one_run(self, app, copy, no_heatmaps):
+        done = CliRunner().invoke(app, ["report", str(copy)])
+        assert done.exit_code == 0, done.output
+        assert done.output.strip() == str(copy / "report.html")
+        assert (copy / "report.html").exists()
+
+    def test_several_runs(self, app, trained, tmp_path):
+        train(tmp_path / "bf16", "bf16", schedule=False, max_steps=6)
+        out = tmp_path / "new" / "both.html"
+        done = CliRunner().invoke(
+            app, ["report", str(trained[0]), str(tmp_path / "bf16"), "--out", str(out)]
+        )
+        assert done.exit_code == 0, done.output
+        view = in_browser(out, tmp_path, sort_by("run"))
+        assert view.result("up") == "bf16|metis"
+
+    def test_two_runs_of_a_scheme_have_two_names(self, trained, copy, tmp_path):
+        text = write_report([trained[0], copy], tmp_path / "x.html").read_text()
+        assert f"metis ({trained[0]})" in text
+        assert f"metis ({copy})" in text
+
+
+class TestErrors:
+    def test_no_directory(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="nowhere is no directory"):
+            read_run(tmp_path / "nowhere")
+
+    def test_no_record_names_what_was_looked_for(self, tmp_path):
+        with pytest.raises(
+            FileNotFoundError,
+            match=r"no record of a run; looked for trainer_state\.json, checkpoint-\*/"
+            r"trainer_state\.json, result\.json, metis_health\.jsonl$",
+        ):
+            read_run(tmp_path)
+
+    def test_directory_of_runs_names_them(self, tmp_path):
+        for name in ("bf16", "metis"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "result.json").write_text("{}")
+        with pytest.raises(FileNotFoundError, match="holds the runs bf16, metis"):
+            read_run(tmp_path)
+
+    def test_a_broken_file_and_nothing_else(self, tmp_path):
+        (tmp_path / "result.json").write_text('{"history": [')
+        with pytest.raises(FileNotFoundError, match=r"result\.json is half-written"):
+            read_run(tmp_path)
+
+
+def test_ratio_of_the_record(trained):
+    """noise_ratios takes what the file holds."""
+    record = json.loads((trained[0] / HEALTH_FILE).read_text().splitlines()[0])
+    assert set(record["noise"]) == set(record["layers"])
+    assert noise_ratios(record["noise"])["noise/ratio"] > 1

@@ -1,0 +1,84 @@
+"""`metis-hf schemes`: every registered scheme, what is at each operand, and in how many bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from layers.layer_tools import FP4_SCHEMES
+from typer.testing import CliRunner
+
+from metis_hf import scheme_names
+from metis_hf.schemes.cli import register
+from metis_hf.schemes.listing import SLOTS, WIDTH, list_schemes
+
+NVFP4, MXFP4, SQUARE = 4.5, 4.25, 4 + 8 / 256  # bits: a code and its share of a scale
+
+
+@pytest.fixture(scope="module")
+def run():
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+
+    def call(*arguments):
+        return CliRunner().invoke(app, ["schemes", *arguments], env={"COLUMNS": "100"})
+
+    return call
+
+
+def test_json_lists_every_scheme_and_operand(run):
+    records = json.loads(run("--json").stdout)
+    assert [record["name"] for record in records] == scheme_names()
+    for record in records:
+        assert record["summary"]
+        assert record["source"]
+        assert list(record["operands"]) == list(SLOTS.values())
+        for operand in record["operands"].values():
+            assert "reuses" in operand or 0 < operand["bits"] <= 16
+
+
+def test_table_names_every_scheme(run):
+    shown = run().stdout
+    lines = [line.strip() for line in shown.splitlines()]
+    assert set(scheme_names()) <= set(lines)  # each heads its operands
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_some_schemes_in_a_mode(run):
+    halo, nvidia = json.loads(run("halo", "nvidia", "--mode", "contraction", "--json").stdout)
+    assert halo["operands"]["wgrad.input"]["conditioner"] == "full hadamard (across)"
+    assert halo["operands"]["dgrad.weight"] == {"reuses": "fprop.weight"}
+    # A scheme without the mode is shown in the one that it has.
+    assert list_schemes(["nvidia"], "shared") == [nvidia]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "slot", "bits"),
+    [
+        ("nvfp4", "fprop.input", NVFP4),
+        ("mxfp4", "fprop.input", MXFP4),
+        ("nvidia", "fprop.weight", SQUARE),
+        ("bf16", "fprop.weight", 16),
+        ("mean", "fprop.input", NVFP4 * (1 + 1 / WIDTH)),  # and the mean
+        ("metis", "fprop.weight", NVFP4 * (1 + 2 * 64 / WIDTH)),  # and factors of rank 64
+    ],
+)
+def test_bits(scheme, slot, bits):
+    (record,) = list_schemes([scheme])
+    # Rounded to three places; tensor scales and lengths of directions are 32 bits each.
+    assert record["operands"][slot]["bits"] == pytest.approx(bits, abs=1e-3)
+
+
+def test_no_operand_of_an_fp4_scheme_is_in_high_precision():
+    for record in list_schemes(FP4_SCHEMES):
+        for slot, operand in record["operands"].items():
+            assert operand.get("format") != "high precision", (record["name"], slot)
+
+
+def test_unknown_names_and_modes_are_refused():
+    with pytest.raises(ValueError, match="did you mean 'halo'"):
+        list_schemes(["hallo"])
+    with pytest.raises(ValueError, match="operand_mode"):
+        list_schemes(["nvfp4"], "both")

@@ -1,0 +1,378 @@
+"""Schemes that keep something of a layer from step to step, or store more than its weight."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import VOCAB, llama
+from layers.layer_tools import layer_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    get_metis_model,
+    metis_layers,
+    set_precision,
+    to_dense,
+)
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.layers.linear import convert_linear
+from metis_hf.numerics import fake_quantize
+from metis_hf.schemes import Role, tetrajet2
+from metis_hf.schemes.states import DECAY, STATE
+from metis_hf.schemes.tetrajet2 import Oscillation
+from schemes import stateful_run
+
+CHANNELWISE = ["smoothquant", "outlier-suppression-plus", "svdquant"]
+OURS = [*CHANNELWISE, "omniquant", "tetrajet2"]
+IN, OUT, TOKENS = 70, 52, 37
+SQNR_NVFP4_NORMAL_NEAREST = 20.4  # dB, N(0, 1)
+FP32 = {"rtol": 1e-5, "atol": 1e-6}  # a few roundings of numbers near one
+
+
+def inputs(count, seed=0):
+    """Activations with columns of different size and centre, other ones each time."""
+    g = torch.Generator().manual_seed(seed)
+    centre = torch.randn(IN, generator=g) * torch.logspace(0, 1, IN)
+    sizes = [1 + step / 4 for step in range(count)]
+    return [(torch.randn(TOKENS, IN, generator=g) * size + centre) for size in sizes]
+
+
+def train(layer, batches, micro_batches=2, call=None):
+    """SGD steps of two micro-batches each; outputs and gradients of all of them."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    seen = []
+    for step in range(0, len(batches), micro_batches):
+        optimizer.zero_grad()
+        # Both forward passes come before the backward passes, as in preference optimization.
+        outputs = [(call or layer)(x) for x in batches[step : step + micro_batches]]
+        sum(y.square().mean() for y in outputs).backward()
+        seen += [y.detach() for y in outputs] + [p.grad.clone() for p in layer.parameters()]
+        optimizer.step()
+    return seen
+
+
+def state_of(layer):
+    return {name: value.clone() for name, value in layer.state_buffers().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Reference:
+    """Running ranges by the definition: averages over steps of each column's extremes."""
+
+    def __init__(self):
+        self.high = self.low = None
+
+    def step(self, *batches):
+        x = np.concatenate([x.double().numpy() for x in batches])
+        if self.high is None:
+            self.high, self.low = x.max(0), x.min(0)
+        else:
+            self.high = DECAY * self.high + (1 - DECAY) * x.max(0)
+            self.low = DECAY * self.low + (1 - DECAY) * x.min(0)
+
+    def channels(self, scheme, weight):
+        w = np.abs(weight.detach().double().numpy()).max(0)
+        if scheme != "outlier-suppression-plus":
+            return (np.maximum(abs(self.high), abs(self.low)) / w) ** 0.5, None
+        half = (self.high - self.low) / 2
+        median = np.sort(half)[(len(half) - 1) // 2]
+        s = np.maximum(1, half / (median * half.max()) ** 0.5)
+        return s, (self.high + self.low) / 2
+
+
+@pytest.mark.parametrize("scheme", CHANNELWISE)
+def test_scales_of_a_training_against_the_definition(scheme, monkeypatch):
+    """The first step by each call's own input; then by the steps before, micro-batches alike."""
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    found = []
+    freeze = type(layer.scheme.state).freeze
+
+    def spy(state, buffers, x, weight):
+        channels = freeze(state, buffers, x, weight)
+        found.append((channels, weight.clone()))
+        return channels
+
+    monkeypatch.setattr(type(layer.scheme.state), "freeze", spy)
+    batches = inputs(8)
+    train(layer, batches)
+    assert len(found) == len(batches)
+    running = Reference()
+    for index, (channels, weight) in enumerate(found):
+        if index < 2:
+            expected = Reference()
+            expected.step(batches[index])
+        else:
+            if index % 2 == 0:
+                running.step(batches[index - 2], batches[index - 1])
+            expected = running
+        s, z = expected.channels(scheme, weight)
+        torch.testing.assert_close(channels.scale, torch.tensor(s).float(), **FP32)
+        if z is None:
+            assert channels.shift is None
+        else:
+            torch.testing.assert_close(channels.shift, torch.tensor(z).float(), **FP32)
+
+
+@pytest.mark.parametrize("scheme", CHANNELWISE)
+def test_evaluation_uses_the_statistics_and_leaves_them(scheme):
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    train(layer, inputs(4))
+    before = state_of(layer)
+    layer.eval()
+    x = inputs(1, seed=9)[0]
+    y = layer(x)
+    assert same(state_of(layer), before)
+    # Scales are those of training: a row's result does not depend on what other rows it is with,
+    # up to the one scale of the whole tensor.
+    channels = layer.call_state(x, layer.call_keys(x))
+    assert torch.equal(channels.scale, layer.call_state(100 * x, layer.call_keys(x)).scale)
+    assert torch.equal(layer(x), y)
+    layer.train()(x)
+    assert not same(state_of(layer), before)
+
+
+@pytest.mark.parametrize("scheme", OURS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_repeats_the_call(scheme, reentrant):
+    """Outputs, gradients and the state itself, over several steps."""
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    other = copy.deepcopy(layer)
+    batches = [x.requires_grad_() for x in inputs(8)]
+    plain = train(layer, batches)
+    again = train(other, batches, call=lambda x: checkpoint(other, x, use_reentrant=reentrant))
+    assert all(map(torch.equal, plain, again))
+    assert same(state_of(layer), state_of(other))
+
+
+@pytest.mark.parametrize("scheme", OURS)
+def test_a_state_dict_carries_the_state(scheme):
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    train(layer, inputs(4))
+    _, other = layer_of(scheme, i=IN, o=OUT)
+    missing = other.load_state_dict(layer.state_dict())
+    assert not missing.missing_keys
+    assert not missing.unexpected_keys
+    assert same(state_of(other), state_of(layer))
+    more = inputs(4, seed=1)
+    assert all(map(torch.equal, train(layer, more), train(other, more)))
+
+
+@pytest.mark.parametrize("scheme", OURS)
+def test_casts_leave_the_state_in_fp32(scheme):
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    train(layer, inputs(4))
+    before = state_of(layer)
+    for cast in (torch.bfloat16, torch.float16, torch.float64):
+        assert layer.to(cast).weight_params()[-1].dtype is cast
+        assert same(state_of(layer), before)
+        assert not any(b.dtype in (cast, torch.int64) for b in layer.state_buffers().values())
+    layer.to("meta")
+    assert all(b.is_meta for b in layer.state_buffers().values())
+
+
+@pytest.mark.parametrize("scheme", OURS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pretrained(scheme, dtype, tmp_path, token_ids):
+    torch.manual_seed(0)
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(input_ids=token_ids, labels=token_ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    for (_, a), (_, b) in zip(metis_layers(model), metis_layers(loaded), strict=True):
+        assert same(state_of(a), state_of(b))
+        x = torch.randn(40, a.in_features, dtype=dtype)
+        assert torch.equal(a.eval().to(dtype)(x), b.eval()(x))
+
+
+@pytest.mark.parametrize("scheme", OURS)
+def test_to_dense_gives_the_plain_weight(scheme):
+    torch.manual_seed(0)
+    model = llama()
+    weight = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    get_metis_model(model, MetisConfig(scheme=scheme))
+    dense = to_dense(model).model.layers[0].self_attn.q_proj
+    assert type(dense) is nn.Linear
+    torch.testing.assert_close(dense.weight.detach(), weight, **FP32)
+    assert not dict(dense.named_buffers())
+
+
+def test_a_switch_of_schemes_makes_and_drops_the_state():
+    _, layer = layer_of("nvfp4", i=IN, o=OUT)
+    model = nn.Sequential(layer)
+    set_precision(model, scheme="smoothquant")
+    train(layer, inputs(4))
+    assert layer.state_buffers()["running_range"].isfinite().all()
+    before = state_of(layer)
+    set_precision(model, high_precision=("forward",))
+    assert same(state_of(layer), before)
+    set_precision(model, scheme="nvfp4", high_precision=())
+    assert not dict(layer.named_buffers())
+    with pytest.raises(ValueError, match="another form"):
+        set_precision(model, scheme="omniquant")
+
+
+@pytest.mark.parametrize("scheme", CHANNELWISE)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_batch_is_left_out(scheme, value):
+    """It shows in its own result, and the step after it is as healthy as before."""
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    x, *more = inputs(5)
+    broken = x.clone()
+    broken[3, 5] = value
+    train(layer, more)
+    assert not layer(broken)[3].isfinite().any()
+    with torch.no_grad():
+        layer.weight_params()[-1].add_(1e-3)
+    assert layer(x).isfinite().all()
+    assert layer.state_buffers()["running_range"].isfinite().all()
+
+
+def test_no_rows_leave_the_statistics():
+    _, layer = layer_of("smoothquant", i=IN, o=OUT)
+    x = inputs(1)[0]
+    layer(x)
+    before = state_of(layer)
+    layer(x[:0])
+    assert same(state_of(layer), before)
+
+
+def test_outlier_channels_cost_less():
+    """What the methods are for: a few columns of x that are large, or far from zero."""
+    g = torch.Generator().manual_seed(0)
+    large, far = torch.randn(256, 256, generator=g), torch.randn(256, 256, generator=g)
+    large[:, ::16] *= 50
+    far[:, ::16] += 50
+    product, operand = {}, {}
+    for scheme in ("nvfp4-rne", "smoothquant", "outlier-suppression-plus"):
+        torch.manual_seed(0)
+        linear, layer = layer_of(scheme, i=256, o=256)
+        for kind, x in (("large", large), ("far", far)):
+            y = linear(x)
+            product[scheme, kind] = ((layer(x) - y).norm() / y.norm()).item()
+            keys = layer.call_keys(x)
+            plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
+            plan = replace(plan, state=layer.call_state(x, keys))
+            x_hat = plan.matrix_operand(Role.FPROP_INPUT, x)
+            operand[scheme, kind] = x_hat.error(x).norm().item()
+    for scheme in ("smoothquant", "outlier-suppression-plus"):
+        for kind in ("large", "far"):
+            assert product[scheme, kind] < 0.9 * product["nvfp4-rne", kind], (scheme, kind)
+    # A shift takes a constant off x altogether: the error is that of N(0, 1).
+    shifted = operand["outlier-suppression-plus", "far"]
+    assert shifted < 1.1 * 10 ** (-SQNR_NVFP4_NORMAL_NEAREST / 20) * 256
+    assert shifted < 0.5 * operand["smoothquant", "far"]
+
+
+def test_low_rank_branch_is_exact():
+    """A weight of low rank is multiplied unquantized; FP4 factors would not do that."""
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 96, bias=False)
+    linear.weight.data = torch.randn(96, 4) @ torch.randn(4, 96)
+    layer = convert_linear(copy.deepcopy(linear), MetisConfig(scheme="svdquant", rank=8), name="x")
+    w_hat, *_ = layer.weight_form.quantize(
+        layer.weight_params(), layer.scheme.fprop_weight, dim=-1, key=layer.key, dtype=torch.float32
+    )
+    assert (w_hat - linear.weight).norm() < 1e-5 * linear.weight.norm()
+
+
+class Rows(torch.utils.data.Dataset):
+    ids = torch.randint(0, VOCAB, (32, 24), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+@pytest.mark.parametrize("scheme", OURS)
+def test_resume_is_exact(scheme, tmp_path, monkeypatch):
+    """Cut within a window of steps; gradient accumulation and activation checkpointing on."""
+    settings = {"period": 4, "window": 3, "threshold": 2.0, "start": 0.0}
+    monkeypatch.setattr(tetrajet2, "Oscillation", functools.partial(Oscillation, **settings))
+
+    def run():
+        torch.manual_seed(0)
+        made = transformers.Trainer(
+            get_metis_model(llama(), MetisConfig(scheme=scheme)),
+            transformers.TrainingArguments(
+                str(tmp_path),
+                max_steps=8,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                gradient_checkpointing=True,
+                gradient_checkpointing_kwargs={"use_reentrant": False},
+                learning_rate=3e-3,
+                logging_steps=1,
+                save_strategy="steps",
+                save_steps=2,
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=Rows(),
+            callbacks=[MetisCallback(health_interval=0)],
+        )
+        made.remove_callback(transformers.PrinterCallback)
+        return made
+
+    whole = run()
+    whole.train()
+    cut = run()
+    cut.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    states = whole.model.state_dict(), cut.model.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    if scheme in CHANNELWISE:
+        ranges = [value for name, value in states[0].items() if name.endswith(STATE[0])]
+        assert ranges
+        assert all(value.isfinite().all() for value in ranges)
+    if scheme == "tetrajet2":
+        resets = [e["metis/oscillation_reset"] for e in whole.state.log_history if len(e) > 3 and
+                  "metis/oscillation_reset" in e]  # fmt: skip
+        assert len(resets) == 1  # of steps 4 to 7
+        assert resets[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_processes_agree(engine, tmp_path):
+    """Every step ends with the maxima over all processes, and with the same weights on each."""
+    schemes = ("smoothquant", "tetrajet2")
+    torch.multiprocessing.spawn(
+        stateful_run.run, (engine, schemes, str(tmp_path)), stateful_run.RANKS
+    )
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(stateful_run.RANKS))
+    for scheme in schemes:
+        for a, b in zip(first[scheme]["ranges"], second[scheme]["ranges"], strict=True):
+            assert same(a, b)
+    for step, found in enumerate(first["smoothquant"]["ranges"], 1):
+        x = torch.cat([stateful_run.batch(step, rank) for rank in range(stateful_run.RANKS)])
+        assert torch.equal(found["step_range"], torch.stack([x.amax(0), -x.amin(0)]))
+    # A window of one step, the last one; its reset comes after that.
+    last = first["tetrajet2"]["ranges"][-1]
+    assert (last["weight_path"] > 0).all()
+    oscillates = last["quantized_path"] / last["weight_path"] >= stateful_run.WINDOW["threshold"]
+    assert 0 < oscillates.float().mean() < 0.5
+    weight = last["previous_weight"]
+    expected = torch.where(oscillates, fake_quantize(weight), weight)
+    assert torch.equal(first["tetrajet2"]["state"]["0.weight"], expected)

@@ -1,0 +1,285 @@
+"""MetisCallback inside the real Trainer: checks, refresh, health in the logs, resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, DistributedType
+from conftest import VOCAB, llama
+
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    MetisLinear,
+    get_metis_model,
+    metis_layers,
+    refresh,
+)
+from metis_hf.training.callback import HEALTH_FILE
+
+STATS = {
+    "nonfinite",
+    "stable_rank",
+    "energy",
+    "narrowing",
+    "sqnr_db",
+    "zeroed",
+    "saturated",
+}
+
+
+class Rows(torch.utils.data.Dataset):
+    """Fixed random sequences."""
+
+    def __init__(self, count=64, length=32):
+        generator = torch.Generator().manual_seed(5)
+        self.ids = torch.randint(0, VOCAB, (count, length), generator=generator)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def trainer(tmp_path, model, callbacks, **changes):
+    options = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    } | changes
+    optimizers = options.pop("optimizers", (None, None))
+    made = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(str(tmp_path), **options),
+        train_dataset=Rows(),
+        callbacks=callbacks,
+        optimizers=optimizers,
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def losses(made):
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("callback", [MetisCallback, MetisCallback(health_interval=100)])
+def test_class_or_instance(tmp_path, callback):
+    made = trainer(tmp_path, get_metis_model(llama()), [callback])
+    made.train()
+    assert len(losses(made)) == 6
+    # The first step is always measured.
+    assert "metis/weight/q_proj/stable_rank" in made.state.log_history[0]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "split"), [("bf16", False), ("nvidia", False), ("metis", False), ("metis", True)]
+)
+def test_health_reaches_the_logs_and_the_file(tmp_path, scheme, split):
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, split_weight=split))
+    made = trainer(tmp_path, model, [MetisCallback(health_interval=3)])
+    made.train()
+    measured = [e for e in made.state.log_history if "metis/nonfinite_tensors" in e]
+    assert [entry["step"] for entry in measured] == [1, 3, 6]
+    expected = STATS if scheme != "bf16" else STATS - {"sqnr_db", "zeroed", "saturated"}
+    for tensor in ("weight", "activation", "gradient"):
+        for group in ("q_proj", "down_proj"):
+            prefix = f"metis/{tensor}/{group}/"
+            found = {k.removeprefix(prefix) for k in measured[0] if k.startswith(prefix)}
+            extra = {"orthogonality"} if split and tensor == "weight" else set()
+            assert found == expected | extra
+    assert all(isinstance(v, float) and math.isfinite(v) for k, v in measured[0].items()
+               if k.startswith("metis/"))  # fmt: skip
+    records = [json.loads(line) for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 3, 6]
+    assert set(records[0]["layers"]) == {name for name, _ in metis_layers(model)}
+
+
+class Console(transformers.TrainerCallback):
+    """What Trainer's printer, the last of the callbacks, is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append({key: value for key, value in logs.items() if key.startswith("metis/")})
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_console_gets_a_summary(tmp_path, bound):
+    callback = MetisCallback(health_interval=3)
+    made = trainer(tmp_path, get_metis_model(llama()), [callback], max_steps=3)
+    if bound:
+        callback.bind(made)
+    console = Console()
+    made.add_callback(console)
+    made.train()
+    names = {f"metis/{tensor}/sqnr_db" for tensor in ("weight", "activation", "gradient")}
+    names |= {"metis/nonfinite_tensors"}
+    assert [set(seen) for seen in console.seen[:3]] == [names, set(), names]
+    record = made.state.log_history[0]
+    groups = [v for k, v in record.items() if re.fullmatch(r"metis/weight/\w+/sqnr_db", k)]
+    assert len(groups) == 7
+    assert console.seen[0]["metis/weight/sqnr_db"] == pytest.approx(sum(groups) / 7)
+
+
+def test_measuring_changes_nothing(tmp_path):
+    """A run that measures at every step has the losses of one that never does."""
+    runs = []
+    for interval in (0, 1):
+        torch.manual_seed(0)
+        model = get_metis_model(llama(), MetisConfig())
+        made = trainer(tmp_path / str(interval), model, [MetisCallback(health_interval=interval)])
+        made.train()
+        runs.append(losses(made))
+    assert runs[0] == runs[1]
+
+
+def test_refresh_keeps_the_function_and_resets_the_factors_moments(tmp_path):
+    seen = {}
+
+    class Spy(transformers.TrainerCallback):
+        """Looks at the state just after the MetisCallback, which comes first in the list."""
+
+        def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+            layer = next(layer for _, layer in metis_layers(model))
+            u, _ = layer.weight_form.orthonormal(layer.weight_params())
+            gram = u.T @ u - torch.eye(layer.rank)
+            moments = {
+                name: [v.abs().sum().item() for v in optimizer.state[param].values()]
+                for name, param in layer.named_parameters()
+            }
+            seen[state.global_step] = gram.abs().max().item(), moments
+
+    model = get_metis_model(llama(), MetisConfig(refresh_interval=4, split_weight=True))
+    made = trainer(tmp_path, model, [MetisCallback(health_interval=0), Spy])
+    made.train()
+    assert seen[3][0] > 1e-4  # three Adam steps of 1e-3 leave the Stiefel manifold
+    assert seen[4][0] < 1e-5
+    before, after = seen[3][1], seen[4][1]
+    for name in ("u", "s", "vh"):
+        assert sum(before[name]) > 0
+        assert sum(after[name]) == 0
+    assert sum(after["weight_residual"]) > 0
+    entry = next(e for e in made.state.log_history if "metis/refresh_drift" in e)
+    assert entry["step"] == 4
+    assert entry["metis/refresh_drift"] < 1e-6
+
+
+def test_resume_is_exact(tmp_path):
+    """3 + 3 steps equal 6 steps, bit for bit: weights, moments, noise, refreshes, health file."""
+
+    def run(directory, **changes):
+        torch.manual_seed(0)
+        config = MetisConfig(refresh_interval=2, forward_rounding="stochastic", split_weight=True)
+        model = get_metis_model(llama(), config)
+        made = trainer(directory, model, [MetisCallback(health_interval=2)],
+                       save_strategy="steps", save_steps=3, **changes)  # fmt: skip
+        return made, model
+
+    whole, model = run(tmp_path / "whole")
+    whole.train()
+    cut, _ = run(tmp_path / "cut")
+    cut.train()
+    resumed, resumed_model = run(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    assert losses(resumed) == losses(whole)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, resumed_model.state_dict()[key]), key
+    files = [(tmp_path / d / HEALTH_FILE).read_text() for d in ("whole", "cut")]
+    assert files[0] == files[1]
+
+
+def test_gradient_accumulation_and_checkpointing_are_measured_once(tmp_path):
+    model = get_metis_model(llama(), MetisConfig())
+    model.gradient_checkpointing_enable()
+    made = trainer(
+        tmp_path,
+        model,
+        [MetisCallback(health_interval=1)],
+        max_steps=2,
+        gradient_accumulation_steps=2,
+    )
+    made.train()
+    records = [json.loads(line) for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]
+    for record in records:
+        for tensors in record["layers"].values():
+            assert set(tensors) == {"weight", "activation", "gradient"}
+
+
+class TestErrors:
+    def test_unconverted_model(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no converted layer.*get_metis_model"):
+            trainer(tmp_path, llama(), [MetisCallback]).train()
+
+    def test_converted_after_the_optimizer(self, tmp_path):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        get_metis_model(model, MetisConfig(split_weight=True))
+        made = trainer(tmp_path, model, [MetisCallback], optimizers=(optimizer, None))
+        with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
+            made.train()
+
+    def test_refresh_under_deepspeed_is_refused(self, tmp_path, monkeypatch):
+        """Its fp32 master weights would overwrite refreshed ones at the next step."""
+        model = get_metis_model(llama(), MetisConfig(split_weight=True))
+        made = trainer(tmp_path, model, [MetisCallback(refresh_interval=2)])
+        shared = AcceleratorState._shared_state
+        monkeypatch.setitem(shared, "distributed_type", DistributedType.DEEPSPEED)
+        callback = made.callback_handler.callbacks[-1]
+        assert isinstance(callback, MetisCallback)
+        with pytest.raises(NotImplementedError, match=r"refresh_interval=2.*DeepSpeed"):
+            callback.on_train_begin(made.args, made.state, made.control, model=made.model)
+
+    @pytest.mark.parametrize("scheme", ["metis", "bf16"])
+    def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):
+        """Nothing is there to decompose anew, and asking for it is an error before any step."""
+        message = rf".*no layer of this model has them \(scheme '{scheme}' .*split_weight=True"
+        config = MetisConfig(scheme=scheme, refresh_interval=2)
+        for model, callback in (
+            (get_metis_model(llama(), config), MetisCallback()),
+            (get_metis_model(llama(), config.replace(refresh_interval=0)), MetisCallback(2, 2)),
+        ):
+            made = trainer(tmp_path, model, [callback])
+            with pytest.raises(ValueError, match="^refresh_interval=2 " + message):
+                made.train()
+            assert made.state.global_step == 0
+            with pytest.raises(ValueError, match=r"^refresh\(\) " + message):
+                refresh(model)
+
+    def test_negative_interval(self):
+        with pytest.raises(ValueError, match="health_interval=-1"):
+            MetisCallback(health_interval=-1)
+
+    def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
+        """The loss is NaN in the logs, and the health log names the layer."""
+        model = get_metis_model(llama(), MetisConfig(split_weight=True))
+        layer = model.model.layers[1].mlp.up_proj
+        assert isinstance(layer, MetisLinear)
+        layer.weight_residual.data[0, 0] = float("inf")
+        root = logging.getLogger("transformers")
+        root.propagate = True
+        callback_logger = logging.getLogger("metis_hf.training.callback")
+        callback_logger.propagate = True
+        verbosity = transformers.utils.logging.get_verbosity()
+        transformers.utils.logging.set_verbosity_warning()
+        try:
+            made = trainer(tmp_path, model, [MetisCallback(health_interval=100)], max_steps=2)
+            made.train()
+        finally:
+            transformers.utils.logging.set_verbosity(verbosity)
+        assert math.isnan(losses(made)[0])
+        assert made.state.log_history[0]["metis/nonfinite_tensors"] > 0
+        assert "step 1: NaN or inf in model.layers.1.mlp.down_proj (activation)," in caplog.text

@@ -1,0 +1,395 @@
+"""Switching the precision of a living model: by hand, on a schedule, and across a resume."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import VOCAB, llama
+
+from metis_hf import (
+    MetisConfig,
+    PrecisionSchedule,
+    get_metis_model,
+    metis_layers,
+    scheme_names,
+    set_precision,
+)
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.operands import Quantized
+from metis_hf.schemes import Role, Scheme
+from metis_hf.training.precision_schedule import CHANGEABLE
+
+QUANTIZED = [name for name in scheme_names() if not name.startswith("bf16")]
+PASSES = [("forward",), ("backward",), ("forward", "backward")]
+# Products of fp32 operands in another order: at most 96 terms of size about 1.
+FP32_GEMM = {"rtol": 1e-4, "atol": 96 * torch.finfo(torch.float32).eps}
+
+FORWARD_ROLES = (Role.FPROP_INPUT, Role.FPROP_WEIGHT)
+# dgrad contracts rows of w [o i], wgrad the tokens of dy [t o] and x [t i].
+CONTRACT_ROWS = (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
+
+
+def converted(scheme="metis", **changes):
+    torch.manual_seed(0)
+    return get_metis_model(llama(), MetisConfig(scheme=scheme, **changes))
+
+
+def up_proj(model):
+    return model.model.layers[0].mlp.up_proj
+
+
+def trainer(directory, model, schedule=None, **changes):
+    ids = torch.randint(0, VOCAB, (64, 24), generator=torch.Generator().manual_seed(5))
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    } | changes
+    made = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(directory), **options),
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=[] if schedule is None else [schedule],
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def losses(made):
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("passes", PASSES, ids="+".join)
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_each_gemm_after_the_switch(scheme, passes):
+    """The three GEMMs, each multiplied here from operands made one by one.
+
+    A pass in high precision multiplies the very tensors, with the weight that the layer represents;
+    the other pass multiplies what the scheme's quantizers give, as before the switch. How a weight
+    that forward quantizes gets its gradient from dL/dW_hat is no GEMM, and stays.
+    """
+    model = converted(scheme).train()
+    layer = up_proj(model)
+    scheme_before = layer.scheme
+    if scheme_before.clipped_weight:
+        layer.weight_clip.data.fill_(40)  # a strength of 1: the weight's gradient is dL/dW
+    set_precision(model, high_precision=passes)
+    x = torch.randn(40, 64, requires_grad=True)
+    dy = torch.randn(40, 96)
+    y = layer(x)
+    y.backward(dy)
+
+    params = tuple(p.detach() for p in layer.weight_params())
+    keys = layer.call_keys(x)
+    state = layer.call_state(x, keys)
+    plan = GemmPlan(scheme_before, layer.weight_form, torch.float32, keys, state=state)
+
+    def operand(role, exact):
+        """[t c] or [o i]: exact, or quantized by the scheme for this very GEMM.
+
+        What the backward pass shared with the forward pass it now quantizes for itself, with blocks
+        along the dimension that it contracts; the two backward GEMMs share dy as before.
+        """
+        if ("forward" if role in FORWARD_ROLES else "backward") in passes:
+            return Quantized(exact)
+        if role is Role.WGRAD_GRAD_OUTPUT:
+            role, _ = scheme_before.resolve(role)
+        options = {"dim": 0 if role in CONTRACT_ROWS else -1, "key": keys[role]}
+        quantizer = plan.resolve(role)[1]
+        if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+            form = layer.weight_form
+            return form.quantize(params, quantizer, dtype=torch.float32, **options)
+        return quantizer(exact, dtype=torch.float32, **options)
+
+    w, x_ = layer.weight.detach(), x.detach()
+    hats = {role: operand(role, m) for role, m in zip(Role, (x_, w, dy, w, dy, x_), strict=True)}
+
+    def without_exact(name):
+        return plan if name not in passes else dataclasses.replace(plan, scheme=Scheme())
+
+    forward, backward = without_exact("forward"), without_exact("backward")
+    fprop = forward.fprop(x_, hats[Role.FPROP_INPUT], params, hats[Role.FPROP_WEIGHT])
+    dgrad = backward.dgrad(dy, hats[Role.DGRAD_GRAD_OUTPUT], params, hats[Role.DGRAD_WEIGHT])
+    wgrad = backward.wgrad(dy, hats[Role.WGRAD_GRAD_OUTPUT], hats[Role.WGRAD_INPUT])
+    estimator = layer.scheme.fprop_weight  # quantizes nothing where forward is in high precision
+    if hasattr(estimator.conditioner, "weight_gradient"):
+        slope = estimator.conditioner.weight_gradient(torch.ones_like(w), w, estimator.quantizer)
+    else:
+        slope = torch.ones_like(w)
+    torch.testing.assert_close(y.detach(), fprop, **FP32_GEMM)
+    torch.testing.assert_close(x.grad, dgrad, **FP32_GEMM)
+    # The last stored tensor is the dense weight or the residual, whose gradient is dL/dW.
+    torch.testing.assert_close(layer.weight_params()[-1].grad, wgrad * slope, **FP32_GEMM)
+    exact = {"fprop": x_ @ w.T, "dgrad": dy @ w, "wgrad": dy.T @ x_ * slope}
+    for name, (got, high) in {
+        "fprop": (y.detach(), "forward" in passes),
+        "dgrad": (x.grad, "backward" in passes),
+        "wgrad": (layer.weight_params()[-1].grad, "backward" in passes),
+    }.items():
+        error = ((got - exact[name]).norm() / exact[name].norm()).item()
+        # FP4 with nearest rounding leaves errors of some percent; fp32 of 1e-6.
+        assert error < 1e-5 if high else error > 1e-2, (name, error)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_forward_equals_the_unquantized_layer(scheme):
+    model = converted(scheme).train()
+    layer = up_proj(model)
+    x = torch.randn(2, 20, 64)
+    expected = F.linear(x, layer.weight)
+    assert not torch.allclose(layer(x), expected, rtol=1e-3, atol=1e-3)
+    set_precision(model, high_precision=("forward",))
+    torch.testing.assert_close(layer(x), expected, **FP32_GEMM)
+    dense = layer.to_dense()
+    torch.testing.assert_close(layer(x), dense(x), **FP32_GEMM)
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_switching_back_is_exact(scheme, token_ids):
+    model = converted(scheme).train()
+
+    def loss_and_grads():
+        model.zero_grad()
+        loss = model(input_ids=token_ids, labels=token_ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    before = loss_and_grads()
+    set_precision(model, high_precision=("forward", "backward"))
+    high = loss_and_grads()
+    set_precision(model, high_precision=())
+    assert all(torch.equal(a, b) for a, b in zip(before, loss_and_grads()))
+    same = all(torch.equal(a, b) for a, b in zip(before, high))
+    assert same == scheme.startswith("bf16")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "at"), [(scheme, 2) for scheme in scheme_names()] + [("metis", 0.5)]
+)
+def test_schedule_in_training(scheme, at, tmp_path):
+    """Before the switch the losses of a run without; then those of a run switched by hand."""
+    plain = trainer(tmp_path / "plain", converted(scheme))
+    plain.train()
+    model = converted(scheme)
+    scheduled = trainer(tmp_path / "scheduled", model, PrecisionSchedule(at=at))
+    scheduled.train()
+    assert losses(scheduled)[:2] == losses(plain)[:2]
+    assert (losses(scheduled)[2:] == losses(plain)[2:]) == scheme.startswith("bf16")
+    assert all(layer.config.high_precision == ("forward",) for _, layer in metis_layers(model))
+
+    class ByHand(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                set_precision(model, high_precision=["forward"])
+
+    by_hand = trainer(tmp_path / "hand", converted(scheme), ByHand())
+    by_hand.train()
+    assert losses(by_hand) == losses(scheduled)
+
+
+@pytest.mark.parametrize("passes", PASSES, ids="+".join)
+@pytest.mark.parametrize("scheme", ["nvidia", "metis", "metis-paper"])
+def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
+    """4 steps with the switch after 2, cut after 1, 2 or 3: the same weights and losses."""
+
+    def run(directory, **changes):
+        return trainer(
+            directory,
+            converted(scheme),
+            PrecisionSchedule(at=2, high_precision=passes),
+            save_strategy="steps",
+            save_steps=1,
+            **changes,
+        )
+
+    whole = run(tmp_path)
+    whole.train()
+    for cut in (1, 2, 3):
+        resumed = run(tmp_path)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
+        assert losses(resumed) == losses(whole), cut
+        states = (resumed.model.state_dict(), whole.model.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states)))
+    # The checkpoints know what they were trained with.
+    for cut, expected in ((1, ()), (2, ()), (3, passes), (4, passes)):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{cut}")
+        assert loaded.config.quantization_config.high_precision == expected
+        assert {layer.config.high_precision for _, layer in metis_layers(loaded)} == {expected}
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_saved_config_is_restored(scheme, token_ids, tmp_path):
+    model = converted(scheme)
+    set_precision(model, high_precision=("forward",), backward_rounding="nearest")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.quantization_config == model.config.quantization_config
+    results = []
+    for each in (model, loaded):
+        each.train()
+        loss = each(input_ids=token_ids, labels=token_ids).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in each.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_pass_that_the_schedule_does_not_name_stays(tmp_path):
+    model = converted("nvidia", high_precision=("backward",))
+    seen = []
+
+    class Spy(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(set(next(metis_layers(model))[1].config.high_precision))
+
+    made = trainer(tmp_path, model, PrecisionSchedule(at=2))
+    made.add_callback(Spy)
+    made.train()
+    assert seen == [{"backward"}] * 2 + [{"forward", "backward"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("at", "steps", "switch"), [(0.9, 100, 90), (0.5, 3, 2), (7, 100, 7), (1.0, 100, 1)]
+)
+def test_switch_step(at, steps, switch):
+    assert PrecisionSchedule(at=at).switch_step(steps) == switch
+
+
+def test_evaluation_in_high_precision(token_ids):
+    """A model is evaluated unquantized, and trains on as if nothing had been."""
+    model = converted("metis").eval()
+    dense = copy.deepcopy(model)
+    set_precision(model, high_precision=("forward", "backward"))
+    with torch.no_grad():
+        high = model(input_ids=token_ids).logits
+        set_precision(model, high_precision=())
+        quantized = model(input_ids=token_ids).logits
+        set_precision(dense, high_precision=("forward",))
+        forward_only = dense(input_ids=token_ids).logits
+    torch.testing.assert_close(high, forward_only, rtol=0, atol=1e-5)
+    assert (quantized - high).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvidia"])
+def test_another_scheme_of_the_same_form(scheme, token_ids, tmp_path):
+    """Dense weights take any scheme of dense weights, and the checkpoint loads as that scheme."""
+    model = converted(scheme)
+    for other in ("bf16", "nvfp4", "nvidia"):
+        set_precision(model, scheme=other)
+        expected = get_metis_model(_dense_twin(model), MetisConfig(scheme=other))
+        _same_logits(model, expected, token_ids)
+        model.save_pretrained(tmp_path / other)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / other)
+        _same_logits(model, loaded, token_ids)
+
+
+def _dense_twin(model):
+    plain = llama()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def _same_logits(a, b, ids):
+    with torch.no_grad():
+        assert torch.equal(a.eval()(input_ids=ids).logits, b.eval()(input_ids=ids).logits)
+
+
+class TestErrors:
+    """Each leaves every layer and the config as they were."""
+
+    @staticmethod
+    def refused(model, match, **changes):
+        before = [(layer.config, layer.scheme) for _, layer in metis_layers(model)]
+        config = model.config.quantization_config
+        with pytest.raises(ValueError, match=match):
+            set_precision(model, **changes)
+        after = [(layer.config, layer.scheme) for _, layer in metis_layers(model)]
+        assert after == before
+        assert model.config.quantization_config is config
+
+    def test_plain_model(self):
+        with pytest.raises(ValueError, match="no Metis layer; call get_metis_model"):
+            set_precision(llama(), high_precision=("forward",))
+
+    @pytest.mark.parametrize(
+        ("scheme", "other"),
+        [
+            ("bf16-split", "nvidia"),
+            ("bf16-split", "bf16"),
+            ("bf16-split", "metis-paper"),
+            ("metis-paper", "bf16-split"),
+            ("metis", "metis-paper"),
+            ("metis-paper", "metis"),
+            ("nvidia", "bf16-split"),
+            ("nvfp4", "bf16-split"),
+            ("bf16", "bf16-split"),
+        ],
+    )
+    def test_scheme_of_another_form(self, scheme, other):
+        self.refused(converted(scheme), "stores weights in another form", scheme=other)
+
+    def test_schemes_of_one_form(self, token_ids, tmp_path):
+        """With split_weight any scheme takes over from any other, in the stored form."""
+        for split in (False, True):
+            model = converted("metis", split_weight=split)
+            before = {name: p.clone() for name, p in model.named_parameters()}
+            set_precision(model, scheme="nvidia")
+            expected = get_metis_model(llama(), MetisConfig(scheme="nvidia", split_weight=split))
+            expected.load_state_dict(model.state_dict())
+            _same_logits(model, expected, token_ids)
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+            model.save_pretrained(tmp_path / str(split))
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(split))
+            _same_logits(model, loaded, token_ids)
+
+    @pytest.mark.parametrize(
+        "name", sorted({f.name for f in dataclasses.fields(MetisConfig)} - set(CHANGEABLE))
+    )
+    def test_what_decides_the_parameters(self, name):
+        model = converted()
+        value = getattr(model.config.quantization_config, name)
+        self.refused(model, rf"^{name} cannot change after conversion", **{name: value})
+
+    def test_unknown_field(self):
+        self.refused(converted(), "precision cannot change after conversion", precision="bf16")
+
+    def test_value_out_of_range(self):
+        self.refused(converted(), r"high_precision=\('sideways',\)", high_precision=("sideways",))
+
+    def test_layers_with_schemes_of_their_own(self, tmp_path, token_ids):
+        model = converted("nvidia", scheme_pattern={"down_proj": "nvfp4"})
+        self.refused(model, r"give both scheme=\.\.\. and scheme_pattern=\{\}", scheme="bf16")
+        self.refused(model, "give both", scheme_pattern={})
+        self.refused(
+            model, "can only be emptied", scheme="bf16", scheme_pattern={"up_proj": "nvfp4"}
+        )
+        set_precision(model, high_precision=("forward",))  # each keeps its own scheme
+        assert {layer.config.scheme for _, layer in metis_layers(model)} == {"nvidia", "nvfp4"}
+        set_precision(model, scheme="bf16", scheme_pattern={}, high_precision=())
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert {layer.config.scheme for _, layer in metis_layers(loaded)} == {"bf16"}
+        _same_logits(model, loaded, token_ids)
+
+    @pytest.mark.parametrize("at", [0, -1, 2.5])
+    def test_schedule_at(self, at):
+        with pytest.raises(ValueError, match=rf"at={at}; expected a step"):
+            PrecisionSchedule(at=at)
+
+    @pytest.mark.parametrize("passes", ["forward", (), ("upward",), ("forward", "upward")])
+    def test_schedule_passes(self, passes):
+        with pytest.raises(ValueError, match=r"high_precision="):
+            PrecisionSchedule(high_precision=passes)
+
+    def test_schedule_without_a_converted_layer(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no converted layer; call get_metis_model"):
+            trainer(tmp_path, llama(), PrecisionSchedule()).train()

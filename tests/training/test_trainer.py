@@ -1,0 +1,354 @@
+"""MetisTrainer, and converted models under what transformers' Trainer and accelerate offer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from conftest import VOCAB, llama
+from transformers.trainer_utils import HPSearchBackend
+
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    MetisTrainer,
+    MetisTrainerMixin,
+    PrecisionSchedule,
+    get_metis_model,
+    metis_layers,
+    scheme_names,
+)
+from metis_hf.training.callback import HEALTH_FILE
+
+FP4 = [name for name in scheme_names() if not name.startswith("bf16")]
+# One fp32 rounding a step and operand.
+DECAY_TOLERANCE = 1e-6
+# Losses of about 5.5 nats in another order of fp32 sums, after a few steps of Adam.
+FP32_LOSS = 1e-4
+# bf16 has 8 bits: operands and products are off by 2^-9 each, which a mean over tokens averages.
+BF16_LOSS = 2**-8
+
+
+def converted(scheme="metis", **changes):
+    torch.manual_seed(0)
+    return get_metis_model(llama(), MetisConfig(scheme=scheme, **changes))
+
+
+def rows(count=32, length=24):
+    ids = torch.randint(0, VOCAB, (count, length), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(directory, model, callbacks=(), cls=transformers.Trainer, **changes):
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    } | changes
+    model_init = model if callable(model) and not isinstance(model, torch.nn.Module) else None
+    made = cls(
+        None if model_init else model,
+        transformers.TrainingArguments(str(directory), **options),
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        callbacks=list(callbacks),
+        model_init=model_init,
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def records(made):
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+def losses(made):
+    return [entry["loss"] for entry in records(made)]
+
+
+def metis_values(entry):
+    return {key: value for key, value in entry.items() if key.startswith("metis/")}
+
+
+def states_equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+class TestWeightDecay:
+    @pytest.mark.parametrize("scheme", ["bf16-split", "metis", "metis-paper"])
+    def test_decays_the_represented_weight(self, scheme, tmp_path):
+        """k steps of decay alone: W (1 - lr wd)^k, the low-rank part included."""
+        k, lr, wd = 5, 1e-2, 0.5
+        model = converted(scheme, split_weight=True)
+        made = trainer(tmp_path, model, cls=MetisTrainer, learning_rate=lr, weight_decay=wd)
+        made.create_optimizer()
+        groups = made.optimizer.param_groups
+        decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+        for name, param in model.named_parameters():
+            kind = name.rpartition(".")[2]
+            assert (id(param) in decayed) == (kind not in ("u", "vh") and "norm" not in name), name
+        before = {name: self.parts(layer) for name, layer in metis_layers(model)}
+        for _ in range(k):
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            made.optimizer.step()
+        shrink = (1 - lr * wd) ** k
+        for name, layer in metis_layers(model):
+            for old, new in zip(before[name], self.parts(layer)):
+                assert (new - shrink * old).abs().max() <= DECAY_TOLERANCE * old.abs().max()
+
+    @staticmethod
+    def parts(layer):
+        """(W, its low-rank part), [o i] each."""
+        weight = layer.weight.detach().clone()
+        return weight, weight - layer.weight_residual.detach()
+
+    def test_plain_trainer_decays_the_low_rank_part_three_times(self, tmp_path):
+        """What MetisTrainer is for."""
+        made = trainer(tmp_path, converted(split_weight=True), weight_decay=0.5)
+        names = made.get_decay_parameter_names(made.model)
+        assert "model.layers.0.mlp.up_proj.u" in names
+        split = converted(split_weight=True)
+        made = trainer(tmp_path, split, cls=MetisTrainer, weight_decay=0.5)
+        assert "model.layers.0.mlp.up_proj.u" not in made.get_decay_parameter_names(made.model)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("scheme", ["bf16-split", *FP4])
+def test_accelerate_loop_equals_trainer(scheme, accumulation, tmp_path):
+    """Accelerator().prepare, accumulation and clipping by hand: Trainer's weights, bit for bit."""
+    clip = 0.05  # below every gradient norm here
+    made = trainer(
+        tmp_path,
+        converted(scheme),
+        max_steps=2,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=clip,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        train_sampling_strategy="sequential",
+    )
+    made.train()
+    assert all(entry["grad_norm"] > clip for entry in records(made))
+
+    model = converted(scheme).train()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batches = iter(made.get_train_dataloader())
+    found = []
+    for _ in range(2):
+        total = 0.0
+        for _ in range(accumulation):
+            loss = model(**next(batches)).loss / accumulation
+            accelerator.backward(loss)
+            total += loss.item()
+        accelerator.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    assert found == pytest.approx(losses(made), abs=1e-6)
+    assert states_equal(model, made.model)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "bf16-split"])
+def test_accumulation_gives_the_losses_of_the_whole_batch(scheme, tmp_path):
+    """Without quantizers; those see one micro-batch at a time, so that FP4 differs slightly."""
+    whole = trainer(tmp_path, converted(scheme), per_device_train_batch_size=4)
+    parts = trainer(tmp_path, converted(scheme), gradient_accumulation_steps=2)
+    for made in (whole, parts):
+        made.train()
+    assert losses(parts) == pytest.approx(losses(whole), abs=FP32_LOSS)
+
+
+def test_accumulated_steps_are_measured_once(tmp_path):
+    callback = MetisCallback(health_interval=1)
+    made = trainer(tmp_path, converted(), [callback], max_steps=2, gradient_accumulation_steps=2)
+    measured = []
+    original = callback._probe.attach
+    callback._probe.attach = lambda layers: (measured.append(1), original(layers))
+    made.train()
+    assert len(measured) == 2
+    assert [bool(metis_values(entry)) for entry in records(made)] == [True, True]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("scheme", FP4)
+def test_activation_checkpointing_changes_nothing(scheme, reentrant, tmp_path):
+    """Recomputed passes draw the noise of the original: losses and weights bit for bit."""
+    plain = trainer(tmp_path, converted(scheme), max_steps=2)
+    checkpointed = trainer(
+        tmp_path,
+        converted(scheme),
+        max_steps=2,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": reentrant},
+    )
+    plain.train()
+    checkpointed.train()
+    assert checkpointed.model.is_activation_checkpointing
+    assert losses(checkpointed) == losses(plain)
+    assert states_equal(checkpointed.model, plain.model)
+
+
+@pytest.mark.parametrize("scheme", ["bf16-split", *FP4])
+def test_bf16_autocast(scheme, tmp_path):
+    """fp32 weights and moments, bf16 GEMMs, losses near those of fp32."""
+    plain = trainer(tmp_path, converted(scheme, forward_rounding="nearest"))
+    mixed = trainer(tmp_path, converted(scheme, forward_rounding="nearest"), bf16=True)
+    for made in (plain, mixed):
+        made.train()
+    assert {param.dtype for param in mixed.model.parameters()} == {torch.float32}
+    assert losses(mixed) != losses(plain)
+    assert losses(mixed) == pytest.approx(losses(plain), rel=BF16_LOSS)
+
+
+@pytest.mark.parametrize("scheme", FP4)
+def test_fp16_autocast(scheme, token_ids):
+    """By torch's autocast: accelerate's fp16 wants an accelerator."""
+    model = converted(scheme).train()
+    with torch.autocast("cpu", torch.float16):
+        out = model(input_ids=token_ids, labels=token_ids)
+    out.loss.backward()
+    assert torch.isfinite(out.loss)
+    for name, param in model.named_parameters():
+        assert param.grad.dtype is torch.float32
+        assert bool(torch.isfinite(param.grad).all()), name
+
+
+def test_auto_find_batch_size(tmp_path):
+    """The first attempt runs out of memory in a measured step; the second starts clean."""
+    model = converted()
+    tried = []
+
+    def refuse_large(block, args):
+        rows = args[0].shape[0]
+        tried.append(rows)
+        if rows > 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    handle = model.model.layers[1].register_forward_pre_hook(refuse_large)
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, "auto_find_batch_size": True}
+    made = trainer(tmp_path, model, [MetisCallback(health_interval=1)], **options)
+    made.train()
+    handle.remove()
+    assert tried[0] == 4
+    assert tried[-1] <= 2
+    assert len(losses(made)) == 2
+    assert all(metis_values(entry) for entry in records(made))
+    lines = (tmp_path / HEALTH_FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert not any(layer._forward_hooks for _, layer in metis_layers(model))
+
+
+@pytest.mark.parametrize("scheme", FP4)
+def test_resume_is_exact(scheme, tmp_path):
+    """2 + 2 steps equal 4: weights, moments, noise, refreshes and a switch of precision."""
+
+    def run():
+        interval = int(converted(scheme).model.layers[0].mlp.up_proj.scheme.split_weight)
+        model = converted(scheme, refresh_interval=interval, forward_rounding="stochastic")
+        callbacks = [MetisCallback(health_interval=2), PrecisionSchedule(at=3)]
+        return trainer(tmp_path, model, callbacks, save_strategy="steps", save_steps=2)
+
+    whole = run()
+    whole.train()
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert records(resumed) == records(whole)
+    assert states_equal(resumed.model, whole.model)
+    moments = [made.optimizer.state_dict()["state"] for made in (whole, resumed)]
+    for state, other in zip(*(m.values() for m in moments)):
+        assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+class TestCheckpoints:
+    def test_save_only_model(self, tmp_path, token_ids):
+        model = converted()
+        made = trainer(tmp_path, model, save_strategy="steps", save_steps=4, save_only_model=True)
+        made.train()
+        folder = tmp_path / "checkpoint-4"
+        assert not list(folder.glob("optimizer*"))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert states_equal(loaded, model)
+
+    def test_load_best_model_at_end(self, tmp_path):
+        model = converted()
+        made = trainer(
+            tmp_path, model, save_strategy="steps", save_steps=1, eval_strategy="steps",
+            eval_steps=1, load_best_model_at_end=True, learning_rate=3.0, save_total_limit=2,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        made.train()
+        evaluations = {e["step"]: e["eval_loss"] for e in made.state.log_history
+                       if "eval_loss" in e}  # fmt: skip
+        best = min(evaluations, key=evaluations.get)
+        assert best < 4, "a learning rate that ruins the model makes the last step the worst"
+        assert made.evaluate()["eval_loss"] == evaluations[best]
+
+
+def test_hyperparameter_search(tmp_path):
+    """Each trial converts a fresh model; health goes on being measured."""
+    pytest.importorskip("optuna", reason="Trainer's default search backend")
+    seen = []
+
+    def model_init(trial):
+        schemes = ["metis", "nvidia"]
+        model = converted(trial.suggest_categorical("scheme", schemes) if trial else "metis")
+        seen.append(model.config.quantization_config.scheme)
+        return model
+
+    def space(trial):
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3, 1e-2])}
+
+    made = trainer(tmp_path, model_init, cls=MetisTrainer, max_steps=2)
+    best = made.hyperparameter_search(
+        space, lambda metrics: metrics["eval_loss"], n_trials=2, direction="minimize",
+        backend=HPSearchBackend.OPTUNA,
+    )  # fmt: skip
+    assert best.hyperparameters["scheme"] in ("metis", "nvidia")
+    assert len(seen) == 3  # Trainer builds one model before the search
+    assert metis_values(records(made)[0])
+
+
+@pytest.mark.slow
+def test_sft_trainer(tmp_path):
+    """The mixin over a subclass of Trainer with a constructor of its own."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+
+    class SFT(MetisTrainerMixin, trl.SFTTrainer):
+        """MetisTrainer for supervised fine-tuning."""
+
+    tokenizer = train_tokenizer(stdlib_documents()[:5], vocab_size=VOCAB + 64)
+    import datasets
+
+    torch.manual_seed(0)
+    model = llama()
+    model.resize_token_embeddings(len(tokenizer))
+    model = get_metis_model(model, MetisConfig(split_weight=True))
+    made = SFT(
+        model,
+        trl.SFTConfig(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1,
+            use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, max_length=32,
+            weight_decay=0.1,
+        ),
+        train_dataset=datasets.Dataset.from_dict({"text": ["def f(x): return x + 1"] * 8}),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    made.remove_callback(transformers.PrinterCallback)
+    made.train()
+    assert len(losses(made)) == 2
+    assert "metis/weight/q_proj/stable_rank" in records(made)[0]
+    names = made.get_decay_parameter_names(made.model)
+    assert not any(name.endswith((".u", ".vh")) for name in names)

@@ -1,0 +1,173 @@
+"""Quantized weights that several micro-batches share: same bits, quantized once, never stale."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import llama
+from layers.layer_tools import FP4_SCHEME_MODES, layer_of
+from transformers import Trainer, TrainingArguments
+
+from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, SplitWeight
+from metis_hf.schemes import Role, layer_rank
+
+FORMS = (DenseWeight, ClippedWeight, SplitWeight)
+
+
+@pytest.fixture
+def encodings(monkeypatch):
+    """Notes how weights are quantized: in two halves ("encode"), or at once ("quantize")."""
+    calls: list[str] = []
+    for form in FORMS:
+        for name in ("encode", "quantize"):
+            original = getattr(form, name)
+
+            def spy(self, *args, original=original, name=name, **kwargs):
+                calls.append(name)
+                return original(self, *args, **kwargs)
+
+            monkeypatch.setattr(form, name, spy)
+    return calls
+
+
+def micro_batches(layer, dtype):
+    """y and all gradients of two micro-batches, as one list."""
+    layer.zero_grad()
+    found = []
+    for seed in range(2):
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            y = layer(x)
+        y.float().square().sum().backward()
+        found += [y.detach(), x.grad]
+    return found + [p.grad for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
+    _, layer = layer_of(scheme, mode, i=64, o=48)
+    every_time = ["quantize"] * 4  # fprop and dgrad of two micro-batches
+    start = copy.deepcopy(layer)
+    plain = micro_batches(layer, dtype)
+    assert encodings == every_time
+    layer = start  # a state has seen nothing of these micro-batches either
+    bound = layer.call_state(x := torch.randn(40, 64), layer.call_keys(x)) is not None
+    encodings.clear()
+    with reuse_weights(layer):
+        reused = micro_batches(layer, dtype)
+        if bound:  # what a weight is scaled by is known to a call alone
+            assert encodings == every_time
+        else:  # two where dgrad has a copy of its own
+            assert encodings in (["encode"], ["encode"] * 2)
+    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
+    assert layer.held_weight is None
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "metis"])
+def test_a_changed_weight_is_quantized_anew(scheme, encodings):
+    """Though nothing may change inside the block."""
+    _, layer = layer_of(scheme, i=64, o=48)
+    x = torch.randn(40, 64)
+    with reuse_weights(layer):
+        layer(x)
+        with torch.no_grad():
+            layer.weight_params()[-1].mul_(2)
+        changed = layer(x)
+    assert torch.equal(changed, layer(x))
+    assert encodings.count("encode") == 2
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["stored split", "split at use"])
+def test_what_is_held_is_packed(split):
+    _, layer = layer_of("metis", i=512, o=512, split_weight=split)
+    rank = layer_rank(layer.config, 512, 512)
+    with reuse_weights(layer):
+        layer(torch.randn(4, 512))
+        tensors = [t for e in layer.held_weight._encoded.values() for t in e.tensors]
+        assert all(e == e.stored() for e in layer.held_weight._encoded.values())
+        held = sum(t.untyped_storage().nbytes() for t in tensors)
+    factors = 2 * 512 * rank
+    lengths = 0 if split else 4 * rank  # of the directions: s is a parameter, lam is not
+    assert held == (512 * 512 + factors) * 4.5 / 8 + 3 * 4 + lengths
+
+
+@pytest.mark.parametrize("options", [{"split_weight": True}, {"decompose": ("weight",)}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_factors_of_held_weights(options, training, encodings):
+    """Corrections take them from the codes: the same bits, in either mode."""
+    _, layer = layer_of("metis", i=64, o=48, **options)
+    assert Role.FPROP_INPUT in layer.scheme.corrected
+    layer.train(training)
+    plain = micro_batches(layer, torch.float32)
+    encodings.clear()
+    with reuse_weights(layer):
+        reused = micro_batches(layer, torch.float32)
+    assert encodings == ["encode"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
+
+
+def test_modes_of_a_layer_are_kept_apart():
+    """Eval rounds to nearest; what training has quantized is not for it."""
+    _, layer = layer_of("nvfp4", i=64, o=48)
+    x = torch.randn(40, 64)
+    expected = layer.eval()(x)
+    with reuse_weights(layer):
+        layer.train()(x)
+        assert torch.equal(layer.eval()(x), expected)
+
+
+@pytest.mark.parametrize(("accumulation", "checkpointing"), [(1, False), (3, False), (1, True)])
+def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch):
+    """Each weight once a step where that pays, and the trained weights are the same bits."""
+
+    def train(callbacks):
+        torch.manual_seed(0)
+        model = get_metis_model(llama(), MetisConfig())
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 64, (12, 16), generator=generator)
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        args = TrainingArguments(
+            tmp_path,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulation,
+            gradient_checkpointing=checkpointing,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        Trainer(model, args, train_dataset=rows, callbacks=callbacks).train()
+        return model
+
+    plain = train([])
+    encodings.clear()
+    held = []
+    original = GemmPlan.weight_operand
+    monkeypatch.setattr(
+        GemmPlan,
+        "weight_operand",
+        lambda plan, *args: held.append(plan.held is not None) or original(plan, *args),
+    )
+    reused = train([MetisCallback(health_interval=0)])
+    layers = dict(metis_layers(reused))
+    expected = accumulation > 1 or checkpointing
+    assert set(held) == {expected}
+    if expected:
+        assert encodings == ["encode"] * 2 * len(layers)
+    assert all(layer.held_weight is None for layer in layers.values())
+    for a, b in zip(plain.parameters(), reused.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_sharded_weights_are_not_held():
+    """Whole copies of them would stay when the parameters are given back."""
+    _, layer = layer_of("nvfp4")
+    layer.weight.full_tensor = lambda: layer.weight
+    with reuse_weights(layer):
+        assert layer.held_weight is None
