@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 
-from metis_hf import operands
 from metis_hf.layers import gemm
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.numerics import kernels
 from metis_hf.operands import Hadamard, Quantized
+from metis_hf.operands import operand as operands
 from metis_hf.operands.conditioners import spectral
 from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.operands.weight_forms import SplitWeight
