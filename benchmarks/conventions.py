@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import E2M1, E4M3, NVFP4, Quantizer
+from metis_hf.numerics.definition import Blocks
 from metis_hf.numerics.formats import FLT_MAX
-from metis_hf.numerics.quantize import Blocks
 from metis_hf.numerics.rounding import round_nearest
 
 TORCHAO_SMALLEST = 2.0**-6  # E4M3's smallest normal value

@@ -275,6 +275,7 @@ def get_format(fmt: str | BlockFormat) -> BlockFormat:
     try:
         return FORMATS[fmt]
     except (KeyError, TypeError):
-        near = difflib.get_close_matches(str(fmt), FORMATS, n=1)
+        near = [name for name in FORMATS if name.startswith(f"{fmt}-")]
+        near = near or difflib.get_close_matches(str(fmt), FORMATS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"format {fmt!r} is unknown{hint} Formats: {', '.join(FORMATS)}") from None

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.numerics import kernels
+from metis_hf.numerics.definition import Blocks
 from metis_hf.numerics.formats import NVFP4, BlockFormat
 from metis_hf.numerics.layout import Tile
-from metis_hf.numerics.quantize import Blocks, Quantizer, check_input
+from metis_hf.numerics.quantize import Quantizer, check_input
 
 _CODES_PER_GROUP = {4: 2, 6: 4, 8: 1}  # the fewest codes that fill whole bytes
 

@@ -1,8 +1,8 @@
 """One quantizer, several implementations of it.
 
-`reference` is the definition: `Quantizer.blocks`, operation by operation. `compiled` is the same
-arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and GPU.
-`triton` are kernels written by hand, for CUDA devices; the two halves of the way, `pack` and
+`reference` computes `definition.QuantizerDefinition.blocks`, operation by operation. `compiled` is
+the same arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and
+GPU. `triton` are kernels written by hand, for CUDA devices; the two halves of the way, `pack` and
 `unpack`, are the compiled ones there too. Results are equal to the bit, stochastic rounding
 included. What the kernels do not cover (formats other than NVFP4) the reference computes; block
 scales by Four Over Six and MS-EDEN are in `compiled` alone, which then runs in place of `triton`.
@@ -15,12 +15,13 @@ The environment variable METIS_KERNELS and `use_kernels` override it.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
 from metis_hf.numerics.kernels import compiled, reference
 from metis_hf.numerics.kernels.choice import (
@@ -44,9 +45,6 @@ from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRounding, ScaleRule
 
-if TYPE_CHECKING:
-    from metis_hf.numerics.quantize import Quantizer
-
 __all__ = ["KERNELS", "Packed", "fake_quantize", "pack", "store", "unpack", "use_kernels"]
 
 _MAX_ELEMENTS = 2**31 - 1  # kernels count in 32 bits
@@ -54,7 +52,7 @@ _MAX_ELEMENTS = 2**31 - 1  # kernels count in 32 bits
 
 def fake_quantize(
     x: Tensor,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int = -1,
     key: noise.Key | int | None = None,
@@ -111,7 +109,7 @@ def fake_quantize(
 
 def pack(
     x: Tensor,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int = -1,
     key: noise.Key | int | None = None,
@@ -140,7 +138,7 @@ def pack(
 
 def unpack(
     packed: Packed,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int = -1,
     shape: tuple[int, int],
@@ -182,7 +180,7 @@ def unpack(
 
 
 def store(
-    x: Tensor, quantizer: Quantizer, *, dim: int = -1, key: noise.Key | int | None = None
+    x: Tensor, quantizer: QuantizerDefinition, *, dim: int = -1, key: noise.Key | int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Quantizes to what files hold, with the Triton kernels.
 
@@ -211,7 +209,7 @@ def _triton() -> ModuleType:
 
 def _covers(
     x: Tensor,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     dim: int,
     dtype: torch.dtype,
     minus: Tensor | None,
@@ -229,7 +227,7 @@ def _covers(
     )
 
 
-def _covers_rule(x: Tensor, quantizer: Quantizer, dim: int) -> bool:
+def _covers_rule(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
     """MS-EDEN numbers its blocks for their noise: no padding may come between them."""
     if quantizer.scale_rule is not ScaleRule.EDEN:
         return True
@@ -238,7 +236,7 @@ def _covers_rule(x: Tensor, quantizer: Quantizer, dim: int) -> bool:
     return quantizer.rounding is Rounding.NEAREST and whole
 
 
-def _variant(task: str, quantizer: Quantizer, form: Form, **options: Any) -> Variant:
+def _variant(task: str, quantizer: QuantizerDefinition, form: Form, **options: Any) -> Variant:
     return Variant(
         task,
         form.dims,

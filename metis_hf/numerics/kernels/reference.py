@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import E2M1, FLT_MAX
 from metis_hf.numerics.kernels.layout import Packed, blocked_shape, in_row_blocks, run_of
 from metis_hf.numerics.layout import block_dims, from_blocks
-
-if TYPE_CHECKING:
-    from metis_hf.numerics.quantize import Quantizer
 
 _SMALLEST_HALF = 2.0**-14  # smallest normal number of fp16
 
 
 def fake_quantize(
     x: Tensor,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int,
     key: noise.Key | int | None,
@@ -52,7 +49,7 @@ def add_back(values: Tensor, plus: Tensor | None) -> Tensor:
 
 def pack(
     x: Tensor,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int,
     key: noise.Key | int | None,
@@ -74,7 +71,7 @@ def pack(
 
 def unpack(
     packed: Packed,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int,
     shape: tuple[int, int],

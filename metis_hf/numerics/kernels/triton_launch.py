@@ -8,22 +8,20 @@ This module imports triton, so it is imported where it is used only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from metis_hf import noise
+from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import triton_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import ScaleRounding
-
-if TYPE_CHECKING:
-    from metis_hf.numerics.quantize import Quantizer
 
 __all__ = ["fake_quantize", "missing", "store"]
 
@@ -58,7 +56,7 @@ class _Choices(NamedTuple):
 
 def fake_quantize(
     x: Tensor,
-    quantizer: Quantizer,
+    quantizer: QuantizerDefinition,
     *,
     dim: int,
     key: noise.Key | int | None,
@@ -85,7 +83,7 @@ def fake_quantize(
 
 
 def store(
-    x: Tensor, quantizer: Quantizer, *, dim: int, key: noise.Key | int | None
+    x: Tensor, quantizer: QuantizerDefinition, *, dim: int, key: noise.Key | int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `kernels.store`; arguments are those of `fake_quantize`. Codes of NaN are arbitrary."""
     choices = _choices(quantizer, x, dim)
@@ -110,7 +108,7 @@ def store(
     return codes, scale.view(SCALE_E4M3.dtype), decode
 
 
-def _choices(quantizer: Quantizer, x: Tensor, dim: int) -> _Choices:
+def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
     square = quantizer.tile is Tile.SQUARE
     last = dim % x.dim() == x.dim() - 1
     return _Choices(
