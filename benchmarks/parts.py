@@ -14,11 +14,8 @@ import torch
 from metis_hf.layers import gemm
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.numerics import kernels
-from metis_hf.operands import Hadamard, Quantized
-from metis_hf.operands import operand as operands
-from metis_hf.operands.conditioners import spectral
-from metis_hf.operands.conditioners.spectral import Spectral
-from metis_hf.operands.weight_forms import SplitWeight
+from metis_hf.operands import Hadamard, Quantized, Spectral, SplitWeight, conditioner, operand
+from metis_hf.operands.conditioners import identity, spectral
 
 GEMMS, QUANTIZE, SUBSPACE, PROJECT = "GEMMs", "quantize", "subspace", "project"
 LOW_RANK, WEIGHT, ROTATE, REST = "low-rank and residual", "weight factors", "rotate", "rest"
@@ -28,8 +25,11 @@ NAMES = (GEMMS, QUANTIZE, SUBSPACE, PROJECT, LOW_RANK, CORRECT, WEIGHT, ROTATE, 
 _WRAPPED: list[tuple[Any, str, str]] = [
     (gemm, "contract", GEMMS),
     (kernels, "fake_quantize", QUANTIZE),
-    (operands, "pack", QUANTIZE),
-    (operands, "unpack", QUANTIZE),
+    (identity, "pack", QUANTIZE),
+    (identity, "unpack", QUANTIZE),
+    (conditioner, "pack", QUANTIZE),
+    (conditioner, "unpack", QUANTIZE),
+    (operand, "unpack", QUANTIZE),
     (spectral, "pack", QUANTIZE),
     (spectral, "unpack", QUANTIZE),
     (spectral, "find_subspace", SUBSPACE),

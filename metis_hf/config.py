@@ -52,6 +52,9 @@ class MetisConfig:
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
+        format: number format of quantized operands ("mxfp8-e4m3", "int4", ...), a name of
+            `metis_hf.numerics.FORMATS`; None takes the scheme's own, mostly "nvfp4". A scheme that
+            is defined by its format refuses another.
         forward_rounding: element rounding in the forward pass, overriding the scheme's.
         backward_rounding: element rounding of gradients, overriding the scheme's.
         scale_rounding: rounding of block scales, overriding the scheme's.
@@ -88,6 +91,7 @@ class MetisConfig:
     decompose: tuple[str, ...] = DECOMPOSABLE
     split_weight: bool | None = None
     operand_mode: str | None = None
+    format: str | None = None
     forward_rounding: str | None = None
     backward_rounding: str | None = None
     scale_rounding: str | None = None
@@ -132,6 +136,8 @@ class MetisConfig:
             return isinstance(value, int) and not isinstance(value, bool)
 
         require(isinstance(self.scheme, str) and bool(self.scheme), "scheme", "a scheme's name")
+        named = isinstance(self.format, str) and bool(self.format)
+        require(self.format is None or named, "format", "None or the name of a number format")
         for name in ("rank_frac", "sample_frac"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -238,6 +244,8 @@ class MetisConfig:
         values = {
             field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
+        if self.format is None:  # so that records read as they did before there was a choice
+            del values["format"]
         return {"quant_method": self.quant_method, "format_version": self.format_version, **values}
 
     @classmethod

@@ -16,6 +16,7 @@ def test_json_round_trip_keeps_every_field():
         rank_multiple=4,
         decompose=["activation"],
         operand_mode="contraction",
+        format="int4",
         forward_rounding="nearest",
         target_modules=["q_proj", "v_proj"],
         exclude_modules="lm_head",

@@ -29,6 +29,7 @@ from metis_hf.analysis.capture import Capture
 from metis_hf.data.corpus import split_documents, stdlib_documents
 from metis_hf.layers.linear import convert_linear
 from metis_hf.numerics import relative_error
+from metis_hf.operands import SplitWeight
 from metis_hf.schemes import Scheme, scheme_info
 
 SEQUENCE, BATCH = 128, 8
@@ -41,7 +42,7 @@ SPLIT, SPLIT_UNIT = "fp32, split weight", "fp32, split weight, unit vectors"
 @register_scheme("split-unit", summary="bf16-split with unit vectors", source="arXiv 2509.00404")
 def split_unit(config: MetisConfig, rank: int) -> Scheme:
     """Factors stored as unit vectors, as published, instead of with entries of unit RMS."""
-    return Scheme(split_weight=True)
+    return Scheme(weight=SplitWeight(rank))
 
 
 @register_scheme(
@@ -56,7 +57,8 @@ def compensated(config: MetisConfig, rank: int) -> Scheme:
 @register_scheme("compensated-unit", summary="with unit vectors", source="arXiv 2509.00404")
 def compensated_unit(config: MetisConfig, rank: int) -> Scheme:
     """The same but for the units of its factors."""
-    return dataclasses.replace(compensated(config, rank), unit_rms=False)
+    scheme = compensated(config, rank)
+    return dataclasses.replace(scheme, weight=SplitWeight(scheme.weight.rank))
 
 
 # name -> config; the control comes first.

@@ -42,10 +42,15 @@ from metis_hf.analysis.capture import Capture
 from metis_hf.data.packed import load_packed
 from metis_hf.layers.linear import convert_linear
 from metis_hf.numerics import relative_error
-from metis_hf.operands import HIGH_PRECISION, IDENTITY, Hadamard, Operand
-from metis_hf.operands.conditioners.mean import MeanRemoved
-from metis_hf.operands.conditioners.outliers import HotChannels
-from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands import (
+    HIGH_PRECISION,
+    IDENTITY,
+    Hadamard,
+    HotChannels,
+    MeanRemoved,
+    Operand,
+    Spectral,
+)
 from metis_hf.schemes import Role, Scheme
 
 RANK = 32  # of the default scheme at this width

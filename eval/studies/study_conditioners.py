@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
+from metis_hf.operands import Conditioner, RandomHadamard, Spectral
 from metis_hf.operands.conditioners.mean import row_mean
-from metis_hf.operands.conditioners.ms_eden import RandomHadamard
-from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.transforms.hadamard import rotate, unrotate
 from metis_hf.transforms.spectral import default_rows, project, sample_rows
 
@@ -28,7 +27,7 @@ FP8 = Quantizer("fp8-e4m3", two_level=False)
 
 
 @dataclass(frozen=True)
-class Factors:
+class Factors(Conditioner):
     """A split with its factors in another format, or (None) exact."""
 
     split: Spectral
@@ -43,7 +42,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class MeanThenSplit:
+class MeanThenSplit(Conditioner):
     """The mean of the rows is taken off, exactly, before a split."""
 
     split: Spectral
@@ -55,7 +54,7 @@ class MeanThenSplit:
 
 
 @dataclass(frozen=True)
-class RotatedResidual:
+class RotatedResidual(Conditioner):
     """A split whose residual is quantized in a basis rotated by a Hadamard matrix."""
 
     split: Spectral
@@ -69,7 +68,7 @@ class RotatedResidual:
 
 
 @dataclass(frozen=True)
-class Eden:
+class Eden(Conditioner):
     """MS-EDEN of a matrix, or of the residual of its split: in a basis of the call's noise."""
 
     split: Spectral | None = None

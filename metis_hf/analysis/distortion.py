@@ -126,8 +126,8 @@ class Quantizers:
 
 
 def _check_needs_no_call(scheme: str, operand: Operand) -> None:
-    """Refuses conditioners that quantize directly until a call binds the layer's state to them."""
-    if hasattr(operand.conditioner, "bind"):
+    """Refuses conditioners that measure nothing of interest before a call binds a state to them."""
+    if operand.conditioner.needs_state:
         raise ValueError(
             f"scheme {scheme!r} quantizes this tensor by what a call knows of the layer's other "
             "tensors, and a tensor alone would be measured without it. Train with "

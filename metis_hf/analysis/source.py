@@ -25,11 +25,11 @@ from transformers.utils.hub import cached_file
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import fused_weights
-from metis_hf.operands.weight_forms import SplitWeight
+from metis_hf.operands import SplitWeight, WeightForm
 from metis_hf.schemes import build_scheme
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SPLIT = ("u", "s", "vh", "weight_residual")
+_SPLIT = SplitWeight.names
 # Two-dimensional weights that no GEMM multiplies, where the skeleton does not know them.
 _NO_LINEAR = re.compile(
     r"embed|wte|wpe|position|norm|lm_head|router|(^|\.|_)gate$|relative_attention_bias", re.I
@@ -56,7 +56,7 @@ class StoredWeight:
     name: str
     weight: Tensor
     parts: tuple[Tensor, ...] | None = None
-    form: SplitWeight | None = None
+    form: WeightForm | None = None
     scheme: str | None = None
 
     def rows(self, index: Tensor) -> StoredWeight:
@@ -152,9 +152,9 @@ class WeightSource:
         parts = tuple(self._read(base + part) for part in _SPLIT)
         config = (self.metis or MetisConfig()).for_layer(name)
         out_features, in_features = parts[-1].shape
-        scheme = build_scheme(config, in_features, out_features)
-        gain = (out_features * in_features) ** -0.5 if scheme.unit_rms else 1.0
-        form = SplitWeight(scheme.compensated, gain, scheme.exact_factors)
+        form = build_scheme(config, in_features, out_features).weight
+        if not form.is_split:  # the config beside the weights is lost, or another one
+            form = SplitWeight(len(parts[1]))
         return StoredWeight(name, form.dense(parts), parts, form, config.scheme)
 
     def shape(self, name: str) -> tuple[int, int]:

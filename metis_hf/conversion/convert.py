@@ -29,14 +29,13 @@ from metis_hf.layers.experts import (
 )
 from metis_hf.layers.linear import (
     MetisLayer,
-    MetisLinear,
     as_linear,
     convert_linear,
     linear_shape,
     make_layer,
 )
 from metis_hf.layers.token_mask import TokenMask
-from metis_hf.schemes import build_scheme, kept_directions, layer_rank
+from metis_hf.schemes import build_scheme, kept_directions
 
 DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
 
@@ -251,15 +250,11 @@ def _report(name: str, original: Tensor, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
     rank, error = None, 0.0
     if layer.scheme.splits_weight:
-        rank = layer_rank(layer.config, i, o)
-    quantizer = layer.scheme.fprop_weight.quantizer
-    element_bits = 16.0 if quantizer is None else quantizer.fmt.bits_per_element
-    factor_bits = 16.0 if layer.scheme.exact_factors else element_bits
-    bits = element_bits
-    if rank is not None:
-        bits += (factor_bits * (o + i) * rank + 32 * rank) / (o * i)
-    if isinstance(layer, MetisLinear) and not original.is_meta:
+        rank = layer.scheme.rank
+    bits = layer.scheme.weight_bits(o, i)
+    if layer.weight_form.is_split and not original.is_meta:
         with torch.no_grad():
             scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-            error = ((layer.weight - original).abs().max() / scale).item()
+            weight = layer.weight_form.dense(layer.weight_params())
+            error = ((weight - original).abs().max() / scale).item()
     return LayerReport(name, i, o, layer.config.scheme, rank, bits, error)

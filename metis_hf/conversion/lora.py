@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.layers.linear import MetisLayer, MetisLinear, QuantLinear
+from metis_hf.layers.linear import MetisLayer
 
 # Initializations that leave the base weight alone; the others write to it, or need its factors.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
@@ -120,11 +120,7 @@ class MetisLoraLinear(LoraLinear):
 
 def _add_to_weight(layer: MetisLayer, delta: Tensor) -> None:
     """Adds delta [o i] to the weight that a layer represents, in place."""
-    if isinstance(layer, MetisLinear):
-        layer.weight_residual.add_(delta)
-    else:
-        assert isinstance(layer, QuantLinear)
-        layer.weight.add_(delta.T if layer.conv1d else delta)
+    layer.weight_params()[-1].add_(delta)
 
 
 class MetisLoraModel(LoraModel):

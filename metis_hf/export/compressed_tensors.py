@@ -21,12 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from metis_hf.layers.linear import MetisLayer, MetisLinear
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
 from metis_hf.numerics.scaling import largest_scale, tensor_scale
 from metis_hf.numerics.storage import QuantizedTensor
-from metis_hf.operands import Identity
-from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
 
 LAYOUT = "nvfp4-pack-quantized"
@@ -122,14 +121,14 @@ def weight_quantizer(layer: MetisLayer) -> Quantizer | None:
 
 def is_split(layer: MetisLayer) -> bool:
     """Whether w_hat has a low-rank part: of a stored split, or of one made at each use."""
-    return isinstance(layer, MetisLinear) or _dynamic_split(layer) is not None
+    return layer.weight_form.is_split or _dynamic_split(layer) is not None
 
 
 def _dynamic_split(layer: MetisLayer) -> Spectral | None:
     """What splits the one stored matrix whenever it is quantized; None for other layers."""
     conditioner = layer.eval_scheme.fprop_weight.conditioner
-    dense = not isinstance(layer, MetisLinear)
-    return conditioner if dense and isinstance(conditioner, Spectral) else None
+    stored = layer.weight_form.is_split
+    return conditioner if isinstance(conditioner, Spectral) and not stored else None
 
 
 def unsupported(layer: MetisLayer) -> str | None:
@@ -145,11 +144,11 @@ def unsupported(layer: MetisLayer) -> str | None:
         return f"in_features={layer.in_features} is no multiple of the block of {size}"
     if quantizer.fmt != NVFP4 or quantizer.tile is Tile.TENSOR:
         return f"its weight is quantized to {quantizer.fmt.name} in tiles {quantizer.tile.value!r}"
-    conditioner = layer.eval_scheme.fprop_weight.conditioner
-    if not isinstance(conditioner, Identity) and _dynamic_split(layer) is None:
+    direct = layer.eval_scheme.fprop_weight.conditioner.is_direct
+    if not direct and _dynamic_split(layer) is None:
         return "its scheme transforms the weight around the quantizer"
-    if layer.scheme.clipped_weight:
-        return "its weight is clipped before it is quantized"
+    if layer.weight_form.altered:
+        return f"its weight is {layer.weight_form.altered} before it is quantized"
     return None
 
 
@@ -189,10 +188,11 @@ def split_layer(layer: MetisLayer, quantizer: Quantizer) -> tuple[Packed, LowRan
     and low-rank part add up to the layer's own w_hat.
     """
     params = tuple(param.detach().float() for param in layer.weight_params())
-    weight = layer.weight_form.dense(params)
-    if isinstance(layer, MetisLinear):
+    form = layer.weight_form
+    weight = form.dense(params)
+    if isinstance(form, SplitWeight):
         u, s, vh, residual = params
-        s, compensated = s * layer.weight_form.gain, layer.weight_form.compensated
+        s, compensated = s * form.gain, form.compensated
     else:
         split = _dynamic_split(layer)
         assert split is not None

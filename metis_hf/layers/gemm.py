@@ -35,7 +35,8 @@ from torch.autograd.function import once_differentiable
 
 from metis_hf.noise import Key, fingerprint
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
-from metis_hf.operands.weight_forms import HeldWeight, WeightForm
+from metis_hf.operands.held_weight import HeldWeight
+from metis_hf.operands.weight_forms import WeightForm
 from metis_hf.schemes.base import Role, Scheme
 
 
@@ -123,10 +124,7 @@ class GemmPlan:
     def resolve(self, role: Role) -> tuple[Role, Operand]:
         """`Scheme.resolve`, with conditioners that know the call's state."""
         role, operand = self.scheme.resolve(role)
-        conditioner: Any = operand.conditioner
-        if self.state is not None and hasattr(conditioner, "bind"):
-            operand = Operand(operand.quantizer, conditioner.bind(self.state))
-        return role, operand
+        return role, operand if self.state is None else operand.bind(self.state)
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Quantized:
         """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""

@@ -8,6 +8,7 @@ package reports missing weights instead of giving a plausible model without its 
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,21 +21,19 @@ from metis_hf.config import MetisConfig
 from metis_hf.layers.gemm import CallKeys, GemmPlan, QuantizedGemm
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.noise import Key, key_of
-from metis_hf.operands.weight_forms import (
-    ClippedWeight,
-    DenseWeight,
-    HeldWeight,
-    SplitWeight,
-    WeightForm,
-)
-from metis_hf.schemes import Scheme, build_scheme, layer_rank
+from metis_hf.operands import SplitWeight
+from metis_hf.operands.held_weight import HeldWeight
+from metis_hf.schemes import Scheme, build_scheme
 
 
 class MetisLayer(nn.Module):
-    """What both layers share: scheme, noise and the forward pass. x [... i] -> [... o]."""
+    """What both layers share: scheme, noise and the forward pass. x [... i] -> [... o].
 
-    weight_form: WeightForm
-    rank: int | None = None  # of the stored factors
+    Attributes:
+        weight_form: what the stored parameters are: the form that the scheme wanted when the layer
+            was made.
+    """
+
     state_names: tuple[str, ...] = ()  # of the buffers that the scheme's state lives in
     bias: nn.Parameter | None
 
@@ -51,15 +50,21 @@ class MetisLayer(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.conv1d = conv1d
         self.set_config(config)
+        self.weight_form = self.scheme.weight
         self.name = name
         self.key = key_of("layer", config.seed, name)
         self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
         self.held_weight: HeldWeight | None = None  # see `weight_reuse`
 
+    @property
+    def rank(self) -> int | None:
+        """Directions of the stored factors; None where there are none."""
+        return self.weight_form.rank
+
     def weight_params(self) -> tuple[Tensor, ...]:
-        """The stored tensors, as `weight_form` takes them."""
-        raise NotImplementedError
+        """The stored tensors, as `weight_form` takes them; the last one is a matrix [o i]."""
+        return tuple(getattr(self, name) for name in self.weight_form.names)
 
     def set_config(self, config: MetisConfig) -> None:
         """Takes another config for the same parameters; see `check_config`."""
@@ -103,27 +108,17 @@ class MetisLayer(nn.Module):
         Raises:
             ValueError: another rank, or a scheme that stores the weight in another form.
         """
-        new = build_scheme(config, self.in_features, self.out_features)
-        if self._form(new) != self._stored_form():
-            raise ValueError(
-                f"scheme {config.scheme!r} stores weights in another form than the one in which "
-                'this model was converted. high_precision=("forward", "backward") runs the stored '
-                "form unquantized, to_dense makes a plain model (split_weight=True or False at "
-                "conversion gives all schemes one form)"
-            )
-        rank, stored = layer_rank(config, self.in_features, self.out_features), self.rank
-        if stored is not None and rank != stored:
-            raise ValueError(f"rank {rank} does not fit stored factors of rank {stored}")
-
-    @staticmethod
-    def _form(scheme: Scheme) -> tuple[bool, ...]:
-        """How a scheme wants weights stored."""
-        if scheme.split_weight:
-            return (True, scheme.compensated, scheme.unit_rms, scheme.exact_factors)
-        return (False, scheme.clipped_weight)
-
-    def _stored_form(self) -> tuple[bool, ...]:
-        return (False, isinstance(self.weight_form, ClippedWeight))
+        new, stored = build_scheme(config, self.in_features, self.out_features), self.weight_form
+        if new.weight == stored:
+            return
+        if isinstance(stored, SplitWeight) and replace(stored, rank=new.rank) == new.weight:
+            raise ValueError(f"rank {new.rank} does not fit stored factors of rank {stored.rank}")
+        raise ValueError(
+            f"scheme {config.scheme!r} stores weights in another form than the one in which "
+            'this model was converted. high_precision=("forward", "backward") runs the stored '
+            "form unquantized, to_dense makes a plain model (split_weight=True or False at "
+            "conversion gives all schemes one form)"
+        )
 
     def active_scheme(self) -> Scheme:
         """The scheme of the current mode: eval rounds to nearest everywhere."""
@@ -217,11 +212,9 @@ def _process_rank() -> int:
 class QuantLinear(MetisLayer):
     """A linear layer with one dense weight whose GEMM operands are quantized.
 
-    `weight` is [o i], or [i o] where it replaces a Conv1D. A scheme with clipped weights has
-    `weight_clip` [o] beside it, which starts at zero.
+    `weight` is [o i], or [i o] where it replaces a Conv1D. Its form may have others beside it, such
+    as `weight_clip` [o] of clipped weights.
     """
-
-    weight_form: WeightForm = DenseWeight()
 
     def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
         conv1d = kwargs.get("conv1d", False)
@@ -229,16 +222,14 @@ class QuantLinear(MetisLayer):
         super().__init__(in_features, out_features, config, **kwargs)
         self.weight = _parameter(weight)
         self.bias = None if bias is None else _parameter(bias)
-        if self.scheme.clipped_weight:
-            self.weight_form = ClippedWeight()
-            clip = weight.new_zeros(out_features)
-            self.weight_clip = nn.Parameter(clip, requires_grad=weight.requires_grad)
+        *others, _ = self.weight_form.decompose(weight.T if conv1d else weight, self.key)
+        for name, value in zip(self.weight_form.names, others):
+            self.register_parameter(name, nn.Parameter(value, weight.requires_grad))
         self._register_state()
 
     def weight_params(self) -> tuple[Tensor, ...]:
-        weight = self.weight.T if self.conv1d else self.weight
-        clipped = isinstance(self.weight_form, ClippedWeight)
-        return (self.weight_clip, weight) if clipped else (weight,)
+        *others, weight = super().weight_params()
+        return (*others, weight.T if self.conv1d else weight)
 
     def _high_precision(self, x: Tensor) -> Tensor:
         if self.conv1d and self.bias is not None:  # as Conv1D computes it, to the bit
@@ -246,9 +237,9 @@ class QuantLinear(MetisLayer):
             y = flat.view(*x.shape[:-1], self.out_features)
         else:
             y = super()._high_precision(x)
-        if isinstance(self.weight_form, ClippedWeight):
-            # Nothing is clipped; a gradient of zero, since DDP waits for that of each parameter.
-            y = y + 0 * self.weight_clip.sum()
+        for name in self.weight_form.names[:-1]:
+            # Not in use: a gradient of zero, since DDP waits for that of each parameter.
+            y = y + 0 * getattr(self, name).sum()
         return y
 
 
@@ -260,39 +251,33 @@ class MetisLinear(MetisLayer):
     """
 
     weight_form: SplitWeight
-    rank: int
+    u: nn.Parameter
+    s: nn.Parameter
+    vh: nn.Parameter
+    weight_residual: nn.Parameter
 
     def __init__(self, weight: Tensor, bias: Tensor | None, config: MetisConfig, **kwargs) -> None:
         conv1d = kwargs.get("conv1d", False)
         w = weight.T if conv1d else weight
         super().__init__(w.shape[1], w.shape[0], config, **kwargs)
-        gain = (w.shape[0] * w.shape[1]) ** -0.5 if self.scheme.unit_rms else 1.0
-        exact = self.scheme.exact_factors
-        self.weight_form = SplitWeight(self.scheme.compensated, gain, exact)
-        self.rank = layer_rank(config, self.in_features, self.out_features)
         if w.is_meta:  # a checkpoint is about to be loaded into it
-            shapes = ((w.shape[0], self.rank), (self.rank,), (self.rank, w.shape[1]), w.shape)
-            factors = tuple(w.new_empty(shape) for shape in shapes)
+            factors = tuple(w.new_empty(shape) for shape in self.weight_form.shapes(*w.shape))
         else:
-            factors = self.weight_form.decompose(w, self.rank, self.key)
-        requires_grad = weight.requires_grad
-        self.u, self.s, self.vh, self.weight_residual = (
-            nn.Parameter(f.to(w.dtype).contiguous(), requires_grad=requires_grad) for f in factors
-        )
+            factors = self.weight_form.decompose(w, self.key)
+        for name, factor in zip(self.weight_form.names, factors):
+            param = nn.Parameter(factor.to(w.dtype).contiguous(), weight.requires_grad)
+            self.register_parameter(name, param)
         self.bias = None if bias is None else _parameter(bias)
         self._register_state()
 
-    def _stored_form(self) -> tuple[bool, ...]:
-        form = self.weight_form
-        return (True, form.compensated, form.gain != 1, form.exact_factors)
+    @property
+    def rank(self) -> int:
+        return self.weight_form.rank
 
     @property
     def weight(self) -> Tensor:
         """The represented weight [o i] (read only; not in the state dict)."""
         return self.weight_form.dense(self.weight_params())
-
-    def weight_params(self) -> tuple[Tensor, ...]:
-        return self.u, self.s, self.vh, self.weight_residual
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}"
@@ -349,8 +334,10 @@ def make_layer(
 ) -> MetisLayer:
     """The quantized layer for a weight [o i], or [i o] with `conv1d`."""
     out_features, in_features = weight.shape[::-1] if conv1d else weight.shape
-    split = build_scheme(config, in_features, out_features).split_weight
-    layer = (MetisLinear if split else QuantLinear)(weight, bias, config, name=name, conv1d=conv1d)
+    form = build_scheme(config, in_features, out_features).weight
+    layer = (MetisLinear if form.is_split else QuantLinear)(
+        weight, bias, config, name=name, conv1d=conv1d
+    )
     layer.token_mask = token_mask
     return layer
 

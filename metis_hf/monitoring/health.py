@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import MetisLayer, MetisLinear, full_tensor
+from metis_hf.layers.linear import MetisLayer, full_tensor
 from metis_hf.monitoring.gradient_noise import GradientNoise, group_of, weight_gradient_noise
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics import Quantizer, sqnr_db
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.spectral import Spectral
-from metis_hf.schemes import Role, layer_rank
+from metis_hf.operands import Operand, Spectral, SplitWeight
+from metis_hf.schemes import Role
 from metis_hf.transforms import spectral_split
 from metis_hf.transforms.spectral import default_rows
 
@@ -118,12 +117,11 @@ def weight_health(layer: MetisLayer) -> Stats:
     if not bool(finite.all()):
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(weight)
-    if isinstance(layer, MetisLinear):
+    if isinstance(layer.weight_form, SplitWeight):
         residual = params[-1].float()
-        stats |= _stored_split_stats(layer, params, weight)
+        stats |= _stored_split_stats(layer.weight_form, params, weight)
     else:
-        rank = layer_rank(layer.config, layer.in_features, layer.out_features)
-        stats |= _split_stats(weight, spectral_split(weight, rank).residual)
+        stats |= _split_stats(weight, spectral_split(weight, layer.scheme.rank).residual)
         residual = weight
     operand = layer.active_scheme().fprop_weight
     if operand.quantizer is not None:
@@ -139,22 +137,23 @@ def weight_health(layer: MetisLayer) -> Stats:
 
 
 @torch.no_grad()
-def split_health(layer: MetisLinear) -> Stats:
+def split_health(layer: MetisLayer) -> Stats:
     """energy, narrowing and orthogonality of a stored split: what a refresh changes.
 
     Where the weight is sharded every process has to call this.
     """
     params = _whole_params(layer)
     weight = layer.weight_form.dense(params).float()
-    stats = _stored_split_stats(layer, params, weight)
+    assert isinstance(layer.weight_form, SplitWeight)
+    stats = _stored_split_stats(layer.weight_form, params, weight)
     return {name: float(value) for name, value in stats.items()}
 
 
 def _stored_split_stats(
-    layer: MetisLinear, params: list[Tensor], weight: Tensor
+    form: SplitWeight, params: list[Tensor], weight: Tensor
 ) -> dict[str, Tensor]:
-    u, vh = (p.float() for p in layer.weight_form.orthonormal(params))
-    eye = torch.eye(layer.rank, device=u.device)
+    u, vh = (p.float() for p in form.orthonormal(params))
+    eye = torch.eye(form.rank, device=u.device)
     drift = torch.maximum((u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax())
     return _split_stats(weight, params[-1].float()) | {"orthogonality": drift}
 
@@ -250,7 +249,7 @@ class _ProbeHook:
             return operand_health(
                 x.reshape(-1, x.shape[-1]),
                 plan.resolve(role)[1],
-                rank=layer_rank(layer.config, layer.in_features, layer.out_features),
+                rank=layer.scheme.rank,
                 key=layer.noise_key(),
                 row_mask=plan.row_mask,
             )

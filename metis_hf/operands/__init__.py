@@ -1,33 +1,60 @@
 """How one tensor enters one GEMM, and how a layer stores its weight.
 
-`operand` has the operand itself, `conditioners` what a method does around the quantizer, one file
-each, and `weight_forms` the ways to store a weight. Schemes choose which operand a GEMM takes.
+`operand` has the operand itself, `conditioner` the base class of what a method does around the
+quantizer, `conditioners` the published ones, a family per file, and `weight_forms` the ways to
+store a weight. Schemes choose which operand a GEMM takes.
 """
 
-from metis_hf.operands.operand import (
-    HIGH_PRECISION,
-    IDENTITY,
+from metis_hf.operands.conditioner import (
+    AroundQuantizer,
     Conditioner,
     Encoded,
-    Hadamard,
-    Identity,
     LowRank,
-    Operand,
     Part,
-    Quantized,
     Work,
 )
+from metis_hf.operands.conditioners.channelwise import ChannelAffine, Channels, PerChannel
+from metis_hf.operands.conditioners.clamped import Clamped
+from metis_hf.operands.conditioners.gradient_estimator import DifferentiableEstimator
+from metis_hf.operands.conditioners.hadamard import Hadamard
+from metis_hf.operands.conditioners.hot_channels import HotChannels
+from metis_hf.operands.conditioners.identity import IDENTITY, Identity
+from metis_hf.operands.conditioners.mean import MeanRemoved
+from metis_hf.operands.conditioners.ms_eden import Contents, RandomHadamard
+from metis_hf.operands.conditioners.requantized import Requantized
+from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
+from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands.operand import HIGH_PRECISION, Operand, Quantized
+from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, SplitWeight, WeightForm
 
 __all__ = [
     "HIGH_PRECISION",
     "IDENTITY",
+    "AroundQuantizer",
+    "ChannelAffine",
+    "Channels",
+    "Clamped",
+    "ClippedWeight",
     "Conditioner",
+    "Contents",
+    "DenseWeight",
+    "DifferentiableEstimator",
     "Encoded",
+    "FullHadamard",
     "Hadamard",
+    "HotChannels",
     "Identity",
     "LowRank",
+    "MeanRemoved",
     "Operand",
     "Part",
+    "PerChannel",
     "Quantized",
+    "RandomHadamard",
+    "RandomKronecker",
+    "Requantized",
+    "Spectral",
+    "SplitWeight",
+    "WeightForm",
     "Work",
 ]

@@ -8,9 +8,10 @@ equations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +19,83 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, LowRank, Operand, Quantized
+from metis_hf.operands.conditioner import Encoded, LowRank
+from metis_hf.operands.operand import Operand, Quantized
 from metis_hf.transforms import decompose_weight
 
+HIGH_PRECISION_BITS = 16.0  # of what is not quantized, in BF16
 
-class WeightForm(Protocol):
-    """A way to store a weight."""
 
+class WeightWork(NamedTuple):
+    """What a form computes of a weight [o i]: FLOPs by kind, see `costs.LayerCost`.
+
+    Attributes:
+        dense: from the parameters to the represented weight.
+        quantize: to w_hat, apart from the operand.
+        operand: whether a matrix [o i] goes through the operand, conditioner included.
+        quantized: shapes of what goes to the quantizer without the conditioner.
+        gradients: from dL/dw_hat to the gradients of the parameters.
+        quantized_again: shapes of what is quantized for them.
+    """
+
+    dense: Mapping[str, float] = {}
+    quantize: Mapping[str, float] = {}
+    operand: bool = True
+    quantized: tuple[tuple[int, int], ...] = ()
+    gradients: Mapping[str, float] = {}
+    quantized_again: tuple[tuple[int, int], ...] = ()
+
+
+class WeightForm(ABC):
+    """A way to store a weight [o i]: which parameters there are, and what they stand for.
+
+    `params` are the parameters in the order of `names`, each as `shapes` says. The last one is a
+    matrix [o i]: whatever is added to it is added to the represented weight. Subclasses are frozen
+    dataclasses: layers whose forms are equal can take each other's parameters.
+
+    Attributes:
+        names: of the parameters in a layer and in its checkpoints.
+        undecayed: those of them that weight decay leaves alone.
+        is_split: the weight is stored as a low-rank part and a residual.
+        rank: directions of the low-rank part; None where there is none.
+        altered: what is done to the stored matrix before it is quantized, in a word for messages.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    undecayed: ClassVar[tuple[str, ...]] = ()
+    is_split: ClassVar[bool] = False
+    altered: ClassVar[str] = ""
+    rank: int | None
+
+    def sized(self, out_features: int, in_features: int) -> WeightForm:
+        """Returns the form of a layer of this size, where constants of the form depend on it."""
+        return self
+
+    @abstractmethod
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of the parameters."""
+
+    @abstractmethod
+    def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
+        """Makes the parameters that represent a weight [o i]; where they are new, fp32 or fp64."""
+
+    @abstractmethod
     def dense(self, params: Sequence[Tensor]) -> Tensor:
-        """The represented weight [o i], in the parameters' dtype."""
+        """Returns the represented weight [o i], in the parameters' dtype."""
 
+    @abstractmethod
     def quantize(
         self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
     ) -> Quantized:
-        """w_hat [o i], as `Operand.__call__`."""
+        """Returns w_hat [o i], as `Operand.__call__`."""
 
     def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
         """Whether `quantize` has two halves, `encode` and `decode`."""
+        return operand.has_codes(params[-1])
 
+    @abstractmethod
     def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
-        """The first half of `quantize`: codes and scales of w_hat."""
+        """Does the first half of `quantize`: codes and scales of w_hat."""
 
     def decode(
         self,
@@ -48,57 +106,47 @@ class WeightForm(Protocol):
         dim: int,
         dtype: torch.dtype,
     ) -> Quantized:
-        """The second half: what `quantize` gives, bit for bit."""
+        """Does the second half: what `quantize` gives, bit for bit."""
+        rows, columns = params[-1].shape
+        return operand.decode(encoded, dim=dim, shape=(rows, columns), dtype=dtype)
 
+    @abstractmethod
     def gradients(
         self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
     ) -> list[Tensor]:
-        """dw = dL/dw_hat [o i] carried to each parameter."""
+        """Carries dw = dL/dw_hat [o i] to each parameter."""
 
+    def factor_bits(self, shape: tuple[int, int], bits: float) -> float:
+        """Returns what is stored beside the matrix, in bits for each of its elements.
 
-class HeldWeight:
-    """Codes and scales of one layer's w_hat, for as long as the parameters do not change.
+        Args:
+            shape: of the matrix, [o i].
+            bits: of a quantized element.
+        """
+        return 0.0
 
-    4.5 bits an element for each operand; the dense w_hat is made of them at each use.
-    """
+    def work(self, shape: tuple[int, int], *, quantized: bool) -> WeightWork:
+        """Returns what planning counts for a weight of this shape.
 
-    def __init__(self) -> None:
-        self._encoded: dict[tuple[Any, ...], Encoded] = {}
-
-    def operand(
-        self,
-        form: WeightForm,
-        params: Sequence[Tensor],
-        operand: Operand,
-        *,
-        dim: int,
-        key: Key,
-        dtype: torch.dtype,
-    ) -> Quantized:
-        """`WeightForm.quantize`, of which the first half is done once."""
-        encoded = self._find(form, params, operand, dim, key)
-        if encoded is None:
-            return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
-        return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
-
-    def _find(
-        self, form: WeightForm, params: Sequence[Tensor], operand: Operand, dim: int, key: Key
-    ) -> Encoded | None:
-        """The codes of these parameters, made if they are not there; None where there are none."""
-        if not form.encodes(params, operand) or params[-1].is_inference():
-            return None
-        # Storage and version guard against most changes that should not have happened.
-        seen = tuple((param.data_ptr(), param._version) for param in params)
-        name = (operand, dim, key.static, seen)
-        if name not in self._encoded:
-            encoded = form.encode(params, operand, dim=dim, key=key)
-            self._encoded[name] = encoded.stored()
-        return self._encoded[name]
+        Args:
+            shape: [o i]
+            quantized: whether the operand has a quantizer.
+        """
+        return WeightWork()
 
 
 @dataclass(frozen=True)
-class DenseWeight:
+class DenseWeight(WeightForm):
     """One matrix."""
+
+    names: ClassVar[tuple[str, ...]] = ("weight",)
+    rank = None
+
+    def shapes(self, out_features, in_features):
+        return ((out_features, in_features),)
+
+    def decompose(self, w, key):
+        return (w,)
 
     def dense(self, params):
         return params[0]
@@ -106,24 +154,19 @@ class DenseWeight:
     def quantize(self, params, operand, *, dim, key, dtype):
         return operand(params[0].detach(), dim=dim, key=key, dtype=dtype)
 
-    def encodes(self, params, operand):
-        return operand.has_codes(params[0])
-
     def encode(self, params, operand, *, dim, key):
         return operand.encode(params[0].detach(), dim=dim, key=key)
 
-    def decode(self, params, encoded, operand, *, dim, dtype):
-        return operand.decode(encoded, dim=dim, shape=tuple(params[0].shape), dtype=dtype)
-
     def gradients(self, params, dw, operand, *, key):
-        estimate = getattr(operand.conditioner, "weight_gradient", None)
-        if estimate is not None:  # instead of the straight-through 1
-            dw = estimate(dw, params[0].detach(), operand.quantizer)
-        return [dw.to(params[0].dtype)]
+        w = params[0].detach()
+        return [operand.conditioner.weight_gradient(dw, w, operand.quantizer).to(w.dtype)]
+
+
+DENSE = DenseWeight()
 
 
 @dataclass(frozen=True)
-class ClippedWeight:
+class ClippedWeight(WeightForm):
     """clip [o] and one matrix w: w_hat = Q(C(w)) with C(w) = clamp(w, -t, t).
 
     t = strength * amax, one strength per output row, one amax per block of 16 along the row
@@ -142,6 +185,16 @@ class ClippedWeight:
     block: int = 16
     start: float = 4.0
 
+    names: ClassVar[tuple[str, ...]] = ("weight_clip", "weight")
+    altered: ClassVar[str] = "clipped"
+    rank = None
+
+    def shapes(self, out_features, in_features):
+        return (out_features,), (out_features, in_features)
+
+    def decompose(self, w, key):
+        return w.new_zeros(w.shape[0]), w
+
     def dense(self, params):
         return params[1]
 
@@ -149,14 +202,8 @@ class ClippedWeight:
         w = params[1].detach() if operand.quantizer is None else self._clipped(params)
         return operand(w, dim=dim, key=key, dtype=dtype)
 
-    def encodes(self, params, operand):
-        return operand.has_codes(params[1])
-
     def encode(self, params, operand, *, dim, key):
         return operand.encode(self._clipped(params), dim=dim, key=key)
-
-    def decode(self, params, encoded, operand, *, dim, dtype):
-        return operand.decode(encoded, dim=dim, shape=tuple(params[1].shape), dtype=dtype)
 
     def strength(self, clip: Tensor) -> Tensor:
         """Share of a block's largest magnitude that its row's weights are clipped to [o]."""
@@ -183,6 +230,12 @@ class ClippedWeight:
         dclip = (moved * amax).sum((1, 2)) * strength * (1 - strength)
         return [dclip.to(clip.dtype), through.flatten(-2)[:, : w.shape[1]].to(w.dtype)]
 
+    def work(self, shape, *, quantized):
+        o, i = shape
+        return WeightWork(
+            quantize={"elementwise": 2.0 * o * i}, gradients={"elementwise": 10.0 * o * i}
+        )
+
     def _blocks(self, clip: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""
         blocks = self._cut(w if w.dtype is torch.float64 else w.float())
@@ -194,25 +247,42 @@ class ClippedWeight:
 
 
 @dataclass(frozen=True)
-class SplitWeight:
+class SplitWeight(WeightForm):
     """u, s, vh and residual: w = gain * (u * s) @ vh + residual.
 
     Args:
-        gain: 1 for orthonormal factors, as published. 1 / sqrt(out_features in_features) for
-            factors whose entries have unit RMS (orthonormal ones times sqrt(out_features) and
-            sqrt(in_features)). Adam moves every entry by about the learning rate, so entries of
-            1/sqrt(n) turn by a share sqrt(n) times as large, and the split would train the
-            dominant part at a much higher rate than the same weight stored densely.
+        rank: k
         compensated: w_hat = low + Q(residual + (u * s) @ vh - low) with low = Q(u) * s @ Q(vh);
             the correction is a constant to autograd. The paper has w_hat = low + Q(residual).
+        unit_rms: u and vh have entries of unit RMS rather than being orthonormal: orthonormal ones
+            times sqrt(out_features) and sqrt(in_features). Adam moves every entry by about the
+            learning rate, so entries of 1/sqrt(n) turn by a share sqrt(n) times as large, and the
+            split would train the dominant part at a much higher rate than the same weight stored
+            densely.
         exact_factors: the factors stay in high precision (arXiv 2411.05007), so that there is
             nothing to compensate: w_hat = (u * s) @ vh + Q(residual), with the operand's
             conditioner around Q.
+        gain: 1 for orthonormal factors, as published. With `unit_rms`, which `sized` turns into
+            it, 1 / sqrt(out_features in_features).
     """
 
+    rank: int
     compensated: bool = True
-    gain: float = 1.0
+    unit_rms: bool = False
     exact_factors: bool = False
+    gain: float = 1.0
+
+    names: ClassVar[tuple[str, ...]] = ("u", "s", "vh", "weight_residual")
+    undecayed: ClassVar[tuple[str, ...]] = ("u", "vh")
+    is_split: ClassVar[bool] = True
+
+    def sized(self, out_features, in_features):
+        gain = (out_features * in_features) ** -0.5 if self.unit_rms else 1.0
+        return replace(self, gain=gain)
+
+    def shapes(self, out_features, in_features):
+        o, i, k = out_features, in_features, self.rank
+        return (o, k), (k,), (k, i), (o, i)
 
     def dense(self, params):
         u, s, vh, residual = params
@@ -233,7 +303,7 @@ class SplitWeight:
         return Quantized(w_hat, low=low)
 
     def encodes(self, params, operand):
-        return operand.has_codes(params[-1]) and not self.exact_factors
+        return super().encodes(params, operand) and not self.exact_factors
 
     def encode(self, params, operand, *, dim, key):
         u, s, vh, residual = (p.detach() for p in params)
@@ -287,14 +357,33 @@ class SplitWeight:
         u_dw = (u_hat.T * self.gain) @ dw  # [k o] @ [o i] -> [k i]
         return [dw_v * s, (u_hat * dw_v).sum(0), s[:, None] * u_dw, dw]
 
-    def decompose(self, w: Tensor, rank: int, key: Key) -> tuple[Tensor, ...]:
-        """(u, s, vh, residual) of a weight [o i], in this form's units; fp32 or fp64."""
-        u, s, vh, residual = decompose_weight(w, rank, key=key)
+    def decompose(self, w, key):
+        u, s, vh, residual = decompose_weight(w, self.rank, key=key)
         if self.gain != 1:
             # The root of the size, not the size of the root: exact where it is a power of two.
             u, vh = u * w.shape[0] ** 0.5, vh * w.shape[1] ** 0.5
             residual = w.to(u.dtype) - (u * (s * self.gain)) @ vh
         return u, s, vh, residual
+
+    def factor_bits(self, shape, bits):
+        (o, i), k = shape, self.rank
+        factors = (HIGH_PRECISION_BITS if self.exact_factors else bits) * (o + i) * k
+        return (factors + 32 * k) / (o * i)
+
+    def work(self, shape, *, quantized):
+        (o, i), k = shape, self.rank
+        product = {"weight_factors": 2.0 * o * i * k}
+        factors = () if self.exact_factors else ((o, k), (k, i))
+        twice = quantized and self.compensated and not self.exact_factors
+        return WeightWork(
+            dense=product,
+            # Compensated, the low-rank part is made of quantized and of exact factors.
+            quantize={"weight_factors": 4.0 * o * i * k} if twice else product,
+            operand=self.exact_factors,
+            quantized=() if self.exact_factors else (shape, *factors),
+            gradients={"weight_factors": 4.0 * o * i * k},
+            quantized_again=factors,
+        )
 
     def orthonormal(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """u and vh in the units in which they start out orthonormal."""

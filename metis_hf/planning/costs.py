@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from metis_hf.layers.linear import MetisLayer, MetisLinear
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import Operand
-from metis_hf.schemes import Role, Scheme, layer_rank
+from metis_hf.operands.weight_forms import WeightWork
+from metis_hf.schemes import Role, Scheme
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,9 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     if scheme.wgrad_grad_output is not None:
         cost += _operand_cost(scheme.wgrad_grad_output, (tokens, o), 0)
     cost += _wgrad_input_cost(scheme, tokens, i)
-    if isinstance(layer, MetisLinear):
-        # weights.SplitWeight.gradients: dw @ vh^T and u^T @ dw, with u and vh quantized anew
-        k = layer.rank
-        cost += LayerCost(weight_factors=4.0 * o * i * k)
-        if not scheme.exact_factors:
-            cost += _quantizers_cost(scheme.fprop_weight.quantizer, (o, k), (k, i))
-    if scheme.clipped_weight:
-        cost += LayerCost(elementwise=10.0 * o * i)  # weights.ClippedWeight.gradients
+    work = _weight_work(layer, scheme.fprop_weight)
+    cost += LayerCost(**work.gradients)
+    cost += _quantizers_cost(scheme.fprop_weight.quantizer, *work.quantized_again)
     backward = (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT)
     return cost + _corrections_cost(layer, tokens, backward)
 
@@ -116,10 +112,10 @@ def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -
         Role.DGRAD_WEIGHT: (i, o, t),
         Role.WGRAD_GRAD_OUTPUT: (o, t, i),
     }
-    rank, cost = layer_rank(layer.config, i, o), LayerCost()
+    cost = LayerCost()
     for role in layer.scheme.corrected.intersection(roles):
         m, n, p = sizes[role]
-        k = min(rank, n, p)
+        k = min(layer.scheme.rank, n, p)
         cost += LayerCost(elementwise=1.0 * m * n, corrections=2.0 * m * n * k + 2.0 * m * k * p)
         cost += _quantizers_cost(layer.scheme.resolve(role)[1].quantizer, (m, k))
         if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
@@ -127,27 +123,24 @@ def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -
     return cost
 
 
+def _weight_work(layer: MetisLayer, operand: Operand) -> WeightWork:
+    """`WeightForm.work` of a layer's weight with this operand."""
+    shape = (layer.out_features, layer.in_features)
+    return layer.weight_form.work(shape, quantized=operand.quantizer is not None)
+
+
 def _dense_weight_cost(layer: MetisLayer) -> LayerCost:
-    """(u * s) @ vh + residual of a split weight that is used unquantized."""
-    if not isinstance(layer, MetisLinear):
-        return LayerCost()
-    return LayerCost(weight_factors=2.0 * layer.out_features * layer.in_features * layer.rank)
+    """What a weight that is used unquantized is made of: (u * s) @ vh + residual, or nothing."""
+    return LayerCost(**_weight_work(layer, layer.scheme.fprop_weight).dense)
 
 
 def _weight_cost(layer: MetisLayer, operand: Operand, *, dim: int = -1) -> LayerCost:
-    """weights.*.quantize: one quantized copy of the weight [o i], blocks along `dim`."""
-    i, o = layer.in_features, layer.out_features
-    if not isinstance(layer, MetisLinear):
-        clip = LayerCost(elementwise=2.0 * o * i) if layer.scheme.clipped_weight else LayerCost()
-        return clip + _operand_cost(operand, (o, i), dim)
-    k = layer.rank
-    if layer.scheme.exact_factors:
-        return LayerCost(weight_factors=2.0 * o * i * k) + _operand_cost(operand, (o, i), dim)
-    products = 1  # the low-rank part ...
-    if operand.quantizer is not None and layer.weight_form.compensated:
-        products = 2  # ... from quantized and from exact factors
-    cost = LayerCost(weight_factors=2.0 * products * o * i * k)
-    return cost + _quantizers_cost(operand.quantizer, (o, i), (o, k), (k, i))
+    """`WeightForm.quantize`: one quantized copy of the weight [o i], blocks along `dim`."""
+    work = _weight_work(layer, operand)
+    cost = LayerCost(**work.quantize) + _quantizers_cost(operand.quantizer, *work.quantized)
+    if work.operand:
+        cost += _operand_cost(operand, (layer.out_features, layer.in_features), dim)
+    return cost
 
 
 def _operand_cost(
@@ -156,11 +149,6 @@ def _operand_cost(
     """operands.Operand on a matrix of this shape: `phases` of `Work`, by default a call."""
     if operand.quantizer is None:
         return LayerCost()
-    if not hasattr(operand.conditioner, "work"):
-        raise TypeError(
-            f"no cost formula for the conditioner {type(operand.conditioner).__name__}; give it a "
-            "method work(shape, *, dim) -> metis_hf.operands.Work before planning a run with it"
-        )
     work = operand.conditioner.work(shape, dim=dim)
     cost = LayerCost()
     for phase in phases or ("call",):

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import ConversionReport, gemm_weights
-from metis_hf.layers.linear import MetisLinear
 from metis_hf.planning.costs import LayerCost, forward_cost, layer_cost
 from metis_hf.planning.saved_bytes import SavedBytes, trace_saved_bytes
 
@@ -186,13 +185,13 @@ def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:
     """`Plan.parameters` of a converted model that had `original` parameters before."""
     report = model.metis_report
     assert isinstance(report, ConversionReport)
-    split = [layer for _, layer in metis_layers(model) if isinstance(layer, MetisLinear)]
-    added = sum(p.numel() for layer in split for p in (layer.u, layer.s, layer.vh))
+    split = [layer for _, layer in metis_layers(model) if layer.weight_form.is_split]
+    added = sum(p.numel() for layer in split for p in layer.weight_params()[:-1])
     return {
         "total": _count(model),
         "original": original,
         "converted": report.converted_params,
-        "split": added + sum(layer.weight_residual.numel() for layer in split),
+        "split": added + sum(layer.weight_params()[-1].numel() for layer in split),
         "added": added,
     }
 

@@ -1,33 +1,16 @@
-"""The published methods, one short file each; importing this package registers them."""
+"""The published methods, one short file each; importing this package registers them.
 
-from metis_hf.schemes import (  # noqa: F401
-    bf16,
-    bf16_split,
-    four_over_six,
-    halo,
-    hot_channel,
-    mean,
-    metis,
-    metis_paper,
-    mxfp4,
-    nvfp4,
-    nvfp4_rne,
-    nvidia,
-    nvidia_paper,
-    occ,
-    omniquant,
-    outlier_suppression_plus,
-    quarot,
-    quartet2,
-    quip,
-    smoothquant,
-    svdquant,
-    tetrajet2,
-)
-from metis_hf.schemes.base import (
+`base` says what a scheme is, `registry` finds one by name, `parts` is what scheme files import, and
+`discovery` imports those of users.
+"""
+
+import importlib
+import pkgutil
+
+from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.discovery import absolute_source, import_schemes, source_digest
+from metis_hf.schemes.registry import (
     CONTROL,
-    Role,
-    Scheme,
     SchemeInfo,
     build_scheme,
     kept_directions,
@@ -42,10 +25,19 @@ __all__ = [
     "Role",
     "Scheme",
     "SchemeInfo",
+    "absolute_source",
     "build_scheme",
+    "import_schemes",
     "kept_directions",
     "layer_rank",
     "register_scheme",
     "scheme_info",
     "scheme_names",
+    "source_digest",
 ]
+
+# Files of this folder that are no schemes; every other one registers what it has.
+_TOOLS = {"base", "cli", "discovery", "listing", "parts", "registry", "states"}
+for _file in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    if _file not in _TOOLS:
+        importlib.import_module(f"{__name__}.{_file}")

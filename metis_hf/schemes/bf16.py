@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import MetisConfig, Scheme, register_scheme
 
 
 @register_scheme("bf16", summary="control: nothing quantized", source="torch.nn.Linear")

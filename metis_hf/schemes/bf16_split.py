@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
+from metis_hf.schemes.parts import RANK_MULTIPLE, MetisConfig, Scheme, SplitWeight, register_scheme
 
 
 @register_scheme(
@@ -14,4 +13,4 @@ from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
 )
 def bf16_split(config: MetisConfig, rank: int) -> Scheme:
     """The extra parameters of Metis without FP4, to tell one's effect from the other's."""
-    return Scheme(split_weight=True, unit_rms=True)
+    return Scheme(weight=SplitWeight(rank, unit_rms=True))

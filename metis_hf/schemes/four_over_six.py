@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.numerics import ScaleRule
-from metis_hf.schemes.base import Scheme, register_scheme
 from metis_hf.schemes.nvidia import nvidia
+from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_scheme
 
 
 @register_scheme(
     "four-over-six",
     summary="the recipe of `nvidia` with 4/6 block scales for inputs and weights",
     source="arXiv 2512.02010 (Four Over Six)",
+    formats=("nvfp4",),
 )
 def four_over_six(config: MetisConfig, rank: int) -> Scheme:
     """Every block of a nearest-rounded operand has its maximum on code 6 or 4, as fits better.

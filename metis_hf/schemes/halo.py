@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.noise import key_of
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.rotated import FullHadamard
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, nearest_forward
+from metis_hf.schemes.parts import (
+    FullHadamard,
+    MetisConfig,
+    Operand,
+    Scheme,
+    in_mode,
+    key_of,
+    nearest_forward,
+    register_scheme,
+)
 
 
 @register_scheme(

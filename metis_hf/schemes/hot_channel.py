@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands.conditioners.outliers import HotChannels
-from metis_hf.schemes.base import Scheme, register_scheme
 from metis_hf.schemes.nvidia import nvidia
+from metis_hf.schemes.parts import HotChannels, MetisConfig, Scheme, register_scheme
 
 
 @register_scheme(
@@ -16,7 +14,7 @@ from metis_hf.schemes.nvidia import nvidia
     source="arXiv 2602.02047 (Hot-Channel Patch, CHON)",
 )
 def hot_channel(config: MetisConfig, rank: int) -> Scheme:
-    """Input and weight of fprop with `conditioners.outliers.HotChannels`; the rest as `nvidia`.
+    """Input and weight of fprop with `conditioners.hot_channels.HotChannels`; the rest as `nvidia`.
 
     The paper's variant is S-O2-B: one GEMM with appended channels, both operands compensated. What
     it leaves open, or what differs here:

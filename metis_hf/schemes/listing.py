@@ -13,11 +13,12 @@ from metis_hf.config import MetisConfig
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.numerics.layout import Tile
-from metis_hf.operands import IDENTITY, Operand
-from metis_hf.schemes.base import Role, Scheme, build_scheme, layer_rank, scheme_info, scheme_names
+from metis_hf.operands import IDENTITY, Conditioner, Operand, SplitWeight
+from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS
+from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.registry import build_scheme, scheme_info, scheme_names
 
 WIDTH = 4096  # in_features, out_features and tokens of the layer whose bits are counted
-HIGH_PRECISION_BITS = 16.0  # what is not quantized, in bf16
 
 SLOTS = {role: role.name.lower().replace("_", ".", 1) for role in Role}  # fprop.input, ...
 
@@ -45,19 +46,18 @@ def _record(name: str, mode: str | None) -> dict[str, Any]:
     except ValueError:
         config = config.replace(operand_mode=None)
         scheme = build_scheme(config, WIDTH, WIDTH)
-    rank = layer_rank(config, WIDTH, WIDTH)
     return {
         "name": name,
         "summary": info.summary,
         "source": info.source,
-        "weight": "split" if scheme.split_weight else "dense",
-        "operands": {SLOTS[role]: _operand(scheme, role, rank) for role in Role},
+        "weight": "split" if scheme.weight.is_split else "dense",
+        "operands": {SLOTS[role]: _operand(scheme, role) for role in Role},
     }
 
 
-def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
+def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
     used, operand = scheme.resolve(role)
-    correction = _correction(scheme, role, rank)
+    correction = _correction(scheme, role)
     if used is not role:
         return {"reuses": SLOTS[used], **correction}
     quantizer = operand.quantizer
@@ -66,7 +66,7 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
     size = quantizer.fmt.block_size
     square = quantizer.tile is Tile.SQUARE
     gemm, kind = SLOTS[role].split(".")
-    split = kind == "weight" and scheme.split_weight
+    split = kind == "weight" and scheme.weight.is_split
     return {
         "format": quantizer.fmt.name,
         "blocks": f"{size}x{size}" if square else f"1x{size}",
@@ -76,43 +76,45 @@ def _operand(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
         "scale_rule": quantizer.scale_rule.value,
         "two_level": bool(quantizer.two_level),
         "conditioner": "split" if split else conditioner_name(operand.conditioner),
-        "bits": round(_bits(scheme, operand, role, rank if split else None), 3),
+        "bits": round(_bits(scheme, operand, role), 3),
         **correction,
     }
 
 
-def _correction(scheme: Scheme, role: Role, rank: int) -> dict[str, Any]:
+def _correction(scheme: Scheme, role: Role) -> dict[str, Any]:
     """The operand's rounding errors [WIDTH rank] along directions of the other in its GEMM."""
     if role not in scheme.corrected:
         return {}
     quantizer = scheme.resolve(role)[1].quantizer
-    bits = _encoded_bits(Operand(quantizer), (WIDTH, rank), -1) / WIDTH**2
+    bits = _encoded_bits(Operand(quantizer), (WIDTH, scheme.rank), -1) / WIDTH**2
     other = Role(role ^ 1)  # inputs and weights, and so on, stand in pairs
     return {"correction": {"along": SLOTS[other], "bits": round(bits, 3)}}
 
 
-def conditioner_name(conditioner: Any) -> str:
+def conditioner_name(conditioner: Conditioner) -> str:
     """The words of its class's name, and the options that are on: "full hadamard (across)"."""
     words = re.findall("[A-Z][a-z]*", type(conditioner).__name__)
-    values = (
+    values: dict[str, Any] = (
         {f.name: getattr(conditioner, f.name) for f in dataclasses.fields(conditioner)}
         if dataclasses.is_dataclass(conditioner)
         else {}
     )
     options = [option.replace("_", " ") for option, value in values.items() if value is True]
-    options += [conditioner_name(value) for value in values.values() if hasattr(value, "parts")]
+    inner = (value for value in values.values() if isinstance(value, Conditioner))
+    options += map(conditioner_name, inner)
     return " ".join(words).lower() + (f" ({', '.join(options)})" if options else "")
 
 
-def _bits(scheme: Scheme, operand: Operand, role: Role, rank: int | None) -> float:
+def _bits(scheme: Scheme, operand: Operand, role: Role) -> float:
     """Stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means."""
     dim = -1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
     whole = (WIDTH, WIDTH)
-    if rank is None:
+    form = scheme.weight
+    if not isinstance(form, SplitWeight) or role not in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
         return _encoded_bits(operand, whole, dim) / WIDTH**2
-    factors = [(WIDTH, rank), (rank, WIDTH)]
+    factors = [(WIDTH, form.rank), (form.rank, WIDTH)]
     direct = dataclasses.replace(operand, conditioner=IDENTITY)
-    if scheme.exact_factors:
+    if form.exact_factors:
         extra = HIGH_PRECISION_BITS * sum(rows * columns for rows, columns in factors)
     else:
         extra = sum(_encoded_bits(direct, shape, dim) for shape in factors)

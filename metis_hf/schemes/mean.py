@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.mean import MeanRemoved
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, stochastic_everywhere
+from metis_hf.schemes.parts import (
+    MeanRemoved,
+    MetisConfig,
+    Operand,
+    Scheme,
+    in_mode,
+    register_scheme,
+    stochastic_everywhere,
+)
 
 
 @register_scheme(

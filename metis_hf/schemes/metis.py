@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands import Operand
-from metis_hf.schemes.base import RANK_MULTIPLE, Role, Scheme, register_scheme
-from metis_hf.schemes.parts import nearest_forward, spectral, with_own_copies
+from metis_hf.schemes.parts import (
+    RANK_MULTIPLE,
+    MetisConfig,
+    Operand,
+    Role,
+    Scheme,
+    nearest_forward,
+    register_scheme,
+    spectral,
+    with_own_copies,
+)
 
 # Split tensor -> the operand beside it that is corrected.
 _CORRECTED_BY = {

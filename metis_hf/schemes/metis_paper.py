@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands import IDENTITY, Operand
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, spectral, stochastic_everywhere
+from metis_hf.schemes.parts import (
+    IDENTITY,
+    DenseWeight,
+    MetisConfig,
+    Operand,
+    Scheme,
+    SplitWeight,
+    in_mode,
+    register_scheme,
+    spectral,
+    stochastic_everywhere,
+)
 
 
 @register_scheme(
@@ -22,11 +30,13 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     """
     forward, backward = stochastic_everywhere(config)
     split = spectral(config, rank, compensated=False)
+    stored_split = "weight" in config.decompose
+    if config.split_weight is not None:
+        stored_split = config.split_weight
     scheme = Scheme(
         fprop_input=Operand(forward, split if "activation" in config.decompose else IDENTITY),
         fprop_weight=Operand(forward),
         dgrad_grad_output=Operand(backward, split if "gradient" in config.decompose else IDENTITY),
-        split_weight="weight" in config.decompose,
-        compensated=False,
+        weight=SplitWeight(rank, compensated=False) if stored_split else DenseWeight(),
     )
     return in_mode(scheme, config.operand_mode or "shared")

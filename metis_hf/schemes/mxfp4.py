@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.numerics import MXFP4
-from metis_hf.operands import Operand
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, quantizer
+from metis_hf.schemes.parts import (
+    MXFP4,
+    MetisConfig,
+    Operand,
+    Scheme,
+    in_mode,
+    quantizer,
+    register_scheme,
+)
 
 
 @register_scheme(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands import Operand
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, nearest_forward
+from metis_hf.schemes.parts import (
+    MetisConfig,
+    Operand,
+    Scheme,
+    in_mode,
+    nearest_forward,
+    register_scheme,
+)
 
 
 @register_scheme(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.noise import key_of
-from metis_hf.numerics import Tile
-from metis_hf.operands import Hadamard, Operand
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import quantizer
+from metis_hf.schemes.parts import (
+    Hadamard,
+    MetisConfig,
+    Operand,
+    Scheme,
+    Tile,
+    key_of,
+    quantizer,
+    register_scheme,
+)
 
 
 @register_scheme(

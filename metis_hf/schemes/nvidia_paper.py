@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.noise import key_of
-from metis_hf.operands.conditioners.rotated import FullHadamard
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import rotated_scheme, stochastic_everywhere
+from metis_hf.schemes.parts import (
+    FullHadamard,
+    MetisConfig,
+    Scheme,
+    key_of,
+    register_scheme,
+    rotated_scheme,
+    stochastic_everywhere,
+)
 
 
 @register_scheme(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.gradient_estimator import DifferentiableEstimator
-from metis_hf.operands.conditioners.outliers import Clamped
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, nearest_forward
+from metis_hf.schemes.parts import (
+    Clamped,
+    DifferentiableEstimator,
+    MetisConfig,
+    Operand,
+    Scheme,
+    in_mode,
+    nearest_forward,
+    register_scheme,
+)
 
 
 @register_scheme(
@@ -16,7 +20,7 @@ from metis_hf.schemes.parts import in_mode, nearest_forward
     source="arXiv 2501.17116 (FP4 training, OCC and DGE)",
 )
 def occ(config: MetisConfig, rank: int) -> Scheme:
-    """Inputs: `conditioners.outliers.Clamped`; weights: `DifferentiableEstimator`.
+    """Inputs: `conditioners.clamped.Clamped`; weights: `DifferentiableEstimator`.
 
     The paper's alpha = .99, k = 5 and cap of 3. Its FP4 has one scale per token and per output
     channel; here it is NVFP4, as in every scheme. Its sparse product is in FP8 or FP16; here the

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.schemes.base import Scheme, register_scheme
+from metis_hf.schemes.parts import MetisConfig, Scheme, Shifting, register_scheme
 from metis_hf.schemes.smoothquant import smoothquant
-from metis_hf.schemes.states import Shifting
 
 
 @register_scheme(

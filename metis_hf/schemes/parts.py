@@ -1,14 +1,131 @@
-"""What scheme files share: quantizers from a config, spectral operands, the two operand modes."""
+"""What a scheme is made of: everything that the author of one imports is here.
+
+A scheme is a function (config, rank) -> `Scheme`, registered by name:
+
+    from metis_hf.schemes.parts import (
+        Hadamard, MetisConfig, Operand, Scheme, in_mode, nearest_forward, register_scheme,
+    )
+
+    @register_scheme("mine", summary="nearest forward, rotated inputs", source="my notes")
+    def mine(config: MetisConfig, rank: int) -> Scheme:
+        forward, backward = nearest_forward(config)
+        scheme = Scheme(
+            fprop_input=Operand(forward, Hadamard()),
+            fprop_weight=Operand(forward, Hadamard()),
+            dgrad_grad_output=Operand(backward),
+        )
+        return in_mode(scheme, config.operand_mode or "shared")
+
+- Quantizers: `quantizer`, which honours what the config overrides, the format included, and the
+  usual pairs `nearest_forward` and `stochastic_everywhere`.
+- Operands: `Operand` is a quantizer and a conditioner; `spectral` makes the dynamic split. A
+  conditioner of one's own subclasses `AroundQuantizer` or `Conditioner`.
+- Modes: `in_mode`, `with_own_copies` and `rotated_scheme` say which copy each GEMM takes.
+- Weights: `DenseWeight`, `ClippedWeight` and `SplitWeight` say how the weight is stored.
+- States: a `LayerState` keeps something of a layer from step to step.
+
+The file is found by `metis_hf.schemes.import_schemes`, by `--import` on the command line, or, in an
+installed package, by an entry point of the group `metis_hf.schemes` that names its module.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from metis_hf.config import MetisConfig
-from metis_hf.numerics import NVFP4, BlockFormat, Quantizer, Rounding, ScaleRounding, Tile
-from metis_hf.operands import Conditioner, Operand
-from metis_hf.operands.conditioners.spectral import Spectral
-from metis_hf.schemes.base import Scheme
+from metis_hf.noise import fingerprint, key_of
+from metis_hf.numerics import (
+    MXFP4,
+    NVFP4,
+    BlockFormat,
+    Quantizer,
+    Rounding,
+    ScaleRounding,
+    ScaleRule,
+    Tile,
+    get_format,
+)
+from metis_hf.operands import (
+    HIGH_PRECISION,
+    IDENTITY,
+    AroundQuantizer,
+    Clamped,
+    ClippedWeight,
+    Conditioner,
+    Contents,
+    DenseWeight,
+    DifferentiableEstimator,
+    FullHadamard,
+    Hadamard,
+    HotChannels,
+    Identity,
+    MeanRemoved,
+    Operand,
+    Part,
+    PerChannel,
+    RandomHadamard,
+    RandomKronecker,
+    Requantized,
+    Spectral,
+    SplitWeight,
+    WeightForm,
+)
+from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme
+from metis_hf.schemes.states import LayerState, Oscillation, Shifting, Smoothing
+
+__all__ = [
+    "HIGH_PRECISION",
+    "IDENTITY",
+    "MXFP4",
+    "NVFP4",
+    "RANK_MULTIPLE",
+    "AroundQuantizer",
+    "BlockFormat",
+    "Clamped",
+    "ClippedWeight",
+    "Conditioner",
+    "Contents",
+    "DenseWeight",
+    "DifferentiableEstimator",
+    "FullHadamard",
+    "Hadamard",
+    "HotChannels",
+    "Identity",
+    "LayerState",
+    "MeanRemoved",
+    "MetisConfig",
+    "Operand",
+    "Oscillation",
+    "Part",
+    "PerChannel",
+    "Quantizer",
+    "RandomHadamard",
+    "RandomKronecker",
+    "Requantized",
+    "Role",
+    "Rounding",
+    "ScaleRounding",
+    "ScaleRule",
+    "Scheme",
+    "Shifting",
+    "Smoothing",
+    "Spectral",
+    "SplitWeight",
+    "Tile",
+    "WeightForm",
+    "fingerprint",
+    "get_format",
+    "in_mode",
+    "key_of",
+    "nearest_forward",
+    "quantizer",
+    "register_scheme",
+    "rotated_scheme",
+    "spectral",
+    "stochastic_everywhere",
+    "with_own_copies",
+]
 
 
 def quantizer(
@@ -19,8 +136,23 @@ def quantizer(
     backward: bool = False,
     fmt: BlockFormat = NVFP4,
 ) -> Quantizer:
-    """NVFP4 or another format with the scheme's roundings, unless the config overrides them."""
+    """Returns a quantizer with the scheme's choices, unless the config overrides them.
+
+    Args:
+        config: of the layer; its `format`, roundings and `two_level` count.
+        rounding: of elements.
+        scale_rounding: of block scales. Another format that the config chooses may not have it:
+            E8M0 scales round down or up, fp32 ones to nearest. It then takes its own default.
+        backward: whether the tensor is a gradient: its rounding is `config.backward_rounding`.
+        fmt: the scheme's format.
+
+    Raises:
+        ValueError: no such format, or one that lacks the scale rounding that the config asks for.
+    """
     override = config.backward_rounding if backward else config.forward_rounding
+    own, fmt = fmt, get_format(config.format or fmt)
+    if fmt != own and scale_rounding not in fmt.scale.roundings:
+        scale_rounding = fmt.scale.roundings[0]
     return Quantizer(
         fmt,
         rounding=Rounding(override or rounding),

@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from metis_hf.config import MetisConfig
-from metis_hf.noise import fingerprint, key_of
-from metis_hf.numerics import ScaleRule
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.ms_eden import Contents, RandomHadamard
-from metis_hf.operands.conditioners.requantized import Requantized
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import quantizer
+from metis_hf.schemes.parts import (
+    Contents,
+    LayerState,
+    MetisConfig,
+    Operand,
+    RandomHadamard,
+    Requantized,
+    ScaleRule,
+    Scheme,
+    fingerprint,
+    key_of,
+    quantizer,
+    register_scheme,
+)
 
 
 @dataclass(frozen=True)
-class SharedSigns:
+class SharedSigns(LayerState):
     """Tells a call's gradients which signs their partners in the two GEMMs have; keeps nothing."""
-
-    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
-        return {}
-
-    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
-        """Nothing to note."""
 
     def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Contents:
         return Contents(weight=fingerprint(weight), input=fingerprint(x))
@@ -35,6 +35,7 @@ class SharedSigns:
     "quartet2",
     summary="4/6 forward; backward operands by MS-EDEN: random basis, nearest, corrected scales",
     source="arXiv 2601.22813 (Quartet II); github.com/IST-DASLab/Quartet-II",
+    formats=("nvfp4",),
 )
 def quartet2(config: MetisConfig, rank: int) -> Scheme:
     """Per-GEMM operands, blocks of 16 everywhere (native scales, no square tiles).

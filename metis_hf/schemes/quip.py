@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.noise import key_of
-from metis_hf.operands.conditioners.rotated import RandomKronecker
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import nearest_forward, rotated_scheme
+from metis_hf.schemes.parts import (
+    MetisConfig,
+    RandomKronecker,
+    Scheme,
+    key_of,
+    nearest_forward,
+    register_scheme,
+    rotated_scheme,
+)
 
 
 @register_scheme(

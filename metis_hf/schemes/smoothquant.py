@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from metis_hf.config import MetisConfig
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.channelwise import PerChannel
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import in_mode, nearest_forward
-from metis_hf.schemes.states import Smoothing
+from metis_hf.schemes.parts import (
+    MetisConfig,
+    Operand,
+    PerChannel,
+    Scheme,
+    Smoothing,
+    in_mode,
+    nearest_forward,
+    register_scheme,
+)
 
 
 @register_scheme(

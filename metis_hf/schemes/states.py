@@ -1,20 +1,101 @@
-"""Running ranges of a layer's input channels, and the scales and shifts made of them."""
+"""What schemes keep of a layer from step to step: the base class, and the states there are.
+
+Running ranges of input channels with the scales and shifts made of them, and the paths of weights
+that oscillate. A scheme names its state; layers hold the buffers, and call the hooks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from metis_hf.operands.conditioners.channelwise import Channels
+from metis_hf.operands import Channels
+
+
+class StatefulLayer(Protocol):
+    """A layer between two optimizer steps, as the hooks of its state see it."""
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers of the state by name; hooks write to them in place."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the weight is stored as factors and a residual."""
+
+    def weight(self) -> Tensor:
+        """Returns the stored matrix [o i], in fp32, gathered where it is sharded."""
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Returns a matrix [o i] as the forward pass quantizes the weight in evaluation, fp32."""
+
+    def write(self, weight: Tensor) -> None:
+        """Gives the stored matrix another value [o i], the same on every process."""
+
+
+class LayerState:
+    """What a scheme keeps of a layer beside its weight, in buffers that are saved with the model.
+
+    Every method has a default that does nothing; subclasses are frozen dataclasses, which hold
+    settings and no tensors. Layers whose states are equal are handled together.
+
+    Every call of the layer takes `freeze`'s result into its plan, and the plan binds it to each
+    conditioner (`Conditioner.bind`): forward and backward see the same. A recomputed forward pass,
+    and further micro-batches of a step, must get what the first one got. So `update` may only add
+    up (idempotently) what later steps will use; it knows a new step by `mark`, which is equal as
+    long as the weight is. MetisCallback calls `synchronize` and then `after_step` when the
+    optimizer has made its step; a loop of one's own does that by `layer_states.after_step`.
+
+    Attributes:
+        writes_weights: what in `after_step` writes to weights, by its name for messages; engines
+            that train copies of the weights are then refused.
+    """
+
+    writes_weights: ClassVar[str] = ""
+
+    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
+        """Returns the buffers by name, as they are before the first call."""
+        return {}
+
+    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
+        """Takes note of the input x [t i] of a call in training, in place, without host sync."""
+
+    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Any:
+        """Returns what a call with input x [t i] takes for weight [o i]; None: nothing."""
+        return None
+
+    def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
+        """Makes the processes agree on the buffers of these layers; only where there are several.
+
+        All processes call it together, with the same layers in the same order.
+        """
+
+    def after_step(
+        self, layers: Mapping[str, StatefulLayer], step: int, max_steps: int
+    ) -> dict[str, dict[str, float]]:
+        """Does what has to be done between two optimizer steps. All processes call it together.
+
+        Args:
+            layers: those that keep this state, by name.
+            step: optimizer steps taken so far, the last one included.
+            max_steps: of the whole training.
+
+        Returns:
+            Figures for the log: name -> layer -> value; the log has their means.
+        """
+        return {}
+
 
 DECAY = 0.9  # of the running range, for each optimizer step: a memory of about ten steps
 
 
 @dataclass(frozen=True)
-class RunningRange:
+class RunningRange(LayerState):
     """Moving average over optimizer steps of each input channel's largest x and largest -x.
 
     A call uses the average over the steps before its own. Until there is one (the first step, or
@@ -23,8 +104,8 @@ class RunningRange:
     that step: as soon as the weight is another one, its extremes enter the averages. Maxima do not
     change when a call is repeated, so recomputed forward passes are harmless.
 
-    Each process has its own: DDP broadcasts those of rank 0 with its buffers, and
-    `refreshing.synchronize_state` (which MetisCallback calls) takes the maxima over all processes.
+    Each process has its own: DDP broadcasts those of rank 0 with its buffers, and `synchronize`
+    takes the maxima over all processes.
     """
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
@@ -44,6 +125,13 @@ class RunningRange:
         own = _extremes(x)
         step.copy_(torch.where(new, own, torch.maximum(step, own)))
         of_step.copy_(mark)
+
+    def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
+        ranges = [layer.buffers["step_range"] for layer in layers.values()]
+        flat = torch.cat([each.reshape(-1) for each in ranges])
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        for each, part in zip(ranges, flat.split([each.numel() for each in ranges])):
+            each.copy_(part.view_as(each))
 
     def range(self, buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest and the largest value of each channel [i], for a call with input x."""
@@ -83,6 +171,90 @@ class Shifting(RunningRange):
         half = _finite_or((high - low) / 2, 0.0)
         threshold = (half.median() * half.amax()).sqrt()
         return Channels(_usable(half / threshold).clamp_min(1.0), shift)
+
+
+@dataclass(frozen=True)
+class Oscillation(LayerState):
+    """OsciReset (arXiv 2510.27527): weights that flip between two FP4 values are put onto one.
+
+    Late in training a weight near the border of two bins moves little, and its quantized value
+    jumps each time it crosses. Over a window of steps both paths are measured, |w_t - w_(t-1)| and
+    |Q(w_t) - Q(w_(t-1))| summed; where their ratio is high the weight is set to Q(w), the centre of
+    its bin. Optimizer states stay as they are. Weights that are stored split are left alone, since
+    no element of w_hat then belongs to one of theirs.
+
+    Three buffers [o i], 12 bytes for each weight, on every process: the weight before the last step
+    and the two paths. They are saved with the model, so that a resumed run goes on where the saved
+    one was.
+
+    Args:
+        period: optimizer steps from the start of one window to that of the next.
+        window: steps over which paths are measured; the reset comes at its end.
+        threshold: ratio of the paths from which a weight counts as oscillating.
+        start: share of all steps before the first window.
+    """
+
+    period: int = 200
+    window: int = 50
+    threshold: float = 8.0
+    start: float = 0.6
+
+    writes_weights: ClassVar[str] = "OsciReset"
+
+    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
+        names = ("previous_weight", "weight_path", "quantized_path")
+        shape, kind = (out_features, in_features), torch.float32
+        return {name: torch.zeros(shape, dtype=kind) for name in names}
+
+    def after_step(
+        self, layers: Mapping[str, StatefulLayer], step: int, max_steps: int
+    ) -> dict[str, dict[str, float]]:
+        """Measures paths, and resets oscillating weights at the end of a window.
+
+        Returns:
+            "oscillation_reset": the share of each layer's weights that was reset.
+        """
+        phase = step % self.period
+        begin = step - phase  # after the first step at the earliest
+        if begin < max(self.start * max_steps, 1) or phase > self.window:
+            return {}
+        shares = {}
+        for name, layer in layers.items():
+            if layer.is_split:
+                continue
+            weight = layer.weight()
+            quantized = layer.quantize(weight)
+            if phase == 0:
+                self._begin(layer.buffers, weight)
+            else:
+                self._follow(layer, weight, quantized)
+            if phase == self.window:
+                shares[name] = self._reset(layer, weight, quantized)
+        return {"oscillation_reset": shares} if shares else {}
+
+    def ratio(self, buffers: Mapping[str, Tensor]) -> Tensor:
+        """Path of the quantized weight over that of the weight, [o i]; 0 where neither moved."""
+        ratio = buffers["quantized_path"] / buffers["weight_path"]
+        return ratio.masked_fill_(buffers["weight_path"] == 0, 0.0)
+
+    @staticmethod
+    def _begin(buffers: Mapping[str, Tensor], weight: Tensor) -> None:
+        buffers["previous_weight"].copy_(weight)
+        for name in ("weight_path", "quantized_path"):
+            buffers[name].zero_()
+
+    @staticmethod
+    def _follow(layer: StatefulLayer, weight: Tensor, quantized: Tensor) -> None:
+        buffers = layer.buffers
+        previous = buffers["previous_weight"]
+        buffers["weight_path"].add_((weight - previous).abs())
+        buffers["quantized_path"].add_((quantized - layer.quantize(previous)).abs())
+        previous.copy_(weight)
+
+    def _reset(self, layer: StatefulLayer, weight: Tensor, quantized: Tensor) -> float:
+        oscillates = self.ratio(layer.buffers) >= self.threshold
+        layer.write(torch.where(oscillates, quantized, weight))
+        return oscillates.float().mean().item()
 
 
 def _extremes(x: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import MetisConfig
-from metis_hf.schemes.base import RANK_MULTIPLE, Scheme, register_scheme
+from metis_hf.schemes.parts import RANK_MULTIPLE, MetisConfig, Scheme, SplitWeight, register_scheme
 from metis_hf.schemes.smoothquant import smoothquant
 
 
@@ -26,8 +25,5 @@ def svdquant(config: MetisConfig, rank: int) -> Scheme:
     """
     return replace(
         smoothquant(config, rank),
-        split_weight=True,
-        compensated=False,
-        unit_rms=True,
-        exact_factors=True,
+        weight=SplitWeight(rank, compensated=False, unit_rms=True, exact_factors=True),
     )

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from metis_hf.config import MetisConfig
-from metis_hf.noise import key_of
-from metis_hf.operands import Hadamard, Operand
-from metis_hf.operands.conditioners.requantized import Requantized
-from metis_hf.schemes.base import Scheme, register_scheme
-from metis_hf.schemes.parts import quantizer
-
-
-@dataclass(frozen=True)
-class Oscillation:
-    """What OsciReset keeps: each weight before the last step, and two path lengths.
-
-    12 bytes for each weight, on every process. `training.oscillation` fills and reads them.
-
-    Args:
-        period: optimizer steps from the start of one window to that of the next.
-        window: steps over which paths are measured; the reset comes at its end.
-        threshold: ratio of the paths from which a weight counts as oscillating.
-        start: share of all steps before the first window.
-    """
-
-    period: int = 200
-    window: int = 50
-    threshold: float = 8.0
-    start: float = 0.6
-
-    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
-        names = ("previous_weight", "weight_path", "quantized_path")
-        shape, kind = (out_features, in_features), torch.float32
-        return {name: torch.zeros(shape, dtype=kind) for name in names}
-
-    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
-        """Nothing: it changes between steps, not in calls."""
-
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> None:
-        """Nothing: operands do not depend on it."""
+from metis_hf.schemes.parts import (
+    Hadamard,
+    MetisConfig,
+    Operand,
+    Oscillation,
+    Requantized,
+    Scheme,
+    key_of,
+    quantizer,
+    register_scheme,
+)
 
 
 @register_scheme(
     "tetrajet2",
     summary="backward operands requantized from the forward copies, rotated; oscillation reset",
     source="arXiv 2510.27527; github.com/thu-ml/TetraJet-v2-NVFP4Training",
+    formats=("nvfp4",),
 )
 def tetrajet2(config: MetisConfig, rank: int) -> Scheme:
     """Per-GEMM operands; blocks of 16, scales to nearest E4M3.
@@ -65,7 +35,7 @@ def tetrajet2(config: MetisConfig, rank: int) -> Scheme:
     Q is the nearest copy of fprop, whatever `forward_rounding` says. The outer scale is one per
     tensor, where the authors have one per 128 elements; signs of the rotation are fixed by the
     config's seed, where they draw them anew. OsciReset runs from MetisCallback, or by
-    `oscillation.suppress_oscillation`, with the settings of the authors' 150M run. OutControl (a
+    `layer_states.after_step`, with the settings of the authors' 150M run. OutControl (a
     tenth of the input channels in MXFP8) is left out: it would not keep operands in FP4.
 
     Raises:

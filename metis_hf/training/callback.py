@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.utils import logging
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.layers.linear import MetisLayer, MetisLinear
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.monitoring.gradient_noise import noise_ratios
 from metis_hf.monitoring.health import (
     LayerProbe,
@@ -37,8 +37,8 @@ from metis_hf.monitoring.run_record import (
     precision_of,
     write_run,
 )
-from metis_hf.training.oscillation import oscillating_layers, suppress_oscillation
-from metis_hf.training.refresh import check_engine, check_split, refresh, synchronize_state
+from metis_hf.training.layer_states import after_step, check_states
+from metis_hf.training.refresh import check_engine, check_split, refresh
 from metis_hf.training.resume import ResumeGuard
 from metis_hf.training.weight_reuse import hold, release
 
@@ -140,8 +140,7 @@ class MetisCallback(ResumeGuard):
         if self._refresh_every:
             check_split(model, f"refresh_interval={self._refresh_every}")
             check_engine(model, f"refresh_interval={self._refresh_every}")
-        if oscillating_layers(model):
-            check_engine(model, "OsciReset (scheme tetrajet2)", 'Use scheme "nvfp4" or "nvidia"')
+        check_states(model)
         self._warn_of_reporters(args)
         self._precision = precision_of(next(iter(self._layers.values())))
         if state.is_world_process_zero and self.health_interval:
@@ -169,10 +168,9 @@ class MetisCallback(ResumeGuard):
         # see is consistent. Nothing accumulated refers to the old factors.
         if self._refresh_every and state.global_step % self._refresh_every == 0:
             self._refresh(optimizer)
-        synchronize_state(self._model)
-        reset = suppress_oscillation(self._model, state.global_step, state.max_steps)
-        if reset:
-            self._pending["metis/oscillation_reset"] = sum(reset.values()) / len(reset)
+        figures = after_step(self._model, state.global_step, state.max_steps)
+        for name, values in figures.items():
+            self._pending[f"metis/{name}"] = sum(values.values()) / len(values)
         if self._measuring:
             self._measuring = False
             self._probe.detach()
@@ -218,7 +216,7 @@ class MetisCallback(ResumeGuard):
 
     def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Refreshes, and where health is recorded at all notes what it changed."""
-        layers = {name: m for name, m in self._layers.items() if isinstance(m, MetisLinear)}
+        layers = {name: m for name, m in self._layers.items() if m.weight_form.is_split}
         measured = layers if self.health_interval else {}
         before = {name: split_health(layer) for name, layer in measured.items()}
         drifts = refresh(self._model, optimizer)

@@ -23,6 +23,7 @@ CHANGEABLE = (
     "oversample",
     "n_iter",
     "operand_mode",
+    "format",
     "forward_rounding",
     "backward_rounding",
     "scale_rounding",

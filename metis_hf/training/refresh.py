@@ -1,8 +1,7 @@
-"""What is done to a converted model between optimizer steps, in one process or many.
+"""Decomposing split weights again between optimizer steps, in one process or many.
 
-`refresh` decomposes split weights anew: the represented weight stays what it is; u, s, vh and the
-residual are written in place, so that the optimizer, DDP's buckets and FSDP2's shards keep their
-parameters. `synchronize_state` makes processes agree on running statistics.
+The represented weight stays what it is; u, s, vh and the residual are written in place, so that the
+optimizer, DDP's buckets and FSDP2's shards keep their parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from metis_hf.conversion.convert import DEEPSPEED_MARKS, metis_layers
-from metis_hf.layers.linear import MetisLinear, full_tensor
+from metis_hf.layers.linear import MetisLayer, full_tensor
 
 
 @torch.no_grad()
@@ -42,10 +41,10 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     reshard(model)
     drifts = {}
     for name, layer in metis_layers(model):
-        if not isinstance(layer, MetisLinear):
+        if not layer.weight_form.is_split:
             continue
         drifts[name] = refresh_layer(layer)
-        for param in (layer.u, layer.s, layer.vh):
+        for param in layer.weight_params()[:-1]:
             for value in (optimizer.state.get(param) or {}).values() if optimizer else ():
                 if isinstance(value, Tensor):
                     value.zero_()
@@ -63,24 +62,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@torch.no_grad()
-def synchronize_state(model: nn.Module) -> None:
-    """Takes the maxima of the running step's input ranges over all processes; call it at its end.
-
-    MetisCallback does. Without it each process (under DDP: the first) goes by what it has seen.
-    """
-    ranges = [
-        layer.state_buffers()["step_range"]
-        for _, layer in metis_layers(model)
-        if "step_range" in layer.state_names
-    ]
-    if ranges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        flat = torch.cat([each.reshape(-1) for each in ranges])
-        dist.all_reduce(flat, dist.ReduceOp.MAX)
-        for each, part in zip(ranges, flat.split([each.numel() for each in ranges])):
-            each.copy_(part.view_as(each))
-
-
 def check_split(model: nn.Module, asked: str) -> None:
     """Refuses models that have nothing to decompose anew.
 
@@ -92,7 +73,7 @@ def check_split(model: nn.Module, asked: str) -> None:
         ValueError: no layer stores u, s, vh and residual.
     """
     layers = [layer for _, layer in metis_layers(model)]
-    if not any(isinstance(layer, MetisLinear) for layer in layers):
+    if not any(layer.weight_form.is_split for layer in layers):
         schemes = sorted({layer.config.scheme for layer in layers})
         raise ValueError(
             f"{asked} decomposes stored u, s, vh and weight_residual anew, and no layer of this "
@@ -131,11 +112,11 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def refresh_layer(layer: MetisLinear) -> float:
+def refresh_layer(layer: MetisLayer) -> float:
     """Decomposes one weight anew, in place; returns its relative drift."""
     params = [full_tensor(param) for param in layer.weight_params()]
     before = layer.weight_form.dense(params).float()
-    factors = layer.weight_form.decompose(before, layer.rank, layer.key)
+    factors = layer.weight_form.decompose(before, layer.key)
     values = [_agreed(f.to(p.dtype)) for f, p in zip(factors, params)]
     for param, value in zip(layer.weight_params(), values):
         write(param, value)

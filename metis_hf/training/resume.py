@@ -167,9 +167,10 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _check_configs(before: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    fields = [key for key in current if key not in _FREE and before.get(key) != current[key]]
+    keys = [*current, *(key for key in before if key not in current)]  # None may be left out
+    fields = [key for key in keys if key not in _FREE and before.get(key) != current.get(key)]
     if fields:
-        changes = ", ".join(f"{key}={before.get(key)!r} -> {current[key]!r}" for key in fields)
+        changes = ", ".join(f"{key}={before.get(key)!r} -> {current.get(key)!r}" for key in fields)
         raise ValueError(
             f"the checkpoint was trained with another config than this model has: {changes}. "
             f"{_ADVICE}"

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import Trainer
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.layers.linear import MetisLinear
 from metis_hf.training.callback import MetisCallback
 
 
@@ -38,12 +37,11 @@ class MetisTrainerMixin:
 
 
 def factor_names(model: nn.Module) -> set[str]:
-    """Names of the parameters u and vh of split weights: those that weight decay leaves alone."""
+    """Names of the parameters that weight decay leaves alone: u and vh of split weights."""
     return {
         f"{name}.{key}"
         for name, layer in metis_layers(model)
-        if isinstance(layer, MetisLinear)
-        for key in ("u", "vh")
+        for key in layer.weight_form.undecayed
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.operands.weight_forms import HeldWeight
+from metis_hf.operands.held_weight import HeldWeight
 
 
 @contextlib.contextmanager

@@ -7,17 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.noise import constant, random_bits
+from metis_hf.transforms.rotation import sylvester
 
 SIZE = 16
 
 
 def hadamard_matrix(seed: int) -> Tensor:
     """Sylvester's 16 x 16 matrix / 4, columns multiplied by one random sign vector; orthonormal."""
-    h = torch.ones(1, 1)
-    while h.shape[0] < SIZE:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     signs = 1.0 - 2.0 * (random_bits(SIZE, seed) < 0)
-    return h / SIZE**0.5 * signs
+    return sylvester(SIZE).float() * signs
 
 
 @constant
@@ -49,3 +47,10 @@ def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
 def unrotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
     """Inverse of `rotate`, padding included: what is added to x in between reaches it."""
     return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype).T, dim)
+
+
+def padded_shape(shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
+    """Returns the shape [t c] with its dimension `dim` rounded up to a multiple of 16."""
+    rows, columns = shape
+    missing = -shape[dim] % SIZE
+    return (rows, columns + missing) if dim % 2 else (rows + missing, columns)

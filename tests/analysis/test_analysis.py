@@ -72,7 +72,7 @@ def test_residual_of_a_split_that_keeps_every_direction():
     """As in small layers, where 32 are all: no component is left to compare with."""
     weight, noise = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
     parts = (torch.eye(32), torch.ones(32), weight - noise / 8, noise / 8)
-    stored = StoredWeight("layer", weight, parts, SplitWeight(), "metis")
+    stored = StoredWeight("layer", weight, parts, SplitWeight(len(parts[1])), "metis")
     assert list(residual_spectra(stored, None, 32)) == ["Metis: residual", "Metis: whole weight"]
     assert len(residual_spectra(stored, None, 31)["Metis: weight without its top 31"]["sigma"]) == 1
 

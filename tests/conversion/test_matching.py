@@ -235,7 +235,7 @@ def test_scheme_pattern(tmp_path, token_ids):
             assert layer.config.scheme == scheme, name
             assert type(layer) is expected[scheme]
             assert layer.scheme.is_high_precision is (scheme == "bf16")
-            assert layer.scheme.split_weight is (scheme == "metis-paper")
+            assert layer.scheme.weight.is_split is (scheme == "metis-paper")
         with torch.no_grad():
             assert torch.equal(
                 each.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits

@@ -63,12 +63,12 @@ class TestPlan:
         quantized = [name for name in scheme_names() if not name.startswith("bf16")]
         for name, variant in zip(quantized, plan.variants[2:], strict=True):
             config = variant.metis_config(0)
-            assert build_scheme(config, 64, 64).split_weight
+            assert build_scheme(config, 64, 64).weight.is_split
             if name in ("metis-paper", "svdquant"):
                 assert variant == Variant.of_scheme(name)
             else:
                 assert config == MetisConfig(scheme=name, split_weight=True)
-                assert not build_scheme(MetisConfig(scheme=name), 64, 64).split_weight
+                assert not build_scheme(MetisConfig(scheme=name), 64, 64).weight.is_split
 
     def test_precision_switch_is_the_scheme_with_a_schedule(self):
         by_name = {v.name: v for v in make_plan(preset="switch").variants}

@@ -233,5 +233,5 @@ def test_variants_of_the_training_studies_can_be_built():
     for config in configs:
         assert isinstance(build_scheme(config, 128, 128), Scheme)
     alone = build_scheme(MetisConfig(scheme="compensated"), 128, 128)
-    assert alone.split_weight
+    assert alone.weight.is_split
     assert not alone.corrected

@@ -85,7 +85,7 @@ def operands(layer, x, dy):
     for role, tensor in tensors.items():
         weight = role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
         hat = plan.weight_operand(role, params) if weight else plan.matrix_operand(role, tensor)
-        if weight and layer.scheme.split_weight:
+        if weight and layer.scheme.weight.is_split:
             factors = hat.low
         else:
             used, operand = layer.scheme.resolve(role)

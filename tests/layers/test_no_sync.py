@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from layers.layer_tools import SCHEME_MODES, layer_of
 from metis_hf import MetisConfig, get_metis_model, reuse_weights
 from metis_hf.numerics import Quantizer
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners import ms_eden
+from metis_hf.operands import Conditioner, Operand
 from metis_hf.schemes import Scheme
 from metis_hf.transforms import rotate, unrotate
+from metis_hf.transforms.groups import rotate_groups, unrotate_groups
 from metis_hf.transforms.rotation import rotate_by
 
 
@@ -62,7 +62,7 @@ def test_a_model_and_its_optimizer(scheme):
 
 
 def test_the_detector_detects():
-    class Peeking:
+    class Peeking(Conditioner):
         """A conditioner that looks at what it quantizes."""
 
         def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
@@ -87,8 +87,8 @@ CACHED = {
     ),
     "random signs": (
         # Groups of 8, which are no conditioner's.
-        partial(ms_eden.rotate, signs=torch.ones(8)),
-        partial(ms_eden.unrotate, signs=torch.ones(8)),
+        partial(rotate_groups, signs=torch.ones(8)),
+        partial(unrotate_groups, signs=torch.ones(8)),
     ),
 }
 

@@ -33,9 +33,7 @@ from layers.layer_tools import (
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.layers.linear import convert_linear
 from metis_hf.noise import uniform
-from metis_hf.operands.conditioners.mean import MeanRemoved
-from metis_hf.operands.conditioners.outliers import HotChannels
-from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands import HotChannels, MeanRemoved, Spectral
 from metis_hf.schemes import Role
 from metis_hf.transforms import spectral
 
@@ -265,7 +263,7 @@ class TestRanks:
         for rank in (0, 1):
             set_rank(monkeypatch, rank)
             layer = convert_linear(linear, MetisConfig(split_weight=True), name="layer")
-            again = layer.weight_form.decompose(layer.weight.detach(), layer.rank, layer.key)
+            again = layer.weight_form.decompose(layer.weight.detach(), layer.key)
             splits.append([*(p.detach() for p in layer.parameters()), *again])
         assert all(torch.equal(a, b) for a, b in zip(*splits, strict=True))
 
@@ -297,7 +295,8 @@ class TestDistinct:
             first, second = map(set, micro_batches)
             assert len(first) == len(second) == len(calls)  # no role, no part shares a key
             weights = parts_at(layer.scheme, Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
-            factors = layer.scheme.split_weight and not layer.scheme.exact_factors
+            form = layer.scheme.weight
+            factors = form.is_split and not form.exact_factors
             assert len(first & second) == (3 if factors else weights)
             of_layer[seed, name] = first | second
         for seed in (0, 1):

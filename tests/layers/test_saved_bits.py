@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from metis_hf.layers.linear import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import FORMATS, Quantizer, Tile
 from metis_hf.numerics.kernels import pack, unpack
-from metis_hf.operands import Operand
+from metis_hf.operands import Conditioner, Operand
 from metis_hf.schemes import Role, Scheme
 
 
@@ -202,7 +203,8 @@ class TestInputs:
             grad.sum().backward()
 
 
-class _OwnTrick:
+@dataclass(frozen=True)
+class _OwnTrick(Conditioner):
     """A conditioner that knows nothing of codes."""
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):

@@ -10,12 +10,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from layers.layer_tools import FP4_SCHEME_MODES, SCHEME_MODES, layer_of
 from layers.test_saved_bits import autocast, matrix
 from metis_hf.layers import gemm
-from metis_hf.operands import Operand
-from metis_hf.operands.conditioners.channelwise import PerChannel
-from metis_hf.operands.conditioners.mean import MeanRemoved
-from metis_hf.operands.conditioners.outliers import Clamped
-from metis_hf.operands.conditioners.requantized import Requantized
-from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands import (
+    Clamped,
+    MeanRemoved,
+    Operand,
+    PerChannel,
+    RandomHadamard,
+    Requantized,
+    Spectral,
+)
 from metis_hf.schemes import Role
 
 WIDTH, TOKENS = 512, 1536  # no saved tensor has the shape of a weight
@@ -59,7 +62,8 @@ def expected_bytes(layer, tokens, width):
         size += width * NVFP4_BITS / 8 + TENSOR_SCALE
     if isinstance(operand.conditioner, Clamped):  # values and columns of 2 bytes, ends of rows of 4
         size += 2 * (tokens * width // 100) * (2 + 2) + 4 * tokens
-    if isinstance(operand.conditioner, Requantized) and hasattr(operand.conditioner.second, "bind"):
+    second = isinstance(operand.conditioner, Requantized) and operand.conditioner.second
+    if isinstance(second, RandomHadamard):
         size += 4  # what the signs of a random rotation come from
     if isinstance(operand.conditioner, Spectral):
         # Blocks along features: of a [t k] along k, of v^T [k c] along c. Along tokens: along t, k.

@@ -31,7 +31,7 @@ class TestEveryScheme:
         for split, expected in ((None, own), (True, True), (False, False)):
             _, layer = layer_of(scheme, split_weight=split)
             assert type(layer) is (MetisLinear if expected else QuantLinear)
-            assert layer.scheme.split_weight is expected
+            assert layer.scheme.weight.is_split is expected
         if own:
             config = MetisConfig(scheme=scheme)
             same = build_scheme(config.replace(split_weight=True), IN, OUT)
@@ -46,7 +46,7 @@ class TestEveryScheme:
         """Also: what corrects an input adds nothing where no input has an error."""
         double = {"dtype": torch.float64}
         linear, layer = layer_of(scheme, i=IN, o=OUT, split_weight=split, **double)
-        if layer.scheme.clipped_weight:
+        if "weight_clip" in layer.weight_form.names:
             layer.weight_clip.data.fill_(40)  # a strength of 1: nothing is clipped
         layer.scheme = with_exact_quantizers(layer.scheme)
         x, dy = torch.randn(TOKENS, IN, **double), torch.randn(TOKENS, OUT, **double)
@@ -100,8 +100,8 @@ def test_storing_the_factors_needs_no_split_of_the_scheme():
     for scheme, unit_rms in (("metis", True), ("metis-paper", False)):
         config = MetisConfig(scheme=scheme, decompose=(), split_weight=True)
         built = build_scheme(config, IN, OUT)
-        assert built.split_weight
-        assert (built.unit_rms, built.compensated) == (unit_rms, unit_rms)
+        assert built.weight.is_split
+        assert (built.weight.unit_rms, built.weight.compensated) == (unit_rms, unit_rms)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, (), "True"])

@@ -9,9 +9,9 @@ import torch
 from layers.layer_reference import Recording, Slot, Terms, array, exact
 
 from metis_hf.layers.gemm import CallKeys
-from metis_hf.operands.conditioners.ms_eden import RandomHadamard, group_size
-from metis_hf.operands.conditioners.outliers import thresholds
-from metis_hf.operands.conditioners.requantized import Requantized
+from metis_hf.operands import RandomHadamard, Requantized
+from metis_hf.operands.conditioners.clamped import thresholds
+from metis_hf.transforms.groups import group_size
 
 
 def clamped_operand(recording: Recording, x: np.ndarray, row: Slot) -> Terms:
@@ -47,6 +47,6 @@ def with_content(conditioner, keys: CallKeys, slot: str):
 def random_signs(conditioner: RandomHadamard, n: int) -> np.ndarray:
     """The signs of one group of n entries; a test of its own says that they are random."""
     assert conditioner.content is not None
-    signs = array(conditioner._signs(conditioner.content, n))
+    signs = array(conditioner._signs(n))
     assert len(signs) == group_size(n)
     return signs

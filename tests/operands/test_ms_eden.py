@@ -12,15 +12,10 @@ from metis_hf.numerics import E4M3, NVFP4, Quantizer, fake_quantize, quantize, s
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.numerics.scaling import round_scale_stochastic
+from metis_hf.operands import Contents, RandomHadamard
 from metis_hf.operands.conditioners import ms_eden
-from metis_hf.operands.conditioners.ms_eden import (
-    Contents,
-    RandomHadamard,
-    group_size,
-    rotate,
-    unrotate,
-)
 from metis_hf.schemes import Role
+from metis_hf.transforms.groups import group_size, rotate_groups, unrotate_groups
 from operands.eden_reference import eden
 
 EDEN = Quantizer(scale_rule="eden")
@@ -185,11 +180,11 @@ class TestRandomHadamard:
     def test_round_trip(self, shape, dim):
         x, size = matrix(*shape).double(), group_size(shape[dim])
         signs = 1.0 - 2.0 * (torch.arange(size) % 3 > 1)
-        rotated = rotate(x, signs, dim=dim)
+        rotated = rotate_groups(x, signs, dim=dim)
         assert rotated.shape[dim] == shape[dim] + -shape[dim] % 16
         assert rotated.shape[dim] % size == 0
         torch.testing.assert_close(rotated.norm(), x.norm())
-        back = unrotate(rotated, signs, dim=dim)
+        back = unrotate_groups(rotated, signs, dim=dim)
         torch.testing.assert_close(back[: shape[0], : shape[1]], x)
 
     def test_against_the_matrix(self):
@@ -197,8 +192,8 @@ class TestRandomHadamard:
         h = np.array([[(-1) ** (i & j).bit_count() for j in range(n)] for i in range(n)]) / n**0.5
         x = matrix(128, 128)
         expected = x.double().numpy() @ (h * signs.numpy()).T
-        np.testing.assert_allclose(rotate(x, signs, dim=-1).numpy(), expected, atol=1e-5)
-        np.testing.assert_allclose(rotate(x.T, signs, dim=0).numpy(), expected.T, atol=1e-5)
+        np.testing.assert_allclose(rotate_groups(x, signs, dim=-1).numpy(), expected, atol=1e-5)
+        np.testing.assert_allclose(rotate_groups(x.T, signs, dim=0).numpy(), expected.T, atol=1e-5)
 
     def test_group_sizes(self):
         sizes = [group_size(n) for n in (1, 16, 17, 37, 64, 70, 192, 128, 4096)]
@@ -229,13 +224,13 @@ class TestRandomHadamard:
 
     def test_signs_follow_the_content(self, monkeypatch):
         seen = []
-        real = ms_eden.rotate
+        real = ms_eden.rotate_groups
 
         def spy(x, signs, *, dim):
             seen.append(signs)
             return real(x, signs, dim=dim)
 
-        monkeypatch.setattr(ms_eden, "rotate", spy)
+        monkeypatch.setattr(ms_eden, "rotate_groups", spy)
         x = matrix(4, 128)
         contents = Contents(torch.tensor(1), torch.tensor(2))
         bound = RandomHadamard(partner="input").bind(contents)
@@ -259,13 +254,13 @@ class TestLayer:
     def test_both_operands_are_in_one_basis(self, monkeypatch):
         """dgrad: dy and w; wgrad: dy and x, along the contracted dimension; fresh in every call."""
         seen = []
-        real = ms_eden.rotate
+        real = ms_eden.rotate_groups
 
         def spy(x, signs, *, dim):
             seen.append((tuple(x.shape), dim % 2, signs))
             return real(x, signs, dim=dim)
 
-        monkeypatch.setattr(ms_eden, "rotate", spy)
+        monkeypatch.setattr(ms_eden, "rotate_groups", spy)
         _, layer = layer_of("quartet2", i=200, o=130)
         calls = []
         for seed in (0, 1):

@@ -28,15 +28,21 @@ from layers.layer_tools import (
 
 from metis_hf import MetisConfig
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.operands import Hadamard, Identity
-from metis_hf.operands.conditioners.channelwise import PerChannel
-from metis_hf.operands.conditioners.gradient_estimator import DifferentiableEstimator
-from metis_hf.operands.conditioners.mean import MeanRemoved
-from metis_hf.operands.conditioners.ms_eden import RandomHadamard
-from metis_hf.operands.conditioners.outliers import Clamped, HotChannels
-from metis_hf.operands.conditioners.requantized import Requantized
-from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
-from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands import (
+    Clamped,
+    ClippedWeight,
+    DifferentiableEstimator,
+    FullHadamard,
+    Hadamard,
+    HotChannels,
+    Identity,
+    MeanRemoved,
+    PerChannel,
+    RandomHadamard,
+    RandomKronecker,
+    Requantized,
+    Spectral,
+)
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.states import Shifting, Smoothing
 from metis_hf.transforms.hadamard import hadamard_matrix
@@ -92,13 +98,13 @@ def described(scheme, role: Role) -> Slot:
         conditioner = {Smoothing: "smooth", Shifting: "shifted"}[type(scheme.state)]
     else:
         conditioner = CONDITIONERS[type(operand.conditioner)](operand.conditioner)
-    if source == "w" and scheme.clipped_weight:
+    if source == "w" and isinstance(scheme.weight, ClippedWeight):
         conditioner = {"direct": "clipped"}[conditioner]
-    if source == "w" and scheme.exact_factors:
+    if source == "w" and scheme.weight.is_split and scheme.weight.exact_factors:
         conditioner = f"split {conditioner}"
-    elif source == "w" and scheme.split_weight:
+    elif source == "w" and scheme.weight.is_split:
         assert conditioner == "direct"  # a split weight is conditioned by how it is stored
-        conditioner = f"split {'compensated' if scheme.compensated else 'published'}"
+        conditioner = f"split {'compensated' if scheme.weight.compensated else 'published'}"
     quantizer = operand.quantizer
     if quantizer is None:
         return Slot(slot, source, conditioner=conditioner.split()[0], corrected=corrected)

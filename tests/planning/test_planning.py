@@ -23,6 +23,7 @@ from metis_hf.conversion.report import gemm_weights
 from metis_hf.layers.linear import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer, Rounding
+from metis_hf.operands import Spectral
 from metis_hf.planning.costs import LayerCost, _ElementCount, _quantizer_cost, layer_cost
 from metis_hf.planning.plan import (
     DDP,
@@ -266,7 +267,7 @@ def _additions(layer, tokens):
 
 
 def _splits(operand):
-    spectral = operand is not None and hasattr(operand.conditioner, "compensated")
+    spectral = operand is not None and isinstance(operand.conditioner, Spectral)
     return spectral and operand.quantizer is not None
 
 

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from metis_hf import MetisConfig
 from metis_hf.layers.linear import convert_linear
 from metis_hf.schemes import tetrajet2
-from metis_hf.schemes.tetrajet2 import Oscillation
-from metis_hf.training.oscillation import suppress_oscillation
-from metis_hf.training.refresh import synchronize_state
+from metis_hf.schemes.states import Oscillation
+from metis_hf.training.layer_states import after_step
 
 RANKS, STEPS = 2, 5
 WINDOW = {"period": 4, "window": 1, "threshold": 1.0, "start": 0.0}
@@ -45,8 +44,7 @@ def train(scheme, engine, rank):
         model(batch(step, rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        synchronize_state(model)
-        suppress_oscillation(model, step, STEPS)
+        after_step(model, step, STEPS)
         ranges.append({k: v.clone() for k, v in layer.state_buffers().items()})
     options = StateDictOptions(full_state_dict=True)
     return {"state": get_model_state_dict(model, options=options), "ranges": ranges}

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import IDENTITY
+from metis_hf.operands.conditioners.clamped import Clamped, thresholds
 from metis_hf.operands.conditioners.gradient_estimator import DifferentiableEstimator
-from metis_hf.operands.conditioners.outliers import Clamped, HotChannels, thresholds
+from metis_hf.operands.conditioners.hot_channels import HotChannels
 from metis_hf.schemes import Role
 
 NEAREST = Quantizer()

@@ -13,8 +13,8 @@ from torch import nn
 from metis_hf.layers.linear import QuantLinear
 from metis_hf.numerics import fake_quantize
 from metis_hf.schemes import tetrajet2
-from metis_hf.schemes.tetrajet2 import Oscillation
-from metis_hf.training.oscillation import oscillation_ratio, suppress_oscillation
+from metis_hf.schemes.states import Oscillation
+from metis_hf.training.layer_states import after_step
 
 
 def watched_layer(monkeypatch, **settings):
@@ -27,6 +27,15 @@ def watched_layer(monkeypatch, **settings):
     return layer
 
 
+def suppress(model, step, max_steps):
+    """Layer name -> share of its weights that was reset."""
+    return after_step(model, step, max_steps).get("oscillation_reset", {})
+
+
+def ratio_of(layer):
+    return layer.scheme.state.ratio(layer.state_buffers())
+
+
 class TestOscillation:
     BORDER = 2.5  # between the codes 2 and 3
 
@@ -37,7 +46,7 @@ class TestOscillation:
             with torch.no_grad():
                 layer.weight[0, 1] = self.BORDER + (1e-2 if step % 2 else -1e-2)
                 layer.weight[1, 1] = self.BORDER - 0.2 + 0.08 * (step % 8)
-            shares.append(suppress_oscillation(model, step, max_steps))
+            shares.append(suppress(model, step, max_steps))
         return shares
 
     def test_the_jittering_weight_is_put_in_its_bin(self, monkeypatch):
@@ -49,7 +58,7 @@ class TestOscillation:
         assert layer.weight[0, 1] == 2  # of the two codes the nearer one at that moment
         assert layer.weight[1, 1].item() == pytest.approx(self.BORDER - 0.2 + 0.08 * 6)
         # Six jumps by 1, six steps of 0.02; one jump, and six steps of 0.08.
-        ratio = oscillation_ratio(layer)
+        ratio = ratio_of(layer)
         assert ratio[0, 1].item() == pytest.approx(6 / (6 * 0.02), rel=1e-4)
         assert ratio[1, 1].item() == pytest.approx(1 / (6 * 0.08), rel=1e-4)
         assert ratio.count_nonzero() == 2
@@ -61,12 +70,12 @@ class TestOscillation:
         for step in range(8, 15):
             with torch.no_grad():
                 layer.weight.add_(0.1 * torch.randn(4, 32))
-            suppress_oscillation(model, step, 100)
+            suppress(model, step, 100)
             weights.append(layer.weight.detach().clone())
         quantized = [fake_quantize(w) for w in weights]
         path = sum((b - a).abs() for a, b in itertools.pairwise(weights))
         quantized_path = sum((b - a).abs() for a, b in itertools.pairwise(quantized))
-        torch.testing.assert_close(oscillation_ratio(layer), quantized_path / path)
+        torch.testing.assert_close(ratio_of(layer), quantized_path / path)
 
     def test_the_first_part_of_a_training_is_left_alone(self, monkeypatch):
         layer = watched_layer(monkeypatch, start=0.5)
@@ -78,8 +87,16 @@ class TestOscillation:
     def test_other_schemes_are_left_alone(self):
         _, layer = layer_of("nvfp4")
         before = layer.weight.detach().clone()
-        assert suppress_oscillation(nn.Sequential(layer), 50, 100) == {}
+        assert suppress(nn.Sequential(layer), 50, 100) == {}
         assert torch.equal(layer.weight, before)
+
+    def test_a_split_weight_is_left_alone(self, monkeypatch):
+        """No element of w_hat is the quantized residual's: there is no bin to be put into."""
+        watched_layer(monkeypatch, window=1, threshold=0.0)
+        _, layer = layer_of("tetrajet2", i=32, o=4, split_weight=True)
+        before = [param.detach().clone() for param in layer.weight_params()]
+        assert [suppress(nn.Sequential(layer), step, 100) for step in (8, 9)] == [{}, {}]
+        assert all(map(torch.equal, before, layer.weight_params()))
 
     def test_a_window_survives_a_state_dict(self, monkeypatch):
         layer, other = (watched_layer(monkeypatch) for _ in range(2))
@@ -99,5 +116,5 @@ class TestOscillation:
         for step in range(8, 15):
             with torch.no_grad():
                 transposed.weight[1, 0] = self.BORDER + (1e-2 if step % 2 else -1e-2)
-            suppress_oscillation(model, step, 100)
+            suppress(model, step, 100)
         assert transposed.weight[1, 0] == 2

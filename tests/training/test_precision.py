@@ -81,7 +81,7 @@ def test_each_gemm_after_the_switch(scheme, passes):
     model = converted(scheme).train()
     layer = up_proj(model)
     scheme_before = layer.scheme
-    if scheme_before.clipped_weight:
+    if "weight_clip" in layer.weight_form.names:
         layer.weight_clip.data.fill_(40)  # a strength of 1: the weight's gradient is dL/dW
     set_precision(model, high_precision=passes)
     x = torch.randn(40, 64, requires_grad=True)
@@ -122,10 +122,7 @@ def test_each_gemm_after_the_switch(scheme, passes):
     dgrad = backward.dgrad(dy, hats[Role.DGRAD_GRAD_OUTPUT], params, hats[Role.DGRAD_WEIGHT])
     wgrad = backward.wgrad(dy, hats[Role.WGRAD_GRAD_OUTPUT], hats[Role.WGRAD_INPUT])
     estimator = layer.scheme.fprop_weight  # quantizes nothing where forward is in high precision
-    if hasattr(estimator.conditioner, "weight_gradient"):
-        slope = estimator.conditioner.weight_gradient(torch.ones_like(w), w, estimator.quantizer)
-    else:
-        slope = torch.ones_like(w)
+    slope = estimator.conditioner.weight_gradient(torch.ones_like(w), w, estimator.quantizer)
     torch.testing.assert_close(y.detach(), fprop, **FP32_GEMM)
     torch.testing.assert_close(x.grad, dgrad, **FP32_GEMM)
     # The last stored tensor is the dense weight or the residual, whose gradient is dL/dW.

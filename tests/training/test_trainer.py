@@ -255,7 +255,7 @@ def test_resume_is_exact(scheme, tmp_path):
     """2 + 2 steps equal 4: weights, moments, noise, refreshes and a switch of precision."""
 
     def run():
-        interval = int(converted(scheme).model.layers[0].mlp.up_proj.scheme.split_weight)
+        interval = int(converted(scheme).model.layers[0].mlp.up_proj.scheme.weight.is_split)
         model = converted(scheme, refresh_interval=interval, forward_rounding="stochastic")
         callbacks = [MetisCallback(health_interval=2), PrecisionSchedule(at=3)]
         return trainer(tmp_path, model, callbacks, save_strategy="steps", save_steps=2)

@@ -63,7 +63,7 @@ def _with_split_weights() -> tuple[Variant, ...]:
 def _stored_split(name: str) -> Variant:
     """The scheme itself where it stores weights split by its own definition."""
     side = 64  # of any layer: schemes do not choose by size
-    if build_scheme(MetisConfig(scheme=name), side, side).split_weight:
+    if build_scheme(MetisConfig(scheme=name), side, side).weight.is_split:
         return Variant.of_scheme(name)
     return Variant(f"{name}, split", {"scheme": name, "split_weight": True})
 

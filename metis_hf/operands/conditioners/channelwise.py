@@ -5,20 +5,18 @@ SmoothQuant (arXiv 2211.10438) quantizes x / s and w * s, Outlier Suppression+ (
 s Q((x - z) / s) + z and Q(w s) / s, whose product is the papers', with z's part (their bias
 z @ w_hat^T) in it.
 
-Which s and z a call takes is its layer's state (`schemes.base.LayerState`): a scheme holds a
+Which s and z a call takes is its layer's state (`schemes.states.LayerState`): a scheme holds a
 `PerChannel`, and the plan of a call binds it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import IDENTITY, Encoded, Part, Work
+from metis_hf.operands.conditioner import AroundQuantizer, Work
 
 
 class Channels(NamedTuple):
@@ -29,7 +27,7 @@ class Channels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PerChannel:
+class PerChannel(AroundQuantizer):
     """The place of a `ChannelAffine` in a scheme; by itself it quantizes the matrix as it is.
 
     Args:
@@ -38,34 +36,24 @@ class PerChannel:
 
     weight: bool = False
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        return IDENTITY(x, quantizer, dim=dim, key=key, dtype=dtype)
+    needs_state: ClassVar[bool] = True
+    transformed: ClassVar[str] = "tensor"
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        return IDENTITY.parts(x, quantizer, dim=dim, key=key)
+    def bind(self, state: Channels) -> ChannelAffine:
+        if self.weight:
+            return ChannelAffine(state.scale.reciprocal())
+        return ChannelAffine(state.scale, state.shift)
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return IDENTITY.encode(x, quantizer, dim=dim, key=key)
-
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
-        return IDENTITY.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
-
-    def work(self, shape, *, dim) -> Work:
+    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
         """Extremes of the columns, a division and a multiplication; a shift adds two more."""
         t, c = shape
         call, encode, decode = ({"elementwise": passes * t * c} for passes in (4.0, 3.0, 1.0))
         return Work(call, encode, decode, (shape,))
 
-    def bind(self, channels: Channels) -> ChannelAffine:
-        """The conditioner of one call."""
-        if self.weight:
-            return ChannelAffine(channels.scale.reciprocal())
-        return ChannelAffine(channels.scale, channels.shift)
-
 
 @dataclass(frozen=True, eq=False)
-class ChannelAffine:
-    """scale * Q((x - shift) / scale) + shift, both of them per column. Equal to itself alone.
+class ChannelAffine(AroundQuantizer):
+    """scale * Q((x - shift) / scale) + shift, both of them per column; equal to no other one.
 
     Args:
         scale: [c]
@@ -75,25 +63,11 @@ class ChannelAffine:
     scale: Tensor
     shift: Tensor | None = None
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        return self._restore(quantizer(self._normalize(x), dim=dim, key=key), dtype)
+    transformed: ClassVar[str] = "normalized"
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        normal = self._normalize(x)
-        return [Part("normalized", normal, quantizer(normal, dim=dim, key=key))]
-
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return Encoded(pack(self._normalize(x), quantizer, dim=dim, key=key))
-
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
-        return self._restore(
-            unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape), dtype
-        )
-
-    def _normalize(self, x: Tensor) -> Tensor:
-        x = x if x.dtype is torch.float64 else x.float()
+    def forward(self, x: Tensor, *, dim: int) -> Tensor:
         return (x if self.shift is None else x - self.shift) / self.scale
 
-    def _restore(self, quantized: Tensor, dtype: torch.dtype) -> Tensor:
-        x_hat = quantized * self.scale
-        return (x_hat if self.shift is None else x_hat + self.shift).to(dtype)
+    def inverse(self, x: Tensor, *, dim: int) -> Tensor:
+        x = x * self.scale
+        return x if self.shift is None else x + self.shift

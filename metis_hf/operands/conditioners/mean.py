@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work, as_fp32
 
 
 @dataclass(frozen=True)
-class MeanRemoved:
+class MeanRemoved(Conditioner):
     """x_hat = 1 Q(mu) + Q(x - 1 mu) with mu [1 c] the mean of the rows of x [t c].
 
     The vector mu is stored along its length, in blocks of its own and with its own tensor scale,
@@ -66,7 +66,7 @@ def row_mean(x: Tensor, row_mask: Tensor | None = None) -> Tensor:
 
     Without a single such row the mask is ignored.
     """
-    x = x if x.dtype is torch.float64 else x.float()
+    x = as_fp32(x)
     if row_mask is None:
         return x.mean(0, keepdim=True)
     kept = row_mask | ~row_mask.any()

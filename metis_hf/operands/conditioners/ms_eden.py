@@ -6,18 +6,15 @@ The quantizer's part, nearest elements and corrected scales, is `numerics.scalin
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from metis_hf.noise import Key, constant, random_bits
-from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, Part, Work
-from metis_hf.transforms.rotation import sylvester
-
-BLOCK = 16  # of NVFP4
+from metis_hf.noise import Key, random_bits
+from metis_hf.operands.conditioner import AroundQuantizer, Encoded, Work
+from metis_hf.transforms.groups import group_size, rotate_groups, unrotate_groups
+from metis_hf.transforms.hadamard import padded_shape
 
 
 class Contents(NamedTuple):
@@ -28,7 +25,7 @@ class Contents(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RandomHadamard:
+class RandomHadamard(AroundQuantizer):
     """x_hat = R^T Q(R x), R = H D: groups of 128 along `dim`, signs D of the content of a tensor.
 
     Both operands of a GEMM that have their signs of the same tensor are in the same basis, as
@@ -48,91 +45,51 @@ class RandomHadamard:
     partner: str | None = None
     content: Tensor | None = None
 
-    def bind(self, contents: Contents) -> RandomHadamard:
-        """The conditioner of one call."""
+    needs_state: ClassVar[bool] = True
+    transformed: ClassVar[str] = "rotated"
+
+    def bind(self, state: Contents) -> RandomHadamard:
         if self.partner is None:
             return self
-        return replace(self, content=getattr(contents, self.partner))
+        return replace(self, content=getattr(state, self.partner))
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        if x.numel() == 0:
-            return x.to(dtype)
-        signs = self._signs(self._content(key, x), x.shape[dim])
-        quantized = quantizer(rotate(x, signs, dim=dim), dim=dim, key=key)
-        return unrotate(quantized, signs, dim=dim).to(dtype)
+    def for_matrix(self, x: Tensor, key: Key) -> RandomHadamard:
+        return replace(self, content=self._content(x, key))
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        rotated = rotate(x, self._signs(self._content(key, x), x.shape[dim]), dim=dim)
-        return [Part("rotated", rotated, quantizer(rotated, dim=dim, key=key))]
+    def forward(self, x: Tensor, *, dim: int) -> Tensor:
+        return rotate_groups(x, self._signs(x.shape[dim]), dim=dim)
+
+    def inverse(self, x: Tensor, *, dim: int) -> Tensor:
+        return unrotate_groups(x, self._signs(x.shape[dim]), dim=dim)
+
+    def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
+        return padded_shape(shape, dim=dim)
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        content = self._content(key, x)
-        rotated = rotate(x, self._signs(content, x.shape[dim]), dim=dim)
-        return Encoded((*pack(rotated, quantizer, dim=dim, key=key), content))
+        codes = super().encode(x, quantizer, dim=dim, key=key)
+        return Encoded((*codes.tensors, self._content(x, key)))
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
-        *packed, content = encoded.tensors
-        padded = _padded_shape(shape, dim)
-        quantized = unpack(Packed(*packed), quantizer, dim=dim, shape=padded)
-        return unrotate(quantized, self._signs(content, shape[dim]), dim=dim).to(dtype)
+        *codes, content = encoded.tensors
+        own = replace(self, content=content)
+        options = {"dim": dim, "shape": shape, "dtype": dtype}
+        return AroundQuantizer.decode(own, Encoded(tuple(codes)), quantizer, **options)
 
-    def work(self, shape, *, dim) -> Work:
-        rows, columns = _padded_shape(shape, dim)
+    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
+        rows, columns = padded_shape(shape, dim=dim)
         product = 2.0 * rows * columns * group_size(shape[dim])
         once = {"rotation": product}
         return Work({"rotation": 2 * product}, once, once, ((rows, columns),))
 
-    def _content(self, key: Key, x: Tensor) -> Tensor:
+    def _content(self, x: Tensor, key: Key) -> Tensor:
         if self.content is not None:
             return self.content
         if key.data is not None:
             return key.data
         return torch.full((), key.static >> 1, dtype=torch.int32, device=x.device)
 
-    def _signs(self, content: Tensor, n: int) -> Tensor:
-        """+-1 [group], fp32."""
-        bits = random_bits(group_size(n), Key(self.seed, content), content.device)
+    def _signs(self, n: int) -> Tensor:
+        """+-1 [group], fp32, for groups of n entries, padded or not."""
+        assert self.content is not None
+        bits = random_bits(group_size(n), Key(self.seed, self.content), self.content.device)
         return 1.0 - 2.0 * (bits < 0)
-
-
-def group_size(n: int) -> int:
-    """How many of n entries, zero-padded to blocks of 16, are rotated together."""
-    blocks = (n + BLOCK - 1) // BLOCK
-    # Tests rather than bit operations: torch.compile knows n as a symbol.
-    return next((size for size in (128, 64, 32) if blocks % (size // BLOCK) == 0), BLOCK)
-
-
-def rotate(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
-    """H D x for every group along `dim` of x [t c], zero-padded to blocks; fp32 or fp64."""
-    x = x if x.dtype is torch.float64 else x.float()
-    missing = -x.shape[dim] % BLOCK
-    if missing:
-        x = F.pad(x, (0, missing) if dim % 2 else (0, 0, 0, missing))
-    return _by_group(x, _hadamard_like(len(signs), x) * signs.to(x.dtype), dim)
-
-
-def unrotate(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
-    """The inverse of `rotate`, padding included."""
-    return _by_group(x, _hadamard_like(len(signs), x) * signs.to(x.dtype)[:, None], dim)
-
-
-def _by_group(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
-    """matrix [group group] times every group along `dim` of x [t c]."""
-    if dim % 2:
-        return (x.reshape(-1, len(matrix)) @ matrix.T).view(x.shape)
-    return (matrix @ x.reshape(-1, len(matrix), x.shape[1])).flatten(0, 1)
-
-
-def _padded_shape(shape: tuple[int, int], dim: int) -> tuple[int, int]:
-    rows, columns = shape
-    missing = -shape[dim] % BLOCK
-    return (rows, columns + missing) if dim % 2 else (rows + missing, columns)
-
-
-@constant
-def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return sylvester(size).to(device, dtype)
-
-
-def _hadamard_like(size: int, x: Tensor) -> Tensor:
-    return _hadamard(size, x.dtype, x.device)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metis_hf.operands import Encoded, Part, Work
+from metis_hf.numerics import Quantizer
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
 
 
 @dataclass(frozen=True)
-class Requantized:
+class Requantized(Conditioner):
     """Quantizes to nearest along the columns, as fprop does, then quantizes that along `dim`.
 
     The gradient is then that of the very operands of the forward pass: an unbiased second
     quantization of Q(x) gives it in expectation, one of x would not.
 
     Args:
-        second: the conditioner of the second quantization, one with codes.
+        second: the conditioner of the second quantization.
     """
 
-    second: Any
+    second: Conditioner
+
+    @property
+    def has_codes(self) -> bool:
+        return self.second.has_codes
+
+    def bind(self, state: Any) -> Requantized:
+        return replace(self, second=self.second.bind(state))
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         return self.second(_first(x, quantizer), quantizer, dim=dim, key=key, dtype=dtype)
@@ -41,5 +49,5 @@ class Requantized:
         return second._replace(quantized=(shape, *second.quantized))
 
 
-def _first(x: Tensor, quantizer) -> Tensor:
+def _first(x: Tensor, quantizer: Quantizer) -> Tensor:
     return quantizer.deterministic()(x, dim=-1)

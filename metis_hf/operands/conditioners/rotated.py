@@ -1,6 +1,6 @@
 """Rotations of a whole dimension around the quantizer: Hadamard (QuaRot, HALO) and random (QuIP).
 
-Blocks of 16 as in NVIDIA's recipe are `operands.Hadamard`.
+Blocks of 16 as in NVIDIA's recipe are in `hadamard`, groups with fresh signs in `ms_eden`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, Part, Work
+from metis_hf.operands.conditioner import AroundQuantizer, Work
 from metis_hf.transforms.rotation import rotate_by, rotation_of
 
 
 @dataclass(frozen=True)
-class _Rotated:
+class _Rotated(AroundQuantizer):
     """x_hat = R^T Q(R x): rotated along one dimension, quantized, rotated back.
 
     In a GEMM that contracts the rotated dimension, an equal rotation of the other operand cancels:
@@ -33,24 +32,15 @@ class _Rotated:
     across: bool = False
 
     kind: ClassVar[str]
+    transformed: ClassVar[str] = "rotated"
 
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        rotated = self._rotate(x, dim)
-        return self._unrotate(quantizer(rotated, dim=dim, key=key), dim).to(dtype)
+    def forward(self, x: Tensor, *, dim: int) -> Tensor:
+        return rotate_by(x, self.kind, self.seed, dim=self._axis(dim))
 
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        rotated = self._rotate(x, dim)
-        return [Part("rotated", rotated, quantizer(rotated, dim=dim, key=key))]
+    def inverse(self, x: Tensor, *, dim: int) -> Tensor:
+        return rotate_by(x, self.kind, self.seed, dim=self._axis(dim), inverse=True)
 
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return Encoded(pack(self._rotate(x, dim), quantizer, dim=dim, key=key))
-
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
-        packed = Packed(*encoded.tensors)
-        quantized = unpack(packed, quantizer, dim=dim, shape=shape)
-        return self._unrotate(quantized, dim).to(dtype)
-
-    def work(self, shape, *, dim) -> Work:
+    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
         axis = self._axis(dim)
         rotation = rotation_of(self.kind, shape[axis], self.seed, torch.empty(0))
         flops = rotation.flops(shape[1 - axis])
@@ -59,13 +49,6 @@ class _Rotated:
 
     def _axis(self, dim: int) -> int:
         return (dim + self.across) % 2
-
-    def _rotate(self, x: Tensor, dim: int) -> Tensor:
-        x = x if x.dtype is torch.float64 else x.float()
-        return rotate_by(x, self.kind, self.seed, dim=self._axis(dim))
-
-    def _unrotate(self, x: Tensor, dim: int) -> Tensor:
-        return rotate_by(x, self.kind, self.seed, dim=self._axis(dim), inverse=True)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, LowRank, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank, Part, Work
 from metis_hf.transforms.spectral import default_rows, find_subspace, project
 
 
 @dataclass(frozen=True)
-class Spectral:
+class Spectral(Conditioner):
     """Splits the dominant subspace off and quantizes factors and residual apart.
 
     arXiv 2509.00404: A Lambda B^T + X_R with A = `a`, Lambda = `lam`, B = `v`.
@@ -38,14 +38,14 @@ class Spectral:
     uses_row_mask: ClassVar[bool] = True
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        if x.numel() == 0:
-            return x.to(dtype)
         return self.with_factors(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype)[0]
 
     def with_factors(
         self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
-    ) -> tuple[Tensor, LowRank]:
-        """A call's result for x [t c] that is not empty, and its low-rank part."""
+    ) -> tuple[Tensor, LowRank | None]:
+        """Returns the result of a call and its low-rank part; None for a matrix without entries."""
+        if x.numel() == 0:
+            return x.to(dtype), None
         low, dense, exact, _, _ = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         x_hat = quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=exact, plus=dense)
         return x_hat, low
@@ -77,7 +77,7 @@ class Spectral:
 
     def decode_with_factors(
         self, encoded, quantizer, *, dim, shape, dtype=torch.float32
-    ) -> tuple[Tensor, LowRank]:
+    ) -> tuple[Tensor, LowRank | None]:
         """The other half of `with_factors`."""
         residual, low, dense = Packed(*encoded.tensors[:3]), encoded.low, encoded.dense
         if low is None:

@@ -1,4 +1,4 @@
-"""Outliers apart: clamped elements with a sparse rest (OCC), residuals of hot channels (HCP)."""
+"""Clamped elements with a sparse rest in high precision (OCC, arXiv 2501.17116)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands import Encoded, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 # The sparse part's dtype: BF16 for what is computed in BF16 or FP32.
 _SPARSE_DTYPES = {torch.float64: torch.float64, torch.float16: torch.float16}
@@ -50,7 +50,7 @@ class Sparse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Clamped:
+class Clamped(Conditioner):
     """x_hat = Q(clamp(x, lo, hi)) + (x - clamp(x, lo, hi)), the latter sparse, in high precision.
 
     Outlier clamping and compensation, arXiv 2501.17116, section 3.2. lo and hi are the quantiles
@@ -81,10 +81,6 @@ class Clamped:
         packed, sparse = Packed(*encoded.tensors[:3]), Sparse(*encoded.tensors[3:])
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return sparse.add_to(quantized.contiguous()).to(dtype)
-
-    def work(self, shape, *, dim) -> Work:
-        # No matrix products: the sparse one is part of the dense one in emulation.
-        return Work({}, {}, {}, (shape,))
 
     def outliers(self, size: int) -> int:
         """How many of `size` elements are beyond each threshold, at most."""
@@ -131,65 +127,3 @@ def _edge(place: Tensor, *, upward: bool) -> Tensor:
     upper = order ^ (order >> 15 & 0x7FFF)
     outward = (order >= 0) == upward  # the lower bits are of the magnitude
     return ((upper << 16) + 0xFFFF * outward).to(torch.int32).view(torch.float32)
-
-
-@dataclass(frozen=True)
-class HotChannels:
-    """x_hat = Q(x) + Q(x - Q(x)) in the channels of largest error, Q(x) in the others.
-
-    Hot-Channel Patch, arXiv 2602.02047, section 4: channels along the contraction are ranked by
-    their mean absolute quantization error, and the residuals of the first ones join the GEMM as
-    further channels, [x_hat, r_hat] @ [w_hat, w_hat_hot]^T and likewise for w. They are quantized
-    as the rest is, in blocks of their own along the appended channels.
-
-    Args:
-        share: of the channels that are patched, rounded up to whole blocks of 16.
-    """
-
-    share: float = 1 / 16
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        if x.numel() == 0:
-            return x.to(dtype)
-        quantized, channels, residual = self._residual(x, quantizer, dim, key)
-        residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
-        return quantized.index_add(dim, channels, residual_hat).to(dtype)
-
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        quantized, _, residual = self._residual(x, quantizer, dim, key)
-        residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
-        return [Part("tensor", x, quantized), Part("hot residual", residual, residual_hat)]
-
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        packed = pack(x, quantizer, dim=dim, key=key)
-        quantized = unpack(packed, quantizer, dim=dim, shape=x.shape)
-        channels, residual = self._hot(x - quantized, dim)
-        patch = pack(residual, quantizer, dim=dim, key=key.fold(1))
-        return Encoded((*packed, *patch, channels.to(torch.int32)))
-
-    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
-        *packed, channels = encoded.tensors
-        quantized = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=shape)
-        rows, columns = shape
-        hot = (rows, len(channels)) if dim % 2 else (len(channels), columns)
-        residual = unpack(Packed(*packed[3:]), quantizer, dim=dim, shape=hot)
-        return quantized.index_add(dim, channels, residual).to(dtype)
-
-    def work(self, shape, *, dim) -> Work:
-        t, c = shape
-        hot = self.channels(shape[dim])
-        return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)))
-
-    def channels(self, n: int) -> int:
-        """How many of n channels are patched."""
-        return min(n, 16 * max(1, -(-round(self.share * n * 1e6) // 16_000_000)))
-
-    def _residual(self, x, quantizer, dim, key) -> tuple[Tensor, Tensor, Tensor]:
-        quantized = quantizer(x, dim=dim, key=key)
-        return quantized, *self._hot(x - quantized, dim)
-
-    def _hot(self, error: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """(indices, in order; their columns or rows of `error`)."""
-        score = error.abs().mean(1 - dim % 2)
-        channels = score.topk(self.channels(len(score)), sorted=False).indices.sort().values
-        return channels, error.index_select(dim, channels)

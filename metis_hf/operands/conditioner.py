@@ -1,0 +1,253 @@
+"""What a method does around the quantizer: the base class of all conditioners.
+
+A conditioner turns a matrix into something that quantizes better and back again: identity is
+`qdq(x)`, rotation is `unrotate(qdq(rotate(x)))`, spectral is `qdq(a) * lam @ qdq(v.T) +
+qdq(residual)`. A new outlier trick is one conditioner. The published ones are in `conditioners`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
+from metis_hf.numerics.kernels import Packed, pack, unpack
+
+
+class Part(NamedTuple):
+    """One tensor that a conditioner hands to the quantizer, before and after; for statistics."""
+
+    name: str
+    before: Tensor
+    after: Tensor
+
+
+class LowRank(NamedTuple):
+    """(left * lengths) @ right [t c]: the thin part of a split operand."""
+
+    left: Tensor  # [t k], quantized
+    lengths: Tensor  # [k]
+    right: Tensor  # [k c], quantized
+
+    def dense(self) -> Tensor:
+        """[t k] @ [k c] -> [t c]"""
+        return (self.left * self.lengths) @ self.right
+
+
+class Encoded(NamedTuple):
+    """A matrix [t c] between quantization and use.
+
+    Attributes:
+        tensors: what `decode` needs, in the order in which the conditioner knows them.
+        low: the low-rank part, where encoding has computed it; `decode` does without.
+        dense: its product [t c], likewise.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    low: LowRank | None = None
+    dense: Tensor | None = None
+
+    def stored(self) -> Encoded:
+        """Without what can be made again."""
+        return Encoded(self.tensors)
+
+
+class Work(NamedTuple):
+    """What a conditioner computes of a matrix [t c]: FLOPs by kind, see `costs.LayerCost`.
+
+    Attributes:
+        call: from the matrix to the operand.
+        encode: to what is stored of it.
+        decode: from there to the operand.
+        quantized: shapes of the tensors that it hands to the quantizer.
+    """
+
+    call: Mapping[str, float]
+    encode: Mapping[str, float]
+    decode: Mapping[str, float]
+    quantized: tuple[tuple[int, int], ...]
+
+
+class Conditioner(ABC):
+    """x [t c] -> x_hat [t c] in `dtype`, quantizing what it likes on the way.
+
+    `__call__` is all that a subclass must have. Along `dim`, which the GEMM contracts, x_hat may
+    come with padding. Subclasses are frozen dataclasses: equal ones are taken to do the same, so
+    that layers that read one tensor share what is quantized of it.
+
+    Attributes:
+        is_direct: it is the quantizer alone, so that a GEMM may take the tensor scale apart.
+        uses_row_mask: the result depends on which rows are padding. Without it nobody looks for
+            padding among the rows, and `row_mask` is None.
+        needs_state: it quantizes by what `bind` gives it of the layer's state, and measures
+            nothing of interest without.
+    """
+
+    is_direct: ClassVar[bool] = False
+    uses_row_mask: ClassVar[bool] = False
+    needs_state: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Quantizes a matrix for a GEMM.
+
+        Args:
+            x: [t c]
+            quantizer: how its parts are quantized.
+            dim: the dimension that the GEMM contracts, along which blocks run.
+            key: noise key; a part that is quantized beside others takes `key.fold(n)`.
+            row_mask: [t] bool, False for rows of padding; None: all rows are tokens.
+            dtype: of the result.
+        """
+
+    def with_factors(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, LowRank | None]:
+        """Returns the result of a call and its low-rank part; None where there is none."""
+        return self(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype), None
+
+    def parts(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+    ) -> list[Part]:
+        """Returns what a call hands to the quantizer, the largest tensor last; by default x."""
+        x_hat = self(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        return [Part("tensor", x, x_hat[: x.shape[0], : x.shape[1]])]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether `encode` and `decode` are overridden; without them operands are saved densely."""
+        return type(self).encode is not Conditioner.encode
+
+    def encode(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        key: Key,
+        row_mask: Tensor | None = None,
+    ) -> Encoded:
+        """Returns what is stored of x [t c], not empty, in codes and scales; see `has_codes`.
+
+        Together with `decode` it gives what a call gives, bit for bit.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
+
+    def decode(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Returns x_hat of what `encode` gave for x of that shape."""
+        raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
+
+    def decode_with_factors(
+        self,
+        encoded: Encoded,
+        quantizer: Quantizer,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, LowRank | None]:
+        """Returns the result of `decode` and its low-rank part; None where there is none."""
+        return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
+
+    def bind(self, state: Any) -> Conditioner:
+        """Returns the conditioner of one call, which knows what the layer's state froze for it."""
+        return self
+
+    def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
+        """Returns dL/dw of dw = dL/dw_hat [o i]; by default straight-through, which is dw."""
+        return dw
+
+    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
+        """Returns what planning counts for a matrix; by default the quantizer's share alone.
+
+        A conditioner that multiplies matrices overrides it, or plans of runs leave that out.
+        """
+        return Work({}, {}, {}, (shape,))
+
+
+class AroundQuantizer(Conditioner):
+    """x_hat = inverse(Q(forward(x))): transformed, quantized, and transformed back.
+
+    A subclass has `forward` and `inverse`; by default both leave a matrix as it is.
+
+    Attributes:
+        transformed: the name of the transformed matrix among the parts.
+    """
+
+    transformed: ClassVar[str] = "transformed"
+
+    def forward(self, x: Tensor, *, dim: int) -> Tensor:
+        """Transforms x [t c], fp32 or fp64 and not empty; `dim` is what the GEMM contracts."""
+        return x
+
+    def inverse(self, x: Tensor, *, dim: int) -> Tensor:
+        """Transforms a quantized matrix back; padding that `forward` added may stay."""
+        return x
+
+    def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
+        """Returns the shape that `forward` gives a matrix of this shape."""
+        return shape
+
+    def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
+        """Returns the transform of one matrix, where it depends on the matrix or its noise."""
+        return self
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        if x.numel() == 0:
+            return x.to(dtype)
+        own = self.for_matrix(x, key)
+        quantized = quantizer(own.forward(as_fp32(x), dim=dim), dim=dim, key=key)
+        return own.inverse(quantized, dim=dim).to(dtype)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
+        return [Part(self.transformed, transformed, quantizer(transformed, dim=dim, key=key))]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
+        return Encoded(pack(transformed, quantizer, dim=dim, key=key))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        packed, shape = Packed(*encoded.tensors), self.transformed_shape(shape, dim=dim)
+        quantized = unpack(packed, quantizer, dim=dim, shape=shape)
+        return self.inverse(quantized, dim=dim).to(dtype)
+
+
+def as_fp32(x: Tensor) -> Tensor:
+    """Returns x in the dtype that transforms compute in: fp32, or fp64 for fp64."""
+    return x if x.dtype is torch.float64 else x.float()

@@ -1,0 +1,41 @@
+"""NVIDIA's rotation: Hadamard's matrix with random signs, in blocks of 16 (arXiv 2509.25149)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from metis_hf.operands.conditioner import AroundQuantizer, Work
+from metis_hf.transforms.hadamard import SIZE, padded_shape, rotate, unrotate
+
+
+@dataclass(frozen=True)
+class Hadamard(AroundQuantizer):
+    """Rotates blocks of 16 along the contraction dimension, quantizes, rotates back.
+
+    Both operands of a GEMM rotated with the same seed give the product of the rotated copies,
+    since the rotation is orthonormal and cancels in the contraction. The result keeps the padding
+    along `dim`, a multiple of 16: rounding in the rotated basis makes it non-zero, and the product
+    of the rotated copies contains it.
+    """
+
+    seed: int = 0
+
+    transformed: ClassVar[str] = "rotated"
+
+    def forward(self, x: Tensor, *, dim: int) -> Tensor:
+        return rotate(x, dim=dim, seed=self.seed)
+
+    def inverse(self, x: Tensor, *, dim: int) -> Tensor:
+        return unrotate(x, dim=dim, seed=self.seed)
+
+    def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
+        return padded_shape(shape, dim=dim)
+
+    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
+        t, c = shape
+        product = 2.0 * SIZE * t * c  # of every block with the 16 x 16 matrix
+        once = {"rotation": product}
+        return Work({"rotation": 2 * product}, once, once, (shape,))

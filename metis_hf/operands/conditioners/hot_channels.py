@@ -1,0 +1,73 @@
+"""Quantization errors of the worst channels, quantized in their turn (HCP, arXiv 2602.02047)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
+
+
+@dataclass(frozen=True)
+class HotChannels(Conditioner):
+    """x_hat = Q(x) + Q(x - Q(x)) in the channels of largest error, Q(x) in the others.
+
+    Hot-Channel Patch, arXiv 2602.02047, section 4: channels along the contraction are ranked by
+    their mean absolute quantization error, and the residuals of the first ones join the GEMM as
+    further channels, [x_hat, r_hat] @ [w_hat, w_hat_hot]^T and likewise for w. They are quantized
+    as the rest is, in blocks of their own along the appended channels.
+
+    Args:
+        share: of the channels that are patched, rounded up to whole blocks of 16.
+    """
+
+    share: float = 1 / 16
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        if x.numel() == 0:
+            return x.to(dtype)
+        quantized, channels, residual = self._residual(x, quantizer, dim, key)
+        residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
+        return quantized.index_add(dim, channels, residual_hat).to(dtype)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        quantized, _, residual = self._residual(x, quantizer, dim, key)
+        residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
+        return [Part("tensor", x, quantized), Part("hot residual", residual, residual_hat)]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        packed = pack(x, quantizer, dim=dim, key=key)
+        quantized = unpack(packed, quantizer, dim=dim, shape=x.shape)
+        channels, residual = self._hot(x - quantized, dim)
+        patch = pack(residual, quantizer, dim=dim, key=key.fold(1))
+        return Encoded((*packed, *patch, channels.to(torch.int32)))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        *packed, channels = encoded.tensors
+        quantized = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=shape)
+        rows, columns = shape
+        hot = (rows, len(channels)) if dim % 2 else (len(channels), columns)
+        residual = unpack(Packed(*packed[3:]), quantizer, dim=dim, shape=hot)
+        return quantized.index_add(dim, channels, residual).to(dtype)
+
+    def work(self, shape, *, dim) -> Work:
+        t, c = shape
+        hot = self.channels(shape[dim])
+        return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)))
+
+    def channels(self, n: int) -> int:
+        """How many of n channels are patched."""
+        return min(n, 16 * max(1, -(-round(self.share * n * 1e6) // 16_000_000)))
+
+    def _residual(self, x, quantizer, dim, key) -> tuple[Tensor, Tensor, Tensor]:
+        quantized = quantizer(x, dim=dim, key=key)
+        return quantized, *self._hot(x - quantized, dim)
+
+    def _hot(self, error: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """(indices, in order; their columns or rows of `error`)."""
+        score = error.abs().mean(1 - dim % 2)
+        channels = score.topk(self.channels(len(score)), sorted=False).indices.sort().values
+        return channels, error.index_select(dim, channels)

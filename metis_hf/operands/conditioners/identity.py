@@ -1,0 +1,34 @@
+"""No conditioning: the quantizer alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part
+
+
+@dataclass(frozen=True)
+class Identity(Conditioner):
+    """Quantizes the matrix as it is."""
+
+    is_direct: ClassVar[bool] = True
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        return quantizer(x, dim=dim, key=key, dtype=dtype)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        return [Part("tensor", x, quantizer(x, dim=dim, key=key))]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        return Encoded(pack(x, quantizer, dim=dim, key=key))
+
+    def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
+        return unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape, dtype=dtype)
+
+
+IDENTITY = Identity()

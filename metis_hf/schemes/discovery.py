@@ -1,0 +1,129 @@
+"""Schemes from outside this package: a user's file or module, imported by name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from metis_hf.schemes.registry import forget_since, registered, scheme_info
+
+_PACKAGE = Path(__file__).parents[1]
+_imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives it -> schemes
+
+
+def absolute_source(source: str | Path) -> str:
+    """Returns a source as every process finds it: a file by its absolute path, a module by name."""
+    text = str(source)
+    is_file = isinstance(source, Path) or text.endswith(".py") or "/" in text or "\\" in text
+    return str(Path(text).expanduser().resolve()) if is_file else text
+
+
+def import_schemes(source: str | Path) -> list[str]:
+    """Imports a Python file or module that registers schemes; a second time nothing happens.
+
+    A file that is imported already, as a module or by another path, is not run again.
+
+    Args:
+        source: path of a file (it ends in .py or has a slash), or the dotted name of a module.
+
+    Returns:
+        The names of the schemes that it registers.
+
+    Raises:
+        ValueError: no such file or module, its code fails, it registers no scheme, or one whose
+            name is taken. Its schemes are then not registered, and a repaired file can be imported.
+    """
+    source = absolute_source(source)
+    if source in _imported:
+        return list(_imported[source])
+    before = set(registered())
+    try:
+        module = _loaded(source) or _import(source)
+    except Exception as error:
+        forget_since(before)
+        reason = str(error)
+        if not isinstance(error, _Unusable):
+            reason = f"its code fails with {type(error).__name__}: {error}"
+        raise ValueError(f"no schemes from {source}: {reason}") from error
+    names = [
+        name
+        for name, info in registered().items()
+        if name not in before or f"{info.module}.".startswith(f"{module.__name__}.")
+    ]
+    if not names:
+        raise ValueError(
+            f"no schemes from {source}: it registers none. Decorate a function "
+            "(config, rank) -> Scheme with metis_hf.register_scheme(name, summary=..., source=...)"
+        )
+    _imported[source] = tuple(names)
+    return names
+
+
+def source_digest(name: str) -> str | None:
+    """Returns the SHA-256 of the file that builds a scheme; None for this package's own schemes.
+
+    Results of a user's scheme belong to this digest: the file may change under its name.
+    """
+    try:
+        path = Path(inspect.getsourcefile(scheme_info(name).builder) or "").resolve()
+    except TypeError:  # a callable without a file
+        return None
+    if _PACKAGE in path.parents or not path.is_file():
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class _Unusable(Exception):
+    """Why a source cannot be imported, where no code of it has run."""
+
+
+def _loaded(source: str) -> ModuleType | None:
+    """The module of that name, or of that file, if it is imported already."""
+    path = Path(source)
+    if not path.is_absolute():
+        return sys.modules.get(source)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        same = file is not None and Path(file).name == path.name and Path(file).resolve() == path
+        if same and name != "__main__":  # which is running, and may yet register more
+            return module
+    return None
+
+
+def _import(source: str) -> ModuleType:
+    path = Path(source)
+    if not path.is_absolute():
+        return _import_module(source)
+    if not path.is_file():
+        raise _Unusable("there is no such file")
+    name = f"metis_hf_user_{path.stem}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise _Unusable("it is no Python file, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of a parent; an empty or relative name
+        spec = None
+    if spec is None:
+        raise _Unusable(
+            "Python finds no module of that name; give the path of a file (ending in .py), or "
+            "install the package"
+        )
+    path = Path(spec.origin).resolve() if spec.has_location and spec.origin else None
+    return (path and _loaded(str(path))) or importlib.import_module(name)

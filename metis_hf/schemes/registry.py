@@ -1,0 +1,209 @@
+"""The registered schemes by name, and the scheme of one layer.
+
+Tests, command-line choices and tables read the registry. The schemes of this package are there once
+`metis_hf.schemes` is imported, those of installed packages when a look-up needs them: each entry
+point of the group `metis_hf.schemes` names a module whose import registers schemes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+
+from metis_hf.config import MetisConfig
+from metis_hf.numerics import get_format
+from metis_hf.schemes.base import Scheme
+
+Builder = Callable[[MetisConfig, int], Scheme]
+
+CONTROL = "bf16"  # the scheme that quantizes nothing
+RANK_MULTIPLE = 32  # of ranks: two blocks; docs/method.md
+ENTRY_POINTS = "metis_hf.schemes"  # the group of installed packages' schemes
+
+
+@dataclass(frozen=True)
+class SchemeInfo:
+    """A registered scheme: its builder and what a table says of it.
+
+    Attributes:
+        name: what `MetisConfig.scheme` says.
+        summary: one line for tables.
+        source: arXiv id, specification or code base.
+        rank_multiple: what the rank is rounded up to unless the config says.
+        formats: names of the number formats that it takes; None: any.
+        builder: the function (config, rank) -> Scheme that was registered.
+    """
+
+    name: str
+    summary: str
+    source: str
+    rank_multiple: int | None
+    formats: tuple[str, ...] | None
+    builder: Builder
+
+    @property
+    def module(self) -> str:
+        """The name of the module that registered it."""
+        return getattr(self.builder, "__module__", None) or "an unknown module"
+
+    def build(self, config: MetisConfig, rank: int) -> Scheme:
+        """Returns the scheme of layers whose splits keep `rank` directions.
+
+        Raises:
+            ValueError: the scheme does not take what the config asks for.
+        """
+        if config.format is None:
+            return replace(self.builder(config, rank), rank=rank)
+        name = get_format(config.format).name
+        refused = f"scheme {self.name!r} does not take format={name!r}"
+        if self.formats is not None and name not in self.formats:
+            raise ValueError(
+                f"{refused}: it is defined by {' or '.join(self.formats)}. Leave format unset, or "
+                'choose a scheme that takes any format, such as "nvfp4-rne" or "metis"'
+            )
+        try:
+            return replace(self.builder(config, rank), rank=rank)
+        except ValueError as error:
+            raise ValueError(f"{refused} as it is configured: {error}") from error
+
+
+_REGISTRY: dict[str, SchemeInfo] = {}
+_unusable: list[str] = []  # why schemes of installed packages are missing
+_searched = False
+
+
+def register_scheme(
+    name: str,
+    *,
+    summary: str,
+    source: str,
+    rank_multiple: int | None = None,
+    formats: Sequence[str] | None = None,
+) -> Callable[[Builder], Builder]:
+    """Registers a function (config, rank) -> Scheme under `name`.
+
+    Args:
+        name: what `MetisConfig.scheme` says.
+        summary: one line for tables.
+        source: arXiv id, specification or code base.
+        rank_multiple: what the rank is rounded up to unless the config says; None for schemes
+            that split nothing of their own.
+        formats: names of the number formats that `MetisConfig.format` may choose for it; None: any.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(build: Builder) -> Builder:
+        if name in _REGISTRY:
+            raise ValueError(
+                f"a scheme named {name!r} is already registered, by {_REGISTRY[name].module}; "
+                "choose another name"
+            )
+        allowed = None if formats is None else tuple(formats)
+        _REGISTRY[name] = SchemeInfo(name, summary, source, rank_multiple, allowed, build)
+        return build
+
+    return register
+
+
+def registered() -> dict[str, SchemeInfo]:
+    """Returns what is registered so far by name; nothing is looked for."""
+    return dict(_REGISTRY)
+
+
+def scheme_names() -> list[str]:
+    """Returns the registered names, in order of registration; installed packages come last."""
+    _find_installed()
+    return list(_REGISTRY)
+
+
+def scheme_info(name: str) -> SchemeInfo:
+    """Looks a scheme up.
+
+    Raises:
+        ValueError: not registered; the message lists the names and the nearest one, and the
+            installed packages whose schemes could not be imported.
+    """
+    if name not in _REGISTRY:
+        _find_installed()
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    near = difflib.get_close_matches(name, _REGISTRY, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ValueError(
+        f"scheme {name!r} is not registered{hint} Registered: {', '.join(_REGISTRY)}. "
+        "A scheme of your own must be registered before a model is converted or loaded: name its "
+        "file with --import on the command line, or call metis_hf.schemes.import_schemes."
+        + "".join(f" {reason}." for reason in _unusable)
+    )
+
+
+def _find_installed() -> None:
+    """Imports the modules that installed packages name, the first time it is called.
+
+    A module that cannot be imported is a warning, not an error: nobody may have asked for it.
+    """
+    global _searched
+    if _searched:
+        return
+    _searched = True  # first: a package's module may look a scheme up
+    for entry in entry_points(group=ENTRY_POINTS):
+        before = set(_REGISTRY)
+        try:
+            entry.load()
+        except Exception as error:
+            forget_since(before)
+            package = f"package {entry.dist.name!r}" if entry.dist else "an installed package"
+            reason = (
+                f"The schemes of {package} are missing: its entry point {entry.name!r} "
+                f"({entry.value}) fails with {type(error).__name__}: {error}"
+            )
+            _unusable.append(reason)
+            warnings.warn(f"{reason}. Repair or uninstall it", stacklevel=3)
+
+
+def forget_since(before: set[str]) -> None:
+    """Takes out the schemes that an import registered before it failed, so that it can be retried.
+
+    Args:
+        before: the names that were registered when it began.
+    """
+    for name in set(_REGISTRY) - before:
+        del _REGISTRY[name]
+
+
+def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:
+    """rank, or rank_frac of a layer's smaller side, rounded up; before rank_multiple."""
+    if config.rank is not None:
+        return config.rank
+    scaled = round(config.rank_frac * min(in_features, out_features) * 1e6)
+    return -(-scaled // 10**6)  # ceil, immune to 0.1 * 30 > 3
+
+
+def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
+    """k of a layer: an absolute rank as it is, a share rounded up; at most the smaller side."""
+    smaller = min(in_features, out_features)
+    kept = kept_directions(config, in_features, out_features)
+    if config.rank is not None:
+        return min(smaller, kept)
+    own = scheme_info(config.scheme).rank_multiple
+    multiple = config.rank_multiple or own or (RANK_MULTIPLE if config.split_weight else 1)
+    return min(smaller, -(-kept // multiple) * multiple)
+
+
+def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Scheme:
+    """Returns the scheme of one layer, with the form and the rank in which its weight is stored.
+
+    Raises:
+        ValueError: no such scheme or format, or the scheme does not take what the config asks for.
+    """
+    rank = layer_rank(config, in_features, out_features)
+    scheme = scheme_info(config.scheme).build(config, rank)
+    if config.split_weight is not None:
+        scheme = scheme.storing(split=config.split_weight)
+    scheme = replace(scheme, weight=scheme.weight.sized(out_features, in_features))
+    return scheme.in_high_precision(config.high_precision) if config.high_precision else scheme

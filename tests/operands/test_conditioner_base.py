@@ -1,0 +1,207 @@
+"""What a conditioner has by its base class alone, and what a small one of one's own can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from layers.layer_tools import layer_of
+
+from metis_hf.layers.linear import convert_linear
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
+from metis_hf.numerics.kernels import Packed
+from metis_hf.operands import (
+    IDENTITY,
+    AroundQuantizer,
+    ChannelAffine,
+    Channels,
+    Conditioner,
+    Hadamard,
+    HotChannels,
+    Identity,
+    MeanRemoved,
+    Operand,
+    PerChannel,
+    RandomHadamard,
+    Requantized,
+    Work,
+)
+from metis_hf.planning.costs import layer_cost
+from metis_hf.schemes import Scheme
+
+KEY = Key(3, torch.tensor(7, dtype=torch.int32))
+STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
+UNIT = 2.0**-24  # of fp32
+
+
+@dataclass(frozen=True)
+class Halved(Conditioner):
+    """The least that a conditioner can have."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
+        return 2 * quantizer(x / 2, dim=dim, key=key, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Cubed(AroundQuantizer):
+    """A transform of one's own that pads, as rotations do."""
+
+    def forward(self, x, *, dim):
+        return torch.cat([x**3, torch.ones_like(x[:1])]) if dim == 0 else x**3
+
+    def inverse(self, x, *, dim):
+        return x.sign() * x.abs() ** (1 / 3)
+
+    def transformed_shape(self, shape, *, dim):
+        return (shape[0] + 1, shape[1]) if dim == 0 else shape
+
+
+def matrix(rows=37, columns=70):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_call_is_needed():
+    with pytest.raises(TypeError, match="__call__"):
+        Conditioner()
+
+
+class TestDefaults:
+    def test_nothing_but_a_call(self):
+        conditioner, x = Halved(), matrix()
+        options = {"dim": -1, "key": KEY}
+        x_hat = conditioner(x, STOCHASTIC, **options)
+        found, low = conditioner.with_factors(x, STOCHASTIC, **options)
+        assert low is None
+        assert torch.equal(found, x_hat)
+        (part,) = conditioner.parts(x, STOCHASTIC, **options)
+        assert part.before is x
+        assert torch.equal(part.after, x_hat)
+        assert conditioner.bind(object()) is conditioner
+        assert conditioner.weight_gradient(x, matrix(), STOCHASTIC) is x
+        assert conditioner.work((37, 70), dim=-1) == Work({}, {}, {}, ((37, 70),))
+        said = conditioner.is_direct, conditioner.uses_row_mask, conditioner.needs_state
+        assert said == (False, False, False)
+
+    def test_no_codes(self):
+        conditioner, x = Halved(), matrix()
+        assert not conditioner.has_codes
+        assert not Operand(STOCHASTIC, conditioner).has_codes(x)
+        with pytest.raises(NotImplementedError, match="Halved has no codes"):
+            conditioner.encode(x, STOCHASTIC, dim=-1, key=KEY)
+        with pytest.raises(NotImplementedError, match="Halved has no codes"):
+            conditioner.decode(None, STOCHASTIC, dim=-1, shape=(37, 70))
+
+    @pytest.mark.parametrize("conditioner", [Halved(), Cubed()], ids=repr)
+    def test_it_trains_and_can_be_planned(self, conditioner):
+        """A layer takes it for every operand; its gradient is that of the operands it makes."""
+        _, layer = layer_of("nvfp4-rne", i=64, o=48, bias=False)
+        operand = Operand(Quantizer(), conditioner)
+        layer.scheme = Scheme(operand, operand, operand)
+        x, dy = matrix(40, 64).requires_grad_(), matrix(40, 48)
+        layer(x).backward(dy)
+        x_hat, w_hat, dy_hat = (
+            operand(m.detach(), dim=-1, key=KEY, dtype=torch.float32).values
+            for m in (x, layer.weight, dy)
+        )
+        torch.testing.assert_close(x.grad, dy_hat @ w_hat, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.weight.grad, dy_hat.T @ x_hat, rtol=1e-5, atol=1e-5)
+        assert layer_cost(layer, 40).quantizers > 0
+
+
+class TestAroundQuantizer:
+    @pytest.mark.parametrize("dim", [-1, 0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+    def test_definition_and_codes(self, dim, dtype):
+        conditioner = Cubed()
+        for x in (matrix(), matrix().bfloat16(), matrix().double()):
+            wide = x.double() if x.dtype is torch.float64 else x.float()
+            transformed = conditioner.forward(wide, dim=dim)
+            quantized = STOCHASTIC(transformed, dim=dim, key=KEY)
+            expected = conditioner.inverse(quantized, dim=dim).to(dtype)
+            found = conditioner(x, STOCHASTIC, dim=dim, key=KEY, dtype=dtype)
+            assert found.dtype is dtype
+            assert torch.equal(found, expected)
+            ((name, before, after),) = conditioner.parts(x, STOCHASTIC, dim=dim, key=KEY)
+            assert name == "transformed"
+            assert torch.equal(before, transformed)
+            assert torch.equal(after, quantized)
+            assert conditioner.has_codes
+            encoded = conditioner.encode(x, STOCHASTIC, dim=dim, key=KEY)
+            assert len(encoded.tensors) == len(Packed._fields)
+            decoded = conditioner.decode(
+                encoded, STOCHASTIC, dim=dim, shape=tuple(x.shape), dtype=dtype
+            )
+            assert torch.equal(decoded, expected)
+
+    def test_no_entries(self):
+        for shape in ((0, 48), (48, 0)):
+            for dim in (-1, 0):
+                found = Cubed()(torch.zeros(shape), STOCHASTIC, dim=dim, key=KEY, dtype=torch.half)
+                assert found.shape == shape
+                assert found.dtype is torch.half
+
+
+class TestDirect:
+    """A GEMM in bf16 applies the tensor scale itself where the quantizer is all there is."""
+
+    @pytest.mark.parametrize(
+        ("conditioner", "apart"), [(IDENTITY, True), (Hadamard(), False), (PerChannel(), False)]
+    )
+    def test_scale_apart(self, conditioner, apart):
+        operand = Operand(Quantizer(), conditioner)
+        found = operand(matrix(), dim=-1, key=KEY, dtype=torch.bfloat16)
+        assert (found.scale is not None) == apart
+
+    def test_a_subclass_of_the_identity_is_direct(self):
+        class Named(Identity):
+            """Another name."""
+
+        assert Named().is_direct
+        assert Named().has_codes
+
+
+class TestState:
+    def test_operands_bind(self):
+        channels = Channels(torch.full((70,), 2.0), torch.ones(70))
+        for weight, scale, shift in ((False, 2.0, 1.0), (True, 0.5, None)):
+            bound = Operand(Quantizer(), PerChannel(weight=weight)).bind(channels).conditioner
+            assert isinstance(bound, ChannelAffine)
+            assert bound.scale.unique().tolist() == [scale]
+            assert (None if bound.shift is None else bound.shift.unique().tolist()[0]) == shift
+
+    def test_unbound_it_is_the_quantizer(self):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = matrix().to(dtype)
+            options = {"dim": -1, "key": KEY, "dtype": dtype}
+            assert torch.equal(PerChannel()(x, STOCHASTIC, **options), STOCHASTIC(x, **options))
+
+    def test_what_quantizes_twice_passes_codes_and_state_on(self):
+        assert Requantized(Hadamard()).has_codes
+        assert not Requantized(Halved()).has_codes
+        channels = Channels(torch.full((70,), 2.0))
+        bound = Requantized(PerChannel()).bind(channels)
+        assert isinstance(bound.second, ChannelAffine)
+
+    def test_who_needs_one(self):
+        """What analyses of single tensors refuse to measure."""
+        for conditioner in (PerChannel(), RandomHadamard()):
+            assert conditioner.needs_state
+        for conditioner in (IDENTITY, Hadamard(), MeanRemoved(), HotChannels()):
+            assert not conditioner.needs_state
+
+
+def test_layers_of_a_conditioner_with_a_row_mask_ask_for_it():
+    """`uses_row_mask` of the class decides; nothing else is looked at."""
+    linear, layer = layer_of("nvfp4", i=64, o=48)
+    assert not layer.scheme.samples_rows
+
+    @dataclass(frozen=True)
+    class Masked(Halved):
+        uses_row_mask = True
+
+    quantizer = layer.scheme.fprop_input.quantizer
+    scheme = replace(layer.scheme, fprop_input=Operand(quantizer, Masked()))
+    assert scheme.samples_rows
+    assert convert_linear(linear, layer.config.replace(scheme="mean"), name="x").scheme.samples_rows

@@ -1,0 +1,184 @@
+"""Schemes from outside: a user's file or module, and the entry points of installed packages."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from metis_hf import MetisConfig, scheme_names
+from metis_hf.schemes import (
+    absolute_source,
+    build_scheme,
+    discovery,
+    import_schemes,
+    registry,
+    scheme_info,
+    source_digest,
+)
+
+SCHEME = """
+from metis_hf.schemes.parts import (
+    Hadamard, MetisConfig, Operand, Scheme, in_mode, nearest_forward, register_scheme,
+)
+
+@register_scheme("{name}", summary="rotated inputs", source="a test")
+def build(config: MetisConfig, rank: int) -> Scheme:
+    forward, backward = nearest_forward(config)
+    scheme = Scheme(
+        fprop_input=Operand(forward, Hadamard()),
+        fprop_weight=Operand(forward, Hadamard()),
+        dgrad_grad_output=Operand(backward),
+    )
+    return in_mode(scheme, config.operand_mode or "shared")
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch, tmp_path):
+    """The registry, the modules and the path of a fresh process, before and after a test."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry, "_unusable", [])
+    monkeypatch.setattr(registry, "_searched", False)
+    monkeypatch.setattr(discovery, "_imported", {})
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(path, text):
+        path = tmp_path / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        importlib.invalidate_caches()
+        return path
+
+    return written
+
+
+class TestImportSchemes:
+    def test_a_file(self, write, tmp_path, monkeypatch):
+        """Once, by whatever path; a second run of the file would find the name taken."""
+        file = write("schemes/mine.py", SCHEME.format(name="mine"))
+        assert import_schemes(file) == ["mine"]
+        assert "mine" in scheme_names()
+        assert build_scheme(MetisConfig(scheme="mine"), 64, 64).fprop_input.quantizer is not None
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "link.py").symlink_to(file)
+        for same in (str(file), "schemes/mine.py", "./schemes/../schemes/mine.py", "link.py"):
+            assert import_schemes(same) == ["mine"]
+            assert absolute_source(same) == str(file)
+
+    def test_a_module(self, write):
+        write("package_of_mine/__init__.py", "from package_of_mine import first, second\n")
+        for name in ("first", "second"):
+            write(f"package_of_mine/{name}.py", SCHEME.format(name=name))
+        assert import_schemes("package_of_mine") == ["first", "second"]
+        assert import_schemes("package_of_mine.second") == ["second"]
+        assert absolute_source("package_of_mine") == "package_of_mine"
+
+    def test_what_is_imported_already(self, write):
+        """By the user's own code, or as the same file under another kind of name."""
+        file = write("by_hand.py", SCHEME.format(name="by-hand"))
+        importlib.import_module("by_hand")
+        assert import_schemes("by_hand") == ["by-hand"]
+        assert import_schemes(file) == ["by-hand"]
+        other = write("as_file.py", SCHEME.format(name="as-file"))
+        assert import_schemes(other) == ["as-file"]
+        assert import_schemes("as_file") == ["as-file"]
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("gone.py", "no schemes from .*gone.py: there is no such file"),
+            ("notes/text.txt", "no schemes from .*text.txt: there is no such file"),
+            ("no_such_module", "no schemes from no_such_module: Python finds no module"),
+            ("no_such.module", "no schemes from no_such.module: Python finds no module"),
+            ("", "no schemes from .*: Python finds no module"),
+        ],
+    )
+    def test_missing(self, name, message):
+        with pytest.raises(ValueError, match=message):
+            import_schemes(name)
+
+    def test_nothing_registered(self, write):
+        file = write("empty.py", "x = 1\n")
+        with pytest.raises(ValueError, match=r"empty.py: it registers none. Decorate a function"):
+            import_schemes(file)
+        with pytest.raises(ValueError, match=r"text.txt: it is no Python file"):
+            import_schemes(write("text.txt", "").parent / "text.txt")
+
+    def test_a_name_that_is_taken(self, write):
+        """Says by whom; the file's other schemes are not left behind, and it can be repaired."""
+        text = SCHEME.format(name="fine")
+        file = write("clash.py", text + SCHEME.format(name="metis"))
+        with pytest.raises(ValueError, match=r"'metis' is already registered, by metis_hf.schemes"):
+            import_schemes(file)
+        assert "fine" not in scheme_names()
+        assert scheme_info("metis").module == "metis_hf.schemes.metis"
+        file.write_text(text)
+        assert import_schemes(file) == ["fine"]
+
+    def test_code_that_fails(self, write):
+        file = write("broken.py", SCHEME.format(name="half") + "1 / 0\n")
+        with pytest.raises(ValueError, match=r"broken.py: its code fails with ZeroDivisionError"):
+            import_schemes(file)
+        assert "half" not in scheme_names()
+        assert not [name for name in sys.modules if name.startswith("metis_hf_user_broken")]
+
+    def test_digest_is_of_the_file(self, write):
+        file = write("mine.py", SCHEME.format(name="mine"))
+        import_schemes(file)
+        first = source_digest("mine")
+        assert first is not None
+        file.write_text(SCHEME.format(name="mine") + "# changed\n")
+        assert source_digest("mine") != first
+        assert source_digest("metis") is None
+
+
+class TestEntryPoints:
+    @pytest.fixture
+    def install(self, write):
+        """A package with a module, and the metadata that pip would have written beside it."""
+
+        def installed(package, code):
+            write(f"{package}.py", code)
+            info = f"{package}-1.0.dist-info"
+            write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+            write(f"{info}/entry_points.txt", f"[metis_hf.schemes]\nfrom-{package} = {package}\n")
+
+        return installed
+
+    def test_found_when_looked_up(self, install):
+        """By its name or by a list of names; not by a look-up of a scheme that is there."""
+        install("apples", SCHEME.format(name="apple"))
+        scheme_info("metis")
+        assert "apples" not in sys.modules
+        assert scheme_info("apple").module == "apples"
+        assert scheme_names()[-1] == "apple"
+        assert MetisConfig(scheme="apple").scheme == "apple"
+
+    def test_a_broken_package_is_named_and_stops_nobody(self, install):
+        install("apples", SCHEME.format(name="apple"))
+        install("pears", SCHEME.format(name="pear") + "import no_such_module\n")
+        with pytest.warns(UserWarning, match="schemes of package 'pears' are missing") as caught:
+            names = scheme_names()
+        assert "apple" in names
+        assert "pear" not in names
+        (warning,) = caught
+        for part in ("from-pears", "ModuleNotFoundError", "no_such_module"):
+            assert part in str(warning.message)
+        with pytest.raises(ValueError, match=r"scheme 'pear' is not registered.* package 'pears'"):
+            scheme_info("pear")
+        assert scheme_names() == names  # without another warning
+
+    def test_a_name_that_is_taken(self, install):
+        install("quinces", SCHEME.format(name="metis"))
+        with pytest.warns(UserWarning, match="'quinces' .*'metis' is already registered"):
+            scheme_names()
+        assert scheme_info("metis").module == "metis_hf.schemes.metis"

@@ -1,0 +1,152 @@
+"""`MetisConfig.format`: the number format of a scheme's operands, chosen by the config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import llama
+from layers.layer_tools import FP4_SCHEMES
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names, set_precision
+from metis_hf.numerics import FORMATS
+from metis_hf.operands import ClippedWeight
+from metis_hf.schemes import Role, build_scheme
+from metis_hf.schemes.parts import quantizer
+from metis_hf.training.resume import _check_configs
+
+NVFP4_ONLY = {"four-over-six", "quartet2", "tetrajet2"}
+SIDE = 64
+
+
+def formats_of(scheme):
+    operands = (scheme.resolve(role)[1] for role in Role)
+    return {operand.quantizer.fmt.name for operand in operands if operand.quantizer is not None}
+
+
+@pytest.mark.parametrize("name", FP4_SCHEMES)
+def test_every_scheme_takes_it_or_refuses_it_by_name(name):
+    for fmt in ("mxfp8-e4m3", "int4", "nvint4", "mxfp4", "nvfp4"):
+        config = MetisConfig(scheme=name, format=fmt)
+        if name in NVFP4_ONLY and fmt != "nvfp4":
+            message = f"scheme '{name}' does not take format='{fmt}': it is defined by nvfp4"
+            with pytest.raises(ValueError, match=message):
+                build_scheme(config, SIDE, SIDE)
+        else:
+            assert formats_of(build_scheme(config, SIDE, SIDE)) == {fmt}
+    own = formats_of(build_scheme(MetisConfig(scheme=name), SIDE, SIDE))
+    assert own == {"mxfp4" if name == "mxfp4" else "nvfp4"}
+
+
+@pytest.mark.parametrize("name", FP4_SCHEMES)
+def test_its_own_format_by_name_changes_nothing(name):
+    config = MetisConfig(scheme=name)
+    own = "mxfp4" if name == "mxfp4" else "nvfp4"
+    same = build_scheme(config.replace(format=own), SIDE, SIDE)
+    assert same == build_scheme(config, SIDE, SIDE)
+
+
+def test_what_quantizes_nothing_is_left_alone():
+    """So that `scheme_pattern` can leave single layers in BF16 under any format."""
+    for name in ("bf16", "bf16-split"):
+        assert not formats_of(build_scheme(MetisConfig(scheme=name, format="int4"), SIDE, SIDE))
+
+
+class TestRoundingOfScales:
+    @pytest.mark.parametrize(
+        ("fmt", "wanted", "expected"),
+        [
+            ("nvfp4", "nearest", "nearest"),
+            ("nvfp4", "up", "up"),
+            ("mxfp8-e4m3", "up", "up"),
+            ("mxfp8-e4m3", "nearest", "floor"),  # the specification's
+            ("int4", "up", "nearest"),  # fp32 scales are as good as exact
+            ("fp8-e4m3", "up", "nearest"),
+        ],
+    )
+    def test_one_that_the_format_has(self, fmt, wanted, expected):
+        config = MetisConfig(format=fmt)
+        made = quantizer(config, rounding="nearest", scale_rounding=wanted)
+        assert made.scale_rounding.value == expected
+        assert made.two_level == FORMATS[fmt].scale.tensor_scale
+
+    def test_one_that_the_config_asks_for_is_not_changed(self):
+        config = MetisConfig(scheme="nvfp4", format="int4", scale_rounding="up")
+        message = r"scheme 'nvfp4' does not take format='int4' .*scale_rounding='up' does not exist"
+        with pytest.raises(ValueError, match=message):
+            build_scheme(config, SIDE, SIDE)
+
+
+class TestRefusals:
+    def test_unknown(self):
+        config = MetisConfig(format="mxfp8")
+        with pytest.raises(ValueError, match="format 'mxfp8' is unknown; did you mean 'mxfp8"):
+            build_scheme(config, SIDE, SIDE)
+
+    @pytest.mark.parametrize("value", ["", 4, True, ("int4",)])
+    def test_no_name(self, value):
+        with pytest.raises(ValueError, match=r"format=.*expected None or the name of a number"):
+            MetisConfig(format=value)
+
+    @pytest.mark.parametrize("name", ["nvidia", "omniquant"])
+    def test_rows_without_blocks(self, name):
+        """Square tiles, and clipping by blocks, where the format has one scale for a row."""
+        config = MetisConfig(scheme=name, format="fp8-e4m3")
+        message = f"scheme '{name}' does not take format='fp8-e4m3' as it is configured: "
+        with pytest.raises(ValueError, match=message):
+            build_scheme(config, SIDE, SIDE)
+
+    def test_a_model_is_left_as_it_was(self):
+        model = llama()
+        before = {name: type(module) for name, module in model.named_modules()}
+        with pytest.raises(ValueError, match="'quartet2' does not take format='int4'"):
+            get_metis_model(model, MetisConfig(scheme="quartet2", format="int4"))
+        assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_clipping_is_by_the_blocks_of_the_format():
+    for fmt, size in (("nvfp4", 16), ("mxfp4", 32)):
+        form = build_scheme(MetisConfig(scheme="omniquant", format=fmt), SIDE, SIDE).weight
+        assert form == ClippedWeight(size)
+
+
+class TestRecords:
+    def test_left_out_where_it_is_the_schemes_own(self):
+        """So that configs written before there was a choice are equal to those of today."""
+        assert "format" not in MetisConfig().to_dict()
+        chosen = MetisConfig(format="int4")
+        assert chosen.to_dict()["format"] == "int4"
+        for config in (MetisConfig(), chosen):
+            assert MetisConfig.from_json(config.to_json()) == config
+
+    def test_a_resumed_run_may_not_change_it(self):
+        plain, chosen = MetisConfig().to_dict(), MetisConfig(format="int4").to_dict()
+        _check_configs(plain, plain)
+        _check_configs(chosen, chosen)
+        with pytest.raises(ValueError, match="format=None -> 'int4'"):
+            _check_configs(plain, chosen)
+        with pytest.raises(ValueError, match="format='int4' -> None"):
+            _check_configs(chosen, plain)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8-e4m3", "int4", "fp8-e4m3"])
+def test_a_model_trains_and_more_bits_are_nearer(fmt, token_ids):
+    """Eight bits lose less than four; a switch while the model lives changes the same layers."""
+    torch.manual_seed(0)
+    plain = llama()
+    model = get_metis_model(llama(), MetisConfig(scheme="nvfp4-rne", format=fmt))
+    model.load_state_dict(plain.state_dict())
+    model(input_ids=token_ids, labels=token_ids).loss.backward()
+    assert all(layer.weight.grad.isfinite().all() for _, layer in metis_layers(model))
+    errors = {}
+    with torch.no_grad():
+        exact = plain(token_ids).logits
+        for name in (fmt, "nvfp4"):
+            set_precision(model, format=name)
+            errors[name] = (model(token_ids).logits - exact).norm().item()
+    assert model.config.quantization_config.format == "nvfp4"
+    assert errors["nvfp4"] > 0
+    assert (errors[fmt] < errors["nvfp4"] / 2) == ("fp8" in fmt)
+
+
+def test_every_name_is_covered():
+    assert set(scheme_names()) > NVFP4_ONLY

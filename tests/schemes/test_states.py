@@ -1,0 +1,120 @@
+"""Hooks of layer states: a state of one's own, seen from the step that calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from layers.layer_tools import layer_of
+from torch import nn
+
+from metis_hf.layers.linear import QuantLinear
+from metis_hf.schemes.states import LayerState
+from metis_hf.training import layer_states
+from metis_hf.training.layer_states import after_step, check_states
+
+
+@dataclass(frozen=True)
+class Counting(LayerState):
+    """Counts the steps of a layer, and shrinks its weight by a share in each."""
+
+    share: float = 0.5
+
+    writes_weights: ClassVar[str] = "shrinking"
+
+    def initial(self, in_features, out_features):
+        return {"steps": torch.zeros(())}
+
+    def after_step(self, layers, step, max_steps):
+        for layer in layers.values():
+            layer.buffers["steps"] += 1
+            layer.write(layer.weight() * self.share)
+        return {"shrunk": dict.fromkeys(layers, step / max_steps)}
+
+
+def with_state(state, *, conv1d=False, **options):
+    _, layer = layer_of("nvfp4", i=32, o=16, **options)
+    if conv1d:
+        layer = QuantLinear(layer.weight.T.contiguous(), None, layer.config, conv1d=True)
+    layer.scheme = replace(layer.scheme, state=state)
+    layer._register_state()
+    return layer
+
+
+class TestDefaults:
+    def test_nothing_happens(self):
+        state = LayerState()
+        layer = with_state(state)
+        assert layer.state_buffers() == {}
+        x = torch.randn(4, 32)
+        assert layer.call_state(x, layer.call_keys(x), update=True) is None
+        before = layer.weight.detach().clone()
+        layer(x).sum().backward()
+        assert after_step(nn.Sequential(layer), 1, 2) == {}
+        assert torch.equal(layer.weight, before)
+        assert state.writes_weights == ""
+
+    def test_a_model_without_states(self):
+        _, layer = layer_of("nvfp4")
+        assert after_step(nn.Sequential(layer), 1, 2) == {}
+
+
+class TestAfterStep:
+    def test_equal_states_are_called_together(self, monkeypatch):
+        calls = []
+        hook = Counting.after_step
+
+        def spy(self, layers, step, max_steps):
+            calls.append((self.share, list(layers), step, max_steps))
+            return hook(self, layers, step, max_steps)
+
+        monkeypatch.setattr(Counting, "after_step", spy)
+        states = [Counting(), Counting(0.25), Counting()]
+        model = nn.Sequential(*map(with_state, states), nn.Linear(3, 3))
+        before = [layer.weight.detach().clone() for layer in model[:3]]
+        figures = after_step(model, 3, 4)
+        assert calls == [(0.5, ["0", "2"], 3, 4), (0.25, ["1"], 3, 4)]
+        assert figures == {"shrunk": {"0": 0.75, "2": 0.75, "1": 0.75}}
+        for layer, old in zip(model, before):
+            assert torch.equal(layer.weight, old * layer.scheme.state.share)
+            assert layer.state_buffers()["steps"] == 1
+
+    def test_transposed_and_low_precision_weights_are_shown_alike(self):
+        layer = with_state(Counting(), conv1d=True)
+        before = layer.weight.detach().clone()
+        after_step(nn.Sequential(layer), 1, 1)
+        assert torch.equal(layer.weight, before / 2)
+        layer = with_state(Counting(), dtype=torch.bfloat16)
+        parameter, before = layer.weight, layer.weight.detach().clone()
+        after_step(nn.Sequential(layer), 1, 1)
+        assert layer.weight is parameter  # written in place: the optimizer keeps its own
+        assert torch.equal(layer.weight, before / 2)
+
+    def test_processes_agree_before_the_hook_runs(self, monkeypatch):
+        """Only where there are several; the same layers on each."""
+        order = []
+        monkeypatch.setattr(Counting, "synchronize", lambda *_: order.append("synchronize"))
+        monkeypatch.setattr(Counting, "after_step", lambda *_: order.append("after") or {})
+        model = nn.Sequential(with_state(Counting()))
+        after_step(model, 1, 1)
+        assert order == ["after"]
+        monkeypatch.setattr(layer_states.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(layer_states.dist, "get_world_size", lambda: 2)
+        after_step(model, 2, 2)
+        assert order == ["after", "synchronize", "after"]
+
+
+def test_engines_that_train_copies_are_refused_by_name():
+    """What is written to a parameter that DeepSpeed manages would be undone."""
+    model = nn.Sequential(with_state(Counting()))
+    check_states(model)
+    model[0].weight.ds_id = 0
+    with pytest.raises(
+        NotImplementedError, match=r"shrinking \(scheme nvfp4\) does not work under"
+    ):
+        check_states(model)
+    harmless = nn.Sequential(with_state(LayerState()))
+    harmless[0].weight.ds_id = 0
+    check_states(harmless)
