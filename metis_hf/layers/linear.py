@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.layers.gemm import CallKeys, GemmPlan, QuantizedGemm
+from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
+from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.noise import Key, key_of
 from metis_hf.operands.weight_forms import (

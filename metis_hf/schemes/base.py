@@ -73,7 +73,7 @@ class Scheme:
             `weights.SplitWeight`.
         exact_factors: the factors of a split weight stay in high precision.
         corrected: the operands of which the GEMM adds what rounding took off them in the dominant
-            directions of the other operand, in FP4; see `gemm`. The other one must be split.
+            directions of the other operand, in FP4; see `corrections`. The other one must be split.
             Not WGRAD_INPUT: backward does not have x.
         clipped_weight: the weight is clipped before it is quantized, by trained strengths; see
             `weights.ClippedWeight`.

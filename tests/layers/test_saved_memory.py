@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from layers.layer_tools import FP4_SCHEME_MODES, SCHEME_MODES, layer_of
 from layers.test_saved_bits import autocast, matrix
-from metis_hf.layers import gemm
+from metis_hf.layers.saved_input import last_input
 from metis_hf.operands import Operand
 from metis_hf.operands.conditioners.channelwise import PerChannel
 from metis_hf.operands.conditioners.mean import MeanRemoved
@@ -153,10 +153,10 @@ def test_a_shared_input_is_let_go_with_its_tensor():
     first = attention("nvfp4").projections[0]
     x = matrix(64, WIDTH)
     first(x)
-    kept = gemm._last_input.encoded.tensors[0]
+    kept = last_input.encoded.tensors[0]
     assert kept is not None
     del x, kept
-    assert not hasattr(gemm._last_input, "encoded")
+    assert not hasattr(last_input, "encoded")
 
 
 @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)

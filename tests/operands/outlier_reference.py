@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from layers.layer_reference import Recording, Slot, Terms, array, exact
 
-from metis_hf.layers.gemm import CallKeys
+from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.operands.conditioners.ms_eden import RandomHadamard, group_size
 from metis_hf.operands.conditioners.outliers import thresholds
 from metis_hf.operands.conditioners.requantized import Requantized
