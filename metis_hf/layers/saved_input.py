@@ -41,34 +41,41 @@ class SavedInput(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-class LastInput(threading.local):
-    """What was last encoded, and of what: layers that read one tensor encode it once.
-
-    Kept as long as that tensor lives, or until another is encoded; never its dense parts.
-    """
-
-    source: weakref.ref[Tensor] | None = None
+class _Kept(NamedTuple):
+    source: weakref.ref[Tensor]
     version: int
     wanted: tuple[Any, ...]
     row_mask: Tensor | None
     encoded: Encoded
 
+
+class LastInput(threading.local):
+    """What this thread encoded last, and of what: layers that read one tensor encode it once.
+
+    Kept as long as that tensor lives, or until another is encoded; never its dense parts.
+    """
+
+    kept: _Kept | None = None
+
     def find(self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None) -> Encoded | None:
         """What was encoded of this very tensor in this very way."""
-        if self.source is None or self.source() is not x or x._version != self.version:
+        kept = self.kept
+        if kept is None or kept.source() is not x or kept.version != x._version:
             return None
-        return self.encoded if wanted == self.wanted and row_mask is self.row_mask else None
+        return kept.encoded if wanted == kept.wanted and row_mask is kept.row_mask else None
 
     def keep(
         self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None, encoded: Encoded
     ) -> None:
-        def forget(source: weakref.ref[Tensor]) -> None:
-            if self.source is source:
-                self.__dict__.clear()
+        """Take what was encoded of x in place of what was kept before."""
+        mine = self.__dict__  # this thread's; the tensor may end in another, as in backward's
 
-        self.source, self.version = weakref.ref(x, forget), x._version
-        self.wanted, self.row_mask = wanted, row_mask
-        self.encoded = encoded.stored()
+        def forget(source: weakref.ref[Tensor]) -> None:
+            kept = mine.get("kept")
+            if kept is not None and kept.source is source:
+                mine.pop("kept", None)
+
+        self.kept = _Kept(weakref.ref(x, forget), x._version, wanted, row_mask, encoded.stored())
 
 
 last_input = LastInput()
