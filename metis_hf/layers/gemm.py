@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from metis_hf.layers.corrections import by_columns, by_rows, correct
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.saved_input import SavedInput, encode_once
+from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.operands.weight_forms import HeldWeight, WeightForm
 from metis_hf.schemes.base import Role, Scheme
@@ -209,8 +209,9 @@ class QuantizedGemm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy: Tensor):  # dy [t o]
+        refuse_batched_gradients(dy)
         plan: GemmPlan = ctx.plan
         need_x, need_bias, _, *need_params = ctx.needs_input_grad
         tensors = ctx.saved_tensors  # once: checkpointing unpacks them but once
