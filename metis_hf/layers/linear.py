@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.layers.gemm import CallKeys, GemmPlan, QuantizedGemm
+from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
+from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.token_mask import TokenMask
+from metis_hf.layers.unsupported import refuse_unsupported
 from metis_hf.noise import Key, key_of
 from metis_hf.operands import SplitWeight
 from metis_hf.operands.held_weight import HeldWeight
@@ -142,10 +144,11 @@ class MetisLayer(nn.Module):
         scheme = self.active_scheme()
         if scheme.is_high_precision:
             return self._high_precision(x)
+        params = self.weight_params()
+        refuse_unsupported(self.name or "a quantized layer", x, params)
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        params = self.weight_params()
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
         keys = self.call_keys(x)

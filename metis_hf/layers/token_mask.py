@@ -1,26 +1,69 @@
 """The attention mask of the running forward pass, so that padding is never sampled.
 
 A layer sees rows, not sequences; the model sees the mask. One TokenMask per model hangs between
-them: hooks on the model set and clear it, layers read it. A pass that is recomputed inside backward
-(activation checkpointing) does not come through the model, so each layer's calls are remembered
-with a fingerprint of their input, and the recomputed call finds its own mask by it.
+them: hooks on the model set and clear it for the calling thread, layers read it there. A pass that
+is recomputed inside backward (activation checkpointing) does not come through the model, and may
+run in another thread. So the inputs that layers had in each call are remembered by fingerprint for
+as long as the call's graph lives, and a recomputed layer finds its mask by its input.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from metis_hf.noise import fingerprint
 
-_REMEMBERED_CALLS = 64  # per layer, between two backward passes
+
+class _Call:
+    """One call of the model with a mask, as far as backward may need it again."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.thread = threading.get_ident()
+        self.inputs: dict[str, list[Tensor]] = {}  # layer -> fingerprints of its inputs
+
+    def tie(self, output: Any) -> None:
+        """Make the graph of a model's output own this call, so that both go together."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                metadata: Any = leaf.grad_fn.metadata
+                metadata[self] = True
+
+
+class _Running:
+    """What one thread is running of the model."""
+
+    def __init__(self) -> None:
+        self.active = False  # inside a call of the model
+        self.mask: Tensor | None = None
+        # The last one, until the next begins, whatever becomes of its output.
+        self.call: _Call | None = None
+        self.grad_enabled = False
+
+
+class _PerThread(threading.local):
+    """One `_Running` for each thread.
+
+    torch.compile follows changes of an object's attributes, and loses those of a threading.local.
+    """
+
+    def __init__(self) -> None:
+        self.running = _Running()
 
 
 class TokenMask:
     """Which rows of a layer's input are tokens, not padding.
+
+    Threads may share the model, and so may the replicas of nn.DataParallel, each in a thread: each
+    has the mask of its own call. If several of them train it at once on one device, recompute
+    activations, and give a layer equal inputs under different masks, then a recomputed layer takes
+    the mask of the calling thread; where backward has threads of its own (on a GPU), the last one.
 
     Args:
         argument: name of the model's keyword argument that holds the mask, [b s].
@@ -28,11 +71,9 @@ class TokenMask:
 
     def __init__(self, argument: str = "attention_mask") -> None:
         self.argument = argument
-        self._current: Tensor | None = None
-        self._running = False  # inside a call of the model
-        self._grad_enabled = False
-        self._calls: dict[str, deque[tuple[Tensor, Tensor]]] = {}
-        self._recomputed = False
+        self._here = _PerThread()
+        self._lock = threading.Lock()
+        self._calls: tuple[weakref.ref[_Call], ...] = ()  # oldest first; replaced under the lock
 
     def register(self, model: nn.Module) -> None:
         """Hooks into the model's forward pass."""
@@ -56,41 +97,63 @@ class TokenMask:
             x: input of a layer: [b s c], or [b*s c].
             owner: name of the layer.
         """
-        if not self._running and _in_backward():
-            return self._recall(x, owner)
-        mask = self._current if self._running else None
-        mask = mask if mask is not None and _fits(mask, x) else None
-        if mask is None:
+        running = self._here.running
+        if not running.active:
+            return self._recall(x, owner) if _in_backward() else None
+        mask = running.mask
+        if mask is None or not _fits(mask, x):
             return None
-        if self._grad_enabled and not torch.compiler.is_compiling():
-            calls = self._calls.setdefault(owner, deque(maxlen=_REMEMBERED_CALLS))
-            calls.append((fingerprint(x), mask))
-        return mask.reshape(-1).bool()
+        if running.grad_enabled and not torch.compiler.is_compiling():
+            if running.call is None:
+                running.call = self._remember(mask)
+            running.call.inputs.setdefault(owner, []).append(fingerprint(x))
+        return _rows(mask, x)
+
+    def _remember(self, mask: Tensor) -> _Call:
+        """Return a new call that `_recall` finds from any thread."""
+        call = _Call(mask)
+        with self._lock:
+            alive = (known for known in self._calls if known() is not None)
+            self._calls = (*alive, weakref.ref(call))
+        return call
 
     def _recall(self, x: Tensor, owner: str) -> Tensor | None:
         """The mask of the remembered call whose input this was; nothing leaves the device."""
-        self._recomputed = True
-        calls = [call for call in self._calls.get(owner, ()) if _fits(call[1], x)]
-        if not calls:
+        here = threading.get_ident()
+        calls = [call for known in self._calls if (call := known()) is not None]
+        calls.sort(key=lambda call: call.thread == here)  # the later one wins
+        # A replica's fingerprints are on another device.
+        seen = [
+            (other, call.mask)
+            for call in calls
+            if _fits(call.mask, x)
+            for other in call.inputs.get(owner, ())
+            if other.device == x.device
+        ]
+        if not seen:
             return None
-        found = torch.ones(calls[0][1].numel(), dtype=torch.bool, device=x.device)
         mine = fingerprint(x)
-        for other, mask in calls:
-            found = torch.where(mine == other, mask.reshape(-1).bool(), found)
+        found = torch.ones(seen[0][1].numel(), dtype=torch.bool, device=x.device)
+        for other, mask in seen:
+            found = torch.where(mine == other, _rows(mask, x), found)
         return found
 
     def _begin(self, kwargs: dict[str, Any]) -> None:
-        if self._recomputed and not _in_backward():
-            self._calls.clear()  # those calls have been through backward
-            self._recomputed = False
+        running = self._here.running
         mask = kwargs.get(self.argument)
-        self._current = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._running = True
-        self._grad_enabled = torch.is_grad_enabled()  # reentrant checkpointing turns it off inside
+        running.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        running.active = True
+        running.call = None
+        running.grad_enabled = (
+            torch.is_grad_enabled()
+        )  # reentrant checkpointing turns it off inside
 
-    def _end(self) -> None:
-        self._current = None
-        self._running = False
+    def _end(self, output: Any) -> None:
+        running = self._here.running
+        running.mask = None
+        running.active = False
+        if running.call is not None and not torch.compiler.is_compiling():
+            running.call.tie(output)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"argument": self.argument}
@@ -112,12 +175,17 @@ class _End:
         self.mask = mask
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.mask._end()
+        self.mask._end(output)
 
 
 def _fits(mask: Tensor, x: Tensor) -> bool:
     """Whether x [... c] has a row for each entry of mask [b s]."""
     return x.shape[:-1] == mask.shape or (x.dim() == 2 and x.shape[0] == mask.numel())
+
+
+def _rows(mask: Tensor, x: Tensor) -> Tensor:
+    """Return mask [b s] for the rows of x, as [b*s] bool on its device."""
+    return mask.reshape(-1).bool().to(x.device)
 
 
 def _in_backward() -> bool:

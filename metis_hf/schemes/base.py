@@ -49,7 +49,7 @@ class Scheme:
         wgrad_input: x, blocks along tokens; None: the very values of fprop.
         weight: how the weight is stored: as one matrix, clipped, or split.
         corrected: the operands of which the GEMM adds what rounding took off them in the dominant
-            directions of the other operand, in FP4; see `gemm`. The other one must be split.
+            directions of the other operand, in FP4; see `corrections`. The other one must be split.
             Not WGRAD_INPUT: backward does not have x.
         state: what it keeps of a layer from step to step, if anything.
         rank: directions that splits of the layer keep, whether the scheme splits anything or not;

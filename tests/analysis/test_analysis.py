@@ -23,7 +23,8 @@ from metis_hf.analysis.portrait import residual_spectra
 from metis_hf.analysis.run import KINDS
 from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn, portrait_layers
 from metis_hf.data.corpus import Document, train_tokenizer
-from metis_hf.layers.gemm import CallKeys, GemmPlan
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.operands.weight_forms import SplitWeight
 from metis_hf.schemes import Role
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from layers.layer_tools import FP4_SCHEME_MODES, SCHEME_MODES, layer_of
 from layers.test_saved_bits import autocast, matrix
-from metis_hf.layers import gemm
+from metis_hf.layers.saved_input import last_input
 from metis_hf.operands import (
     Clamped,
     MeanRemoved,
@@ -153,14 +155,20 @@ def test_what_is_shared_is_of_this_very_input(monkeypatch):
         assert encodings(lambda: first(x)) == 0  # nothing is saved
 
 
-def test_a_shared_input_is_let_go_with_its_tensor():
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another thread"])
+def test_a_shared_input_is_let_go_with_its_tensor(elsewhere):
+    """Whichever thread ends the tensor: on a GPU that may be one of backward's."""
     first = attention("nvfp4").projections[0]
-    x = matrix(64, WIDTH)
-    first(x)
-    kept = gemm._last_input.encoded.tensors[0]
-    assert kept is not None
-    del x, kept
-    assert not hasattr(gemm._last_input, "encoded")
+    held = [matrix(64, WIDTH)]
+    first(held[0])
+    assert last_input.kept.encoded.tensors[0] is not None
+    if elsewhere:
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+    else:
+        held.clear()
+    assert last_input.kept is None
 
 
 @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.layers.gemm import CallKeys
+from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.numerics import FORMATS, Quantizer, fake_quantize
 from metis_hf.numerics.rounding import round_stochastic
 from metis_hf.operands import Operand

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from layers.layer_reference import Recording, Slot, Terms, array, exact
 
-from metis_hf.layers.gemm import CallKeys
+from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.operands import RandomHadamard, Requantized
 from metis_hf.operands.conditioners.clamped import thresholds
 from metis_hf.transforms.groups import group_size

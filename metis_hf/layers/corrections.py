@@ -1,0 +1,60 @@
+"""The second terms of a GEMM: what rounding took off one operand.
+
+A scheme may add to a GEMM what rounding took off one operand in the dominant directions of the
+other, quantized in its turn (`Scheme.corrected`). With x_hat = (a_x lam_x) v_x + .., and so on:
+
+    fprop   + Q((x - x_hat) @ v_w.T lam_w) @ a_w.T  + a_x @ Q((w - w_hat) @ v_x.T lam_x).T
+    dgrad   + Q((dy - dy_hat) @ a_w lam_w) @ v_w    + a_dy @ Q((w - w_hat).T @ v_dy.T lam_dy).T
+    wgrad   + Q((dy - dy_hat).T @ a_x lam_x) @ v_x
+
+Each is k more channels of the same GEMM, all in FP4 and in blocks along k. What then is left of the
+error is the rounding of one operand times the rest of the other. Backward does not have x, only
+x_hat: what rounding took off x is not added to wgrad.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metis_hf.noise import Key
+from metis_hf.numerics import Quantizer
+from metis_hf.operands import Quantized
+
+
+def correct(
+    out: Tensor,
+    quantizer: Quantizer,
+    error: Tensor,
+    other: tuple[Tensor, Tensor, Tensor],
+    *,
+    key: Key,
+    dtype: torch.dtype,
+) -> None:
+    """Add to a GEMM's output [m p], in place, what rounding took off one of its operands.
+
+    Args:
+        out: [m p]; transposed where that operand is the one on the right, as is `error`.
+        quantizer: the operand's.
+        error: what rounding took off it [m n].
+        other: the low-rank part of the other operand [n p]: [n k], lengths [k], [k p].
+        key: noise key of the coordinates.
+        dtype: of the GEMM.
+    """
+    near, lengths, far = other
+    # [m n] @ [n k] -> [m k]
+    coordinates = (error.to(dtype) @ near.to(dtype)) * lengths
+    left = quantizer(coordinates, dim=-1, key=key, dtype=dtype)
+    out.addmm_(left, far.to(dtype))  # [m k] @ [k p] -> [m p]
+
+
+def by_rows(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """Low-rank part of a [n p]: [n k], lengths [k], [k p]."""
+    assert a.low is not None
+    return a.low
+
+
+def by_columns(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the transpose of a [p n]."""
+    assert a.low is not None
+    return a.low.right.T, a.low.lengths, a.low.left.T

@@ -1,0 +1,51 @@
+"""The noise keys of one call of a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from metis_hf.noise import Key, fingerprint
+from metis_hf.schemes.base import Role
+
+_COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
+
+
+class CallKeys:
+    """Noise keys of one forward call and its backward: role -> key.
+
+    Weights: (layer key, role, weight). Gradients: also the input. Activations: (input key, role,
+    input), so that layers that read one tensor quantize it alike, as one wide GEMM would; what is
+    quantized of it along directions of the weight: as gradients. Equal tensors give equal noise,
+    so a recomputed forward pass repeats the original exactly.
+
+    Args:
+        layer_key: of config seed, layer name and process rank.
+        x: the input of the call.
+        weight: the stored weight (the residual of a split one).
+        input_key: of config seed and process rank; None: activations have noise of this layer.
+    """
+
+    def __init__(
+        self, layer_key: Key, x: Tensor, weight: Tensor, input_key: Key | None = None
+    ) -> None:
+        data = fingerprint(x)
+        self.weight_key = layer_key.with_data(fingerprint(weight))
+        self.input_key = (input_key or layer_key).with_data(data)
+        self.call_key = self.weight_key.with_data(data)
+
+    def __getitem__(self, role: Role) -> Key:
+        if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+            key = self.weight_key
+        elif role in (Role.FPROP_INPUT, Role.WGRAD_INPUT):
+            key = self.input_key
+        else:
+            key = self.call_key
+        return key.fold(16 + role)
+
+    def of_correction(self, role: Role) -> Key:
+        """Return the key of the coordinates that correct the operand at `role`.
+
+        It depends on this layer's weight: other layers that read the same input have coordinates
+        of their own.
+        """
+        return self.call_key.fold(_COORDINATES + role)

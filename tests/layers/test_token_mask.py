@@ -1,0 +1,188 @@
+"""Masks of padding under threads: who shares a model never sees another's rows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import VOCAB, llama
+from torch import nn
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.layers.token_mask import TokenMask
+
+THREADS, ROUNDS, LENGTH = 3, 2, 24
+SCHEMES = ("metis", "mean")  # both depend on which rows are padding
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Of one shape, each with its own padding; the last two differ in nothing else."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for index in range(THREADS):
+        ids = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
+        if index == THREADS - 1:
+            ids = made[-1]["input_ids"]
+        mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH - 5 * index], [20]])).long()
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+    return made
+
+
+def in_threads(work: Callable[[int], object], count: int = THREADS) -> list:
+    """Run work(0), work(1), .. in a thread each and return the results."""
+    results: list = [None] * count
+
+    def run(index):
+        try:
+            results[index] = work(index)
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def together(model, count: int = THREADS):
+    """Make every call of the model wait, once it has its mask, until all threads have theirs."""
+    barrier = threading.Barrier(count, timeout=60)
+
+    def wait(*args):
+        barrier.wait()
+
+    return model.model.embed_tokens.register_forward_hook(wait)
+
+
+def model_for(scheme: str, checkpointing: bool = False):
+    torch.manual_seed(0)
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme)).train()
+    if checkpointing:
+        options = {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def same(a, b) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_threads_that_evaluate_one_model(scheme):
+    model, inputs = model_for(scheme).eval(), batches()
+    with torch.no_grad():
+        alone = [model(**batch).logits for batch in inputs]
+        unmasked = model(input_ids=inputs[1]["input_ids"]).logits
+    assert not torch.equal(unmasked[:, 0], alone[1][:, 0])  # the mask shows in the results
+
+    def evaluate(index):
+        with torch.no_grad():
+            return [model(**inputs[index]).logits for _ in range(ROUNDS)]
+
+    handle = together(model)
+    found = in_threads(evaluate)
+    handle.remove()
+    for expected, rounds in zip(alone, found):
+        assert all(torch.equal(logits, expected) for logits in rounds)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_threads_that_differentiate_one_model(scheme, checkpointing):
+    """A recomputed layer gets the mask of its own call, whoever has begun another since."""
+    model, inputs = model_for(scheme, checkpointing), batches()
+    params = list(model.parameters())
+
+    def gradients(index):
+        return torch.autograd.grad(model(**inputs[index]).loss, params)
+
+    alone = [gradients(index) for index in range(THREADS)]
+    handle = together(model)
+    found = in_threads(lambda index: [gradients(index) for _ in range(ROUNDS)])
+    handle.remove()
+    for expected, rounds in zip(alone, found):
+        assert all(same(grads, expected) for grads in rounds)
+
+
+def replicas_of(model: nn.Module, count: int) -> list[tuple[nn.Module, list[torch.Tensor]]]:
+    """Copies and their parameters, as `torch.nn.parallel.replicate` (for GPUs) makes them."""
+    modules = list(model.modules())
+    replicas = []
+    for _ in range(count):
+        copies = {module: module._replicate_for_data_parallel() for module in modules}
+        params = {p: p.clone() for p in model.parameters()}
+        for module, made in copies.items():
+            for name, child in module._modules.items():
+                setattr(made, name, copies[child])
+            for name, param in module._parameters.items():
+                if param is None:
+                    made._parameters[name] = None
+                else:
+                    setattr(made, name, params[param])
+            for name, buffer in module._buffers.items():
+                made._buffers[name] = None if buffer is None else buffer.clone()
+        replicas.append((copies[model], list(params.values())))
+    return replicas
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_replicas_of_data_parallel(scheme, checkpointing):
+    """New threads for each forward pass, and one backward pass through all of them elsewhere."""
+    model, inputs = model_for(scheme, checkpointing), batches()[:-1]
+
+    def step(run):
+        """Losses and gradients; of each replica, since their sum has no fixed order."""
+        replicas = replicas_of(model, len(inputs))
+        losses = run(lambda index: replicas[index][0](**inputs[index]).loss)
+        return losses + list(
+            torch.autograd.grad(sum(losses), [p for _, copied in replicas for p in copied])
+        )
+
+    expected = step(lambda forward: [forward(index) for index in range(len(inputs))])
+    handle = together(model, len(inputs))  # a hook of the model is one of its replicas
+    for _ in range(2):
+        assert same(step(lambda forward: in_threads(forward, len(inputs))), expected)
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_a_call_is_remembered_as_long_as_its_graph():
+    model, (first, second, *_) = model_for("metis", checkpointing=True), batches()
+    mask = next(layer for _, layer in metis_layers(model)).token_mask
+
+    def remembered():
+        return sum(known() is not None for known in mask._calls)
+
+    losses = [model(**batch).loss for batch in (first, second)]
+    assert remembered() == 2
+    losses.pop(0).backward()
+    assert remembered() == 1
+    losses.pop().backward()
+    assert remembered() == 1  # the last one, until another begins
+    with torch.no_grad():
+        model(**first)
+    assert remembered() == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_shares_nothing(copied):
+    mask = TokenMask("decoder_attention_mask")
+    rows = torch.ones(2, 3)
+    mask._begin({"decoder_attention_mask": rows})
+    other = copied(mask)
+    assert other.argument == mask.argument
+    x = torch.randn(2, 3, 4)
+    assert mask.rows(x, "layer") is not None
+    assert other.rows(x, "layer") is None
