@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from design import thinned
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, scheme_names
@@ -26,6 +27,22 @@ SCHEME_MODES = [
     if not (scheme in CONTRACTION_ONLY and mode == "shared")
 ]
 FP4_SCHEME_MODES = [pair for pair in SCHEME_MODES if pair[0] in FP4_SCHEMES]
+
+
+def in_one_mode(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return every scheme in one of its modes, by turns: for what all modes have in common.
+
+    In a full run it is every scheme in all of its modes.
+    """
+    modes: dict[str, list[str]] = {}
+    for scheme, mode in pairs:
+        modes.setdefault(scheme, []).append(mode)
+    both = [scheme for scheme in modes if len(modes[scheme]) > 1]
+    chosen = {scheme: modes[scheme][place % 2] for place, scheme in enumerate(both)}
+    return thinned(pairs, lambda pair: chosen.get(pair[0], pair[1]) == pair[1])
+
+
+FP4_ONE_MODE = in_one_mode(FP4_SCHEME_MODES)
 NEAREST = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
 STOCHASTIC = {"forward_rounding": "stochastic", "backward_rounding": "stochastic"}
 
