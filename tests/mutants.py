@@ -119,7 +119,7 @@ MUTANTS = [
        ("numerics/test_fake_quantize.py",)),
     _m("saturation", "numerics/quantize.py", "largest = largest * tensor.decode",
        "largest = largest * tensor.encode", "the share of clipped elements is wrong",
-       ("numerics/test_scale_rules.py", "numerics/test_properties.py")),
+       ("numerics/test_sqnr.py",)),
     # --- noise
     _m("noise-streams", "noise.py", "return _hash(index.add_(first)).add_(second)\n\n\ndef _first",
        "return _hash(index.add_(first))\n\n\ndef _first", "close keys give shifted copies",

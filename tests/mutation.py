@@ -29,7 +29,7 @@ class Result(NamedTuple):
     """What became of one mutant."""
 
     name: str
-    state: str  # "caught", "survived", "out of time" (which counts as caught), "not applied"
+    state: str  # "caught", "survived", "out of time" (not known which), "not applied"
     by: str  # the first test that failed
     seconds: float
 
