@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,6 +62,24 @@ def layer_of(
     linear = nn.Linear(i, o, bias=bias, dtype=dtype)
     config = MetisConfig(scheme=scheme, operand_mode=mode, **changes)
     return linear, convert_linear(copy.deepcopy(linear), config, name=name).train()
+
+
+def of_each_kind(schemes: Iterable[str]) -> list[str]:
+    """Return the first scheme of each kind: for what whole models and trainers meet of a scheme.
+
+    That is how a layer stores its weight, what state it has beside, and whether it looks at the
+    mask of tokens. What is quantized and how, tests of single layers see, with every scheme. In a
+    full run it is all schemes.
+    """
+    seen: set[tuple[object, ...]] = set()
+
+    def is_new(scheme: str) -> bool:
+        layer = layer_of(scheme)[1]
+        state, masked = type(layer.scheme.state), layer.scheme.samples_rows
+        kind = (repr(layer.weight_form), state, masked, scheme.startswith("bf16"))
+        return kind not in seen and not seen.add(kind)
+
+    return thinned(schemes, is_new)
 
 
 def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:
