@@ -130,22 +130,13 @@ class TestInputs:
         assert_as_dense(monkeypatch, layer, x, row_mask=mask)
         assert_as_dense(monkeypatch, layer, x, row_mask=torch.zeros(256, dtype=torch.bool))
 
-    def test_rows_of_zeros(self, scheme, mode, monkeypatch):
+    def test_rows_of_zeros_and_none(self, scheme, mode, monkeypatch):
         _, layer = layer_of(scheme, mode, i=64, o=48)
         x = matrix(64, 64)
         x[20:] = -0.0
         assert_as_dense(monkeypatch, layer, x)
         assert_as_dense(monkeypatch, layer, torch.zeros(64, 64), torch.bfloat16)
-
-    def test_not_finite(self, scheme, mode):
-        _, layer = layer_of(scheme, mode, i=64, o=48)
-        for value in (float("nan"), float("inf")):
-            x = matrix(40, 64)
-            x[3, 5] = value
-            found = results(layer, x)
-            name = "weight" if "weight" in found else "weight_residual"
-            gradient = found[name].view(torch.float32).view(48, 64)
-            assert not gradient[:, 5].isfinite().any()
+        assert_as_dense(monkeypatch, layer, torch.zeros(0, 64))
 
     def test_strides_and_leading_dimensions(self, scheme, mode, monkeypatch):
         _, layer = layer_of(scheme, mode, i=64, o=48)
@@ -156,10 +147,6 @@ class TestInputs:
             base[:40, :64].view(2, 20, 64),
         ):
             assert_as_dense(monkeypatch, layer, x, torch.bfloat16)
-
-    def test_no_rows(self, scheme, mode, monkeypatch):
-        _, layer = layer_of(scheme, mode, i=64, o=48)
-        assert_as_dense(monkeypatch, layer, torch.zeros(0, 64))
 
     def test_conv1d(self, scheme, mode, monkeypatch):
         config = MetisConfig(scheme=scheme, operand_mode=mode)
@@ -190,12 +177,14 @@ class TestInputs:
         ):
             assert all(torch.equal(plain[name], again[name]) for name in plain)
 
-    def test_no_second_backward_through_the_first(self, scheme, mode):
-        _, layer = layer_of(scheme, mode, i=64, o=48)
-        x = matrix(40, 64).requires_grad_()
-        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "metis"])
+def test_no_second_backward_through_the_first(scheme):
+    _, layer = layer_of(scheme, i=64, o=48)
+    x = matrix(40, 64).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 class _OwnTrick:
