@@ -17,7 +17,7 @@ class Mutant(NamedTuple):
         old: text to replace, found once.
         new: what stands there instead.
         breaks: what is then wrong.
-        tests: files below tests/ that run first.
+        tests: files (and classes or tests in them) below tests/ that run first.
     """
 
     name: str
@@ -32,15 +32,24 @@ FORMATS = ("numerics/test_formats.py", "numerics/test_format_properties.py")
 SCALES = ("numerics/test_scale_rules.py", "numerics/test_formats.py")
 STOCHASTIC = ("numerics/test_stochastic_rounding.py", "numerics/test_properties.py")
 STORAGE = ("numerics/test_storage.py", "layers/test_saved_bits.py")
-KERNELS = ("numerics/kernels",)
+KERNELS = (
+    "numerics/kernels/test_kernels.py",
+    "numerics/kernels/test_kernels_packing.py",
+)
 SPLIT = ("numerics/test_spectral_split.py", "numerics/test_spectral_masks.py")
 OPERANDS = ("operands/test_operands.py", "operands/test_conditioners.py")
 EDEN = ("operands/test_ms_eden.py", "operands/test_operands.py")
 OUTLIERS = ("schemes/test_outlier_schemes.py", "operands/test_operands.py")
 GEMM = ("layers/test_gemm.py", "operands/test_operands.py")
 CORRECTIONS = ("layers/test_corrections.py", "operands/test_operands.py")
-NOISE = ("layers/test_noise_policy.py", "test_noise.py")
+NOISE = (
+    "test_noise.py",
+    "layers/test_noise_policy.py::TestDistinct",
+    "layers/test_noise_policy.py::TestRanks",
+    "layers/test_noise_policy.py::TestContent",
+)
 SAVED = ("layers/test_saved_bits.py", "layers/test_saved_memory.py")
+SHARED = ("layers/test_saved_memory.py::test_what_is_shared_is_of_this_very_input",)
 SCHEMES = ("operands/test_operands.py",)
 STATES = ("schemes/test_stateful_schemes.py",)
 
@@ -222,13 +231,15 @@ MUTANTS = [
     _m("wgrad-axis", "layers", "role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1",
        "role is Role.WGRAD_INPUT else -1", "dy's blocks run along features in wgrad", OPERANDS),
     _m("tensor-scales", "layers", "if len(given) == 1 else given[0] * given[1])", ")",
-       "one of two tensor scales is lost", GEMM),
+       "one of two tensor scales is lost",
+       ("layers/test_gemm.py::test_autocast_output_dtype_and_accuracy",)),
     _m("stale-input", "layers", "is not x or x._version != self.version:", "is not x:",
-       "an input changed in place is taken for the old one", SAVED),
+       "an input changed in place is taken for the old one", SHARED),
     _m("stale-mask", "layers", "if wanted == self.wanted and row_mask is self.row_mask",
-       "if wanted == self.wanted", "layers share what was sampled under another mask", SAVED),
+       "if wanted == self.wanted", "layers share what was sampled under another mask", SHARED),
     _m("eval-scheme", "layers/linear.py", "self.scheme if self.training else self.eval_scheme",
-       "self.scheme", "evaluation rounds stochastically", GEMM),
+       "self.scheme", "evaluation rounds stochastically",
+       ("layers/test_gemm.py::test_eval_is_deterministic_and_rounds_to_nearest",)),
     _m("process-noise", "layers/linear.py", "return self.key.fold(_process_rank())",
        "return self.key", "all processes round weights alike", NOISE),
     # --- schemes
