@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Compiling a quantizer takes seconds; tests/numerics/kernels shows that results are the same.
 os.environ.setdefault("METIS_KERNELS", "reference")
 
+import design
 import pytest
 import torch
 import transformers
@@ -19,6 +20,18 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 
 VOCAB = 256
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run all combinations of what tests rotate (design.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note the choice where modules that are collected can see it."""
+    if config.getoption("--full"):
+        os.environ[design.FULL] = "1"
 
 
 def hear_interrupts() -> None:

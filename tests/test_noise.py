@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from metis_hf import noise
 from metis_hf.noise import Key, fingerprint, key_of, uniform
 
 N = 1 << 20
@@ -45,6 +46,22 @@ def test_pairs_of_keys_and_of_neighbours_are_independent():
             assert chi2(a, b) < limit
     for lag in (1, 2, 16, 64, 192, 1024):
         assert chi2(streams[0], streams[0].roll(lag)) < limit
+
+
+def test_keys_that_start_close_together_share_no_stretch():
+    """A stream counts from its key's first word on; a second one tells those of close keys apart.
+
+    Among 2^17 keys some start within 8 blocks of each other.
+    """
+    words = noise.static_words(Key(1))
+    data = torch.arange(1 << 17, dtype=torch.int32)
+    first, order = noise._first_and_second(words, data)[0].sort()
+    close = (first[1:].long() - first[:-1].long() <= 8).nonzero()[:, 0]
+    assert len(close) > 8
+    for place in close[:8].tolist():
+        shift = int(first[place + 1] - first[place])
+        early, late = (uniform((4096,), Key(1, data[order[index]])) for index in (place, place + 1))
+        assert (early[16 * shift :] != late[: 4096 - 16 * shift]).float().mean() > 0.99
 
 
 def test_longer_tensors_continue_the_stream():

@@ -1,18 +1,21 @@
 """The life of a model, for each registered scheme and each architecture of transformers.
 
 Convert, gradients, Trainer, save and reload, generate, back to a dense model, copies: three schemes
-go through all of it, the others through conversion, gradients, saving and reloading. On what is not
-quick, one scheme for each way to store weights does the latter three.
+go through all of it, the others through conversion, gradients, saving and reloading. What an
+architecture meets of a scheme is how it stores weights: those ways are crossed with the
+architectures that differ most, and take turns on the others; other schemes visit one.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import re
 from collections import Counter
 
+import design
 import pytest
 import torch
 import transformers
@@ -31,9 +34,9 @@ from metis_hf import (
 
 # A dense weight under quantization, the same without, and the split form.
 WHOLE_LIFE = ("bf16", "nvidia", "metis")
-OTHERS = [name for name in scheme_names() if name not in WHOLE_LIFE]
-# What an architecture meets of a scheme is how it stores weights, and its state: one of each form.
+# One scheme for each way to store weights and state.
 FORMS = ("nvfp4", "metis-paper", "omniquant", "smoothquant", "svdquant")
+OTHERS = [name for name in scheme_names() if name not in (*WHOLE_LIFE, *FORMS)]
 SPLIT = ("bf16-split", "metis-paper", "svdquant")
 # One for each way in which architectures differ: plain, Conv1D, experts, two stacks, no decoder.
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert-masked")
@@ -46,23 +49,29 @@ LOGIT_TOLERANCE = 1e-5
 ORDER_TOLERANCE = 1e-6
 
 
-def cases(schemes, everywhere=None):
+def pairs(crossed=(), visiting=(), turns=1):
     """(scheme, architecture) pairs; what is not quick is marked slow.
 
-    With `everywhere`, the schemes that it does not name visit the quick architectures alone.
+    Args:
+        crossed: schemes that run on every quick architecture, and by turns on the others.
+        visiting: schemes that run on one quick architecture each.
+        turns: how many of the crossed schemes run on an architecture that is not quick.
     """
+    slow = [name for name in ARCHITECTURES if name not in QUICK]
+    if design.full():
+        found = list(itertools.product((*crossed, *visiting), ARCHITECTURES))
+    else:
+        turn = itertools.cycle(crossed)
+        found = list(itertools.product(crossed, QUICK))
+        found += [(next(turn), name) for name in slow for _ in range(turns)]
+        found += zip(visiting, itertools.cycle(QUICK))
     return pytest.mark.parametrize(
         ("scheme", "name"),
-        [
-            pytest.param(scheme, name, marks=() if name in QUICK else pytest.mark.slow)
-            for scheme in schemes
-            for name in ARCHITECTURES
-            if name in QUICK or everywhere is None or scheme in everywhere
-        ],
+        [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in slow else ()) for pair in found],
     )
 
 
-whole_life = cases(WHOLE_LIFE)
+whole_life = pairs(WHOLE_LIFE)
 
 
 def build(name: str) -> transformers.PreTrainedModel:
@@ -97,7 +106,7 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value - expected).abs().max() / expected.abs().max()).item()
 
 
-@cases(scheme_names())
+@pairs(FORMS, visiting=(*WHOLE_LIFE, *OTHERS), turns=len(FORMS))
 def test_conversion_and_report(scheme, name):
     architecture, original = ARCHITECTURES[name], build(name)
     shapes = {key: tuple(value.shape) for key, value in original.named_parameters()}
@@ -168,7 +177,7 @@ def test_save_and_reload(scheme, name, tmp_path):
     check_reload(converted(name, scheme), ARCHITECTURES[name], tmp_path)
 
 
-@cases(OTHERS, everywhere=FORMS)
+@pairs(FORMS, visiting=OTHERS, turns=2)
 def test_short_life(scheme, name, tmp_path):
     model = converted(name, scheme)
     check_gradients(model, ARCHITECTURES[name])
@@ -282,7 +291,7 @@ def test_deepcopy_and_pickle(scheme, name):
         assert masks.isdisjoint(id(layer.token_mask) for _, layer in metis_layers(twin))
 
 
-@cases(["bf16"])
+@pairs(["bf16"])
 def test_bf16_is_the_unconverted_model(scheme, name):
     """Logits and gradients, bit for bit.
 

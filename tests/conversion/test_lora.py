@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, VOCAB, gpt2, llama
+from design import cases
+from layers.layer_tools import of_each_kind
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
@@ -100,7 +102,7 @@ def test_unquantized_equals_peft_on_the_plain_model(architecture, token_ids):
             assert param.grad is None
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize("scheme", of_each_kind(scheme_names()))
 def test_forward_and_backward_are_the_frozen_layer_plus_the_branch(scheme):
     model, _ = adapted(llama(), scheme)
     layer = lora_layers(model)["model.layers.0.mlp.up_proj"].train()
@@ -171,8 +173,10 @@ def test_save_and_load_the_adapter(architecture, scheme, token_ids, tmp_path):
     }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("scheme", ["bf16", "nvidia", "bf16-split", "metis", "metis-paper"])
+@cases(
+    {"scheme": ["bf16", "nvidia", "bf16-split", "metis", "metis-paper"]},
+    rotated={"architecture": ["llama", "gpt2"]},
+)
 def test_merge_and_unload_represents_w_plus_ba(architecture, scheme, token_ids, tmp_path):
     model, expected = adapted(ARCHITECTURES[architecture](), scheme)
     merged = model.merge_and_unload(safe_merge=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, llama
+from design import cases
 from torch import nn
 
 from metis_hf import (
@@ -50,10 +51,10 @@ def train_steps(model, ids, steps=5):
     return losses
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("scheme", scheme_names())
-def test_convert_train_save_reload_dense(architecture, scheme, token_ids, tmp_path):
-    """The life of a model, for each architecture and scheme."""
+# test_architectures crosses architectures with the ways to store weights.
+@cases({"scheme": scheme_names()}, rotated={"architecture": list(ARCHITECTURES)})
+def test_convert_train_save_reload_dense(scheme, architecture, token_ids, tmp_path):
+    """The life of a model, for each scheme."""
     model = ARCHITECTURES[architecture]()
     original = copy.deepcopy(model)
     assert get_metis_model(model, MetisConfig(scheme=scheme)) is model

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from layers.layer_tools import of_each_kind
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model
@@ -146,8 +147,8 @@ def test_readme_names_files_that_exist():
         assert (ROOT / path).is_file(), path
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
-def test_dry_run_of_every_scheme(capsys, scheme):
+@pytest.mark.parametrize("scheme", of_each_kind(scheme_names()))
+def test_dry_run_of_each_kind_of_scheme(capsys, scheme):
     given, training = arguments("gpt2_130m", "--smoke", "--dry-run", "--scheme", scheme)
     plan = dry_run(config_of("gpt2_130m", smoke=True), given, training)
     assert plan.scheme == scheme

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from design import thinned
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, scheme_names
@@ -26,6 +27,22 @@ SCHEME_MODES = [
     if not (scheme in CONTRACTION_ONLY and mode == "shared")
 ]
 FP4_SCHEME_MODES = [pair for pair in SCHEME_MODES if pair[0] in FP4_SCHEMES]
+
+
+def in_one_mode(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return every scheme in one of its modes, by turns: for what all modes have in common.
+
+    In a full run it is every scheme in all of its modes.
+    """
+    modes: dict[str, list[str]] = {}
+    for scheme, mode in pairs:
+        modes.setdefault(scheme, []).append(mode)
+    both = [scheme for scheme in modes if len(modes[scheme]) > 1]
+    chosen = {scheme: modes[scheme][place % 2] for place, scheme in enumerate(both)}
+    return thinned(pairs, lambda pair: chosen.get(pair[0], pair[1]) == pair[1])
+
+
+FP4_ONE_MODE = in_one_mode(FP4_SCHEME_MODES)
 NEAREST = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
 STOCHASTIC = {"forward_rounding": "stochastic", "backward_rounding": "stochastic"}
 
@@ -45,6 +62,24 @@ def layer_of(
     linear = nn.Linear(i, o, bias=bias, dtype=dtype)
     config = MetisConfig(scheme=scheme, operand_mode=mode, **changes)
     return linear, convert_linear(copy.deepcopy(linear), config, name=name).train()
+
+
+def of_each_kind(schemes: Iterable[str]) -> list[str]:
+    """Return the first scheme of each kind: for what whole models and trainers meet of a scheme.
+
+    That is how a layer stores its weight, what state it has beside, and whether it looks at the
+    mask of tokens. What is quantized and how, tests of single layers see, with every scheme. In a
+    full run it is all schemes.
+    """
+    seen: set[tuple[object, ...]] = set()
+
+    def is_new(scheme: str) -> bool:
+        layer = layer_of(scheme)[1]
+        state, masked = type(layer.scheme.state), layer.scheme.samples_rows
+        kind = (repr(layer.weight_form), state, masked, scheme.startswith("bf16"))
+        return kind not in seen and not seen.add(kind)
+
+    return thinned(schemes, is_new)
 
 
 def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:

@@ -8,14 +8,16 @@ import pickle
 
 import pytest
 import torch
+from design import cases
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from layers.layer_tools import (
-    FP4_SCHEME_MODES,
+    FP4_ONE_MODE,
     FP4_SCHEMES,
     NEAREST,
     SCHEME_MODES,
+    in_one_mode,
     layer_of,
     with_exact_quantizers,
 )
@@ -29,6 +31,14 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 AUTOCASTS = [None, torch.bfloat16, torch.float16]
 SHAPES = [(48,), (5, 48), (2, 7, 48), (2, 3, 2, 48), (0, 48), (2, 0, 48), (1, 48)]
 FLOAT64_TOLERANCE = 1e-12  # sums of at most 48 terms near 1, some of them split in three
+
+
+def pickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+def name_of(level):
+    return getattr(level, "__name__", level)
 
 
 def autocast(dtype):
@@ -59,9 +69,8 @@ class TestBf16IsLinear:
         for name in grads_a:
             assert torch.equal(grads_a[name], grads_b[name]), name
 
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+    # A bias is added to the product, whatever that is.
+    @cases({"shape": SHAPES, "dtype": DTYPES}, rotated={"bias": [True, False]})
     def test_linear(self, shape, dtype, bias):
         linear, layer = layer_of("bf16", bias=bias, dtype=dtype)
         x = torch.randn(shape, dtype=dtype)
@@ -81,14 +90,20 @@ class TestBf16IsLinear:
 class TestExactQuantizers:
     """Without rounding every scheme is nn.Linear: conditioners and splits cancel."""
 
-    @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
-    @pytest.mark.parametrize("shape", [(48,), (40, 48), (2, 19, 48), (0, 48), (1, 48)], ids=str)
-    def test_linear(self, scheme, mode, shape):
+    # Few tokens and leading dimensions are the layer's matter, which is the same for all schemes.
+    @cases(
+        {"scheme, mode": SCHEME_MODES}, rotated={"other": [(48,), (2, 19, 48), (0, 48), (1, 48)]}
+    )
+    def test_linear(self, scheme, mode, other):
         linear, layer = layer_of(scheme, mode, dtype=torch.float64)
         layer.scheme = with_exact_quantizers(layer.scheme)
         if "weight_clip" in layer.weight_form.names:
             layer.weight_clip.data.fill_(40)  # a strength of 1
-        x = torch.randn(shape, dtype=torch.float64)
+        for shape in ((40, 48), other):
+            self.assert_linear(linear, layer, torch.randn(shape, dtype=torch.float64))
+
+    @staticmethod
+    def assert_linear(linear, layer, x):
         ya, dxa, grads_a = forward_backward(linear, x)
         yb, dxb, grads_b = forward_backward(layer, x)
         grads_b["weight"] = grads_b.get("weight", grads_b.get("weight_residual"))
@@ -103,7 +118,7 @@ class TestExactQuantizers:
             )
             torch.testing.assert_close(found, expected, rtol=0, atol=limit)
 
-    @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+    @pytest.mark.parametrize(("scheme", "mode"), in_one_mode(SCHEME_MODES))
     def test_gradcheck(self, scheme, mode):
         """x and every parameter (u, s, vh, residual of a split weight) by finite differences.
 
@@ -124,12 +139,17 @@ class TestExactQuantizers:
         assert torch.autograd.gradcheck(call, (x, *values))
 
 
+# Training and dtype change how elements are rounded, not which of them there are.
+FEW_TOKENS = cases(
+    {"scheme, mode": FP4_ONE_MODE},
+    rotated={"autocast_dtype": [None, torch.bfloat16], "train": [True, False]},
+)
+
+
 class TestFewTokens:
     """Zero tokens (an expert that is not chosen) and one (generation), training and evaluating."""
 
-    @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-    @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @FEW_TOKENS
     def test_zero_tokens(self, scheme, mode, autocast_dtype, train):
         _, layer = layer_of(scheme, mode)
         for shape in ((0, 48), (2, 0, 48)):
@@ -139,9 +159,7 @@ class TestFewTokens:
             assert dx.shape == shape
             assert all(grad is not None and not grad.any() for grad in grads.values())
 
-    @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-    @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @FEW_TOKENS
     def test_one_token(self, scheme, mode, autocast_dtype, train):
         """Close to nn.Linear: NVFP4 errors of the operands are near 10 %, stochastic ones 14 %."""
         linear, layer = layer_of(scheme, mode)
@@ -158,7 +176,7 @@ class TestFewTokens:
             assert error < 0.5, error.item()  # two operands of 14 % each; 1 if anything is lost
         torch.testing.assert_close(grads_b["bias"], grads_a["bias"])
 
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_ONE_MODE)
     def test_leading_dimensions_do_not_matter(self, scheme, mode):
         _, layer = layer_of(scheme, mode)
         x = torch.randn(40, 48)
@@ -185,14 +203,23 @@ class TestNonFinite:
         layer.weight_params()[-1].data[2, 5] = value
         return {"y": (slice(None), 2), "x": (slice(None), 5)}
 
+    # A scheme decides where a value goes; which value, dtype and scale it is, quantizers do, whose
+    # tests have all of them.
     @pytest.mark.filterwarnings("ignore:two_level=False")
-    @pytest.mark.parametrize("two_level", [True, False], ids=["two-level", "one-level"])
-    @pytest.mark.parametrize("autocast_dtype", AUTOCASTS, ids=str)
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-    @pytest.mark.parametrize("where", ["x", "w", "dy"])
-    @pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
-    def test_shows(self, scheme, mode, where, value, autocast_dtype, two_level):
-        _, layer = layer_of(scheme, mode, two_level=two_level)
+    @cases(
+        {"scheme, mode": SCHEME_MODES},
+        rotated={
+            "value": [float("nan"), float("inf"), float("-inf")],
+            "autocast_dtype": AUTOCASTS,
+            "two_level": [True, False],
+        },
+    )
+    def test_shows(self, scheme, mode, value, autocast_dtype, two_level):
+        for where in ("x", "w", "dy"):
+            _, layer = layer_of(scheme, mode, two_level=two_level)
+            self.assert_shows(layer, where, value, autocast_dtype)
+
+    def assert_shows(self, layer, where, value, autocast_dtype):
         x, dy = torch.randn(40, 48), torch.randn(40, 32)
         shown = self.poison(layer, x, dy, where, value)
         x.requires_grad_()
@@ -204,7 +231,7 @@ class TestNonFinite:
             y.backward(dy.to(y.dtype))
             results = {"y": y, "x": x.grad, "weight": layer.weight_params()[-1].grad}
             for name, index in shown.items():
-                assert not results[name][index].isfinite().any(), name
+                assert not results[name][index].isfinite().any(), (where, name)
 
     @pytest.mark.parametrize("factor", ["u", "s", "vh"])
     @pytest.mark.parametrize("scheme", ["bf16-split", "metis-paper", "metis"])
@@ -225,8 +252,7 @@ def test_bf16_gemm_applies_tensor_scales_to_the_product():
     assert torch.equal(values.float() * scale, fake_quantize(x))
 
 
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@cases({"scheme, mode": FP4_ONE_MODE}, rotated={"dtype": [torch.bfloat16, torch.float16]})
 def test_autocast_output_dtype_and_accuracy(scheme, mode, dtype):
     """Forward and backward agree with fp32 to a few roundings of the GEMM's dtype."""
     _, layer = layer_of(scheme, mode, **NEAREST)
@@ -242,8 +268,7 @@ def test_autocast_output_dtype_and_accuracy(scheme, mode, dtype):
         assert error < 4 * torch.finfo(dtype).eps, (name, error.item())
 
 
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@cases({"scheme, mode": FP4_ONE_MODE}, rotated={"dtype": [torch.bfloat16, torch.float16]})
 def test_half_precision_parameters(scheme, mode, dtype):
     """A layer in 16 bits is as near to the exact product as the same layer in fp32.
 
@@ -265,7 +290,7 @@ def test_half_precision_parameters(scheme, mode, dtype):
         assert error < 1.05 * error32 + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+@pytest.mark.parametrize(("scheme", "mode"), FP4_ONE_MODE)
 def test_eval_is_deterministic_and_rounds_to_nearest(scheme, mode):
     _, layer = layer_of(scheme, mode, i=64, o=64)
     layer.eval()
@@ -334,8 +359,7 @@ def test_compensation_reduces_the_error():
     assert errors["nvfp4"] < errors["metis-paper"]  # quantized factors cost more than they save
 
 
-@pytest.mark.parametrize("scheme", FP4_SCHEMES)
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@cases({"scheme": FP4_SCHEMES}, rotated={"again": [copy.deepcopy, pickled]}, ids=name_of)
 def test_a_copied_layer_computes_the_same_in_bf16(scheme, again):
     """Nothing may depend on which object a scheme's part is: a BF16 GEMM chooses by its kind."""
     _, layer = layer_of(scheme, i=64, o=48, dtype=torch.bfloat16)

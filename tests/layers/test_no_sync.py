@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import llama
+from design import cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layers.layer_tools import SCHEME_MODES, layer_of
@@ -40,9 +41,10 @@ def step_of_a_layer(layer, row_mask=None):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize("reuses", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+@cases(
+    {"scheme, mode": SCHEME_MODES},
+    rotated={"masked": [False, True], "reuses": [False, True]},
+)
 def test_a_layer(scheme, mode, masked, reuses):
     _, layer = layer_of(scheme, mode, i=64, o=48)
     mask = torch.ones(96, dtype=torch.bool) if masked else None

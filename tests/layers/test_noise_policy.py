@@ -16,18 +16,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, llama
+from design import cases
 from torch import nn
 
 from layers import dropout_run
 from layers.dropout_run import MODELS, STEPS, Run, train
 from layers.layer_tools import (
-    FP4_SCHEME_MODES,
+    FP4_ONE_MODE,
     FP4_SCHEMES,
     STOCHASTIC,
     Call,
     distinct,
     key_values,
     layer_of,
+    of_each_kind,
     record,
 )
 from metis_hf import MetisConfig, get_metis_model, metis_layers
@@ -38,6 +40,7 @@ from metis_hf.schemes import Role
 from metis_hf.transforms import spectral
 
 TOKENS, IN, OUT = 40, 48, 32
+FP4_KINDS = of_each_kind(FP4_SCHEMES)
 
 
 def converted(model, scheme, **changes):
@@ -68,7 +71,7 @@ class TestCheckpointing:
         return losses, {name: p.grad for name, p in model.named_parameters()}, calls
 
     @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-    @pytest.mark.parametrize("scheme", FP4_SCHEMES)
+    @pytest.mark.parametrize("scheme", FP4_KINDS)
     def test_recomputes_exactly(self, scheme, token_ids):
         losses, gradients, calls = self.loss_and_gradients(scheme, token_ids, None)
         for reentrant, preserve in itertools.product((False, True), repeat=2):
@@ -143,7 +146,7 @@ class TestTorchGenerator:
         assert run.losses == control.losses
         assert run.digest() == control.digest()
 
-    @pytest.mark.parametrize("scheme", FP4_SCHEMES)
+    @pytest.mark.parametrize("scheme", FP4_KINDS)
     @pytest.mark.parametrize("name", MODELS)
     def test_control_beside_a_quantized_run(self, name, scheme):
         """Steps of an FP4 model in between change nothing in a control run with dropout."""
@@ -210,7 +213,7 @@ def set_rank(monkeypatch, rank):
 
 
 class TestRanks:
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_ONE_MODE)
     def test_noise_differs(self, scheme, mode, monkeypatch):
         """Every operand of rank 0 and of rank 1, and equal ranks are equal."""
         layer = stochastic_layer(scheme, mode)
@@ -273,7 +276,7 @@ class TestDistinct:
 
     STREAM = 1 << 14
 
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_ONE_MODE)
     def test_seeds_layers_roles_and_micro_batches(self, scheme, mode):
         """All raw streams of 2 seeds x 2 layers x 2 micro-batches x every operand, pair by pair.
 
@@ -340,15 +343,18 @@ class TestDistinct:
 class TestContent:
     """Noise follows what is quantized: the input of the call and the stored weight."""
 
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @pytest.mark.parametrize(("scheme", "mode"), FP4_ONE_MODE)
     def test_equal_micro_batches_and_weights_give_equal_noise(self, scheme, mode):
         """Documented: what makes recomputation exact repeats the noise of an equal micro-batch."""
         first = one_pass(stochastic_layer(scheme, mode))
         second = one_pass(stochastic_layer(scheme, mode))
         assert all(a.repeats(b) for a, b in zip(first, second, strict=True))
 
-    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-    @pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+    @cases(
+        {"scheme, mode": FP4_ONE_MODE},
+        rotated={"optimizer": [torch.optim.SGD, torch.optim.AdamW]},
+        ids=lambda level: getattr(level, "__name__", level),
+    )
     def test_an_optimizer_step_changes_all_but_that_of_an_equal_input(
         self, scheme, mode, optimizer
     ):

@@ -7,7 +7,7 @@ import torch
 import transformers
 from conftest import llama
 
-from layers.layer_tools import layer_of, with_exact_quantizers
+from layers.layer_tools import layer_of, of_each_kind, with_exact_quantizers
 from metis_hf import (
     MetisConfig,
     MetisLinear,
@@ -41,9 +41,13 @@ class TestEveryScheme:
             assert layer.weight_form.compensated
             torch.testing.assert_close(layer.u.square().mean(), torch.tensor(1.0))
 
-    @pytest.mark.parametrize("split", [True, False])
-    def test_exact_quantizers_give_a_linear_layer(self, scheme, split):
+    def test_exact_quantizers_give_a_linear_layer(self, scheme):
         """Also: what corrects an input adds nothing where no input has an error."""
+        for split in (True, False):
+            self.assert_linear(scheme, split)
+
+    @staticmethod
+    def assert_linear(scheme, split):
         double = {"dtype": torch.float64}
         linear, layer = layer_of(scheme, i=IN, o=OUT, split_weight=split, **double)
         if "weight_clip" in layer.weight_form.names:
@@ -62,21 +66,23 @@ class TestEveryScheme:
             error = (found - expected).abs().max() / expected.abs().max()
             assert error < FLOAT64_TOLERANCE
 
-    @pytest.mark.parametrize("split", [True, False])
-    def test_saved_and_loaded(self, scheme, split, token_ids, tmp_path):
-        config = MetisConfig(scheme=scheme, split_weight=split)
-        assert MetisConfig.from_json(config.to_json()) == config
-        model = get_metis_model(llama(), config).eval()
-        model.save_pretrained(tmp_path)
-        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, output_loading_info=True
-        )
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        assert loaded.config.quantization_config == config
-        assert all(isinstance(layer, MetisLinear) == split for _, layer in metis_layers(loaded))
-        with torch.no_grad():
-            assert torch.equal(loaded(token_ids).logits, model(token_ids).logits)
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("scheme", of_each_kind(scheme_names()))
+def test_saved_and_loaded(scheme, split, token_ids, tmp_path):
+    config = MetisConfig(scheme=scheme, split_weight=split)
+    assert MetisConfig.from_json(config.to_json()) == config
+    model = get_metis_model(llama(), config).eval()
+    model.save_pretrained(tmp_path)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.config.quantization_config == config
+    assert all(isinstance(layer, MetisLinear) == split for _, layer in metis_layers(loaded))
+    with torch.no_grad():
+        assert torch.equal(loaded(token_ids).logits, model(token_ids).logits)
 
 
 def test_bf16_with_a_split_weight_is_bf16_split():

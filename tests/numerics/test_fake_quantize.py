@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import reference as ref
 import torch
+from design import cases
 from torch import Tensor
 
 from metis_hf.numerics import fake_quantize
@@ -83,34 +84,35 @@ def test_reference_e4m3_up_is_the_next_point_at_or_above() -> None:
 # --- nearest: bit for bit ------------------------------------------------------------------------
 
 SHAPES = [(1,), (5,), (16,), (17,), (3, 33), (2, 3, 40)]
+LEVELS = {"two_level": [True, False]}
+ROUNDINGS = {"rounding": ["nearest", "stochastic"]}
+SCALES = {"scale_rounding": SCALE_ROUNDINGS}
+TILES = {"tile": ["row", "square"]}
+# test_formats compares every way to quantize with the same reference: here each factor is beside
+# each level of the others, in turn.
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@cases({"shape": SHAPES, **LEVELS}, rotated={"dtype": DTYPES, **SCALES})
 def test_rows_equal_reference(shape, dtype, two_level, scale_rounding) -> None:
     x = normal(*shape, seed=len(shape), dtype=dtype)
     assert_matches_reference(x, two_level=two_level, scale_rounding=scale_rounding)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@cases({"dim": [0, 1, 2, -1, -2]}, rotated=SCALES)
 def test_any_dim_equals_reference(dim, scale_rounding) -> None:
     x = normal(18, 5, 35, seed=3)
     assert_matches_reference(x, dim=dim, scale_rounding=scale_rounding)
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases({"dtype": DTYPES}, rotated={"dim": [0, 1, -1]})
 def test_dim_of_a_matrix_equals_reference(dim, dtype) -> None:
     assert_matches_reference(normal(19, 33, seed=4, dtype=dtype), dim=dim)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (5, 40), (33, 17), (2, 18, 20)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@cases(
+    {"shape": [(1, 1), (16, 16), (5, 40), (33, 17), (2, 18, 20)], **LEVELS},
+    rotated={"dtype": DTYPES, **SCALES},
+)
 def test_square_tiles_equal_reference(shape, dtype, two_level, scale_rounding) -> None:
     x = normal(*shape, seed=5, dtype=dtype)
     assert_matches_reference(x, tile="square", two_level=two_level, scale_rounding=scale_rounding)
@@ -141,12 +143,10 @@ def test_strides_do_not_matter_along_dim(dim) -> None:
     assert_matches_reference(base[:1].expand(17, -1), dim=dim)
 
 
-@pytest.mark.parametrize(
-    "size", [1e-5, 1e-20, 1e-36, 1e-40, 1e-45, 1e20, 1e30, 3e37], ids=lambda v: f"{v:g}"
+@cases(
+    {"size": [1e-5, 1e-20, 1e-36, 1e-40, 1e-45, 1e20, 1e30, 3e37], **LEVELS},
+    rotated={**SCALES, **TILES},
 )
-@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
-@pytest.mark.parametrize("tile", ["row", "square"])
 def test_tiny_and_huge_values_equal_reference(size, two_level, scale_rounding, tile) -> None:
     x = torch.randn(4, 35, generator=seeded(8), dtype=torch.float64) * size
     x = x.clamp(-3e38, 3e38).to(torch.float32)
@@ -210,11 +210,7 @@ def test_ties_and_their_neighbours(two_level, scale_rounding) -> None:
         assert (actual[x == -tie] == -wanted).all()
 
 
-@pytest.mark.parametrize("tile", ["row", "square"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases({**LEVELS, **ROUNDINGS}, rotated={**TILES, **SCALES, "dtype": DTYPES})
 def test_all_zero_tensor_is_zero(tile, rounding, two_level, scale_rounding, dtype) -> None:
     x = torch.zeros(3, 20, dtype=dtype)
     x[1] = -0.0
@@ -264,10 +260,7 @@ def test_scale_up_with_two_levels_never_clips(size) -> None:
 BAD_VALUES = [math.nan, math.inf, -math.inf]
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases({"bad": BAD_VALUES, **ROUNDINGS}, rotated={**SCALES, "dtype": DTYPES})
 def test_nan_and_inf_reach_the_whole_tensor_with_two_levels(
     bad, rounding, scale_rounding, dtype
 ) -> None:
@@ -277,9 +270,7 @@ def test_nan_and_inf_reach_the_whole_tensor_with_two_levels(
     assert actual.isnan().all()
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@cases({"bad": BAD_VALUES}, rotated={**ROUNDINGS, **SCALES})
 def test_nan_and_inf_reach_their_block_with_one_level(bad, rounding, scale_rounding) -> None:
     x = normal(3, 40, seed=13)
     x[1, 17] = bad
@@ -305,9 +296,7 @@ def test_fp64_beyond_fp32_is_not_hidden() -> None:
 # --- gradient, metadata, errors ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", ["row", "square"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases({"dtype": DTYPES}, rotated={**ROUNDINGS, **TILES})
 def test_gradient_is_straight_through(dtype, rounding, tile) -> None:
     x = normal(5, 33, seed=32, dtype=dtype).requires_grad_()
     upstream = normal(5, 33, seed=33, dtype=dtype)

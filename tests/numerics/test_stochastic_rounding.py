@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference as ref
 import torch
+from design import cases
 from torch import Tensor
 
 from metis_hf import noise
@@ -149,9 +150,9 @@ def test_each_interval_is_unbiased_with_the_noise_of_a_key(name) -> None:
 # --- tensors -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", ROW_OPTIONS, ids=label)
-def test_stochastic_gives_one_of_the_two_neighbours(dtype, options) -> None:
+# Arithmetic is fp32 whatever comes in.
+@cases({"options": ROW_OPTIONS}, rotated={"dtype": DTYPES}, ids=label)
+def test_stochastic_gives_one_of_the_two_neighbours(options, dtype) -> None:
     """Stronger than "within one grid step" and than "on the grid", in each dtype."""
     x = normal(8, 40, seed=15, dtype=dtype)
     wanted = ref.stochastic(to_numpy(x), **options)
@@ -176,10 +177,12 @@ def test_stochastic_layouts_give_one_of_the_two_neighbours(options) -> None:
     assert (actual != fake_quantize(x, **options)).any()  # it did draw
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("options", ROW_OPTIONS, ids=label)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_are_on_the_grid(dtype, options, rounding) -> None:
+@cases(
+    {"options": ROW_OPTIONS},
+    rotated={"rounding": ["nearest", "stochastic"], "dtype": DTYPES},
+    ids=label,
+)
+def test_results_are_on_the_grid(options, rounding, dtype) -> None:
     """Each result is an element value times its block's scale, rounded to the dtype just once."""
     x = normal(6, 40, seed=17, dtype=dtype)
     quantized = ref.fake_quantize(to_numpy(x), **options)

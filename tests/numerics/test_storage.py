@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import reference as ref
 import torch
+from design import cases
 from torch import Tensor
 
 from metis_hf.numerics import QuantizedTensor, dequantize, fake_quantize, get_format, quantize
@@ -48,9 +49,8 @@ def assert_round_trip(x: Tensor, **options) -> QuantizedTensor:
 # --- there and back ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("options", OPTIONS, ids=label)
+# What is stored is codes, whatever they were rounded from: the dtype comes back at the end.
+@cases({"options": OPTIONS}, rotated={"rounding": ROUNDINGS, "dtype": DTYPES}, ids=label)
 def test_dequantize_gives_the_fake_quantized_values(options, rounding, dtype) -> None:
     shapes = MATRIX_SHAPES if options["tile"] == "square" else SHAPES
     for seed, shape in enumerate(shapes):
@@ -59,9 +59,9 @@ def test_dequantize_gives_the_fake_quantized_values(options, rounding, dtype) ->
         assert (q.shape, q.dtype) == (x.shape, dtype)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("options", ROW_OPTIONS, ids=label)
+@cases(
+    {"options": ROW_OPTIONS, "rounding": ROUNDINGS}, rotated={"dim": [0, 1, 2, -1, -3]}, ids=label
+)
 def test_any_dim_round_trips(options, rounding, dim) -> None:
     """Stochastic noise belongs to elements, so it must not move with the dimension."""
     x = normal(34, 3, 5, seed=11)
@@ -99,8 +99,7 @@ def test_every_size_round_trips(options) -> None:
         assert_round_trip(x[60:] / x[60:].abs().max() * size, **options)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("options", OPTIONS, ids=label)
+@cases({"options": OPTIONS}, rotated={"bad": [math.nan, math.inf, -math.inf]}, ids=label)
 def test_nan_and_inf_come_back_as_nan(options, bad) -> None:
     """Element codes have no NaN of their own in most formats: the scale carries it."""
     x = normal(34, 70, seed=15)
@@ -109,8 +108,7 @@ def test_nan_and_inf_come_back_as_nan(options, bad) -> None:
     assert q.dequantize()[3, 33].isnan()
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0), (2, 0, 4)], ids=label)
-@pytest.mark.parametrize("options", OPTIONS, ids=label)
+@cases({"options": OPTIONS}, rotated={"shape": [(0,), (0, 32), (3, 0), (2, 0, 4)]}, ids=label)
 def test_empty_round_trips(options, shape) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
     q = assert_round_trip(x, **options)

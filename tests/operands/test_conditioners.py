@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from design import cases
 
 from metis_hf.noise import Key
 from metis_hf.numerics import MXFP4, Quantizer
@@ -59,7 +60,7 @@ def matrix(shape, scale=1.0):
 
 
 def ids(value):
-    return value.fmt.name if isinstance(value, Quantizer) else repr(value)
+    return value.fmt.name if isinstance(value, Quantizer) else str(value)
 
 
 def dense(kind, n, seed=5, dtype=torch.float64):
@@ -155,16 +156,18 @@ def test_random_orthogonal_matrices_have_no_preferred_direction():
     assert error < 5 * (2 / count) ** 0.5
 
 
-@pytest.mark.parametrize("conditioner", CONDITIONERS, ids=ids)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dim", [-1, 0])
+CASES = {"conditioner": CONDITIONERS, "shape": SHAPES, "dim": [-1, 0]}
+
+
 class TestConditioner:
+    @cases(CASES, rotated={}, ids=ids)
     def test_exact_without_quantization(self, conditioner, shape, dim):
         x = matrix(shape).double()
         found = conditioner(x, Exact(), dim=dim, key=KEY, dtype=torch.float64)
         torch.testing.assert_close(found, x, rtol=0, atol=1e-12)  # of entries near 10, 2e3 terms
 
-    @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=ids)
+    # Conditioners hand matrices to a quantizer, and ask nothing about it.
+    @cases(CASES, rotated={"quantizer": QUANTIZERS}, ids=ids)
     def test_decode_gives_what_a_call_gives(self, conditioner, shape, dim, quantizer):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             for x in (matrix(shape, 1e-3), matrix(shape).bfloat16(), matrix(shape).double()):
@@ -175,6 +178,7 @@ class TestConditioner:
                 assert expected.shape == shape
                 assert torch.equal(found, expected)
 
+    @cases(CASES, rotated={}, ids=ids)
     def test_parts_make_up_the_operand(self, conditioner, shape, dim):
         """What is measured is what was quantized."""
         x, quantizer = matrix(shape), Quantizer()
@@ -188,6 +192,7 @@ class TestConditioner:
             ((_, _, after),) = parts
             torch.testing.assert_close(after.norm(), x_hat.norm(), rtol=1e-5, atol=0)
 
+    @cases(CASES, rotated={}, ids=ids)
     def test_work_counts_what_is_quantized(self, conditioner, shape, dim):
         work = conditioner.work(shape, dim=dim)
         parts = conditioner.parts(matrix(shape), Quantizer(), dim=dim, key=KEY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from design import cases
 from layers.layer_tools import layer_of
 
 from metis_hf.noise import Key, uniform
@@ -199,9 +200,10 @@ class TestRandomHadamard:
         sizes = [group_size(n) for n in (1, 16, 17, 37, 64, 70, 192, 128, 4096)]
         assert sizes == [16, 16, 32, 16, 64, 16, 64, 128, 128]
 
-    @pytest.mark.parametrize("dim", [-1, 0])
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    @pytest.mark.parametrize("kind", ["normal", "constant", "zero", "nan"])
+    @cases(
+        {"shape": SHAPES, "dim": [-1, 0]},
+        rotated={"kind": ["normal", "constant", "zero", "nan"]},
+    )
     def test_saved_codes_are_the_call(self, shape, dim, kind):
         x = {
             "normal": matrix(*shape),

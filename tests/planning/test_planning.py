@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from conftest import gpt2, llama
+from design import cases
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -221,19 +222,20 @@ def test_saved_inside_converted_layers(sharded):
     assert (planned.weight_copies == 0) == sharded  # gathered weights are bf16 already
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"scheme": scheme} for scheme in scheme_names()),
-        *({"scheme": scheme, "split_weight": True} for scheme in ("metis", "nvidia", "omniquant")),
-        {"scheme": "metis", "decompose": ("weight",)},
-        {"scheme": "metis", "decompose": ("activation",)},
-        {"scheme": "svdquant", "split_weight": False},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
+LAYERS = [
+    *({"scheme": scheme} for scheme in scheme_names()),
+    *({"scheme": scheme, "split_weight": True} for scheme in ("metis", "nvidia", "omniquant")),
+    {"scheme": "metis", "decompose": ("weight",)},
+    {"scheme": "metis", "decompose": ("activation",)},
+    {"scheme": "svdquant", "split_weight": False},
+]
+
+
+@cases(
+    {"options": LAYERS, "mode": [None, "contraction"]},
+    rotated={"passes": [(), ("forward",), ("backward",)]},
+    ids=lambda level: "-".join(map(str, level.values())) if isinstance(level, dict) else str(level),
 )
-@pytest.mark.parametrize("mode", [None, "contraction"])
-@pytest.mark.parametrize("passes", [(), ("forward",), ("backward",)])
 def test_layer_flops(options, mode, passes):
     """Matrix products of one layer; the counter knows no QR, no eigenvectors, no additions."""
     metis = MetisConfig(**options, operand_mode=mode, high_precision=passes)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import VOCAB, llama
+from design import cases
+from layers.layer_tools import FP4_SCHEMES, of_each_kind
 
 from metis_hf import (
     MetisConfig,
@@ -24,7 +26,7 @@ from metis_hf.operands import Quantized
 from metis_hf.schemes import Role, Scheme
 from metis_hf.training.precision_schedule import CHANGEABLE
 
-QUANTIZED = [name for name in scheme_names() if not name.startswith("bf16")]
+KINDS = of_each_kind(scheme_names())
 PASSES = [("forward",), ("backward",), ("forward", "backward")]
 # Products of fp32 operands in another order: at most 96 terms of size about 1.
 FP32_GEMM = {"rtol": 1e-4, "atol": 96 * torch.finfo(torch.float32).eps}
@@ -69,8 +71,7 @@ def losses(made):
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("passes", PASSES, ids="+".join)
-@pytest.mark.parametrize("scheme", QUANTIZED)
+@cases({"scheme": FP4_SCHEMES}, rotated={"passes": PASSES})
 def test_each_gemm_after_the_switch(scheme, passes):
     """The three GEMMs, each multiplied here from operands made one by one.
 
@@ -138,7 +139,7 @@ def test_each_gemm_after_the_switch(scheme, passes):
         assert error < 1e-5 if high else error > 1e-2, (name, error)
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED)
+@pytest.mark.parametrize("scheme", FP4_SCHEMES)
 def test_forward_equals_the_unquantized_layer(scheme):
     model = converted(scheme).train()
     layer = up_proj(model)
@@ -151,7 +152,7 @@ def test_forward_equals_the_unquantized_layer(scheme):
     torch.testing.assert_close(layer(x), dense(x), **FP32_GEMM)
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize("scheme", KINDS)
 def test_switching_back_is_exact(scheme, token_ids):
     model = converted(scheme).train()
 
@@ -170,9 +171,7 @@ def test_switching_back_is_exact(scheme, token_ids):
     assert same == scheme.startswith("bf16")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "at"), [(scheme, 2) for scheme in scheme_names()] + [("metis", 0.5)]
-)
+@pytest.mark.parametrize(("scheme", "at"), [(scheme, 2) for scheme in KINDS] + [("metis", 0.5)])
 def test_schedule_in_training(scheme, at, tmp_path):
     """Before the switch the losses of a run without; then those of a run switched by hand."""
     plain = trainer(tmp_path / "plain", converted(scheme))
@@ -194,8 +193,7 @@ def test_schedule_in_training(scheme, at, tmp_path):
     assert losses(by_hand) == losses(scheduled)
 
 
-@pytest.mark.parametrize("passes", PASSES, ids="+".join)
-@pytest.mark.parametrize("scheme", ["nvidia", "metis", "metis-paper"])
+@cases({"passes": PASSES}, rotated={"scheme": ["nvidia", "metis", "metis-paper"]})
 def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
     """4 steps with the switch after 2, cut after 1, 2 or 3: the same weights and losses."""
 
@@ -224,7 +222,7 @@ def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
         assert {layer.config.high_precision for _, layer in metis_layers(loaded)} == {expected}
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize("scheme", KINDS)
 def test_saved_config_is_restored(scheme, token_ids, tmp_path):
     model = converted(scheme)
     set_precision(model, high_precision=("forward",), backward_rounding="nearest")

@@ -9,6 +9,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 from conftest import VOCAB, llama
+from design import cases
+from layers.layer_tools import FP4_SCHEMES, of_each_kind
 from transformers.trainer_utils import HPSearchBackend
 
 from metis_hf import (
@@ -19,11 +21,10 @@ from metis_hf import (
     PrecisionSchedule,
     get_metis_model,
     metis_layers,
-    scheme_names,
 )
 from metis_hf.training.callback import HEALTH_FILE
 
-FP4 = [name for name in scheme_names() if not name.startswith("bf16")]
+FP4 = of_each_kind(FP4_SCHEMES)
 # One fp32 rounding a step and operand.
 DECAY_TOLERANCE = 1e-6
 # Losses of about 5.5 nats in another order of fp32 sums, after a few steps of Adam.
@@ -122,8 +123,7 @@ class TestWeightDecay:
         assert "model.layers.0.mlp.up_proj.u" not in made.get_decay_parameter_names(made.model)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("scheme", ["bf16-split", *FP4])
+@cases({"scheme": ["bf16-split", *FP4]}, rotated={"accumulation": [1, 2]})
 def test_accelerate_loop_equals_trainer(scheme, accumulation, tmp_path):
     """Accelerator().prepare, accumulation and clipping by hand: Trainer's weights, bit for bit."""
     clip = 0.05  # below every gradient norm here
@@ -181,8 +181,7 @@ def test_accumulated_steps_are_measured_once(tmp_path):
     assert [bool(metis_values(entry)) for entry in records(made)] == [True, True]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("scheme", FP4)
+@cases({"scheme": FP4}, rotated={"reentrant": [True, False]})
 def test_activation_checkpointing_changes_nothing(scheme, reentrant, tmp_path):
     """Recomputed passes draw the noise of the original: losses and weights bit for bit."""
     plain = trainer(tmp_path, converted(scheme), max_steps=2)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import llama
+from design import cases
 from layers.layer_tools import FP4_SCHEME_MODES, layer_of
 from transformers import Trainer, TrainingArguments
 
@@ -47,8 +48,8 @@ def micro_batches(layer, dtype):
     return found + [p.grad for p in layer.parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+# The dtype is that of what is made of the codes.
+@cases({"scheme, mode": FP4_SCHEME_MODES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
 def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
     _, layer = layer_of(scheme, mode, i=64, o=48)
     every_time = ["quantize"] * 4  # fprop and dgrad of two micro-batches

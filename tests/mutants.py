@@ -1,0 +1,271 @@
+"""One wrong expression each: what `mutation.py` puts into the package to see which test objects.
+
+`place` is a file or a room of metis_hf; the old text stands in it exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One change of the package's source.
+
+    Attributes:
+        name: for people and for --only.
+        place: file or directory below metis_hf.
+        old: text to replace, found once.
+        new: what stands there instead.
+        breaks: what is then wrong.
+        tests: files (and classes or tests in them) below tests/ that run first.
+    """
+
+    name: str
+    place: str
+    old: str
+    new: str
+    breaks: str
+    tests: tuple[str, ...]
+
+
+FORMATS = ("numerics/test_formats.py", "numerics/test_format_properties.py")
+SCALES = ("numerics/test_scale_rules.py", "numerics/test_formats.py")
+STOCHASTIC = ("numerics/test_stochastic_rounding.py", "numerics/test_properties.py")
+STORAGE = ("numerics/test_storage.py", "layers/test_saved_bits.py")
+KERNELS = (
+    "numerics/kernels/test_kernels.py",
+    "numerics/kernels/test_kernels_packing.py",
+)
+SPLIT = ("numerics/test_spectral_split.py", "numerics/test_spectral_masks.py")
+OPERANDS = ("operands/test_operands.py", "operands/test_conditioners.py")
+EDEN = ("operands/test_ms_eden.py", "operands/test_operands.py")
+OUTLIERS = ("schemes/test_outlier_schemes.py", "operands/test_operands.py")
+GEMM = ("layers/test_gemm.py", "operands/test_operands.py")
+CORRECTIONS = ("layers/test_corrections.py", "operands/test_operands.py")
+NOISE = (
+    "test_noise.py",
+    "layers/test_noise_policy.py::TestDistinct",
+    "layers/test_noise_policy.py::TestRanks",
+    "layers/test_noise_policy.py::TestContent",
+)
+SAVED = ("layers/test_saved_bits.py", "layers/test_saved_memory.py")
+SHARED = ("layers/test_saved_memory.py::test_what_is_shared_is_of_this_very_input",)
+SCHEMES = ("operands/test_operands.py",)
+STATES = ("schemes/test_stateful_schemes.py",)
+
+
+def _m(name: str, place: str, old: str, new: str, breaks: str, *tests: tuple[str, ...]) -> Mutant:
+    return Mutant(name, place, old, new, breaks, tuple(file for group in tests for file in group))
+
+
+MUTANTS = [
+    # --- rounding and formats
+    _m("magic-number", "numerics/rounding.py", "magic = 1.5 * 2.0 **", "magic = 2.0 **",
+       "negative values round on half the spacing", FORMATS),
+    _m("integer-zero", "numerics/rounding.py",
+       "signed.masked_fill_(signed == 0, 0.0) if isinstance(fmt, IntFormat) else signed", "signed",
+       "integers get a negative zero", FORMATS),
+    _m("stochastic-half", "numerics/rounding.py", ".sub_(noise).ceil_()", ".sub_(noise).round_()",
+       "stochastic rounding is biased", STOCHASTIC),
+    _m("subnormal-spacing", "numerics/rounding.py", "clamp_(fmt.min_normal, fmt.max_power)",
+       "clamp_(fmt.min_normal / 2, fmt.max_power)", "subnormal spacing is halved", FORMATS),
+    _m("e3m2-max", "numerics/formats.py", "mantissa_bits=2, bias=3, max=28.0",
+       "mantissa_bits=2, bias=3, max=24.0", "the largest FP6 value is missing", FORMATS),
+    _m("e8m0-default", "numerics/formats.py", 'roundings=("floor", "up"))',
+       'roundings=("up", "floor"))', "MX scales round up by default", SCALES, FORMATS),
+    _m("sign-bit", "numerics/formats.py", "<< (self.bits - 1)\n", "<< self.bits\n",
+       "the sign bit lies one place too high", FORMATS),
+    # --- scales
+    _m("reciprocal", "numerics/scaling.py", "torch.full_like(amax, largest).div_(amax)",
+       "amax.reciprocal().mul_(largest)", "the tensor scale is rounded twice", SCALES),
+    _m("scale-order", "numerics/scaling.py",
+       "amax * (to_largest if tensor is None else tensor.encode * to_largest)",
+       "amax * to_largest * (1 if tensor is None else tensor.encode)",
+       "products of the block scale in another order", SCALES),
+    _m("scale-up-tie", "numerics/scaling.py", "torch.where(scale < value, above, scale)",
+       "torch.where(scale <= value, above, scale)", "exact E4M3 scales move up", SCALES),
+    _m("e8m0-up-tie", "numerics/scaling.py", "amax > scale * fmt.element.max",
+       "amax >= scale * fmt.element.max", "MX scales double where amax is the top code", SCALES),
+    _m("infinite-scale", "numerics/scaling.py",
+       "value = value.clamp(max=fmt.max).masked_fill_(value.isinf(), torch.nan)",
+       "value = value.clamp(max=fmt.max)", "an infinite block scale saturates", FORMATS),
+    _m("room-for-four", "numerics/scaling.py", "ScaleRule.FOUR_OVER_SIX: 256.0",
+       "ScaleRule.FOUR_OVER_SIX: 448.0", "Four Over Six saturates its largest block", SCALES),
+    _m("four-wins-ties", "numerics/scaling.py", "four = four_error < six_error",
+       "four = four_error <= six_error", "4 wins a tie against 6", SCALES),
+    _m("eden-clip", "numerics/scaling.py", "EDEN_CLIP = 0.93 * 17 / 16", "EDEN_CLIP = 0.93",
+       "MS-EDEN clips too much", EDEN, SCALES),
+    _m("eden-factor", "numerics/scaling.py", "torch.where(usable, energy / projection,",
+       "torch.where(usable, projection / energy,", "MS-EDEN corrects the wrong way", EDEN),
+    _m("scale-neighbour", "numerics/scaling.py", "cast.float() > value, code - 1, code",
+       "cast.float() >= value, code - 1, code",
+       "exact scales are rounded between the wrong neighbours", EDEN, SCALES),
+    _m("zero-scale", "numerics/scaling.py", "return decoded.reciprocal().clamp_(max=FLT_MAX)",
+       "return decoded.reciprocal()", "a block whose scale is zero becomes NaN", FORMATS),
+    _m("smallest-e8m0", "numerics/scaling.py", ".clamp_(min=_SMALLEST_E8M0)", "",
+       "MX blocks of tiny values get a scale of zero", FORMATS),
+    # --- blocks
+    _m("square-axis", "numerics/layout.py", "return (-3, -1)", "return (-4, -1)",
+       "a square tile's amax runs over tiles", FORMATS),
+    _m("padding-side", "numerics/layout.py", "(x.dim() - 1 - dim) + [0, pad]",
+       "(x.dim() - 1 - dim) + [pad, 0]", "rows are padded in front", FORMATS),
+    _m("square-padding", "numerics/layout.py",
+       "(0, -x.shape[-1] % size, 0, -x.shape[-2] % size)",
+       "(0, -x.shape[-2] % size, 0, -x.shape[-1] % size)", "padding of tiles transposed", FORMATS),
+    # --- quantizers
+    _m("eden-clamp", "numerics/quantize.py",
+       "inside = y.clamp(*limits) if eden else y.clamp_(*limits)", "inside = y.clamp_(*limits)",
+       "MS-EDEN corrects by clamped elements", EDEN, KERNELS),
+    _m("eden-eval", "numerics/quantize.py", "rule = ScaleRule.FOUR_OVER_SIX if eden",
+       "rule = ScaleRule.ABSMAX if eden", "evaluation of MS-EDEN takes another rule",
+       EDEN, OUTLIERS),
+    _m("scale-noise", "numerics/quantize.py", "noise.as_key(key).fold(SCALE_NOISE)",
+       "noise.as_key(key)", "scales and elements share their noise", EDEN, KERNELS),
+    _m("one-level", "numerics/quantize.py", 'resolve("two_level", self.fmt.scale.tensor_scale)',
+       'resolve("two_level", False)', "no tensor scale by default", FORMATS),
+    _m("straight-through", "numerics/quantize.py", "return grad, None, None, None",
+       "return grad * (grad > 0), None, None, None", "negative gradients are lost",
+       ("numerics/test_fake_quantize.py",)),
+    _m("saturation", "numerics/quantize.py", "largest = largest * tensor.decode",
+       "largest = largest * tensor.encode", "the share of clipped elements is wrong",
+       ("numerics/test_sqnr.py",)),
+    # --- noise
+    _m("noise-streams", "noise.py", "return _hash(index.add_(first)).add_(second)\n\n\ndef _first",
+       "return _hash(index.add_(first))\n\n\ndef _first", "close keys give shifted copies",
+       NOISE),
+    _m("noise-bits", "noise.py", "bitwise_right_shift(8).float().mul_(2.0**-24)",
+       "bitwise_right_shift(16).float().mul_(2.0**-16)", "noise has 16 bits", STOCHASTIC, NOISE),
+    _m("fold-data", "noise.py", "part * 0x9E3779B1 & _MASK32)), self.data)",
+       "part * 0x9E3779B1 & _MASK32)), None)", "folded keys forget the tensors", NOISE),
+    _m("fingerprint-stride", "noise.py", "// _FINGERPRINT_SAMPLES | 1]", "// _FINGERPRINT_SAMPLES]",
+       "fingerprints see one column of a matrix", NOISE),
+    # --- storage
+    _m("nibbles", "numerics/storage.py", "codes[..., place] << (bits * place)",
+       "codes[..., place] << (bits * (group - place))", "codes lie in the wrong bits", STORAGE),
+    _m("scale-axis", "numerics/storage.py",
+       "return scale.squeeze(dim % ndim + 1).movedim(dim % ndim, -1)",
+       "return scale.squeeze(dim % ndim + 1)", "block scales are not laid out by rows", STORAGE),
+    _m("odd-blocks", "numerics/kernels/reference.py", "F.pad(scale, (0, len(scale) % 2))", "scale",
+       "an odd number of blocks is stored as it is", KERNELS, SAVED),
+    _m("sign-nibble", "numerics/kernels/reference.py", "(bits >> 12).bitwise_and_(8)",
+       "(bits >> 12).bitwise_and_(4)", "packed codes lose signs", SAVED, KERNELS),
+    _m("largest-sum", "numerics/kernels/reference.py",
+       "values.clamp_(max=FLT_MAX).to(plus.dtype)", "values.to(plus.dtype)",
+       "a sum at the end of fp32's range is infinite", KERNELS),
+    # --- kernels
+    _m("kernel-ties", "numerics/kernels/block_scales.py", "((1 << _DROPPED - 1) - 1)",
+       "(1 << _DROPPED - 1)", "kernels round E4M3 ties up", KERNELS),
+    _m("kernel-four", "numerics/kernels/block_scales.py", "four = four_error < six_error",
+       "four = four_error <= six_error", "kernels let 4 win ties", KERNELS),
+    _m("kernel-nan", "numerics/kernels/formulation.py",
+       "last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)",
+       "last = rounded * 0.5 + 4", "a NaN spoils the other code of its byte", KERNELS),
+    _m("kernel-run", "numerics/kernels/layout.py",
+       "return within // 2 if blocked[1] % 2 == 0 else within", "return within",
+       "packed columns in another order than kernels read", KERNELS),
+    # --- transforms
+    _m("sampling-jitter", "transforms/spectral.py",
+       "picks = (starts + uniform((count,), key, x.device)) * (t / count)",
+       "picks = starts * (t / count)", "always the same rows are sampled", SPLIT),
+    _m("padding-rows", "transforms/spectral.py",
+       "return torch.where(mask[:, None], x, torch.zeros_like(x))", "return x",
+       "padding enters the subspace", SPLIT),
+    _m("smallest-directions", "transforms/spectral.py", "vectors.flip(1)[:, :rank]",
+       "vectors[:, :rank]", "the split takes the smallest directions", SPLIT),
+    _m("projection-length", "transforms/spectral.py", "length * largest\n", "length\n",
+       "lengths of a split are normalized", SPLIT),
+    _m("unrotate", "transforms/hadamard.py", "_matrix(seed, x.device, x.dtype).T, dim)",
+       "_matrix(seed, x.device, x.dtype), dim)", "blocks are rotated twice",
+       ("numerics/test_properties.py", "operands/test_operands.py")),
+    _m("permutation-back", "transforms/rotation.py", "rotation.order.argsort()", "rotation.order",
+       "the permutation is applied twice", ("operands/test_conditioners.py",)),
+    _m("haar-signs", "transforms/rotation.py", "return q * r.diagonal().sign()", "return q",
+       "random rotations have preferred directions", ("operands/test_conditioners.py",)),
+    _m("hadamard-signs", "transforms/hadamard.py", "/ SIZE**0.5 * signs", "/ SIZE**0.5",
+       "the Hadamard rotation has no random signs", OPERANDS),
+    # --- operands
+    _m("residual-noise", "operands/conditioners/spectral.py",
+       "x, dim=dim, key=key.fold(3), dtype=dtype", "x, dim=dim, key=key.fold(1), dtype=dtype",
+       "residual and coordinates share their noise", SAVED, OPERANDS),
+    _m("exact-residual", "operands/conditioners/spectral.py",
+       "        exact = dense if self.compensated else (a * lam) @ v.T\n        return low",
+       "        exact = (a * lam) @ v.T\n        return low",
+       "residuals do not carry the rounding of the factors", OPERANDS, SAVED),
+    _m("mean-of-padding", "operands/conditioners/mean.py", "return total / kept.sum()",
+       "return total / x.shape[0]", "padding counts in the mean", OPERANDS),
+    _m("requantized-axis", "operands/conditioners/requantized.py", "(x, dim=-1)", "(x, dim=0)",
+       "the first quantization runs along tokens", OPERANDS),
+    _m("eden-partner", "operands", "getattr(contents, self.partner)", "contents.weight",
+       "wgrad's two operands are in different bases", EDEN),
+    _m("estimator-power", "operands/conditioners/gradient_estimator.py",
+       "z.abs().pow(1 / self.steepness - 1)", "z.abs().pow(1 / self.steepness)",
+       "the estimator's slope is largest near codes", OUTLIERS),
+    _m("affine-shift", "operands/conditioners/channelwise.py", "x - self.shift) / self.scale",
+       "x + self.shift) / self.scale", "shifted the wrong way", STATES, OPERANDS),
+    _m("outlier-count", "operands/conditioners/outliers.py",
+       "highest = (x.numel() - upto > count).sum()", "highest = (x.numel() - upto >= count).sum()",
+       "too few elements beyond the upper quantile", OUTLIERS),
+    _m("hot-axis", "operands/conditioners/outliers.py", "error.abs().mean(1 - dim % 2)",
+       "error.abs().mean(dim)", "channels are ranked across the contraction", OUTLIERS),
+    _m("clip-slope", "operands/weight_forms.py", "* strength * (1 - strength)", "* strength",
+       "the clipping strength's gradient lacks a factor", ("operands/test_clipping.py",)),
+    _m("factor-gradient", "operands/weight_forms.py", "(u_hat * dw_v).sum(0)", "(u * dw_v).sum(0)",
+       "the gradient of s is of the exact factor", ("layers/test_paper_equations.py",), GEMM),
+    _m("held-version", "operands/weight_forms.py", "(param.data_ptr(), param._version)",
+       "(param.data_ptr(), 0)", "a changed weight keeps its old codes",
+       ("training/test_weight_reuse.py",)),
+    # --- layers
+    _m("role-noise", "layers", "return key.fold(16 + role)", "return key.fold(16)",
+       "operands of one call share their noise", NOISE),
+    _m("gradient-noise", "layers", "self.call_key = self.weight_key.with_data(data)",
+       "self.call_key = self.weight_key", "gradients' noise repeats for every batch", NOISE),
+    _m("shared-noise", "layers", "(input_key or layer_key).with_data(data)",
+       "layer_key.with_data(data)", "layers that read one tensor quantize it differently",
+       NOISE, SAVED),
+    _m("correction-noise", "layers", "_COORDINATES = 32", "_COORDINATES = 16",
+       "corrections share the noise of operands", NOISE, CORRECTIONS),
+    _m("correction-dropped", "layers", "if Role.FPROP_WEIGHT in corrected:", "if False:",
+       "the weight's error is not added in fprop", CORRECTIONS),
+    _m("correction-lengths", "layers", "near.to(self.dtype)) * lengths", "near.to(self.dtype))",
+       "corrections lack the lengths", CORRECTIONS),
+    _m("wgrad-axis", "layers", "role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1",
+       "role is Role.WGRAD_INPUT else -1", "dy's blocks run along features in wgrad", OPERANDS),
+    _m("tensor-scales", "layers", "if len(given) == 1 else given[0] * given[1])", ")",
+       "one of two tensor scales is lost",
+       ("layers/test_gemm.py::test_autocast_output_dtype_and_accuracy",)),
+    _m("stale-input", "layers", "is not x or x._version != self.version:", "is not x:",
+       "an input changed in place is taken for the old one", SHARED),
+    _m("stale-mask", "layers", "if wanted == self.wanted and row_mask is self.row_mask",
+       "if wanted == self.wanted", "layers share what was sampled under another mask", SHARED),
+    _m("eval-scheme", "layers/linear.py", "self.scheme if self.training else self.eval_scheme",
+       "self.scheme", "evaluation rounds stochastically",
+       ("layers/test_gemm.py::test_eval_is_deterministic_and_rounds_to_nearest",)),
+    _m("process-noise", "layers/linear.py", "return self.key.fold(_process_rank())",
+       "return self.key", "all processes round weights alike", NOISE),
+    # --- schemes
+    _m("square-weights", "schemes/parts.py", "replace(weight.quantizer, tile=Tile.SQUARE)",
+       "weight.quantizer", "weights in contraction mode have row blocks", SCHEMES),
+    _m("gradient-scales", "schemes/parts.py",
+       'scale_rounding="nearest")\n    return forward, quantizer(config, rounding="stochastic", '
+       'scale_rounding="up"',
+       'scale_rounding="nearest")\n    return forward, quantizer(config, rounding="stochastic", '
+       'scale_rounding="nearest"', "gradients clip", SCHEMES),
+    _m("mxfp4-gradients", "schemes/mxfp4.py", 'rounding="stochastic", scale_rounding="up"',
+       'rounding="nearest", scale_rounding="up"', "MXFP4 gradients are biased", SCHEMES),
+    _m("metis-rows", "schemes/metis.py", "replace(split, sample_frac=1.0)", "split",
+       "a weight's subspace is found from a few rows", SCHEMES),
+    _m("metis-correction", "schemes/metis.py", '"gradient": Role.DGRAD_WEIGHT',
+       '"gradient": Role.DGRAD_GRAD_OUTPUT', "another operand of dgrad is corrected",
+       SCHEMES, CORRECTIONS),
+    _m("halo-axis", "schemes/halo.py", "dgrad_grad_output=Operand(backward, across)",
+       "dgrad_grad_output=Operand(backward, along)", "HALO rotates gradients along features",
+       SCHEMES),
+    _m("quartet-partner", "schemes/quartet2.py", 'replace(wgrad, partner="input")',
+       'replace(wgrad, partner="weight")', "wgrad's operands are rotated apart", SCHEMES, EDEN),
+    _m("smoothing-power", "schemes/states.py", "of_weight ** (1 - self.alpha)",
+       "of_weight**self.alpha / 2", "SmoothQuant's scales are doubled", STATES),
+    _m("range-step", "schemes/states.py", "torch.where(new & step.isfinite(), mixed, running)",
+       "torch.where(step.isfinite(), mixed, running)", "averages move within a step", STATES),
+    _m("nvidia-weights", "schemes/nvidia.py", "tile=Tile.SQUARE", "tile=Tile.ROW",
+       "NVIDIA's weights have row blocks", SCHEMES),
+]  # fmt: skip
