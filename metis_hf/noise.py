@@ -29,7 +29,7 @@ _M2 = 0x846CA68B - (1 << 32)
 
 
 class Key(NamedTuple):
-    """What noise depends on besides the element index.
+    """The identity of a use of noise: all that noise depends on besides the element index.
 
     Attributes:
         static: 32 bits known to the host; folding costs nothing on the device.
@@ -40,21 +40,21 @@ class Key(NamedTuple):
     data: Tensor | None = None
 
     def fold(self, part: int) -> Key:
-        """Another key, for another use of the same call."""
+        """Return another key, for another use of noise in the same call."""
         return Key(_mix(self.static ^ (part * 0x9E3779B1 & _MASK32)), self.data)
 
     def with_data(self, data: Tensor) -> Key:
-        """The same key that depends on `data` (0-dim int32) too."""
+        """Return this key made to depend on `data` (0-dim int32) too."""
         return Key(self.static, data if self.data is None else self.data + data)
 
 
 def key_of(*parts: int | str) -> Key:
-    """A key from integers and strings."""
+    """Make a key from integers and strings."""
     return Key(_mix(zlib.crc32(repr(parts).encode())))
 
 
 def as_key(key: Key | int | None) -> Key:
-    """A key from what callers may give for one.
+    """Make a key from what callers may give for one.
 
     Raises:
         ValueError: None.
@@ -72,7 +72,7 @@ def _mix(h: int) -> int:
 
 
 def _signed(h: int) -> int:
-    """The same 32 bits as a number that int32 arithmetic accepts."""
+    """Return the same 32 bits as a number that int32 arithmetic accepts."""
     return (h & _MASK32) - ((h & 0x80000000) << 1)
 
 
@@ -99,7 +99,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 def constant(make: Callable[P, T]) -> Callable[P, T]:
-    """Keeps what a function makes of its positional arguments alone: a tensor, or a tuple of them.
+    """Cache what a function makes of its positional arguments alone: a tensor, or a tuple of them.
 
     Do not write to it. Nothing is kept inside torch.compile, which would trace through a cache, nor
     under a mode that makes tensors without values.
@@ -127,17 +127,17 @@ def _index_hash(device: torch.device) -> Tensor:
 
 
 def lane_hashes(device: torch.device) -> Tensor:
-    """What tells the 16 elements of a block apart: int32 [16]; do not write to it."""
+    """Return what tells the 16 elements of a block apart, int32 [16]; do not write to it."""
     return _index_hash(device)[:_LANES]
 
 
 def static_words(key: Key) -> tuple[int, int]:
-    """The host's part of a key as two signed 32-bit words."""
+    """Return the host's part of a key as two signed 32-bit words."""
     return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))
 
 
 def block_hashes(count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor) -> Tensor:
-    """One hash per block of 16 elements, of (key, index of the block).
+    """Hash (key, index of the block) for every block of 16 elements.
 
     Args:
         count: blocks.
@@ -164,7 +164,7 @@ def _first_and_second(
 def hashes_of_each(
     count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(hash of its block, hash of its lane) of each of `count` elements in one dimension; int32.
+    """Return (hash of its block, hash of its lane) of each of `count` elements in a row; int32.
 
     The noise is that of `uniform((count,), ...)`.
     """

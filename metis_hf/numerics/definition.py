@@ -49,14 +49,14 @@ class Blocks(NamedTuple):
     global_scale: Tensor | None  # 0-dim fp32 decode scale, None if one-level
 
     def values(self) -> Tensor:
-        """The represented numbers, in place of the codes."""
+        """Return the represented numbers, written in place of the codes."""
         values = self.codes.mul_(self.scale)
         return values if self.global_scale is None else values.mul_(self.global_scale)
 
 
 @dataclass(frozen=True)
 class QuantizerDefinition:
-    """How one tensor is quantized: the choices, and the result of each by definition.
+    """The choices of a quantizer, and the result of each by definition.
 
     `quantize.Quantizer` is the same with kernels that compute it; kernels take either.
 
@@ -150,7 +150,7 @@ class QuantizerDefinition:
         return Blocks(codes, scale, None if tensor is None else tensor.decode)
 
     def in_code_units(self, x: Tensor, *, dim: int = -1) -> Tensor:
-        """x (not empty) in units of its scales: what is clamped and rounded to codes; fp32."""
+        """Divide x (not empty) by its scales: what is clamped and rounded to codes; fp32."""
         x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
         _, inverse, _ = self._scales(x32, block_dims(self.tile, x.dim(), dim))
         return from_blocks(x32 * inverse, x.shape, self.tile, dim)
@@ -158,7 +158,7 @@ class QuantizerDefinition:
     def _scales(
         self, x: Tensor, dims: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, TensorScale | None]:
-        """(block scales, what elements are multiplied by, tensor scale) of x cut into blocks."""
+        """Return (block scales, what elements are multiplied by, tensor scale) of x in blocks."""
         assert self.scale_rounding is not None
         amax = x.abs().amax(dims, keepdim=True)
         tensor = None
@@ -174,11 +174,11 @@ class QuantizerDefinition:
 
     @property
     def needs_noise(self) -> bool:
-        """Whether the result depends on a noise key."""
+        """Return whether the result depends on a noise key."""
         return self.rounding is Rounding.STOCHASTIC or self.scale_rule is ScaleRule.EDEN
 
     def deterministic(self: D) -> D:
-        """The same without noise: elements rounded to nearest.
+        """Return the same choices without noise: elements rounded to nearest.
 
         MS-EDEN, which is noise by nature, gives way to Four Over Six: what Quartet II has beside
         it for the forward pass.

@@ -35,7 +35,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 class SpacedFormat(Protocol):
-    """What rounding has to know of a format whose spacing is constant inside a power of two.
+    """The constants with which to round to a format of constant spacing inside a power of two.
 
     The spacing at y is `2^-mantissa_bits` times the power of two at or below |y|, that power held
     within [min_normal, max_power].
@@ -106,7 +106,7 @@ class FloatFormat:
 
     @cached_property
     def grid(self) -> tuple[float, ...]:
-        """All values >= 0, ascending; the index of a value is its code without the sign bit."""
+        """Return all values >= 0, ascending; the index of a value is its code without the sign."""
         values = []
         for code in range(2 ** (self.exponent_bits + self.mantissa_bits)):
             exponent, fraction = divmod(code, 2**self.mantissa_bits)
@@ -140,7 +140,7 @@ class IntFormat:
 
     @property
     def mantissa_bits(self) -> int:
-        """As if the sign and the leading bit were apart: the spacing is 1 everywhere."""
+        """Return a value as if the sign and the leading bit were apart: the spacing is 1."""
         return self.bits - 2
 
     @property
@@ -242,7 +242,7 @@ INT4_ELEMENT = IntFormat("int4", bits=4)
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What a block scale is stored in, and how an exact scale reaches it.
+    """The format of a block scale, and how an exact scale reaches it.
 
     Args:
         name: for people.
@@ -341,7 +341,7 @@ def register_format(fmt: BlockFormat) -> BlockFormat:
 
 
 def get_format(fmt: str | BlockFormat) -> BlockFormat:
-    """The format of that name; a format is returned as it is.
+    """Return the format of that name; a format is returned as it is.
 
     Raises:
         ValueError: no such name; the message lists the names and the nearest one.

@@ -1,4 +1,4 @@
-"""Which elements share a scale: cutting a tensor into blocks, and putting it together again."""
+"""Blocks of elements that share a scale: cutting a tensor, and putting it together again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tile(str, enum.Enum):
 
 
 def block_dims(tile: Tile, ndim: int, dim: int) -> tuple[int, ...]:
-    """The dimensions of `to_blocks`' result that lie inside a block."""
+    """Return the dimensions of `to_blocks`' result that lie inside a block."""
     if tile is Tile.TENSOR:
         return tuple(range(max(ndim, 1)))
     if tile is Tile.SQUARE:
@@ -27,7 +27,7 @@ def block_dims(tile: Tile, ndim: int, dim: int) -> tuple[int, ...]:
 
 
 def to_blocks(x: Tensor, tile: Tile, size: int | None, dim: int) -> Tensor:
-    """[.. n ..] -> [.. ceil(n/size) size ..], zero-padded along the blocked dimensions only."""
+    """Cut [.. n ..] into [.. ceil(n/size) size ..], zero-padded along blocked dimensions only."""
     x = x.reshape(1) if x.dim() == 0 else x
     if tile is Tile.TENSOR:
         return x.contiguous()
@@ -48,7 +48,7 @@ def to_blocks(x: Tensor, tile: Tile, size: int | None, dim: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, shape: Sequence[int], tile: Tile, dim: int) -> Tensor:
-    """The inverse of `to_blocks`: drops the padding."""
+    """Invert `to_blocks`, and drop the padding."""
     if not shape:
         return blocks.flatten()[0]
     if tile is Tile.TENSOR:

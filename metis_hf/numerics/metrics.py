@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from the original."""
+"""Distances of a quantized tensor from the original."""
 
 from __future__ import annotations
 

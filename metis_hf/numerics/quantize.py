@@ -18,7 +18,7 @@ from metis_hf.numerics.formats import NVFP4, BlockFormat
 
 @dataclass(frozen=True)
 class Quantizer(QuantizerDefinition):
-    """How one tensor is quantized, and the call that does it.
+    """The choices of a quantizer, and the call that quantizes a tensor.
 
     Args:
         fmt: the block format, or its name.

@@ -19,24 +19,24 @@ _FP32_MANTISSA_BITS = 23
 
 
 class Rounding(str, enum.Enum):
-    """How a value between two grid points is rounded."""
+    """The rounding of a value between two grid points."""
 
     NEAREST = "nearest"  # to the nearer one, ties to the even code
     STOCHASTIC = "stochastic"  # up or down with probability proportional to closeness
 
 
 def power_below(y: Tensor) -> Tensor:
-    """The power of two at or below |y|; 0 for subnormal y, inf for inf and NaN; fp32, new."""
+    """Return the power of two at or below |y|, fp32; 0 for subnormal y, inf for inf and NaN."""
     return y.view(torch.int32).bitwise_and(_FP32_EXPONENT_MASK).view(torch.float32)
 
 
 def _binade(y: Tensor, fmt: SpacedFormat) -> Tensor:
-    """The power of two whose spacing the grid has at |y|."""
+    """Return the power of two whose spacing the grid has at |y|."""
     return power_below(y).clamp_(fmt.min_normal, fmt.max_power)
 
 
 def _with_sign(magnitude: Tensor, y: Tensor, fmt: SpacedFormat) -> Tensor:
-    """Gives `magnitude` (in place) the sign of y, zeros included where the format has -0."""
+    """Give `magnitude` (in place) the sign of y, zeros included where the format has -0."""
     signed = magnitude.copysign_(y)
     return signed.masked_fill_(signed == 0, 0.0) if isinstance(fmt, IntFormat) else signed
 
@@ -60,7 +60,7 @@ def _at(places: Tensor, y: Tensor, fmt: CodebookFormat) -> Tensor:
 
 
 def round_nearest(y: Tensor, fmt: ElementFormat) -> Tensor:
-    """Rounds to the nearest grid value, ties to the even code; keeps the sign of zero.
+    """Round to the nearest grid value, ties to the even code; keeps the sign of zero.
 
     Args:
         y: fp32, contiguous, |y| <= fmt.max (clamp before); NaN stays NaN.
@@ -79,7 +79,7 @@ def round_nearest(y: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def round_stochastic(y: Tensor, fmt: ElementFormat, noise: Tensor) -> Tensor:
-    """Rounds to one of the two neighbouring grid values, unbiased: E[result] = y.
+    """Round to one of the two neighbouring grid values, unbiased: E[result] = y.
 
     The fraction of the way to the upper neighbour is exact in fp32, so a value on the grid never
     moves, and with 24-bit noise the probability of rounding up is right to 2^-24.

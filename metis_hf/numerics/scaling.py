@@ -35,7 +35,7 @@ EDEN_CLIP = 0.93 * 17 / 16
 
 
 class ScaleRounding(str, enum.Enum):
-    """How a block scale reaches its stored format."""
+    """The rounding of a block scale to its stored format."""
 
     NEAREST = "nearest"  # TransformerEngine; 3.4 % of a normal tensor's elements then clip
     UP = "up"  # to the next one above: no element of the block can clip
@@ -43,7 +43,7 @@ class ScaleRounding(str, enum.Enum):
 
 
 class ScaleRule(str, enum.Enum):
-    """Which code the largest magnitude of a block is scaled to."""
+    """The rule that says which code the largest magnitude of a block is scaled to."""
 
     ABSMAX = "absmax"  # the largest one
     FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
@@ -75,7 +75,7 @@ def encode_scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def tensor_scale(amax: Tensor, fmt: BlockFormat, scale_max: float) -> TensorScale:
-    """The scale of a whole tensor: its largest block gets the block scale `scale_max`."""
+    """Return the scale of a whole tensor: its largest block gets the block scale `scale_max`."""
     encode = encode_scale(amax, fmt.element.max * scale_max)
     return TensorScale(encode, encode.reciprocal())
 
@@ -128,7 +128,7 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
 
 
 def largest_scale(fmt: BlockFormat, rule: ScaleRule) -> float:
-    """The block scale that the tensor's largest block gets."""
+    """Return the block scale that the tensor's largest block gets."""
     return fmt.scale.max if rule is ScaleRule.ABSMAX else LARGEST_SCALE[rule]
 
 
@@ -187,7 +187,7 @@ def whole_errors(errors: Tensor, count: int) -> Tensor:
 
 
 def whole_products(products: Tensor, count: int) -> Tensor:
-    """The same for products of elements in units of their scales, which MS-EDEN adds up.
+    """Add up products of elements in units of their scales, for MS-EDEN, in the same way.
 
     They are 9.1^2 at most where a scale is an E4M3 number rounded to nearest and above zero.
     """
@@ -201,7 +201,7 @@ def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 def clipping_scale(
     amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
 ) -> tuple[Tensor, Tensor]:
-    """The scales that MS-EDEN quantizes with: `block_scale` for a slightly smaller amax."""
+    """Return the scales that MS-EDEN quantizes with: `block_scale` for a slightly smaller amax."""
     return block_scale(amax * EDEN_CLIP, fmt, rounding, tensor)
 
 
@@ -233,7 +233,7 @@ def corrected_scale(
 
 
 def round_scale_stochastic(value: Tensor, fmt: ScaleFormat, noise: Tensor) -> Tensor:
-    """Rounds non-negative fp32 block scales to one of the two nearest 8-bit floats, unbiased.
+    """Round non-negative fp32 block scales to one of the two nearest 8-bit floats, unbiased.
 
     Args:
         value: fp32 >= 0, saturated first; NaN stays NaN.

@@ -51,11 +51,11 @@ class QuantizedTensor:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dequantize(self) -> Tensor:
-        """The represented tensor, in the original's shape and dtype."""
+        """Return the represented tensor, in the original's shape and dtype."""
         return dequantize(self)
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
-        """The same on another device."""
+        """Return the same tensor on another device."""
         fields = dict(self.__dict__)
         for name in ("codes", "scale", "global_scale"):
             fields[name] = None if fields[name] is None else fields[name].to(device)
@@ -116,7 +116,7 @@ def quantize(
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:
-    """The tensor that codes and scales represent, in the original's shape and dtype."""
+    """Compute the tensor that codes and scales represent, in the original's shape and dtype."""
     if math.prod(q.shape) == 0:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.codes.device)
     element, size = q.fmt.element, q.fmt.block_size
@@ -139,7 +139,7 @@ def dequantize(q: QuantizedTensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """[.. n] codes of `bits` bits (uint8) -> [.. n * bits / 8] bytes, low bits first.
+    """Pack [.. n] codes of `bits` bits (uint8) into [.. n * bits / 8] bytes, low bits first.
 
     The last dimension is padded with zeros to whole bytes.
     """
@@ -155,7 +155,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`: [.. n * bits / 8] bytes -> [.. n] codes (uint8)."""
+    """Invert `pack`: [.. n * bits / 8] bytes -> [.. n] codes (uint8)."""
     group = _CODES_PER_GROUP[bits]
     if group == 1:
         return packed

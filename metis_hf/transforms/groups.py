@@ -16,7 +16,7 @@ from metis_hf.transforms.rotation import sylvester
 
 
 def group_size(n: int) -> int:
-    """How many of n entries, zero-padded to blocks of 16, are rotated together."""
+    """Return how many of n entries, zero-padded to blocks of 16, are rotated together."""
     blocks = (n + SIZE - 1) // SIZE
     # Tests rather than bit operations: torch.compile knows n as a symbol.
     return next((size for size in (128, 64, 32) if blocks % (size // SIZE) == 0), SIZE)
@@ -37,7 +37,7 @@ def rotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
 
 
 def unrotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
-    """The inverse of `rotate_groups`, padding included."""
+    """Invert `rotate_groups`, padding included."""
     return _by_group(x, _hadamard_like(len(signs), x) * signs.to(x.dtype)[:, None], dim)
 
 

@@ -50,7 +50,7 @@ def unrotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
 
 
 def padded_shape(shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
-    """Returns the shape [t c] with its dimension `dim` rounded up to a multiple of 16."""
+    """Return the shape [t c] with its dimension `dim` rounded up to a multiple of 16."""
     rows, columns = shape
     missing = -shape[dim] % SIZE
     return (rows, columns + missing) if dim % 2 else (rows + missing, columns)

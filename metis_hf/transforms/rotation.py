@@ -35,13 +35,13 @@ class Rotation(NamedTuple):
     factors: tuple[tuple[int, Tensor | None], ...]
 
     def flops(self, columns: int) -> float:
-        """Of one application to [n columns]."""
+        """Return the FLOPs of one application to [n columns]."""
         n = math.prod(size for size, _ in self.factors)
         return sum(2.0 * n * columns * size for size, factor in self.factors if factor is not None)
 
 
 def random_orthogonal(size: int, seed: int) -> Tensor:
-    """[size size], distributed by Haar measure; fp64.
+    """Draw an orthogonal matrix [size size] by Haar measure; fp64.
 
     The QR decomposition of a Gaussian matrix, R's diagonal made positive (Mezzadri, arXiv
     math-ph/0609050).
@@ -76,14 +76,14 @@ def randomized_hadamard(n: int, seed: int) -> Rotation:
 
 
 def _even_powers(power: int) -> list[int]:
-    """A power of two as a product of others near each other, none above LARGEST_HADAMARD."""
+    """Factor a power of two into others near each other, none above LARGEST_HADAMARD."""
     exponent, most = power.bit_length() - 1, LARGEST_HADAMARD.bit_length() - 1
     count = math.ceil(exponent / most)
     return [2 ** ((exponent + place) // count) for place in range(count)]
 
 
 def random_kronecker(n: int, seed: int) -> Rotation:
-    """A random permutation, then the Kronecker product of two random orthogonal matrices.
+    """Draw a random permutation, then the Kronecker product of two orthogonal matrices.
 
     Their sizes are the two factors of n nearest each other (QuIP, arXiv 2307.13304, section 4).
     """
@@ -105,7 +105,7 @@ _MAKERS = {"hadamard": randomized_hadamard, "kronecker": random_kronecker}
 def make_rotation(
     kind: str, n: int, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Rotation:
-    """The rotation "hadamard" or "kronecker" of n entries, on a device, in a dtype."""
+    """Make the rotation "hadamard" or "kronecker" of n entries, on a device, in a dtype."""
     order, signs, factors = _MAKERS[kind](n, seed)
     return Rotation(
         None if order is None else order.to(device),
@@ -120,7 +120,7 @@ def rotation_of(kind: str, n: int, seed: int, like: Tensor) -> Rotation:
 
 
 def rotate_by(x: Tensor, kind: str, seed: int, *, dim: int, inverse: bool = False) -> Tensor:
-    """x [t c], fp32 or fp64, with its dimension `dim` rotated as `make_rotation` says, or back."""
+    """Rotate dimension `dim` of x [t c], fp32 or fp64, as `make_rotation` says, or back."""
     if x.numel() == 0:
         return x
     # One node of torch.compile's graph, which cannot trace how n is cut into factors.
@@ -138,7 +138,7 @@ _opaque.register_fake(lambda x, kind, seed, dim, inverse: x.new_empty(x.shape))
 
 
 def rotate_all(x: Tensor, rotation: Rotation, *, dim: int) -> Tensor:
-    """Applies a rotation along `dim` of x [t c], not empty, fp32 or fp64."""
+    """Apply a rotation along `dim` of x [t c], not empty, fp32 or fp64."""
     if rotation.order is not None:
         x = x.index_select(dim, rotation.order)
     if rotation.signs is not None:
@@ -147,7 +147,7 @@ def rotate_all(x: Tensor, rotation: Rotation, *, dim: int) -> Tensor:
 
 
 def unrotate_all(x: Tensor, rotation: Rotation, *, dim: int) -> Tensor:
-    """The inverse of `rotate_all`."""
+    """Invert `rotate_all`."""
     inverse = [(size, None if factor is None else factor.T) for size, factor in rotation.factors]
     x = _apply_factors(x, inverse, dim)
     if rotation.signs is not None:

@@ -18,7 +18,7 @@ _DEFAULT_KEY = Key(0)
 
 
 class SpectralSplit(NamedTuple):
-    """x = (u * s) @ vh + residual."""
+    """A split matrix: x = (u * s) @ vh + residual."""
 
     u: Tensor  # [t k] unit columns
     s: Tensor  # [k] >= 0, descending
@@ -27,7 +27,7 @@ class SpectralSplit(NamedTuple):
 
 
 def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:
-    """Picks `count` rows of `x`, one at random out of each of `count` equal stretches.
+    """Pick `count` rows of `x`, one at random out of each of `count` equal stretches.
 
     Args:
         x: [t c]
@@ -107,7 +107,7 @@ def find_subspace(
     key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
 ) -> Tensor:
-    """The dominant right subspace of `x` [t c] from sampled rows: v [c k]; see `spectral_split`."""
+    """Find the dominant right subspace v [c k] of `x` [t c] from sampled rows, for a split."""
     count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
     sample = sample_rows(x, count, key.fold(4), row_mask)
     return dominant_subspace(sample, rank, oversample=oversample, n_iter=n_iter, key=key.fold(5))
@@ -124,7 +124,7 @@ def spectral_split(
     key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
 ) -> SpectralSplit:
-    """Splits x [t c] into (u * s) @ vh + residual (eq. "X = A Lambda B^T + X_R").
+    """Split x [t c] into (u * s) @ vh + residual (eq. "X = A Lambda B^T + X_R").
 
     The subspace comes from sampled rows; every row is then projected on it, so the split is exact
     whatever was sampled. With `sample_frac=1` and full rank it is the SVD.
@@ -181,7 +181,7 @@ def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The thin SVD; of a long matrix by way of its triangular factor, many times faster."""
+    """Compute the thin SVD; of a long matrix by way of its triangular factor, far faster."""
     if w.shape[0] < w.shape[1]:
         v, s, uh = _svd(w.T)
         return uh.T, s, v.T
@@ -193,7 +193,7 @@ def _svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralSplit:
-    """The rank-k SVD of a weight [o i] plus residual, exact or nearly so.
+    """Split a weight [o i] into its rank-k SVD and the residual, exact or nearly so.
 
     Up to 1024 on the short side: a full SVD. Larger: the randomized range finder over all rows
     with four power iterations, then an exact SVD of the thin part; singular values agree with

@@ -146,7 +146,7 @@ def unpack(
     scaled: bool = True,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """The values of a packed matrix: bit for bit what `fake_quantize` gives.
+    """Unpack the values of a matrix: bit for bit what `fake_quantize` gives.
 
     Args:
         packed: from `pack`, with the same quantizer and `dim`.
@@ -255,7 +255,7 @@ def _run(
     x: Tensor,
     *others: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
-    """A compiled function, or None where the reference is to run after all."""
+    """Return a compiled function, or None where the reference is to run after all."""
     noise_key = noise.as_key(key) if variant.needs_noise else None
     if noise_key is not None and variant.rule is ScaleRule.EDEN:
         noise_key = noise_key.fold(SCALE_NOISE)

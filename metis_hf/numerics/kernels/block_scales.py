@@ -31,7 +31,7 @@ _EXPONENT = 0x7F800000  # of the bits of an fp32 number
 
 
 def stored(x: Tensor) -> Tensor:
-    """The same tensor, which Inductor then keeps in memory instead of computing it where used."""
+    """Return the same tensor, which Inductor then keeps in memory and does not compute again."""
     return x.as_strided(x.shape, x.stride())
 
 
@@ -41,7 +41,7 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def by_range(magnitude: Tensor, low: float, middle: float, high: float) -> Tensor:
-    """A constant for each binade of E2M1: below 2, below 4, above."""
+    """Choose a constant for each binade of E2M1: below 2, below 4, above."""
     return torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, high))
 
 
@@ -68,7 +68,7 @@ def _round_e4m3(value: Tensor, up: bool) -> Tensor:
 def block_scales(
     x: Tensor, dims: tuple[int, ...], *, rule: ScaleRule, up: bool, two_level: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(block scales, what elements are multiplied by, tensor scale); MS-EDEN's not yet corrected.
+    """Return (block scales, what elements are multiplied by, tensor scale); MS-EDEN's uncorrected.
 
     Args:
         x: fp32; `dims` are inside a block.
@@ -91,7 +91,7 @@ def block_scales(
 
 
 def _scale(wanted: Tensor, up: bool, decode: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(block scales, what elements are multiplied by)."""
+    """Return (block scales, what elements are multiplied by)."""
     # Infinity becomes NaN rather than the largest scale.
     wanted = torch.where(wanted > FLT_MAX, torch.nan, wanted.clamp(max=E4M3.max))
     scale = stored(_round_e4m3(wanted, up))
@@ -160,7 +160,7 @@ def _count(dims: tuple[int, ...]) -> int:
 
 
 def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sums of 16 or 256 whole numbers below 2^27 or 2^23, int32.
+    """Add up 16 or 256 whole numbers below 2^27 or 2^23, int32.
 
     Inductor's CPU code does not vectorize sums of integers; these two are of fp32, and exact.
     """

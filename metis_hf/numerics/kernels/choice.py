@@ -1,4 +1,4 @@
-"""Which kernels run: those asked for, or compiled ones where there can be any."""
+"""The choice of kernels: those asked for, or compiled ones where there can be any."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _check(kernels: str | None) -> None:
 
 
 def kernels_for(*tensors: Tensor) -> str:
-    """The kernels for one call; "traced" inside torch.compile, which compiles them itself.
+    """Return the kernels for one call; "traced" inside torch.compile, which compiles them itself.
 
     Raises:
         ValueError: those asked for do not exist.
@@ -85,7 +85,7 @@ def kernels_for(*tensors: Tensor) -> str:
 
 
 def _missing(kernels: str, device: torch.device) -> str | None:
-    """What the named kernels lack on this device; None if nothing."""
+    """Return what the named kernels lack on this device; None if nothing."""
     if kernels != "triton":
         return compiled.missing(device)
     triton = triton_backend()
@@ -94,7 +94,7 @@ def _missing(kernels: str, device: torch.device) -> str | None:
 
 @functools.cache
 def triton_backend() -> ModuleType | None:
-    """The Triton kernels, imported when they are asked for; None where triton is not installed."""
+    """Import the Triton kernels on first use; None where triton is not installed."""
     try:
         from metis_hf.numerics.kernels import triton_launch
     except ModuleNotFoundError as error:
@@ -116,7 +116,7 @@ def _automatic(x: Tensor) -> str:
 
 
 def worth_it(x: Tensor, program: compiled.Program) -> bool:
-    """Whether to run a program on a tensor, if it has to be compiled first."""
+    """Return whether to run a program on a tensor, if it has to be compiled first."""
     return _chosen is not None or x.numel() >= _WORTH_COMPILING or compiled.is_compiled(program)
 
 

@@ -36,7 +36,7 @@ _EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 
 
 class Program(NamedTuple):
-    """What one compilation is for."""
+    """The key of one compilation: what it is for."""
 
     variant: Variant
     ndim: int  # of the first tensor
@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 
 class CompilationError(RuntimeError):
-    """The compiler, or torch's way to it, failed."""
+    """Raised where the compiler, or torch's way to it, failed."""
 
 
 _kernels: dict[Program, Callable[..., tuple[Tensor, ...]]] = {}
@@ -55,12 +55,12 @@ _lock = threading.Lock()
 
 
 def compile_seconds() -> dict[Program, float]:
-    """What this process has compiled, and how long each took (from Inductor's cache: little)."""
+    """Return seconds by program that this process has compiled (from Inductor's cache: few)."""
     return dict(_seconds)
 
 
 def missing(device: torch.device) -> str | None:
-    """What compiling for this device lacks; None if nothing."""
+    """Return what compiling for this device lacks; None if nothing."""
     if device.type == "cuda":
         return (
             None if _has_triton() else "the package triton, which comes with CUDA builds of torch"
@@ -110,26 +110,26 @@ def run(
 
 
 def program_of(variant: Variant, x: Tensor) -> Program:
-    """The program that `run` takes."""
+    """Make the program that `run` takes."""
     threads = torch.get_num_threads() if x.device.type == "cpu" else 0
     return Program(variant, x.dim(), x.dtype, x.device, threads)
 
 
 def is_compiled(program: Program) -> bool:
-    """Whether this process has it."""
+    """Return whether this process has compiled a program."""
     return program in _kernels
 
 
 def traced(
     variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The same inside a graph that is being traced for another compilation."""
+    """Run a program inside a graph that is being traced for another compilation."""
     source = [] if key is None else traced_noise(key, x.device)
     return call(variant, [x, *source, *(other for other in others if other is not None)])
 
 
 def call(variant: Variant, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A function of `formulation` with its arguments in a row, without those that are None."""
+    """Wrap a function of `formulation`, whose arguments then stand in a row without any None."""
     x, *rest = arguments
     source = None
     if variant.needs_noise:
@@ -150,13 +150,13 @@ def call(variant: Variant, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def noise_of(key: noise.Key, device: torch.device) -> Noise:
-    """The key as tensors on `device`."""
+    """Return the key as tensors on `device`."""
     words, zero = _static_words(key.static, device)
     return Noise(words, zero if key.data is None else key.data, noise.lane_hashes(device))
 
 
 def traced_noise(key: noise.Key, device: torch.device) -> Noise:
-    """The same inside a graph that is being traced: no caches, and the words are constants."""
+    """Return the key inside a graph that is being traced: no caches, the words are constants."""
     zero = torch.zeros((), dtype=torch.int32, device=device)
     words = torch.tensor(noise.static_words(key), dtype=torch.int32, device=device)
     return Noise(words, zero if key.data is None else key.data, noise.lane_hashes(device))
@@ -228,7 +228,7 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _examples(program: Program) -> list[Tensor]:
-    """Arguments of `call`; what is free in them has sizes that nothing else has."""
+    """Make arguments of `call`; what is free in them has sizes that nothing else has."""
     variant, device = program.variant, program.device
     whole = {2: (_ROWS, BLOCK), 3: (_ROWS, 2, BLOCK), 4: (_ROWS, BLOCK, _COLUMNS, BLOCK)}
     unpacks = variant.task == "unpack"

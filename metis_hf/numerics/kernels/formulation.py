@@ -42,7 +42,7 @@ from metis_hf.numerics.scaling import ScaleRule
 
 
 class Variant(NamedTuple):
-    """What a compiled kernel is specialized for."""
+    """The choices that a compiled kernel is specialized for."""
 
     task: str  # "quantize": `fake_quantize`; "pack"; "unpack"
     dims: tuple[int, ...]  # inside a block, of the tensor's form
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
     @property
     def needs_noise(self) -> bool:
-        """Whether a noise key goes with it: for elements, or for scales corrected at random."""
+        """Return whether a noise key goes with it: for elements, or for scales rounded at random."""
         return self.stochastic or self.rule is ScaleRule.EDEN
 
 
@@ -86,7 +86,7 @@ def _uniform(shape: torch.Size, source: Noise) -> Tensor:
 
 
 class _Scaled(NamedTuple):
-    """What rounding starts from."""
+    """The tensors that rounding starts from."""
 
     x: Tensor  # fp32
     scale: Tensor  # of blocks
@@ -156,7 +156,7 @@ def fake_quantize(
 
 
 def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
-    """What is to be rounded -> E2M1 codes 0 to 15, as fp32 numbers; of NaN, 0 or 8."""
+    """Round to E2M1 codes 0 to 15, as fp32 numbers; NaN gives 0 or 8."""
     magnitude = scaled.abs().clamp(max=MAX_CODE)
     rounded = _rounded(magnitude, uniform)
     # 0 .5 1 1.5, 2 3, 4 6 are the codes 0 to 7. Comparisons leave NaN to the last choice: it must
@@ -176,7 +176,7 @@ def _decoded(code: Tensor) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two elements of each byte: [p 2 16] -> [p 16] each, [g 16 c 16] -> [g 8 c 16] each."""
+    """Part the two elements of bytes: [p 2 16] -> [p 16] each, [g 16 c 16] -> [g 8 c 16] each."""
     return (x[:, 0], x[:, 1]) if x.dim() == 3 else (x[:, : BLOCK // 2], x[:, BLOCK // 2 :])
 
 

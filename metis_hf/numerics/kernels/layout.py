@@ -25,7 +25,7 @@ class Form(NamedTuple):
     shape: torch.Size  # without padding
 
     def restore(self, values: Tensor) -> Tensor:
-        """A result of the form of `x` -> the original shape."""
+        """Give a result of the form of `x` the original shape."""
         if values.dim() == 3:  # perhaps with half a pair too much
             values = values.view(-1)[: self.padded.numel()]
         values = values.view(self.padded)
@@ -55,14 +55,14 @@ class Packed(NamedTuple):
 
 
 def in_row_blocks(tile: Tile, dim: int) -> bool:
-    """Whether blocks of a matrix lie along its rows."""
+    """Return whether blocks of a matrix lie along its rows."""
     return tile is Tile.ROW and dim % 2 == 1
 
 
 def blocked_shape(
     shape: tuple[int, int], tile: Tile, size: int | None, dim: int
 ) -> tuple[int, ...]:
-    """Of `to_blocks` of a matrix."""
+    """Return the shape that `to_blocks` gives a matrix."""
     rows, columns = shape
     if tile is Tile.TENSOR:
         return shape
@@ -76,7 +76,7 @@ def blocked_shape(
 
 
 def run_of(blocked: Sequence[int], tile: Tile, dim: int) -> int:
-    """How far apart the two elements of a byte lie, of a matrix cut into blocks.
+    """Return how far apart the two elements of a byte lie, of a matrix cut into blocks.
 
     The next block of the same row, or the other half of the same column block or square.
     """
@@ -87,7 +87,7 @@ def run_of(blocked: Sequence[int], tile: Tile, dim: int) -> int:
 
 
 def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
-    """Whether `form_of` takes this tensor: blocks along one of the last two dimensions."""
+    """Return whether `form_of` takes this tensor: blocks along one of the last two dimensions."""
     ndim = x.dim()
     if ndim == 0 or tile is Tile.TENSOR or not -ndim <= dim < ndim:
         return False
@@ -100,7 +100,7 @@ def has_form(x: Tensor, tile: Tile, dim: int) -> bool:
 
 
 def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
-    """Pads to whole blocks and cuts; for tensors with `has_form`.
+    """Pad a tensor to whole blocks and cut it; for tensors with `has_form`.
 
     Args:
         x: the tensor.
@@ -132,7 +132,7 @@ def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
 
 
 def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
-    """Whether kernels pack a matrix as the reference does, which pads blocked dimensions only."""
+    """Return whether kernels pack a matrix as the reference, which pads blocked dimensions only."""
     if len(shape) != 2 or tile is Tile.TENSOR:
         return False
     return tile is Tile.SQUARE or in_row_blocks(tile, dim) or shape[1] % BLOCK == 0

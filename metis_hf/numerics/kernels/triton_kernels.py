@@ -79,7 +79,7 @@ def _uniform(index, lane, source):
 
 @triton.jit
 def _bits(x):
-    """The bits of x in fp32."""
+    """Return the bits of x in fp32."""
     if x.dtype == tl.bfloat16:
         # Not by way of a float cast: the interpreter's is wrong for subnormal numbers.
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -116,14 +116,14 @@ def _place(rows, columns, GR: tl.constexpr, GC: tl.constexpr):
 
 @triton.jit
 def _inside(place, rows, columns):
-    """Which elements of a tile lie in the matrix, and their places in a contiguous one."""
+    """Return which elements of a tile lie in the matrix, and their places in a contiguous one."""
     _, _, row, column = place
     return (row < rows) & (column < columns), row.to(tl.int64) * columns + column
 
 
 @triton.jit
 def _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride):
-    """(the bits of x - minus in fp32, minus or 0.0) of a tile; x is zero outside the matrix."""
+    """Load a tile's (bits of x - minus in fp32, minus or 0.0); x is zero outside the matrix."""
     _, _, row, column = place
     inside, at = _inside(place, rows, columns)
     offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
@@ -147,7 +147,7 @@ def find_amax(
     GR: tl.constexpr,
     GC: tl.constexpr,
 ):
-    """The largest magnitude of a matrix, as bits, into an int32 that is 0."""
+    """Write the largest magnitude of a matrix, as bits, into an int32 that is 0."""
     place = _place(rows, columns, GR, GC)
     bits, _ = _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
     tl.atomic_max(amax_ptr, tl.max(bits & _MAGNITUDE), sem="relaxed")
@@ -155,7 +155,7 @@ def find_amax(
 
 @triton.jit
 def _tensor_scale(amax_ptr):
-    """(encode, decode) of the whole tensor."""
+    """Return the (encode, decode) scales of the whole tensor."""
     largest = tl.load(amax_ptr).to(tl.float32, bitcast=True)
     encode = tl.math.div_rn(_LARGEST, largest)
     encode = tl.where(encode > _FLT_MAX, _FLT_MAX, encode)
@@ -182,7 +182,7 @@ def _round_e4m3(value, UP: tl.constexpr):
 
 @triton.jit
 def _e4m3_bits(scale):
-    """The 8 bits, as int32, of an E4M3 value >= 0 or NaN."""
+    """Return the 8 bits, as int32, of an E4M3 value >= 0 or NaN."""
     normal = (scale.to(tl.int32, bitcast=True) >> _DROPPED) - _E4M3_OFFSET
     small = tl.where(scale < _SCALE_NORMAL, scale, 0.0) * _SCALE_STEPS
     bits = tl.where(scale >= _SCALE_NORMAL, normal, small.to(tl.int32))
@@ -191,7 +191,7 @@ def _e4m3_bits(scale):
 
 @triton.jit
 def _e2m1_bits(code):
-    """The 4 bits, as int32, of an E2M1 value."""
+    """Return the 4 bits, as int32, of an E2M1 value."""
     bits = code.to(tl.int32, bitcast=True)
     magnitude = tl.abs(code)
     normal = ((bits & _MAGNITUDE) >> 22) - _E2M1_OFFSET
@@ -201,13 +201,13 @@ def _e2m1_bits(code):
 
 @triton.jit
 def _by_range(magnitude, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
-    """A constant for each binade of E2M1: below 2, below 4, above."""
+    """Choose a constant for each binade of E2M1: below 2, below 4, above."""
     return tl.where(magnitude < 2.0, LOW, tl.where(magnitude < 4.0, MIDDLE, HIGH))
 
 
 @triton.jit
 def _scales(amax, amax_ptr, TWO_LEVEL: tl.constexpr, UP: tl.constexpr):
-    """(block scales, what elements are multiplied by, decode scale of the tensor)."""
+    """Return (block scales, what elements are multiplied by, decode scale of the tensor)."""
     to_scale = _INVERSE_MAX_CODE
     decode = 1.0
     if TWO_LEVEL:
@@ -246,7 +246,7 @@ def _codes(bits, inverse, index, lane, source, STOCHASTIC: tl.constexpr):
 def _store_codes(
     code, scale, place, rows, columns, codes_ptr, scale_ptr, LANES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Writes codes, two to a byte along their blocks (square ones: along rows), and scales."""
+    """Write codes, two to a byte along their blocks (square ones: along rows), and scales."""
     row_block, column_block, row, column = place
     across, down = tl.cdiv(columns, 16), tl.cdiv(rows, 16)
     GR: tl.constexpr = code.shape[0]

@@ -33,7 +33,7 @@ _OLDEST = 3, 6  # before, `div_rn` flushes subnormal numbers to zero
 
 
 def missing(device: torch.device) -> str | None:
-    """What these kernels lack to run on a device; None if nothing."""
+    """Return what these kernels lack to run on a device; None if nothing."""
     version = triton.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         return f"triton 3.6 or later: this is {version}, whose division loses the smallest numbers"
@@ -43,7 +43,7 @@ def missing(device: torch.device) -> str | None:
 
 
 class _Choices(NamedTuple):
-    """What a kernel is specialized for."""
+    """The choices that a kernel is specialized for."""
 
     lanes: bool  # whether blocks extend over columns of the matrix
     rows: bool  # and over rows
@@ -121,7 +121,7 @@ def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
 
 
 def _matrix(x: Tensor, choices: _Choices) -> Tensor:
-    """The tensor with two dimensions and the same blocks and noise."""
+    """Give the tensor two dimensions, with the same blocks and noise."""
     x = x if x.dtype in DTYPES else x.float()
     if not choices.rows and x.is_contiguous() and x.shape[-1] % BLOCK == 0:
         return x.view(-1, BLOCK)  # so that no tile is half empty because rows are few or short
@@ -138,7 +138,7 @@ def _write(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> Tensor | None:
-    """Writes values to `out`, or codes there and block scales to `scale`; the tensor scale."""
+    """Write values to `out`, or codes there and scales to `scale`; return the tensor scale."""
     minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
     amax = decode = data = None
     words = 0, 0
@@ -176,7 +176,7 @@ def _blocks_in(length: int) -> int:
 def _launch(
     kernel: triton.JITFunction, tile_blocks: int, matrix: Tensor, **arguments: object
 ) -> None:
-    """Runs a kernel over all tiles of a matrix."""
+    """Run a kernel over all tiles of a matrix."""
     rows, columns = matrix.shape
     down, across = _blocks_in(rows), _blocks_in(columns)
     wide = min(tile_blocks, triton.next_power_of_2(across))
