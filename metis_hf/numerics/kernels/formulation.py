@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
     @property
     def needs_noise(self) -> bool:
-        """Return whether a noise key goes with it: for elements, or for scales rounded at random."""
+        """Return whether a noise key goes with it: for elements, or scales rounded at random."""
         return self.stochastic or self.rule is ScaleRule.EDEN
 
 
