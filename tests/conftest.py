@@ -39,13 +39,13 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def llama(**changes):
+def llama(num_hidden_layers: int = 2, **changes):
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=num_hidden_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
