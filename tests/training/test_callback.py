@@ -287,4 +287,4 @@ class TestErrors:
             transformers.utils.logging.set_verbosity(verbosity)
         assert math.isnan(losses(made)[0])
         assert made.state.log_history[0]["metis/nonfinite_tensors"] > 0
-        assert "step 1: NaN or inf in model.layers.1.mlp.down_proj (activation)," in caplog.text
+        assert "step 1: NaN or inf in model.layers.0.mlp.down_proj (activation)," in caplog.text
