@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,12 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run all combinations of what tests rotate (design.py)"
     )
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Note the choice where modules that are collected can see it."""
     if config.getoption("--full"):
         os.environ[design.FULL] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the part that was asked for: a fixed one, whatever else is selected."""
+    if part := config.getoption("--part"):
+        number, count = map(int, part.split("/"))
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def hear_interrupts() -> None:
