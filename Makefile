@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
-INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+INSTALL := $(BIN)/pip install --disable-pip-version-check -q --no-compile -c constraints.txt
 
 .PHONY: help demo test lint docs bench clean
 
@@ -15,15 +15,20 @@ help:
 	@echo "make clean  remove .venv and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
-# torchao, which tests compare with, in a place of its own: transformers loads it where it finds it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Byte code is made by the first import, of the modules that are imported.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
+	$(INSTALL) -e ".[eval]"
+	touch $@
+
+# torchao, which tests compare with, in a place of its own: transformers loads it where it finds it.
+$(VENV)/.installed: $(VENV)/.demo
 	$(INSTALL) -e ".[dev]"
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/oracles torchao
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.demo
 	$(BIN)/metis-hf demo $(ARGS)
 
 test: $(VENV)/.installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run all combinations of what tests rotate (design.py)"
     )
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,18 +36,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[design.FULL] = "1"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the part that was asked for: a fixed one, whatever else is selected."""
+    if part := config.getoption("--part"):
+        number, count = map(int, part.split("/"))
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
 def hear_interrupts() -> None:
     """For a process to come (`preexec_fn`): one of a shell's background jobs ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def llama(**changes):
+def llama(num_hidden_layers: int = 2, **changes):
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=num_hidden_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,

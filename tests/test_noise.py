@@ -24,6 +24,9 @@ def test_moments_and_range():
         # Var of the sample variance of a uniform: (1/80 - 1/144) / N.
         assert abs(u.var() - 1 / 12) < 4 * ((1 / 80 - 1 / 144) / N) ** 0.5
         assert torch.equal(u * 2**24, (u * 2**24).round())
+        # All 24 bits count: the low ones are as uniform as the high ones.
+        counts = torch.bincount((u * 2**24).long() % 256, minlength=256).double()
+        assert ((counts - N / 256).square() / (N / 256)).sum() < 255 + 5 * (2 * 255) ** 0.5
 
 
 def test_pairs_of_keys_and_of_neighbours_are_independent():

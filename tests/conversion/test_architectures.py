@@ -1,9 +1,9 @@
 """The life of a model, for each registered scheme and each architecture of transformers.
 
-Convert, gradients, Trainer, save and reload, generate, back to a dense model, copies: three schemes
-go through all of it, the others through conversion, gradients, saving and reloading. What an
-architecture meets of a scheme is how it stores weights: those ways are crossed with the
-architectures that differ most, and take turns on the others; other schemes visit one.
+Convert, gradients, Trainer, save and reload, generate, back to a dense model, copies: every
+architecture goes through all of it, with three schemes by turns. What an architecture meets of a
+scheme is how it stores weights: those ways are crossed with the architectures that differ most, in
+conversion, gradients, saving and reloading, and take turns on the others; other schemes visit one.
 """
 
 from __future__ import annotations
@@ -49,29 +49,41 @@ LOGIT_TOLERANCE = 1e-5
 ORDER_TOLERANCE = 1e-6
 
 
-def pairs(crossed=(), visiting=(), turns=1):
-    """(scheme, architecture) pairs; what is not quick is marked slow.
+def pairs(crossed, visiting=(), turns=1):
+    """(scheme, architecture) pairs, or all in a full run.
 
     Args:
         crossed: schemes that run on every quick architecture, and by turns on the others.
         visiting: schemes that run on one quick architecture each.
         turns: how many of the crossed schemes run on an architecture that is not quick.
     """
-    slow = [name for name in ARCHITECTURES if name not in QUICK]
+    others = [name for name in ARCHITECTURES if name not in QUICK]
     if design.full():
         found = list(itertools.product((*crossed, *visiting), ARCHITECTURES))
     else:
         turn = itertools.cycle(crossed)
         found = list(itertools.product(crossed, QUICK))
-        found += [(next(turn), name) for name in slow for _ in range(turns)]
+        found += [(next(turn), name) for name in others for _ in range(turns)]
         found += zip(visiting, itertools.cycle(QUICK))
+    return parametrized(found)
+
+
+def parametrized(found):
+    slow = [() if name in QUICK else pytest.mark.slow for _, name in found]
     return pytest.mark.parametrize(
-        ("scheme", "name"),
-        [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in slow else ()) for pair in found],
+        ("scheme", "name"), [pytest.param(*pair, marks=mark) for pair, mark in zip(found, slow)]
     )
 
 
-whole_life = pairs(WHOLE_LIFE)
+def by_turns(schemes):
+    """(scheme, architecture) pairs: each architecture once, or all in a full run."""
+    found = list(zip(itertools.cycle(schemes), ARCHITECTURES))
+    if design.full():
+        found = list(itertools.product(schemes, ARCHITECTURES))
+    return parametrized(found)
+
+
+whole_life = by_turns(WHOLE_LIFE)
 
 
 def build(name: str) -> transformers.PreTrainedModel:
@@ -177,7 +189,7 @@ def test_save_and_reload(scheme, name, tmp_path):
     check_reload(converted(name, scheme), ARCHITECTURES[name], tmp_path)
 
 
-@pairs(FORMS, visiting=OTHERS, turns=2)
+@pairs(FORMS, visiting=OTHERS)
 def test_short_life(scheme, name, tmp_path):
     model = converted(name, scheme)
     check_gradients(model, ARCHITECTURES[name])
@@ -186,17 +198,17 @@ def test_short_life(scheme, name, tmp_path):
 
 @whole_life
 def test_trainer(scheme, name, tmp_path):
-    """Three steps of the stock Trainer, with the callback: finite losses, every layer moves."""
+    """Two steps of the stock Trainer, with the callback: finite losses, every layer moves."""
     architecture, model = ARCHITECTURES[name], converted(name, scheme)
     before = {key: layer.weight.detach().clone() for key, layer in metis_layers(model)}
     batch = architecture.batch()
-    rows = [{key: value[index] for key, value in batch.items()} for index in (0, 1, 2, 3)] * 3
+    rows = [{key: value[index] for key, value in batch.items()} for index in (0, 1, 2, 3)] * 2
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(
             str(tmp_path),
             use_cpu=True,
-            max_steps=3,
+            max_steps=2,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
             logging_steps=1,
@@ -210,7 +222,7 @@ def test_trainer(scheme, name, tmp_path):
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert torch.isfinite(torch.tensor(losses)).all()
     if scheme == "metis":
         assert trainer.state.log_history[0]["metis/nonfinite_tensors"] == 0
@@ -291,7 +303,7 @@ def test_deepcopy_and_pickle(scheme, name):
         assert masks.isdisjoint(id(layer.token_mask) for _, layer in metis_layers(twin))
 
 
-@pairs(["bf16"])
+@by_turns(["bf16"])
 def test_bf16_is_the_unconverted_model(scheme, name):
     """Logits and gradients, bit for bit.
 

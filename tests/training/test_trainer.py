@@ -35,7 +35,7 @@ BF16_LOSS = 2**-8
 
 def converted(scheme="metis", **changes):
     torch.manual_seed(0)
-    return get_metis_model(llama(), MetisConfig(scheme=scheme, **changes))
+    return get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme, **changes))
 
 
 def rows(count=32, length=24):
@@ -235,7 +235,7 @@ def test_auto_find_batch_size(tmp_path):
         if rows > 2:
             raise RuntimeError("CUDA out of memory.")
 
-    handle = model.model.layers[1].register_forward_pre_hook(refuse_large)
+    handle = model.model.layers[0].register_forward_pre_hook(refuse_large)
     options = {"max_steps": 2, "per_device_train_batch_size": 4, "auto_find_batch_size": True}
     made = trainer(tmp_path, model, [MetisCallback(health_interval=1)], **options)
     made.train()
