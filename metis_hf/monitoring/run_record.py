@@ -1,15 +1,19 @@
 """What MetisCallback leaves in a run's directory, for `metis-hf report` and for your own tools.
 
-`metis_run.json` says what was run. `metis_health.jsonl` has a line for each step at which something
-happened: {"step": n, "layers": {layer: {tensor: {statistic: value}}}, "noise": {layer: [gradient
-norm, noise norm]}, "refresh": {layer: {"before": ..., "after": ...}}, "switch": {...}}, each part
-only where there is one. NaN is written as NaN.
+`metis_run.json` says what was run. `metis_log.jsonl` has Trainer's log entries, one a line.
+`metis_health.jsonl` has a line for each step at which something happened: {"step": n, "layers":
+{layer: {tensor: {statistic: value}}}, "noise": {layer: [gradient norm, noise norm]}, "refresh":
+{layer: {"before": ..., "after": ...}}, "switch": {...}}, each part only where there is one. NaN is
+written as NaN. A line that is no record is left out by whoever reads.
 """
 
 from __future__ import annotations
 
 import json
+import numbers
+import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,9 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.shared.records import device_name, package_versions, write_json
 
 HEALTH_FILE = "metis_health.jsonl"
+LOG_FILE = "metis_log.jsonl"
 RUN_FILE = "metis_run.json"
+LAST_STEP = 10**12  # of any run: what a record says beyond it is no step
 
 
 def describe_run(
@@ -57,38 +63,80 @@ def write_run(directory: Path, description: dict[str, Any]) -> None:
     write_json(directory / RUN_FILE, description)
 
 
-def append_record(directory: Path, step: int, parts: dict[str, Any]) -> None:
-    """Adds one line to `metis_health.jsonl`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / HEALTH_FILE).open("a") as file:
-        file.write(json.dumps({"step": step, **parts}) + "\n")
+def append_record(directory: Path, step: int, parts: Mapping[str, Any]) -> None:
+    """Add one line to `metis_health.jsonl`."""
+    _append(directory / HEALTH_FILE, {"step": step, **parts})
 
 
-def parse_records(text: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Records of a health file, and the numbers (from 1) of lines that are none.
+def append_log(directory: Path, entry: Mapping[str, Any]) -> None:
+    """Add one of Trainer's log entries to `metis_log.jsonl`: its numbers, under their names."""
+    found = {key: value for key, value in entry.items() if isinstance(value, numbers.Real)}
+    _append(
+        directory / LOG_FILE,
+        {key: v if isinstance(v, int | float) else float(v) for key, v in found.items()},
+    )
 
-    A killed process may leave half a line at the end.
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(record) + "\n").encode()
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        # A killed process may have left half a line, which must not swallow this one.
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * torn + line)
+
+
+def is_step(value: Any) -> bool:
+    """Return whether a value from a JSON file can be the number of an optimizer step."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
+
+
+def parse_records(data: bytes) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """Parse a file of records, one JSON object with a step in each line.
+
+    Returns:
+        Line number (from 1) -> record, and line number -> what is wrong with the lines that are no
+        record: a killed process leaves half a line at the end, a broken disk anything anywhere.
+        Empty lines are neither.
     """
-    records, broken = [], []
-    for number, line in enumerate(text.splitlines(), start=1):
+    records, faults = {}, {}
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            record = json.loads(line)
-            int(record["step"])
-        except (ValueError, TypeError, KeyError):
-            broken.append(number)
+            record = json.loads(line.decode())
+        except UnicodeDecodeError:
+            faults[number] = "a byte that is not UTF-8"
+        except (ValueError, RecursionError):
+            faults[number] = "no JSON"
         else:
-            records.append(record)
-    return records, broken
+            if not isinstance(record, dict):
+                faults[number] = "no JSON object"
+            elif not is_step(record.get("step")):
+                faults[number] = "no step, which is a whole number from 0 up"
+            else:
+                records[number] = record
+    return records, faults
 
 
 def drop_after(directory: Path, step: int) -> None:
-    """Removes records after `step`, which a resumed run writes again, and broken lines."""
-    path = directory / HEALTH_FILE
-    if not path.exists():
-        return
-    records, _ = parse_records(path.read_text())
-    kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
-    path.write_text("".join(kept))
+    """Remove the records after `step`, which a resumed run writes again, and broken lines.
+
+    Each file is replaced as a whole, so that a process killed here loses no record.
+    """
+    for name in (HEALTH_FILE, LOG_FILE):
+        path = directory / name
+        if not path.exists():
+            continue
+        data = path.read_bytes()
+        records, _ = parse_records(data)
+        lines = data.split(b"\n")
+        kept = [lines[number - 1] + b"\n" for number, r in records.items() if r["step"] <= step]
+        temporary = path.with_name(f"{name}.tmp")
+        temporary.write_bytes(b"".join(kept))
+        temporary.replace(path)
 
 
 def precision_of(layer: MetisLayer) -> dict[str, Any]:

@@ -12,17 +12,31 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from metis_hf.monitoring.gradient_noise import Crossing, find_crossing
-from metis_hf.run_report.read import Run
+from metis_hf.monitoring.reference_values import ORTHOGONAL, RELATIVE_ERROR
+from metis_hf.run_report.run import Run
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import COLORS, CROWDED, Style, figure_axes, scheme_styles, smooth
+from metis_hf.shared.figures import (
+    COLORS,
+    CROWDED,
+    Style,
+    figure_axes,
+    plain_text,
+    scheme_styles,
+    smooth,
+)
 
 BLUE, ORANGE, GREEN = COLORS[0], COLORS[1], COLORS[2]
 ALARM = "#D0021B"  # NaN and infinity; no series has it
 _REFRESHED = (
     ("orthogonality", "|uᵀu - I|, entrywise maximum", True),
-    ("narrowing", "max |w| / max |residual|", False),
+    ("narrowing", "max |w| / max |residual|", True),
     ("energy", "energy in the low-rank part", False),
 )
+# Of each: where it is good, where it is bad, and what that is.
+_GOOD_AND_BAD = {
+    "orthogonality": ((ORTHOGONAL, GREEN, "fp32 rounding"), (RELATIVE_ERROR, ALARM, "NVFP4 error")),
+    "narrowing": ((1.0, ALARM, "1: no range taken away"),),
+}
 
 
 def as_png(figure: Any) -> bytes:
@@ -110,7 +124,7 @@ def noise(run: Run) -> tuple[bytes, Crossing]:
     axis.plot(steps, ratios, "o-", ms=4, lw=2.2, color="black", label="all layers", zorder=3)
     for index, (group, (xs, ys)) in enumerate(series.items()):
         if group != "all":
-            axis.plot(xs, ys, marker="o", ms=2.5, lw=1, label=group,
+            axis.plot(xs, ys, marker="o", ms=2.5, lw=1, label=plain_text(group),
                       color=COLORS[(index - 1) % len(COLORS)],
                       ls="-" if index <= len(COLORS) else "--")  # fmt: skip
     crossing = find_crossing(steps, ratios)
@@ -153,6 +167,11 @@ def refreshes(run: Run) -> bytes:
                               capsize=3, elinewidth=0.8, color=color, label=moment)  # fmt: skip
         if log:
             axis.set_yscale("log")
+        for value, color, meaning in _GOOD_AND_BAD.get(stat, ()):
+            axis.axhline(value, color=color, lw=1, ls="--")
+            axis.annotate(meaning, (0.98, value), xycoords=("axes fraction", "data"), ha="right",
+                          xytext=(0, 2), textcoords="offset points", color=color,
+                          fontsize=8)  # fmt: skip
         _style(axis, label)
         axis.set_xlabel("step of the refresh")
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -172,7 +191,8 @@ def overlay(runs: Sequence[Run]) -> bytes:
     for axis, name in ((loss, "loss"), (norm, "grad_norm")):
         limits: list[float] = []
         for run in runs:
-            _curve(axis, run, name, styles[run.name], run.name, raw=not crowded)
+            label = plain_text(run.name)
+            _curve(axis, run, name, styles[run.name], label, raw=not crowded)
             values = run.series(name)[1]
             limits += smooth(values, _span(len(values))) if crowded else values
         _limit(axis, limits)

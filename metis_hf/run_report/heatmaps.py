@@ -14,9 +14,17 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, Perce
 
 from metis_hf.monitoring.gradient_noise import group_of
 from metis_hf.monitoring.health import TENSORS
+from metis_hf.monitoring.reference_values import (
+    ORTHOGONAL,
+    RELATIVE_ERROR,
+    SATURATED,
+    SQNR_NEAREST,
+    SQNR_STOCHASTIC,
+    ZEROED,
+)
 from metis_hf.run_report.figures import ALARM, as_png
-from metis_hf.run_report.read import Run
-from metis_hf.shared.figures import figure_axes
+from metis_hf.run_report.run import Run
+from metis_hf.shared.figures import figure_axes, plain_text
 
 _MISSING = "#e6e8eb"
 _ROW_LABELS = 48  # above so many rows only groups are named
@@ -31,7 +39,8 @@ class Panel:
         stat: its name in the health file.
         title: heading of the picture.
         unit: what the figure is, or what it is measured in.
-        explanation: caption.
+        explanation: what is good and what is bad, for the caption.
+        marks: (value, what it is): lines across the scale of colours, which is made to hold them.
         log: logarithmic colours.
         share: from 0 up, in percent.
         colors: matplotlib's colour map; bright is what to look at.
@@ -41,6 +50,7 @@ class Panel:
     title: str
     unit: str
     explanation: str
+    marks: tuple[tuple[float, str], ...] = ()
     log: bool = False
     share: bool = False
     colors: str = "viridis"
@@ -48,22 +58,39 @@ class Panel:
 
 PANELS = (
     Panel("stable_rank", "Stable rank", r"$\|x\|_F^2 / \sigma_1^2$",
-          "Small (bright): a few directions dominate the tensor, which is what quantization to "
-          "four bits suffers from.", log=True, colors="viridis_r"),
+          "Good: tens or hundreds, near a quarter of the short side, which a square matrix of "
+          "independent normal values has. Bad (bright): towards 1, where a single direction "
+          "carries the tensor and sets the scale of every block that it meets.",
+          ((1.0, "1: a single direction"),), log=True, colors="viridis_r"),
     Panel("narrowing", "Narrowing of the residual", "max |x| / max |residual|",
           "How much range the spectral split takes away. Where a scheme does not split a tensor, "
-          "how much a split of the same rank would.", log=True),
+          "how much a split of the same rank would. Good (bright): 2 and more, where the split "
+          "saves a bit of range. At 1 it takes nothing away: no harm to a tensor of high stable "
+          "rank, and bad for one of low stable rank.",
+          ((1.0, "1: nothing taken away"),), log=True),
     Panel("sqnr_db", "SQNR", "signal to quantization noise, dB",
-          "Of the operand as the GEMM gets it. Low (bright) is bad.",
-          colors="plasma_r"),
+          f"Of the operand as the GEMM gets it. Good: {SQNR_NEAREST} dB and more, which is what "
+          f"direct NVFP4 gives for normal values rounded to nearest; {SQNR_STOCHASTIC} dB is its "
+          "like with stochastic rounding, usual for gradients. Bad (bright): below both. Every "
+          "6 dB less doubles the error.",
+          ((SQNR_NEAREST, f"{SQNR_NEAREST} dB: normal values, nearest"),
+           (SQNR_STOCHASTIC, f"{SQNR_STOCHASTIC} dB: stochastic")), colors="plasma_r"),
     Panel("zeroed", "Zeroed share", "of the non-zero elements",
-          "Elements that quantization turns to zero.", share=True, colors="magma"),
+          f"Elements that quantization turns to zero. Good: about {ZEROED:.1%}, as of normal "
+          "values in direct NVFP4. Bad (bright): several times as much, since outliers set the "
+          "scales and small values vanish beside them.",
+          ((ZEROED, f"{ZEROED:.1%}: normal values"),), share=True, colors="magma"),
     Panel("saturated", "Saturated share", "of the elements",
-          "Elements beyond the largest value that their block can hold.", share=True,
-          colors="magma"),
+          f"Elements beyond the largest value that their block can hold. Good: {SATURATED:.1%} and "
+          "less, as of normal values where scales are rounded to nearest; zero where they are "
+          "rounded up. Bad (bright): clearly more, since what is cut off is the largest.",
+          ((SATURATED, f"{SATURATED:.1%}: normal values"),), share=True, colors="magma"),
     Panel("orthogonality", "Orthogonality drift", "max |uᵀu - I|, |vh vhᵀ - I|",
           "How far training has moved the stored factors from orthonormal ones; a refresh brings "
-          "them back.", log=True, colors="magma"),
+          f"them back. Good: below {ORTHOGONAL:g}, the rounding of fp32. Bad (bright): near "
+          f"{RELATIVE_ERROR}, as large as the error of NVFP4: refresh more often.",
+          ((ORTHOGONAL, "fp32 rounding"), (RELATIVE_ERROR, "error of NVFP4")), log=True,
+          colors="magma"),
 )  # fmt: skip
 
 
@@ -76,7 +103,7 @@ def order_layers(names: list[str]) -> list[str]:
 def short_names(names: list[str]) -> list[str]:
     """ "q_proj 3" for model.layers.3.self_attn.q_proj: the kind and the indices of the name."""
     indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
-    return [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
+    return [plain_text(f"{group_of(n)} {'.'.join(i)}".strip()) for n, i in zip(names, indices)]
 
 
 def grid(run: Run, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
@@ -115,13 +142,17 @@ def heatmap(run: Run, panel: Panel) -> bytes | None:
     rows = len(layers)
     height = min(max(2.6, 1.2 + 0.19 * rows), 12)
     figure, axes = figure_axes(1, len(shown), (2.9 * len(shown) + 1.3, height), sharey=True)
-    figure.suptitle(f"{panel.title}: {panel.unit}", fontsize=11)
+    marks = ", ".join(meaning for _, meaning in panel.marks)
+    figure.suptitle(f"{panel.title}: {panel.unit}\nlines on the scale: {marks}", fontsize=10)
     for axis, (tensor, (values, bad)) in zip(axes[0], shown.items()):
         image = _draw(axis, values, bad, panel)
         axis.set_title(tensor, fontsize=10)
         _step_ticks(axis, list(run.layers))
         bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 3.2 / height), pad=0.02, aspect=18)
         _scale_ticks(bar.ax, panel)
+        for value, _ in panel.marks:
+            bar.ax.axhline(value, color="white", lw=3)
+            bar.ax.axhline(value, color="black", lw=1.4)
         bar.outline.set_visible(False)
     _row_labels(axes[0][0], layers)
     for axis in axes[0]:
@@ -132,13 +163,15 @@ def heatmap(run: Run, panel: Panel) -> bytes | None:
 def _draw(axis: Axes, values: np.ndarray, bad: np.ndarray, panel: Panel) -> Any:
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
-    low, high = float(finite.min()), float(finite.max())
+    marks = [value for value, _ in panel.marks]
+    low, high = min(float(finite.min()), *marks), max(float(finite.max()), *marks)
     if panel.share:
-        low, high = 0.0, max(high, 0.01)
+        low, high = 0.0, max(high, *(2 * mark for mark in marks))  # what is plain is half bright
     norm: Normalize = Normalize(low, high if high > low else low + 1)
     if panel.log and positive.size:
         values = np.where(values > 0, values, np.where(np.isnan(values), np.nan, positive.min()))
-        norm = LogNorm(positive.min(), max(positive.max(), positive.min() * 1.01))
+        low, high = min(positive.min(), *marks), max(positive.max(), *marks)
+        norm = LogNorm(low, max(high, low * 1.01))
     axis.set_facecolor(_MISSING)
     image = axis.imshow(values, aspect="auto", interpolation="nearest", norm=norm,
                         cmap=panel.colors)  # fmt: skip
@@ -177,7 +210,7 @@ def _row_labels(axis: Axes, layers: list[str]) -> None:
     middles = {
         kind: kinds.index(kind) + (kinds.count(kind) - 1) / 2 for kind in dict.fromkeys(kinds)
     }
-    axis.set_yticks(list(middles.values()), list(middles))
+    axis.set_yticks(list(middles.values()), list(map(plain_text, middles)))
 
 
 def _group_lines(axis: Axes, layers: list[str]) -> None:

@@ -10,14 +10,22 @@ from typing import Any
 from metis_hf.config import MetisConfig
 from metis_hf.monitoring.gradient_noise import Crossing, find_crossing, signal_to_noise
 from metis_hf.monitoring.health import TENSORS
+from metis_hf.monitoring.reference_values import (
+    ORTHOGONAL,
+    RELATIVE_ERROR,
+    SQNR_NEAREST,
+    SQNR_STOCHASTIC,
+)
 from metis_hf.run_report import figures
 from metis_hf.run_report.heatmaps import PANELS, heatmap, layer_names
-from metis_hf.run_report.read import Run, events, read_run
+from metis_hf.run_report.read import read_runs
+from metis_hf.run_report.run import Run, events
 from metis_hf.shared.figures import CROWDED
 from metis_hf.shared.html import Cell, Page, number
 
 _ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings
 _WEIGHTS_ONLY = ("orthogonality",)
+_FULL_COLOR = 10.0  # dB: the error is a third of the tensor, 10^(-10 / 20)
 Row = Sequence[Cell | str]
 
 
@@ -26,20 +34,22 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
     Args:
         paths: directories of runs.
-        out: the file; None writes `report.html` into the first run's directory.
+        out: the file; None writes `report.html` into the directory of the first run that has a
+            record.
 
     Returns:
         The file that was written.
 
     Raises:
-        FileNotFoundError: a directory without records of a run.
-        ValueError: no directory.
+        FileNotFoundError: no directory has a record of a run. Of several, those without one are
+            left out, and the page says so.
+        ValueError: no directory is given.
     """
     if not paths:
         raise ValueError("no run to report on; give the directory of one")
-    runs = [read_run(path) for path in paths]
-    page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
-    target = paths[0] / "report.html" if out is None else out
+    runs, left_out = read_runs(paths)
+    page = run_page(runs[0]) if len(paths) == 1 else comparison_page(runs, left_out)
+    target = runs[0].path / "report.html" if out is None else out
     target.parent.mkdir(parents=True, exist_ok=True)
     page.save(target)
     return target
@@ -114,7 +124,11 @@ def _add_curves(page: Page, run: Run) -> None:
     if not run.history:
         page.text("No losses were recorded.")
         return
-    caption = "Thin: every logged entry; thick: its centred moving average."
+    caption = (
+        "Thin: every logged entry; thick: its centred moving average. Good: the loss falls, and "
+        "evaluation follows training. Bad: a gradient norm that rises or has spikes at a learning "
+        "rate that does not change; the loss follows it."
+    )
     bad = [step for step, loss in zip(*run.series("loss")) if not math.isfinite(loss)]
     if bad:
         caption += (
@@ -148,7 +162,8 @@ def _add_noise(page: Page, run: Run) -> None:
     page.figure(
         picture,
         "All layers together (norms summed in squares) and by kind of layer, in the first "
-        "micro-batch of each measured step on the first process.",
+        "micro-batch of each measured step on the first process. Good: well above the line at 1. "
+        "Bad: the shaded part below it (arXiv 2505.19115).",
     )
 
 
@@ -175,6 +190,10 @@ def _add_layers(page: Page, run: Run) -> None:
         "Layers by risk",
         f"At step {step:,}, the last measurement; the layer with the worst SQNR comes first. A "
         "click on a column's head sorts by it.",
+        f"Good: an SQNR of {SQNR_NEAREST} dB and more, which is what direct NVFP4 rounding to "
+        f"nearest gives for normal values ({SQNR_STOCHASTIC} dB if it is stochastic); such cells "
+        f"have no colour. Bad: {_FULL_COLOR:.0f} dB and less, where the error is a third of the "
+        "tensor; such cells have all of it.",
     )
     page.table(header, [row for _, row in sorted(_layer_rows(run, step), key=lambda r: r[0])])
 
@@ -184,15 +203,12 @@ def _layer_rows(run: Run, step: int) -> list[tuple[tuple[float, float], Row]]:
     names = layer_names(run)
     measured = run.layers[step]
     stats = {n: {t: measured.get(n, {}).get(t, {}) for t in TENSORS} for n in names}
-    everything = [s["sqnr_db"] for layer in stats.values() for s in layer.values()
-                  if math.isfinite(s.get("sqnr_db", math.nan))]  # fmt: skip
-    best, lowest = max(everything, default=1.0), min(everything, default=0.0)
 
     def decibels(value: float | None) -> Cell:
         if value is None or not math.isfinite(value):
             return _maybe(value)
-        share = (best - value) / (best - lowest) if best > lowest else 0.0
-        return number(value, ".1f", shade=share**2)
+        share = (SQNR_NEAREST - value) / (SQNR_NEAREST - _FULL_COLOR)
+        return number(value, ".1f", shade=min(max(share, 0.0), 1.0))
 
     rows: list[tuple[tuple[float, float], Row]] = []
     for name, tensors in stats.items():
@@ -230,7 +246,8 @@ def _add_heatmaps(page: Page, run: Run) -> None:
         "Layers over time",
         "A row for each layer, by kind and in model order; a column for each measured step. Gray: "
         "not measured. A red cross: the tensor has NaN or inf. A share that was zero throughout "
-        "has no picture.",
+        "has no picture. Lines across a scale of colours mark what plain data have: independent "
+        "normal values, rounded directly to NVFP4.",
     )
     for panel in PANELS:
         picture = heatmap(run, panel)
@@ -250,7 +267,11 @@ def _add_refreshes(page: Page, run: Run) -> None:
     )
     page.figure(
         figures.refreshes(run),
-        "Before and after each refresh: median over the layers, bars from least to largest.",
+        "Before and after each refresh: median over the layers, bars from least to largest. Good: "
+        f"orthogonality below {ORTHOGONAL:g} after a refresh, which is the rounding of fp32, and "
+        "narrowing above 1, where the split takes range away. Bad: orthogonality near "
+        f"{RELATIVE_ERROR} before one, as large as the error that NVFP4 makes, and narrowing at 1: "
+        "refresh more often.",
     )
 
 
@@ -291,16 +312,28 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def comparison_page(runs: Sequence[Run]) -> Page:
-    """Losses and gradient norms of several runs in one picture, and a table of them."""
+def comparison_page(runs: Sequence[Run], left_out: Sequence[str] = ()) -> Page:
+    """Losses and gradient norms of several runs in one picture, and a table of them.
+
+    Args:
+        runs: what is compared.
+        left_out: sentences about runs that could not be read.
+    """
     _make_names_unique(runs)
     page = Page("Training runs", ", ".join(run.name for run in runs))
+    for sentence in left_out:
+        page.notice(sentence)
     for run in runs:
         for note in run.notes:
             page.notice(f"{run.name}: {note}")
     caption = "Thick: centred moving average over a twentieth of the run."
     if len(runs) <= CROWDED:
         caption += " Thin: every logged entry."
+    caption += (
+        " Good: a run stays as close to the control (black, bf16) as two controls with different "
+        "seeds do to each other. Bad: its distance grows, its gradient norm rises, or it ends "
+        "early."
+    )
     page.section("Loss").figure(figures.overlay(runs), caption)
     header = ["run", "last loss", "best loss", "steps", "s / step", "steps not finite", "FP4",
               "refreshes", "noise crosses at", "directory"]  # fmt: skip

@@ -1,22 +1,20 @@
 """Finds and reads the records of one run, whatever state the run was left in.
 
-What is missing is missing on the page; what is broken is left out and noted. Figures are never
-repaired: NaN stays NaN.
+What is missing is missing on the page; what is broken is left out, and a note names it. Figures are
+never repaired: NaN stays NaN.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
-import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
-from metis_hf.monitoring.health import nonfinite_layers
-from metis_hf.monitoring.run_record import HEALTH_FILE, RUN_FILE, parse_records
+from metis_hf.monitoring.gradient_noise import GradientNoise
+from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
+from metis_hf.run_report import checks
+from metis_hf.run_report.run import Run
 from metis_hf.shared.records import SETTINGS_FILE
 from metis_hf.training.resume import last_checkpoint
 
@@ -24,102 +22,7 @@ RESULT_FILE = "result.json"
 STATE_FILE = "trainer_state.json"
 # What Trainer logs at the end of a run: one entry of the whole run, not of a step.
 _END = "train_runtime"
-
-LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
-
-
-@dataclass
-class Run:
-    """One run as its files tell it.
-
-    Attributes:
-        path: its directory.
-        name: what a picture calls it: the scheme, or the directory where no config was found.
-        config: its MetisConfig as a dict; empty where none was found.
-        summary: the conversion report.
-        environment: versions and device.
-        model: class of the model.
-        history: one log entry with a loss for each logged step, ascending.
-        evaluations: log entries with an `eval_loss`.
-        layers: measured step -> statistics of each layer.
-        noise: measured step -> layer -> norms of the weight gradient and of the noise in it.
-        refreshes: step -> layer -> "before" and "after" -> statistic -> value.
-        switches: step -> what the precision was switched to.
-        max_steps: that the run was to make; None where unknown.
-        tokens: seen in training; None where unknown.
-        runtime: seconds; None where unknown.
-        notes: what was wrong with the files.
-    """
-
-    path: Path
-    name: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    summary: str = ""
-    environment: dict[str, Any] = field(default_factory=dict)
-    model: str = ""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    layers: dict[int, LayerStats] = field(default_factory=dict)
-    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)
-    refreshes: dict[int, LayerStats] = field(default_factory=dict)
-    switches: dict[int, dict[str, Any]] = field(default_factory=dict)
-    max_steps: int | None = None
-    tokens: int | None = None
-    runtime: float | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        """The last step of which anything is known."""
-        logged = [int(entry["step"]) for entry in self.history]
-        return max([*logged, *self.layers, *self.refreshes], default=0)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether any tensor was measured on its way through a quantizer."""
-        return any(
-            "sqnr_db" in stats
-            for layers in self.layers.values()
-            for tensors in layers.values()
-            for stats in tensors.values()
-        )
-
-    @property
-    def fp4_share(self) -> float | None:
-        """Share of the GEMM FLOPs in converted layers, 0 to 1; 0 where none is quantized."""
-        if self.layers and not self.quantized:
-            return 0.0
-        found = re.search(r"([\d.]+)% of GEMM FLOPs", self.summary)
-        return float(found[1]) / 100 if found else None
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Median over steps that were not measured, else the mean of the whole run."""
-        timed = [entry for entry in self.history if "step_seconds" in entry]
-        normal = [e["step_seconds"] for e in timed if "metis/nonfinite_tensors" not in e]
-        if timed:
-            return statistics.median(normal or [e["step_seconds"] for e in timed])
-        return self.runtime / self.last_step if self.runtime and self.last_step else None
-
-    def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of one figure of the log, where it was logged."""
-        entries = [entry for entry in self.history if entry.get(name) is not None]
-        return [int(e["step"]) for e in entries], [float(e[name]) for e in entries]
-
-    def noise_series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """(steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""
-        found: dict[str, tuple[list[int], list[float]]] = {"all": ([], [])}
-        order = {
-            name: place for layers in self.layers.values() for place, name in enumerate(layers)
-        }
-        for step, per_layer in self.noise.items():
-            by_place = sorted(per_layer, key=lambda name: order.get(name, 0))
-            for key, value in noise_ratios({name: per_layer[name] for name in by_place}).items():
-                parts = key.split("/")
-                steps, values = found.setdefault(parts[1] if len(parts) == 3 else "all", ([], []))
-                steps.append(step)
-                values.append(value)
-        return found if found["all"][0] else {}
+_SHOWN_FAULTS = 6  # of a file; a note says how many more there are
 
 
 def read_run(path: Path) -> Run:
@@ -132,7 +35,7 @@ def read_run(path: Path) -> Run:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
     run = Run(path)
-    found = [_read_result(run), _read_state(run), _read_health(run)]
+    found = [_read_result(run), _read_log(run), _read_state(run), _read_health(run)]
     if not any(found):
         raise FileNotFoundError(_nothing_found(run))
     _one_entry_a_step(run)
@@ -140,8 +43,9 @@ def read_run(path: Path) -> Run:
     run.name = str(run.config.get("scheme") or path.resolve().name)
     if not run.history:
         run.notes.append(
-            f"No losses: neither {STATE_FILE}, which Trainer writes into every checkpoint and at "
-            f"trainer.save_state(), nor {RESULT_FILE} was found."
+            f"No losses: {LOG_FILE}, which MetisCallback writes, {STATE_FILE}, which Trainer "
+            "writes into every checkpoint and at trainer.save_state(), and "
+            f"{RESULT_FILE} have none or are not there."
         )
     if not run.layers:
         run.notes.append(
@@ -151,12 +55,34 @@ def read_run(path: Path) -> Run:
     return run
 
 
+def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Read several runs, and leave out those that have no record.
+
+    Returns:
+        The runs; for each path that was left out, a sentence that says why.
+
+    Raises:
+        FileNotFoundError: none of them has a record.
+    """
+    runs, left_out = [], []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except FileNotFoundError as error:
+            if len(paths) == 1:
+                raise
+            left_out.append(f"{path} was left out: {error}.")
+    if not runs:
+        raise FileNotFoundError("none of the runs has a record. " + " ".join(left_out))
+    return runs, left_out
+
+
 def _nothing_found(run: Run) -> str:
-    looked = f"{STATE_FILE}, checkpoint-*/{STATE_FILE}, {RESULT_FILE}, {HEALTH_FILE}"
+    looked = f"{LOG_FILE}, {STATE_FILE}, checkpoint-*/{STATE_FILE}, {RESULT_FILE}, {HEALTH_FILE}"
     message = f"{run.path} has no record of a run; looked for {looked}"
     if run.notes:
         message += f". {' '.join(run.notes)}"
-    names = (HEALTH_FILE, STATE_FILE, RESULT_FILE)
+    names = (HEALTH_FILE, LOG_FILE, STATE_FILE, RESULT_FILE)
     inside = sorted({file.parent.name for name in names for file in run.path.glob(f"*/{name}")})
     if inside:
         message += f". It holds the runs {', '.join(inside)}: give one of them, or several"
@@ -165,10 +91,10 @@ def _nothing_found(run: Run) -> str:
 
 def _load_json(run: Run, file: Path) -> dict[str, Any] | None:
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_bytes().decode())
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
         run.notes.append(f"{file.name} is half-written or no JSON object: it was left out.")
@@ -176,15 +102,71 @@ def _load_json(run: Run, file: Path) -> dict[str, Any] | None:
     return data
 
 
+def _part(run: Run, file: Path, data: dict[str, Any], name: str, kind: type) -> Any:
+    """Return a field of a JSON file; an empty one of its kind where it is missing or malformed."""
+    value = data.get(name)
+    if isinstance(value, kind) and not (kind is str and value and not checks.is_text(value)):
+        return value
+    if value is not None:
+        kinds = {dict: "no object", list: "no list", str: "no text"}
+        run.notes.append(f"{file.name}: {name} is {kinds[kind]}: it was left out.")
+    return kind()
+
+
+def _count(run: Run, file: Path, data: dict[str, Any], name: str) -> int | None:
+    """Return a field that counts something; None where it is missing, zero or malformed."""
+    value = data.get(name)
+    if value is not None and not (isinstance(value, int) and 0 <= value <= 2**63):
+        run.notes.append(f"{file.name}: {name} is no count: it was left out.")
+        return None
+    return value or None
+
+
+def _note_faults(run: Run, file: Path, faults: dict[str, str]) -> None:
+    """Name what was left out of a file: place -> what is wrong there."""
+    if faults:
+        shown = [f"{place} ({fault})" for place, fault in list(faults.items())[:_SHOWN_FAULTS]]
+        more = len(faults) - len(shown)
+        rest = f" and {more} more" if more else ""
+        run.notes.append(f"{file.name}: left out {', '.join(shown)}{rest}.")
+
+
+def _take_log(run: Run, file: Path, log: list[Any], place: str = "entry") -> None:
+    """Add the well-formed entries of a log to the run's history, evaluations and time."""
+    faults: dict[str, str] = {}
+    for index, raw in enumerate(log, start=1):
+        try:
+            entry = checks.log_entry(raw)
+            if _END in entry:
+                run.runtime = checks.number(entry[_END], _END)
+        except checks.Malformed as error:
+            faults[f"{place} {index}"] = str(error)
+            continue
+        if "loss" in entry:
+            run.history.append(entry)
+        if "eval_loss" in entry:
+            run.evaluations.append(entry)
+    _note_faults(run, file, faults)
+
+
 def _read_result(run: Run) -> bool:
     """The `result.json` of an experiment's run."""
-    result = _load_json(run, run.path / RESULT_FILE)
+    file = run.path / RESULT_FILE
+    result = _load_json(run, file)
     if result is None:
         return False
-    run.config = result.get("config") or {}
-    run.summary = result.get("summary") or ""
-    run.history = [entry for entry in result.get("history") or [] if "loss" in entry]
+    run.config = _part(run, file, result, "config", dict)
+    run.summary = _part(run, file, result, "summary", str)
+    _take_log(run, file, _part(run, file, result, "history", list))
     return True
+
+
+def _read_log(run: Run) -> bool:
+    """Trainer's log as MetisCallback has written it down, which no checkpoint has to save."""
+    file = run.path / LOG_FILE
+    records = _read_lines(run, file)
+    _take_log(run, file, list(records.values()))
+    return file.is_file()
 
 
 def _read_state(run: Run) -> bool:
@@ -193,48 +175,64 @@ def _read_state(run: Run) -> bool:
     checkpoint = last_checkpoint(run.path)
     if checkpoint is not None:
         files.append(Path(checkpoint) / STATE_FILE)
-    states = [state for file in files if (state := _load_json(run, file)) is not None]
+    states = [(file, state) for file in files if (state := _load_json(run, file)) is not None]
     if not states:
         return False
-    state = max(states, key=lambda state: state.get("global_step") or 0)
-    log = state.get("log_history") or []
-    run.history += [entry for entry in log if "loss" in entry]
-    run.evaluations += [entry for entry in log if "eval_loss" in entry]
-    run.max_steps = state.get("max_steps") or run.max_steps
-    run.tokens = state.get("num_input_tokens_seen") or run.tokens
-    ends = [entry[_END] for entry in log if _END in entry]
-    run.runtime = ends[-1] if ends else None
-    for saved in (state.get("stateful_callbacks") or {}).values():
-        attributes = (saved[0] if isinstance(saved, list) else saved).get("attributes") or {}
-        if "trained_config" in attributes and not run.config:
-            run.config = attributes["trained_config"] or {}
+    file, state = max(states, key=lambda found: _count(run, *found, "global_step") or 0)
+    _take_log(run, file, _part(run, file, state, "log_history", list))
+    run.max_steps = _count(run, file, state, "max_steps") or run.max_steps
+    run.tokens = _count(run, file, state, "num_input_tokens_seen") or run.tokens
+    callbacks = _part(run, file, state, "stateful_callbacks", dict)
+    for name in callbacks:
+        one = callbacks[name][:1] if isinstance(callbacks[name], list) else [callbacks[name]]
+        attributes = one[0].get("attributes") if one and isinstance(one[0], dict) else None
+        if isinstance(attributes, dict) and not run.config:
+            run.config = _part(run, file, attributes, "trained_config", dict)
     return True
+
+
+def _read_lines(run: Run, file: Path) -> dict[int, dict[str, Any]]:
+    """Return the records of a file by line, and note which lines are none."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        run.notes.append(f"{file.name} cannot be read ({error.strerror}): it was left out.")
+        return {}
+    records, faults = parse_records(data)
+    last = max([*records, *faults], default=0)
+    if last in faults and not data.endswith(b"\n"):
+        del faults[last]
+        run.notes.append(
+            f"{file.name}: line {last} is half-written, as a killed run leaves it: left out."
+        )
+    _note_faults(run, file, {f"line {number}": fault for number, fault in faults.items()})
+    return records
 
 
 def _read_health(run: Run) -> bool:
     """`metis_health.jsonl`; with several processes' files, the first that has a step counts."""
     files = sorted(run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl"))
     for file in files:
-        text = file.read_text()
-        records, broken = parse_records(text)
-        if broken:
-            lines = ", ".join(map(str, broken))
-            torn = broken == [len(text.splitlines())]
-            reason = ", as a killed run leaves it" if torn else ""
-            run.notes.append(f"{file.name}: line {lines} is half-written{reason}: left out.")
-        own: dict[str, dict[int, Any]] = {}
-        for record in records:  # a step that was written twice counts as it was written last
-            for part in ("layers", "noise", "refresh", "switch"):
-                if part in record:
-                    own.setdefault(part, {})[int(record["step"])] = record[part]
+        own: dict[str, dict[int, Any]] = {part: {} for part in checks.PARTS}
+        faults: dict[str, str] = {}
+        # A step that was written twice counts as it was written last.
+        for number, record in _read_lines(run, file).items():
+            for part in own.keys() & record.keys():
+                try:
+                    own[part][record["step"]] = checks.PARTS[part](record[part])
+                except checks.Malformed as error:
+                    faults[f"{part} in line {number}"] = str(error)
+        _note_faults(run, file, faults)
         noise = {
             step: {layer: GradientNoise(*norms) for layer, norms in layers.items()}
-            for step, layers in own.get("noise", {}).items()
+            for step, layers in own["noise"].items()
         }
-        run.layers = own.get("layers", {}) | run.layers
+        run.layers = own["layers"] | run.layers
         run.noise = noise | run.noise
-        run.refreshes = own.get("refresh", {}) | run.refreshes
-        run.switches = own.get("switch", {}) | run.switches
+        run.refreshes = own["refresh"] | run.refreshes
+        run.switches = own["switch"] | run.switches
     run.layers, run.noise = dict(sorted(run.layers.items())), dict(sorted(run.noise.items()))
     run.refreshes = dict(sorted(run.refreshes.items()))
     _drop_repeated_switches(run)
@@ -253,13 +251,18 @@ def _drop_repeated_switches(run: Run) -> None:
 
 def _read_description(run: Run) -> None:
     """`metis_run.json`, for what the other files do not say."""
-    description = _load_json(run, run.path / RUN_FILE) or {}
-    run.config = run.config or description.get("config") or {}
-    run.summary = run.summary or description.get("summary") or ""
-    run.environment = run.environment or description.get("environment") or {}
-    run.model = description.get("model") or ""
-    run.max_steps = run.max_steps or description.get("max_steps")
-    batch, length = description.get("sequences_per_step"), _sequence_length(run)
+    file = run.path / RUN_FILE
+    description = _load_json(run, file) or {}
+    run.config = run.config or _part(run, file, description, "config", dict)
+    run.summary = run.summary or _part(run, file, description, "summary", str)
+    run.environment = run.environment or _part(run, file, description, "environment", dict)
+    if run.environment:
+        versions = _part(run, file, run.environment, "versions", dict)
+        run.environment = {**run.environment, "versions": versions}
+    run.model = _part(run, file, description, "model", str)
+    run.max_steps = run.max_steps or _count(run, file, description, "max_steps")
+    batch = _count(run, file, description, "sequences_per_step")
+    length = _sequence_length(run)
     if run.tokens is None and batch and length:
         run.tokens = batch * length * run.last_step
 
@@ -267,39 +270,16 @@ def _read_description(run: Run) -> None:
 def _sequence_length(run: Run) -> int | None:
     """Tokens of a sequence, as the settings of the experiment that the run belongs to have it."""
     for folder in run.path.resolve().parents[:2]:
-        settings = _load_json(run, folder / SETTINGS_FILE)
+        file = folder / SETTINGS_FILE
+        settings = _load_json(run, file)
         if settings is not None:
-            return settings.get("sequence_length")
+            return _count(run, file, settings, "sequence_length")
     return None
 
 
 def _one_entry_a_step(run: Run) -> None:
     """An interrupted and resumed run may have logged a step twice: the later entry counts."""
-    by_step = {int(entry["step"]): entry for entry in run.history}
+    by_step = {entry["step"]: entry for entry in run.history}
     run.history = [by_step[step] for step in sorted(by_step)]
-    by_step = {int(entry["step"]): entry for entry in run.evaluations}
+    by_step = {entry["step"]: entry for entry in run.evaluations}
     run.evaluations = [by_step[step] for step in sorted(by_step)]
-
-
-def events(run: Run) -> list[tuple[int, str, str]]:
-    """(step, what, details) of everything out of the ordinary, by step."""
-    found: list[tuple[int, str, str]] = []
-    for entry in run.history:
-        for name in ("loss", "grad_norm"):
-            value = entry.get(name)
-            if value is not None and not math.isfinite(value):
-                found.append((int(entry["step"]), "not finite", f"{name} is {value}"))
-    for step, layers in run.layers.items():
-        bad = nonfinite_layers(layers)
-        if bad:
-            shown = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
-            found.append((step, "not finite", f"NaN or inf in {shown} (likely origin first)"))
-    for step, layers in run.refreshes.items():
-        found.append((step, "refresh", f"{len(layers)} weights decomposed anew"))
-    for step, switch in run.switches.items():
-        passes = switch.get("high_precision") or []
-        how = (
-            f"high precision in the {' and '.join(passes)} pass" if passes else "all passes in FP4"
-        )
-        found.append((step, "switch", f"scheme {switch.get('scheme')}, {how}"))
-    return sorted(found)

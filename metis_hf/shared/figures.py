@@ -64,3 +64,9 @@ def spread(places: Sequence[float], distance: float) -> list[float]:
     for below, above in itertools.pairwise(order):
         moved[above] = max(moved[above], moved[below] + distance)
     return moved
+
+
+def plain_text(text: str) -> str:
+    """Return a text that matplotlib draws as it is: no formula, no legend entry that is hidden."""
+    shown = "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown

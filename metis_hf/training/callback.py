@@ -4,7 +4,8 @@ At the start it checks that the optimizer owns the model's split weights. Every 
 steps it decomposes the weights anew; after each step it does what schemes with a state need; every
 `health_interval` steps it measures spectral health and quantization noise and puts the means into
 Trainer's own logs (a summary on the console) and the figures of each layer into
-`metis_health.jsonl`, from which `metis-hf report` makes a page.
+`metis_health.jsonl`. Trainer's log entries go to `metis_log.jsonl`, whatever is saved: from these
+files `metis-hf report` makes a page.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from metis_hf.monitoring.health import (
 )
 from metis_hf.monitoring.run_record import (
     HEALTH_FILE,
+    append_log,
     append_record,
     describe_run,
     drop_after,
@@ -195,9 +197,14 @@ class MetisCallback(ResumeGuard):
     def on_log(
         self, args, state, control, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Adds what was measured to the log entry of the running step."""
-        if not logs or "loss" not in logs:
-            return
+        """Adds what was measured to the log entry of the running step, and records the entry."""
+        if logs and "loss" in logs:
+            self._complete(state, logs)
+        if logs and state.log_history and self.health_interval and state.is_world_process_zero:
+            append_log(_directory(args), state.log_history[-1])
+
+    def _complete(self, state: TrainerState, logs: dict[str, float]) -> None:
+        """Add what was measured to a log entry; after a loss of NaN, ask for a measurement."""
         if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._alarm = True
             logger.warning(

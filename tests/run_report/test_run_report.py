@@ -29,12 +29,13 @@ from metis_hf import (
     scheme_names,
 )
 from metis_hf.monitoring.gradient_noise import find_crossing, noise_ratios
-from metis_hf.run_report import cli, figures
+from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE
+from metis_hf.run_report import cli, figures, heatmaps
 from metis_hf.run_report import page as report_page
 from metis_hf.run_report.heatmaps import PANELS, grid, order_layers, short_names
 from metis_hf.run_report.page import run_page, write_report
-from metis_hf.run_report.read import events, read_run
-from metis_hf.training.callback import HEALTH_FILE
+from metis_hf.run_report.read import read_run
+from metis_hf.run_report.run import events
 
 STEPS = 12
 MEASURED = [1, 3, 6, 9, 12]
@@ -236,13 +237,30 @@ class TestRead:
         assert note in html.unescape(run_page(run).render())
 
     def test_half_written_state_falls_back_to_the_one_before(self, copy):
+        (copy / LOG_FILE).unlink()
         (copy / "trainer_state.json").write_text('{"log_history": [')
         (copy / "checkpoint-12" / "trainer_state.json").write_text("")
         run = read_run(copy)
         assert [e["step"] for e in run.history] == list(range(1, 7))
         assert ["trainer_state.json is half-written" in note for note in run.notes] == [True]
 
+    def test_losses_need_no_checkpoint(self, trained, copy):
+        """As with save_strategy="no": the callback's own log has every entry of Trainer's."""
+        for checkpoint in copy.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        run = read_run(copy)
+        logged = trained[1].state.log_history
+        assert run.history == [e for e in logged if "loss" in e][:STEPS]
+        assert run.evaluations == [e for e in logged if "eval_loss" in e]
+        assert run.runtime == logged[-1]["train_runtime"]
+        assert run.notes == []
+
+    def test_log_goes_further_than_the_checkpoint(self, trained, copy):
+        shutil.rmtree(copy / "checkpoint-12")
+        assert read_run(copy).history == read_run(trained[0]).history
+
     def test_state_of_the_directory_is_preferred_where_it_went_further(self, trained, copy):
+        (copy / LOG_FILE).unlink()
         trained[1].state.save_to_json(str(copy / "trainer_state.json"))
         shutil.rmtree(copy / "checkpoint-12")
         run = read_run(copy)
@@ -250,6 +268,7 @@ class TestRead:
         assert run.seconds_per_step > 0  # the end of training is in this state alone
 
     def test_health_alone(self, copy, no_heatmaps):
+        (copy / LOG_FILE).unlink()
         for checkpoint in copy.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
         run = read_run(copy)
@@ -257,6 +276,7 @@ class TestRead:
         assert any("No losses" in note for note in run.notes)
         assert "No losses were recorded" in run_page(run).render()
         assert run.config["scheme"] == "metis"
+        assert any(f"No losses: {LOG_FILE}, which MetisCallback writes" in n for n in run.notes)
 
     def test_losses_alone(self, copy):
         (copy / HEALTH_FILE).unlink()
@@ -384,6 +404,22 @@ class TestCommand:
         view = in_browser(out, tmp_path, sort_by("run"))
         assert view.result("up") == "bf16|metis"
 
+    def test_a_run_without_record_is_left_out(self, app, copy, tmp_path):
+        """The others are compared, and the page names it; refused only if none is left."""
+        empty, missing = tmp_path / "empty", tmp_path / "missing"
+        empty.mkdir()
+        out = tmp_path / "page.html"
+        arguments = ["report", str(empty), str(copy), str(missing), "--out", str(out)]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        text = html.unescape(out.read_text())
+        assert f"{empty} was left out: {empty} has no record of a run; looked for" in text
+        assert f"{missing} was left out: {missing} is no directory" in text
+        assert ">metis<" in text
+        with pytest.raises(FileNotFoundError, match="none of the runs has a record"):
+            write_report([empty, missing])
+        assert write_report([empty, copy]) == copy / "report.html"
+
     def test_two_runs_of_a_scheme_have_two_names(self, trained, copy, tmp_path):
         text = write_report([trained[0], copy], tmp_path / "x.html").read_text()
         assert f"metis ({trained[0]})" in text
@@ -398,8 +434,8 @@ class TestErrors:
     def test_no_record_names_what_was_looked_for(self, tmp_path):
         with pytest.raises(
             FileNotFoundError,
-            match=r"no record of a run; looked for trainer_state\.json, checkpoint-\*/"
-            r"trainer_state\.json, result\.json, metis_health\.jsonl$",
+            match=r"no record of a run; looked for metis_log\.jsonl, trainer_state\.json, "
+            r"checkpoint-\*/trainer_state\.json, result\.json, metis_health\.jsonl$",
         ):
             read_run(tmp_path)
 
@@ -414,6 +450,42 @@ class TestErrors:
         (tmp_path / "result.json").write_text('{"history": [')
         with pytest.raises(FileNotFoundError, match=r"result\.json is half-written"):
             read_run(tmp_path)
+
+
+class TestScale:
+    """Every figure of health says what is good and what is bad."""
+
+    def test_every_caption_names_both(self, page):
+        captions = re.findall(r"<figcaption>(.*?)</figcaption>", page.read_text(), re.DOTALL)
+        assert len(captions) >= 8
+        for caption in captions:
+            assert re.search(r"\bGood\b.*\b[Bb]ad\b", caption, re.DOTALL), caption
+
+    def test_references_are_on_the_scale_of_colours(self, trained, monkeypatch):
+        """Also where every measured value lies to one side of them."""
+        for module in (figures, heatmaps):
+            monkeypatch.setattr(module, "as_png", lambda figure: figure)
+        run = read_run(trained[0])
+        panels = {panel.stat: panel for panel in PANELS}
+        for stat in ("sqnr_db", "orthogonality", "narrowing"):
+            figure = heatmaps.heatmap(run, panels[stat])
+            bars = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
+            assert bars
+            for bar in bars:
+                low, high = bar.get_ylim()
+                for value, _ in panels[stat].marks:
+                    assert low <= value <= high
+                    assert any(set(line.get_ydata()) == {value} for line in bar.lines)
+
+    def test_cells_are_shaded_on_one_scale(self, trained):
+        """None from 20.4 dB up, all of it from 10 dB down, whatever the other layers have."""
+        run = read_run(trained[0])
+        last = run.layers[max(run.layers)]
+        for value, name in zip((25.0, 20.4, 15.2, 9.0), last):
+            last[name]["weight"]["sqnr_db"] = value
+        rows = dict((row[0].text, row) for _, row in report_page._layer_rows(run, max(run.layers)))
+        shades = [rows[name][1].shade for name in list(last)[:4]]
+        assert shades == [0, 0, pytest.approx(0.5), 1]
 
 
 def test_ratio_of_the_record(trained):

@@ -112,5 +112,6 @@ class Page:
     def save(self, path: Path) -> None:
         """Writes the page, whole or not at all."""
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(self.render(), encoding="utf-8")
+        # What UTF-8 cannot hold, half a surrogate pair out of a broken record, becomes "?".
+        temporary.write_text(self.render(), encoding="utf-8", errors="replace")
         temporary.replace(path)

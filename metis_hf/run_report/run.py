@@ -1,0 +1,133 @@
+"""One training run as its records tell it: what `read` fills in and the pages show."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
+from metis_hf.monitoring.health import nonfinite_layers
+
+LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
+
+
+@dataclass
+class Run:
+    """One run as its files tell it.
+
+    Attributes:
+        path: its directory.
+        name: what a picture calls it: the scheme, or the directory where no config was found.
+        config: its MetisConfig as a dict; empty where none was found.
+        summary: the conversion report.
+        environment: versions and device.
+        model: class of the model.
+        history: one log entry with a loss for each logged step, ascending.
+        evaluations: log entries with an `eval_loss`.
+        layers: measured step -> statistics of each layer.
+        noise: measured step -> layer -> norms of the weight gradient and of the noise in it.
+        refreshes: step -> layer -> "before" and "after" -> statistic -> value.
+        switches: step -> what the precision was switched to.
+        max_steps: that the run was to make; None where unknown.
+        tokens: seen in training; None where unknown.
+        runtime: seconds; None where unknown.
+        notes: what was wrong with the files.
+    """
+
+    path: Path
+    name: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    layers: dict[int, LayerStats] = field(default_factory=dict)
+    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)
+    refreshes: dict[int, LayerStats] = field(default_factory=dict)
+    switches: dict[int, dict[str, Any]] = field(default_factory=dict)
+    max_steps: int | None = None
+    tokens: int | None = None
+    runtime: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of which anything is known."""
+        logged = [int(entry["step"]) for entry in self.history]
+        return max([*logged, *self.layers, *self.refreshes], default=0)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any tensor was measured on its way through a quantizer."""
+        return any(
+            "sqnr_db" in stats
+            for layers in self.layers.values()
+            for tensors in layers.values()
+            for stats in tensors.values()
+        )
+
+    @property
+    def fp4_share(self) -> float | None:
+        """Share of the GEMM FLOPs in converted layers, 0 to 1; 0 where none is quantized."""
+        if self.layers and not self.quantized:
+            return 0.0
+        found = re.search(r"(\d+(?:\.\d+)?)% of GEMM FLOPs", self.summary)
+        return float(found[1]) / 100 if found else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median over steps that were not measured, else the mean of the whole run."""
+        timed = [entry for entry in self.history if "step_seconds" in entry]
+        normal = [e["step_seconds"] for e in timed if "metis/nonfinite_tensors" not in e]
+        if timed:
+            return statistics.median(normal or [e["step_seconds"] for e in timed])
+        return self.runtime / self.last_step if self.runtime and self.last_step else None
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of one figure of the log, where it was logged."""
+        entries = [entry for entry in self.history if entry.get(name) is not None]
+        return [int(e["step"]) for e in entries], [float(e[name]) for e in entries]
+
+    def noise_series(self) -> dict[str, tuple[list[int], list[float]]]:
+        """(steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""
+        found: dict[str, tuple[list[int], list[float]]] = {"all": ([], [])}
+        order = {
+            name: place for layers in self.layers.values() for place, name in enumerate(layers)
+        }
+        for step, per_layer in self.noise.items():
+            by_place = sorted(per_layer, key=lambda name: order.get(name, 0))
+            for key, value in noise_ratios({name: per_layer[name] for name in by_place}).items():
+                group = key.removeprefix("noise/").removesuffix("ratio").removesuffix("/")
+                steps, values = found.setdefault(group or "all", ([], []))
+                steps.append(step)
+                values.append(value)
+        return found if found["all"][0] else {}
+
+
+def events(run: Run) -> list[tuple[int, str, str]]:
+    """(step, what, details) of everything out of the ordinary, by step."""
+    found: list[tuple[int, str, str]] = []
+    for entry in run.history:
+        for name in ("loss", "grad_norm"):
+            value = entry.get(name)
+            if value is not None and not math.isfinite(value):
+                found.append((int(entry["step"]), "not finite", f"{name} is {value}"))
+    for step, layers in run.layers.items():
+        bad = nonfinite_layers(layers)
+        if bad:
+            shown = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
+            found.append((step, "not finite", f"NaN or inf in {shown} (likely origin first)"))
+    for step, layers in run.refreshes.items():
+        found.append((step, "refresh", f"{len(layers)} weights decomposed anew"))
+    for step, switch in run.switches.items():
+        passes = switch.get("high_precision") or []
+        how = (
+            f"high precision in the {' and '.join(passes)} pass" if passes else "all passes in FP4"
+        )
+        found.append((step, "switch", f"scheme {switch.get('scheme')}, {how}"))
+    return sorted(found)
