@@ -1,0 +1,58 @@
+"""The project's own files agree: versions, changelog, citation, workflow, the map of rooms."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from paths import ROOT
+
+import metis_hf
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PAPER = "2509.00404"
+
+
+def test_one_version():
+    assert re.search(r'^version = "(.*)"$', PYPROJECT, re.MULTILINE)[1] == metis_hf.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == metis_hf.__version__
+    assert PAPER in citation["references"][0]["url"]
+
+
+def test_changelog_has_the_version_and_a_place_for_what_comes():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", text, re.MULTILINE)
+    assert versions[:2] == ["Unreleased", metis_hf.__version__]
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_workflow_runs_the_script_on_every_python():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = workflow["jobs"]["run"]
+    assert job["steps"][-1]["run"] == ".ci/run"
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
+    least = re.search(r'requires-python = ">=(.*)"', PYPROJECT)[1]
+    assert job["strategy"]["matrix"]["python"] == [least, "3.11", "3.12", "3.13"]
+
+
+def test_hooks_run_what_lint_runs():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    entries = [
+        hook["entry"] for repo in config["repos"] for hook in repo["hooks"] if "entry" in hook
+    ]
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    tools = [line.split()[:2] for line in lint.replace("$(BIN)", ".venv/bin").splitlines()]
+    for tool in tools:
+        assert any(entry.split()[:2] == tool for entry in entries), tool
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md"])
+def test_every_room_is_on_the_map(page):
+    text = (ROOT / page).read_text()
+    package = ROOT / "metis_hf"
+    rooms = {f"`{path.parent.name}/`" for path in package.glob("*/__init__.py")}
+    rooms |= {f"`{path.name}`" for path in package.glob("*.py") if path.name != "__init__.py"}
+    assert sorted(room for room in rooms if room not in text) == []
