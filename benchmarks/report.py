@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and README.md from results/*.json.
+"""Writes the tables of docs/performance.md and benchmarks/README.md from results/*.json.
 
     python benchmarks/report.py
 
@@ -22,7 +22,7 @@ import step
 from timing import RESULTS, Row, short, table
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "docs" / "performance.md", ROOT / "README.md"]
+PAGES = [ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "README.md"]
 QUANTIZED_SHAPE = [4096, 1024]
 LAYER_SHAPE = [8192, 1024, 1024]
 GPT2, GPT2_BATCH = "GPT-2 130M", [4, 512]

@@ -1,4 +1,4 @@
-"""Pages of docs/ and benchmarks/: their examples run, their tables are the committed results."""
+"""Pages: their examples run, their tables are the committed results, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from paths import ROOT
 
-from metis_hf import MetisConfig
+from metis_hf import MetisConfig, scheme_names
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+OTHER_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+OTHER_PAGES += [ROOT / name for name in ("recipes/README.md", "benchmarks/README.md")]
 DOCTESTED = ["metis_hf.numerics.formats", "metis_hf.numerics.storage"]
 
 
@@ -49,16 +52,36 @@ def test_docstring_examples_run(name):
     assert found.failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and the site give the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_somewhere(page):
-    text = page.read_text()
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("http"):
-            assert (page.parent / target.split("#")[0]).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_every_page_is_linked_from_the_first():
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    missing = [page.name for page in PAGES if f"docs/{page.name}" not in text]
+    assert missing == ["index.md"]
+
+
+def test_scheme_table_is_the_registry():
+    text = (ROOT / "docs/schemes.md").read_text()
+    table = text[: text.index("## ")]
+    rows = re.findall(r"^\| \[?`([\w-]+)`", table, re.MULTILINE)
+    assert sorted(rows) == sorted(scheme_names())
 
 
 def test_numerics_pages_are_written_from_the_record(report):

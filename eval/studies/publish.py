@@ -3,8 +3,9 @@
     make demo && python eval/studies/publish.py demo [--run runs/demo]
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
 
-README.md shows the demo between `<!-- demo table -->` and `<!-- end -->`. The comparison of the
-name N goes between `<!-- compare N -->` and `<!-- end -->` of each page that has these markers.
+The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
+in docs/ that has these markers, the comparison named N between `<!-- compare N -->` and
+`<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
-PAGES = ("README.md", "docs/method.md")
 DEMO_FILES = ("table.md", "loss.png", "spectra.png")
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
 CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
+
+
+def pages() -> list[Path]:
+    """Return the files that may show a table: README.md and the pages in docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def page_with(marker: str, table: str, page: str) -> str | None:
@@ -40,9 +45,8 @@ def publish_demo(run: Path) -> None:
         result["history"] = [{k: e[k] for k in CURVE_KEYS if k in e} for e in result["history"]]
     (target / "results.json").write_text(json.dumps(record) + "\n")
     if not _into_pages("demo table", target):
-        raise ValueError(
-            f"no page has '<!-- demo table -->' ... '<!-- end -->': {', '.join(PAGES)}"
-        )
+        names = ", ".join(str(page.relative_to(ROOT)) for page in pages())
+        raise ValueError(f"no page has '<!-- demo table -->' ... '<!-- end -->': {names}")
 
 
 def publish_compare(run: Path, name: str) -> None:
@@ -69,7 +73,7 @@ def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
 def _into_pages(marker: str, results: Path) -> list[Path]:
     """The pages that show the table."""
     table, shown = (results / "table.md").read_text(), []
-    for page in (ROOT / name for name in PAGES):
+    for page in pages():
         text = page_with(marker, table, page.read_text())
         if text is not None:
             page.write_text(text)
