@@ -4,13 +4,14 @@ BIN    := $(VENV)/bin
 # CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
 INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help:
 	@echo "make demo   train a small language model in FP4 four ways and print the table"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  measure speed and memory, and write docs/performance.md (a quarter of an hour)"
+	@echo "make docs   build the documentation site into build/site"
+	@echo "make bench  measure speed and memory, and write benchmarks/README.md (a quarter of an hour)"
 	@echo "make clean  remove .venv and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
@@ -32,6 +33,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A link that leads nowhere fails the build.
+$(VENV)/.docs: $(VENV)/.installed
+	$(INSTALL) -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Another library to compare with, apart as torchao is, and what it imports.
 $(VENV)/.peers: $(VENV)/.installed
