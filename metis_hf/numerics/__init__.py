@@ -17,11 +17,16 @@ from metis_hf.numerics.formats import (
     MXFP8_E5M2,
     NVFP4,
     NVINT4,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    SCALE_FP32,
     BlockFormat,
+    CodebookFormat,
     FloatFormat,
     IntFormat,
     ScaleFormat,
     get_format,
+    register_format,
 )
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.metrics import relative_error, sqnr_db
@@ -47,7 +52,11 @@ __all__ = [
     "MXFP8_E5M2",
     "NVFP4",
     "NVINT4",
+    "SCALE_E4M3",
+    "SCALE_E8M0",
+    "SCALE_FP32",
     "BlockFormat",
+    "CodebookFormat",
     "FloatFormat",
     "IntFormat",
     "QuantizedTensor",
@@ -61,6 +70,7 @@ __all__ = [
     "fake_quantize",
     "get_format",
     "quantize",
+    "register_format",
     "relative_error",
     "sqnr_db",
 ]

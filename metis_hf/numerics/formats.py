@@ -26,7 +26,7 @@ import difflib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ from torch import Tensor
 FLT_MAX = torch.finfo(torch.float32).max
 
 
-class ElementFormat(Protocol):
-    """What rounding has to know of a format: its spacing is constant inside a power of two.
+class SpacedFormat(Protocol):
+    """What rounding has to know of a format whose spacing is constant inside a power of two.
 
     The spacing at y is `2^-mantissa_bits` times the power of two at or below |y|, that power held
     within [min_normal, max_power].
@@ -169,6 +169,68 @@ class IntFormat:
         return ((codes.to(torch.int16) + half) % (2 * half) - half).float()
 
 
+@dataclass(frozen=True)
+class CodebookFormat:
+    """Any values at all: the code of a value is its place in the list.
+
+    Zero must be a value, since padding is zero. The largest magnitude is what a block's amax is
+    scaled to; it may have one sign only, and what lies beyond the other end becomes that end.
+
+    Args:
+        name: for people.
+        values: ascending, at most 256.
+
+    Raises:
+        ValueError: values that are not ascending, too many, or without zero.
+    """
+
+    name: str
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(float(value) for value in self.values))
+        ascending = all(a < b < math.inf for a, b in zip(self.values, self.values[1:]))
+        if not (ascending and 2 <= len(self.values) <= 256 and 0.0 in self.values):
+            raise ValueError(
+                f"codebook {self.name!r} has values {self.values}; give 2 to 256 finite numbers in "
+                "ascending order, 0 among them"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Return the stored bits of one value."""
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def max(self) -> float:
+        return max(-self.values[0], self.values[-1])
+
+    @property
+    def max_power(self) -> float:
+        """Return the largest power of two that is not above `max`."""
+        return 2.0 ** (math.frexp(self.max)[1] - 1)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Return the values >= 0, ascending."""
+        return tuple(value for value in self.values if value >= 0)
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return the values as fp32."""
+        return torch.tensor(self.values, dtype=torch.float32, device=device)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the places (uint8) of values of the codebook; those of NaN are arbitrary."""
+        places = torch.bucketize(values.contiguous(), self.table(values.device))
+        return places.clamp_(max=len(self.values) - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the fp32 values at places (uint8)."""
+        return self.table(codes.device)[codes.long()]
+
+
+ElementFormat: TypeAlias = SpacedFormat | CodebookFormat
+
 # OCP Microscaling Formats (MX) v1.0, section 5.3; OCP 8-bit Floating Point v1.0 for the 8-bit ones.
 E2M1 = FloatFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 E2M3 = FloatFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
@@ -262,6 +324,20 @@ FORMATS: dict[str, BlockFormat] = {
         NVINT4,
     )
 }
+
+
+def register_format(fmt: BlockFormat) -> BlockFormat:
+    """Make a format known by its name, to configs, to the command line and to `get_format`.
+
+    Returns:
+        The format.
+
+    Raises:
+        ValueError: another format has the name.
+    """
+    if FORMATS.setdefault(fmt.name, fmt) != fmt:
+        raise ValueError(f"a format named {fmt.name!r} exists already; choose another name")
+    return fmt
 
 
 def get_format(fmt: str | BlockFormat) -> BlockFormat:

@@ -1,7 +1,8 @@
 """Rounding fp32 values onto the grid of a small number format.
 
-Everything here is exact: the spacing `step` of the grid at |y| is a power of two, so adding and
+Where the spacing `step` of the grid at |y| is a power of two, everything is exact: adding and
 subtracting 1.5 * 2^23 * step lets the fp32 adder itself do round-to-nearest-even at that spacing.
+A codebook is searched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import enum
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.formats import ElementFormat, IntFormat
+from metis_hf.numerics.formats import CodebookFormat, ElementFormat, IntFormat, SpacedFormat
 
 _FP32_EXPONENT_MASK = 0x7F800000
 _FP32_MANTISSA_BITS = 23
@@ -29,15 +30,33 @@ def power_below(y: Tensor) -> Tensor:
     return y.view(torch.int32).bitwise_and(_FP32_EXPONENT_MASK).view(torch.float32)
 
 
-def _binade(y: Tensor, fmt: ElementFormat) -> Tensor:
+def _binade(y: Tensor, fmt: SpacedFormat) -> Tensor:
     """The power of two whose spacing the grid has at |y|."""
     return power_below(y).clamp_(fmt.min_normal, fmt.max_power)
 
 
-def _with_sign(magnitude: Tensor, y: Tensor, fmt: ElementFormat) -> Tensor:
+def _with_sign(magnitude: Tensor, y: Tensor, fmt: SpacedFormat) -> Tensor:
     """Gives `magnitude` (in place) the sign of y, zeros included where the format has -0."""
     signed = magnitude.copysign_(y)
     return signed.masked_fill_(signed == 0, 0.0) if isinstance(fmt, IntFormat) else signed
+
+
+def _neighbours(y: Tensor, fmt: CodebookFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the places of the values below and above y, and the way from below to y, 0 to 1.
+
+    Beyond either end of the codebook both places are that end. NaN has a way that is NaN.
+    """
+    table = fmt.table(y.device)
+    above = torch.bucketize(y, table).clamp_(max=len(table) - 1)
+    at_or_beyond = y >= table[above]
+    below = torch.where(at_or_beyond, above, (above - 1).clamp_(min=0))
+    distance = (table[above] - table[below]).clamp_(min=torch.finfo(torch.float32).tiny)
+    return below, above, (y - table[below]).clamp_(min=0).div_(distance).clamp_(max=1)
+
+
+def _at(places: Tensor, y: Tensor, fmt: CodebookFormat) -> Tensor:
+    """Return the values at `places`, NaN where y is NaN."""
+    return fmt.table(y.device)[places].masked_fill_(y.isnan(), torch.nan)
 
 
 def round_nearest(y: Tensor, fmt: ElementFormat) -> Tensor:
@@ -49,6 +68,10 @@ def round_nearest(y: Tensor, fmt: ElementFormat) -> Tensor:
     Returns:
         fp32 tensor of the same shape, values in the grid of `fmt`.
     """
+    if isinstance(fmt, CodebookFormat):
+        below, above, way = _neighbours(y, fmt)
+        up = (way > 0.5) | ((way == 0.5) & (above % 2 == 0))
+        return _at(torch.where(up, above, below), y, fmt)
     binade = _binade(y, fmt)
     # step = binade * 2^-mantissa_bits; the magic number is 1.5 * 2^23 * step.
     magic = 1.5 * 2.0 ** (_FP32_MANTISSA_BITS - fmt.mantissa_bits)
@@ -65,6 +88,9 @@ def round_stochastic(y: Tensor, fmt: ElementFormat, noise: Tensor) -> Tensor:
         y: fp32, contiguous, |y| <= fmt.max; NaN stays NaN.
         noise: fp32 uniform on [0, 1), the shape of `y`.
     """
+    if isinstance(fmt, CodebookFormat):
+        below, above, way = _neighbours(y, fmt)
+        return _at(torch.where(noise < way, above, below), y, fmt)
     step = _binade(y, fmt).mul_(2.0**-fmt.mantissa_bits)
     scaled = y.abs().div_(step)
     lower = scaled.floor()
