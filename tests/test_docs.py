@@ -8,7 +8,9 @@ import doctest
 import importlib
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -39,10 +41,24 @@ def report() -> ModuleType:
     return module
 
 
+FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```", re.DOTALL | re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page):
-    found = doctest.testfile(str(page), module_relative=False)
-    assert found.failed == 0
+def test_examples_run(page, tmp_path):
+    """Blocks whose first line is a comment with a file's name are that file."""
+    files = FILE.findall(page.read_text())
+    if not files:
+        assert doctest.testfile(str(page), module_relative=False).failed == 0
+        return
+    for text, name in files:
+        (tmp_path / name).write_text(text)
+    # What these examples register is not left to other tests.
+    done = subprocess.run(
+        [sys.executable, "-m", "doctest", str(page)], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", DOCTESTED)
