@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(compare)
+from metis_hf.commands.options import Imports, import_sources
 
 
 def compare(
@@ -59,12 +56,14 @@ def compare(
             "these times rather than those of the runs. All models are in memory at once.",
         ),
     ] = False,
+    imports: Imports = None,
 ) -> None:
-    """Train several schemes with the same seeds and data, and compare them with error bars.
+    """Train several schemes alike and compare them with error bars.
 
-    Interrupt it and run it again: finished runs are kept, others resume. More schemes or seeds can
-    be added to a directory later.
+    All are trained with the same seeds and data. Interrupt it and run it again: finished runs are
+    kept, others resume. More schemes or seeds can be added to a directory later.
     """
+    import_sources(imports)
     from rich.console import Console
 
     from metis_hf.experiments.compare.outputs import write_outputs
