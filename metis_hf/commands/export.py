@@ -33,11 +33,12 @@ def export(
     Prints what each choice costs, and how to load what was written.
     """
     import_sources(imports)
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     from metis_hf.export import export_checkpoint
-    from metis_hf.export.report import HEADER, report_rows
+    from metis_hf.export.report import HEADER, LOSS_HEADER, loss_rows, report_rows
 
     report = export_checkpoint(
         checkpoint,
@@ -56,11 +57,12 @@ def export(
         table.add_row(*cells)
     console.print(table)
     if report.held_out:
-        losses = Table(title="Held-out loss, nats per token")
-        for title in ("Model", "Loss", "Difference"):
-            losses.add_column(title, justify="left" if title == "Model" else "right")
-        for choice, loss in report.held_out.items():
-            losses.add_row(choice, f"{loss:.4f}", f"{loss - report.held_out['converted']:+.4f}")
+        losses = Table(box=SIMPLE)
+        for index, title in enumerate(LOSS_HEADER):
+            losses.add_column(title, justify="right" if index else "left")
+        for cells in loss_rows(report):
+            losses.add_row(*cells)
         console.print(losses)
-    summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4"
-    console.print(summary, soft_wrap=True)  # a path is never broken into lines
+    summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4. Load it:"
+    for lines in (summary, report.loading):  # a path is never broken into lines
+        console.print(lines, soft_wrap=True, markup=False, highlight=False)

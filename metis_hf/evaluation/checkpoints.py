@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,14 +119,24 @@ class Checkpoint:
         Raises:
             ValueError: it is no causal language model, or damaged.
         """
-        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         config = transformers.AutoConfig.from_pretrained(self.path)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
                 f"{self.path} is a {config.model_type} model, not a causal language model; "
                 "the tasks need one"
             )
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=kind)
+        options: dict[str, Any] = {}
+        wanted = config.dtype if kind == "auto" else kind
+        if self.scheme == COMPRESSED and wanted is not torch.bfloat16:
+            # Layers that are unpacked at the first forward pass would be in bfloat16 all the same.
+            unpack = transformers.CompressedTensorsConfig(dequantize=True)
+            options["quantization_config"] = unpack
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=kind, **options
+            )
         if precision == "dense" and any(metis_layers(model)):
             to_dense(model)
         model = model.to(device).eval()  # type: ignore[arg-type]
