@@ -137,8 +137,10 @@ def test_lm_eval_wrapper(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_compare_in_real_processes(folder):
+def test_compare_in_real_processes(folder, monkeypatch):
     """Two workers that have not seen the file, and a second start that is not told of it."""
+    few = stdlib_documents()[:200]
+    monkeypatch.setattr("metis_hf.data.corpus.stdlib_documents", lambda: few)
     (folder / "compare.yaml").write_text(yaml.safe_dump(COMPARISON))
     out, file = folder / "out", folder / "mine.py"
     command = ("compare", "--config", folder / "compare.yaml", "--out", out, "--jobs", 1)
