@@ -36,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": {*SPINE, *HELPERS, "conversion", "monitoring"},
     "run_report": {*SPINE, *HELPERS, "monitoring", "training", "experiments"},
     "experiments": {*SPINE, *HELPERS, *WINGS, "conversion", "monitoring"},
-    "cli": {"schemes", "export", "evaluation", "analysis", "run_report", "experiments"},
+    "commands": {*HELPERS, *WINGS, "schemes", "run_report", "experiments"},
+    "cli": {"commands"},
     "__init__": {"config", "schemes", "layers", "conversion", "training"},
 }
 

@@ -6,17 +6,21 @@ import hashlib
 import importlib.util
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import torch
 import transformers
 
 import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
-from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.schemes import scheme_info
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
 COMPRESSED = "compressed-tensors"
+DENSE = "dense"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -34,30 +41,46 @@ class Checkpoint:
         path: the directory with `config.json`.
         label: its name in a table.
         quantization: `quantization_config` of its `config.json`; empty for a dense model.
+        conversion: what a dense model is converted to once it is loaded; None leaves it dense.
     """
 
     path: Path
     label: str
     quantization: dict[str, Any]
+    conversion: MetisConfig | None = None
+
+    @property
+    def metis(self) -> dict[str, Any]:
+        """The fields of the MetisConfig that it is evaluated under; empty where there is none."""
+        if self.conversion is not None:
+            return self.conversion.to_dict()
+        method = self.quantization.get("quant_method")
+        return self.quantization if method == MetisConfig.quant_method else {}
+
+    @property
+    def schemes(self) -> list[str]:
+        """The names of its Metis schemes, that of most layers first."""
+        if not self.metis:
+            return []
+        others = set(self.metis.get("scheme_pattern", {}).values())
+        return [self.metis["scheme"], *sorted(others)]
 
     @property
     def scheme(self) -> str:
         """Metis's scheme, "dense" without quantization, else the name of the method."""
-        method = self.quantization.get("quant_method", "dense")
-        if method != "metis":
-            return method
-        patterns = set(self.quantization.get("scheme_pattern", {}).values())
-        return "+".join([self.quantization["scheme"], *sorted(patterns)])
+        return "+".join(self.schemes) or self.quantization.get("quant_method", DENSE)
 
     @property
     def quantized(self) -> bool:
         """Whether the trained scheme and dense evaluation can differ at all."""
-        return self.scheme not in ("dense", "bf16")
+        return self.scheme not in (DENSE, "bf16")
 
     def precisions(self, asked: str) -> tuple[str, ...]:
         """The evaluations that "scheme", "dense" or "both" ask for."""
         if not self.quantized:
             return ("dense",)
+        if self.conversion is not None:
+            return ("scheme",)
         if asked == "both":
             return ("scheme",) if self.scheme == COMPRESSED else ("scheme", "dense")
         return (asked,)
@@ -66,8 +89,11 @@ class Checkpoint:
         """Refuses what cannot be loaded, before anything is evaluated.
 
         Raises:
-            ValueError: a library is missing, or there are no dense weights.
+            ValueError: a library is missing, a scheme is not registered, or there are no dense
+                weights.
         """
+        for name in self.schemes:
+            scheme_info(name)
         if self.scheme != COMPRESSED:
             return
         if importlib.util.find_spec("compressed_tensors") is None:
@@ -93,17 +119,30 @@ class Checkpoint:
         Raises:
             ValueError: it is no causal language model, or damaged.
         """
-        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         config = transformers.AutoConfig.from_pretrained(self.path)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
                 f"{self.path} is a {config.model_type} model, not a causal language model; "
                 "the tasks need one"
             )
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=kind)
+        options: dict[str, Any] = {}
+        wanted = config.dtype if kind == "auto" else kind
+        if self.scheme == COMPRESSED and wanted is not torch.bfloat16:
+            # Layers that are unpacked at the first forward pass would be in bfloat16 all the same.
+            unpack = transformers.CompressedTensorsConfig(dequantize=True)
+            options["quantization_config"] = unpack
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=kind, **options
+            )
         if precision == "dense" and any(metis_layers(model)):
             to_dense(model)
-        return model.to(device).eval()  # type: ignore[arg-type]
+        model = model.to(device).eval()  # type: ignore[arg-type]
+        if precision == "scheme" and self.conversion is not None:
+            get_metis_model(model, self.conversion)
+        return model
 
     def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer, or another.
@@ -163,13 +202,52 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def open_checkpoints(paths: Sequence[Path]) -> list[Checkpoint]:
-    """Several checkpoints, with labels that tell them apart.
+def download(name: str) -> Path:
+    """Fetch a model from the hub, or from its cache on this machine.
+
+    Returns:
+        The directory with config, weights and tokenizer.
 
     Raises:
-        FileNotFoundError, ValueError: as `open_checkpoint`; or one is named twice.
+        FileNotFoundError: the hub has no model of that name, or cannot be reached.
     """
-    found = [open_checkpoint(path) for path in paths]
+
+    def fetch(*patterns: str) -> Path:
+        # Repositories keep the same weights in other formats in folders.
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(patterns), ignore_patterns=["*/*"]
+        )
+        return Path(found)
+
+    try:
+        place = fetch(*_HUB_FILES)
+        return place if any(place.glob("*.safetensors")) else fetch(*_HUB_FILES, WEIGHTS[1])
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"{name} is no directory, and the hub gives no model of that name ({reason}); name a "
+            "checkpoint (a directory with config.json), a run that holds one, or a model of the hub"
+        ) from error
+
+
+def open_model(name: str | Path) -> Checkpoint:
+    """Open a checkpoint of this machine, or a model of the hub by its name.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_checkpoint` and `download`.
+    """
+    if Path(name).is_dir() or not _HUB_NAME.fullmatch(str(name)):
+        return open_checkpoint(Path(name))
+    return replace(open_checkpoint(download(str(name))), label=str(name))
+
+
+def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
+    """Open several checkpoints, with labels that tell them apart.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`; or one is named twice.
+    """
+    found = [open_model(name) for name in names]
     times = Counter(checkpoint.path.resolve() for checkpoint in found)
     twice = [str(path) for path, count in times.items() if count > 1]
     if twice:
@@ -177,7 +255,10 @@ def open_checkpoints(paths: Sequence[Path]) -> list[Checkpoint]:
     more = 0
     while len({checkpoint.label for checkpoint in found}) < len(found):
         more += 1
-        found = [replace(one, label=_label(one.path, more)) for one in found]
+        found = [
+            replace(one, label=_label(one.path, more)) if Path(name).is_dir() else one
+            for one, name in zip(found, names)
+        ]
     return found
 
 

@@ -1,4 +1,4 @@
-"""`metis-hf eval`: trained checkpoints through lm-eval, side by side."""
+"""`metis-hf eval`: checkpoints and dense models through lm-eval, side by side."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from metis_hf.config import MetisConfig
 from metis_hf.evaluation import formats, store
-from metis_hf.evaluation.checkpoints import Checkpoint, open_checkpoints
+from metis_hf.evaluation.checkpoints import Checkpoint
+from metis_hf.evaluation.models import choose_models, own_schemes
 from metis_hf.evaluation.paper import PAPER_TASKS, published_rows
 from metis_hf.evaluation.plan import CPU_BATCH_SIZE, LOSS_TASK, Plan, make_plan, probe_batch_size
 from metis_hf.evaluation.results import EvalResult
 from metis_hf.evaluation.run import evaluate_model, held_out_loss
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
+from metis_hf.schemes import scheme_info
 from metis_hf.shared.progress import quiet
 from metis_hf.shared.records import environment
 
@@ -50,6 +53,9 @@ class Options:
         dtype: of the weights; "auto" as saved.
         tokenizer: directory of a tokenizer for all checkpoints, in place of their own.
         overwrite: evaluate again what has a finished result.
+        conversions: what every dense model is converted to, one evaluation each; with precision
+            "both" the dense model itself is evaluated too. Checkpoints that were trained under a
+            scheme stay as they are.
     """
 
     tasks: tuple[str, ...] = PAPER_TASKS
@@ -62,6 +68,7 @@ class Options:
     dtype: str = "auto"
     tokenizer: Path | None = None
     overwrite: bool = False
+    conversions: tuple[MetisConfig, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in (("precision", PRECISIONS), ("dtype", DTYPES)):
@@ -71,6 +78,9 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}; expected at least 1")
+        for conversion in self.conversions:
+            for scheme in (conversion.scheme, *conversion.scheme_pattern.values()):
+                scheme_info(scheme)
 
 
 @dataclass(frozen=True)
@@ -83,20 +93,29 @@ class Job:
     weights: str
 
     @property
+    def file_name(self) -> str:
+        """The beginning of its result file's name."""
+        converted = self.checkpoint.conversion is not None
+        return self.checkpoint.label + (f"-{self.checkpoint.scheme}" if converted else "")
+
+    @property
     def name(self) -> str:
         """For messages."""
-        return f"{self.checkpoint.label} ({self.precision})"
+        how = self.precision
+        if self.checkpoint.conversion is not None:
+            how = f"converted to {self.checkpoint.scheme}"
+        return f"{self.checkpoint.label} ({how})"
 
 
 def evaluate_checkpoints(
-    paths: Sequence[Path], options: Options, out: Path, console: Console
+    checkpoints: Sequence[Checkpoint], options: Options, out: Path, console: Console
 ) -> list[dict[str, Any]]:
     """Evaluates each checkpoint, or takes its finished result of the same data and settings.
 
     Everything that can be refused is refused before the first evaluation begins.
 
     Args:
-        paths: checkpoints or runs.
+        checkpoints: as `choose_models` gives them.
         options: how.
         out: result files go to `results/` in it.
         console: for one line an evaluation, and progress bars if it is a terminal.
@@ -108,7 +127,7 @@ def evaluate_checkpoints(
         FileNotFoundError, ValueError: a checkpoint, task data, text or result file cannot be used.
     """
     plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
-    jobs = _jobs(open_checkpoints(paths), options, plan, console)
+    jobs = _jobs(checkpoints, options, plan, console)
     batch_size = _batch_size(jobs, options)
     records = []
     for number, job in enumerate(jobs, start=1):
@@ -121,8 +140,10 @@ def evaluate_checkpoints(
             limit=options.limit,
             tasks=plan.tasks,
             data=plan.fingerprints,
+            conversion=job.checkpoint.conversion,
+            own_schemes=own_schemes(job.checkpoint),
         )
-        path = store.result_path(out, job.checkpoint.label, settings)
+        path = store.result_path(out, job.file_name, settings)
         done = None if options.overwrite else store.load_result(path, settings)
         progress = f"[{number}/{len(jobs)}] {job.name}"
         if done is not None:
@@ -139,7 +160,7 @@ def evaluate_checkpoints(
 
 
 def run_eval(
-    paths: Sequence[Path],
+    paths: Sequence[str | Path],
     options: Options,
     *,
     out: Path,
@@ -152,12 +173,13 @@ def run_eval(
     """Evaluates, prints the table and writes it.
 
     Args:
-        paths: checkpoints or runs.
+        paths: checkpoints, runs, or names of models of the hub.
         options: how they are evaluated.
         out: directory for result files and tables.
         formats_wanted: some of `FORMATS`; result files are always written.
         metrics: as `parse_metrics` takes them.
-        control: label of the row that differences are taken to.
+        control: the row that differences are taken to: its name, its checkpoint's label, or
+            another checkpoint, which gets a row.
         published: the paper's model whose rows are added.
         console: where the table is printed.
 
@@ -173,7 +195,10 @@ def run_eval(
         raise ValueError(f"metric for {', '.join(strange)}, which is not evaluated")
     if published is not None:
         published_rows(published)  # refuses an unknown model before the work, not after it
-    records = evaluate_checkpoints(paths, options, out, console)
+    checkpoints, control = choose_models(
+        paths, options.conversions, precision=options.precision, control=control
+    )
+    records = evaluate_checkpoints(checkpoints, options, out, console)
     comparison = compare(
         records, options.tasks, metrics=chosen, control=control, published=published
     )
@@ -195,7 +220,7 @@ def _jobs(
         if plan.text is not None:
             plan.text.check(tokenizer, options.limit)
         precisions = checkpoint.precisions(options.precision)
-        if options.precision == "both" and len(precisions) == 1:
+        if options.precision == "both" and len(precisions) == 1 and not options.conversions:
             _say(
                 console, f"{checkpoint.label}: {checkpoint.scheme}, one evaluation is all there is"
             )

@@ -20,6 +20,7 @@ from tqdm import tqdm
 import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
 from metis_hf.conversion.convert import metis_layers, to_dense
 from metis_hf.evaluation.checkpoints import open_checkpoint
+from metis_hf.schemes import import_schemes
 
 PRECISIONS = ("scheme", "dense")
 
@@ -36,7 +37,8 @@ class MetisLM(HFLM):
             dense weights that it represents.
         tokenizer: as for HFLM; by default the checkpoint's.
         softmax_dtype: as for HFLM.
-        kwargs: HFLM's other arguments.
+        kwargs: HFLM's other arguments, and `import`: a Python file or module that registers
+            schemes, or a list of some, as `import_schemes` takes them.
 
     Attributes:
         truncated: requests longer than the context, cut from the left.
@@ -44,7 +46,8 @@ class MetisLM(HFLM):
         nonfinite: per task, requests whose log-likelihood is NaN.
 
     Raises:
-        ValueError: no such precision, or a checkpoint that cannot be evaluated.
+        ValueError: no such precision, a checkpoint that cannot be evaluated, or a source of
+            schemes that cannot be imported.
     """
 
     def __init__(
@@ -57,6 +60,9 @@ class MetisLM(HFLM):
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}; expected one of {', '.join(PRECISIONS)}")
+        sources = kwargs.pop("import", None) or []  # no parameter can have this name
+        for source in [sources] if isinstance(sources, str) else sources:
+            import_schemes(source)
         if isinstance(pretrained, str) and Path(pretrained).is_dir():
             checkpoint = open_checkpoint(Path(pretrained))
             checkpoint.check(precision)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from metis_hf.config import MetisConfig
 from metis_hf.shared.records import read_json, write_json
 
 FOLDER = "results"
@@ -29,6 +30,8 @@ def settings_of(
     limit: int | None,
     tasks: list[str],
     data: dict[str, str | None],
+    conversion: MetisConfig | None = None,
+    own_schemes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the numbers of an evaluation.
 
@@ -41,8 +44,16 @@ def settings_of(
         limit: documents of each task, or None for all.
         tasks: their names.
         data: file name or task -> SHA-256 of the local data; None for data that lm-eval fetches.
+        conversion: what a dense checkpoint was converted to, if it was.
+        own_schemes: name -> SHA-256 of the source of schemes from outside this package.
     """
+    optional: dict[str, Any] = {}  # where they say nothing, digests are those without them
+    if conversion is not None:
+        optional["conversion"] = conversion.to_dict()
+    if own_schemes:
+        optional["scheme_sha256"] = own_schemes
     return {
+        **optional,
         "weights_sha256": weights,
         "tokenizer_sha256": tokenizer,
         "precision": precision,

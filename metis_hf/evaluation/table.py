@@ -15,7 +15,7 @@ import numpy as np
 from metis_hf.evaluation import paper
 from metis_hf.evaluation.results import headline, metrics_of
 
-CONTROL_SCHEME = "bf16"
+BASES = ("bf16", "dense")  # schemes without quantization; differences are taken to the first
 LOSS, AVERAGE = "Loss", "Avg"
 
 
@@ -137,8 +137,8 @@ def compare(
         records: as `store.load_result` gives them, of the same tasks.
         tasks: in the order of the columns.
         metrics: as `parse_metrics` gives them.
-        control: label of the row that differences are taken to; by default the first trained in
-            bf16, if there is one.
+        control: label or name of the row that differences are taken to; by default the first
+            trained in bf16, else the first dense model, if there is one.
         published: the paper's model whose rows are added, e.g. "gpt2-130m".
 
     Raises:
@@ -225,17 +225,20 @@ def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, s
     mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
     if mean is not None:
         scores[AVERAGE] = mean
-    name = ours["label"] if ours["scheme"] in ours["label"] else f"{ours['label']} {ours['scheme']}"
-    if ours["precision"] == "dense" and ours["scheme"] not in ("dense", CONTROL_SCHEME):
-        name += ", dense"
     return Row(
-        name,
+        row_name(ours["label"], ours["scheme"], ours["precision"]),
         scores,
         ours["label"],
         ours["scheme"],
         ours["precision"],
         paper.published_method(ours["quantization_config"]),
     )
+
+
+def row_name(label: str, scheme: str, precision: str) -> str:
+    """Return what the first column calls an evaluation: checkpoint, scheme, precision."""
+    name = label if scheme in label else f"{label} {scheme}"
+    return f"{name}, dense" if precision == "dense" and scheme not in BASES else name
 
 
 def _score(record: dict[str, Any], task: str, metrics: dict[str, str]) -> Score:
@@ -253,7 +256,7 @@ def _score(record: dict[str, Any], task: str, metrics: dict[str, str]) -> Score:
 
 def _control(rows: Sequence[Row], wanted: str | None) -> Row | None:
     if wanted is None:
-        return next((row for row in rows if row.scheme == CONTROL_SCHEME), None)
+        return next((row for base in BASES for row in rows if row.scheme == base), None)
     for row in rows:
         if wanted in (row.name, row.label):
             return row

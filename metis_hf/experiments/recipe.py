@@ -25,7 +25,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.packed import causal_batch
 from metis_hf.planning.plan import Plan, Workload, plan_run
-from metis_hf.schemes import scheme_names
+from metis_hf.schemes import import_schemes, scheme_names
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.trainer import MetisTrainer
 
@@ -50,6 +50,10 @@ class RecipeArguments:
     metis: str = field(
         default="{}",
         metadata={"help": "More of MetisConfig, as JSON: '{\"rank_frac\": 0.03}'."},
+    )
+    metis_import: list[str] | None = field(
+        default=None,
+        metadata={"help": "Python files or modules that register schemes of yours."},
     )
     tokens: float = field(default=100e9, metadata={"help": "Tokens of the whole run."})
     sequence_length: int = field(default=1024, metadata={"help": "Tokens per sequence."})
@@ -126,7 +130,8 @@ def parse_arguments(
         argv: default: that of the process.
 
     Raises:
-        ValueError: a key of the YAML file that no argument has.
+        ValueError: a key of the YAML file that no argument has, or a source of schemes that
+            cannot be imported.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")
@@ -151,6 +156,8 @@ def parse_arguments(
     # 1e-4 is a string).
     parser.set_defaults(**{key: _as_text(value) for key, value in values.items()})
     arguments, training, _ = parser.parse_args_into_dataclasses(args=rest)
+    for source in arguments.metis_import or ():
+        import_schemes(source)
     return arguments, training
 
 

@@ -33,8 +33,15 @@ from metis_hf.export.compressed_tensors import (
     unsupported,
     weight_quantizer,
 )
-from metis_hf.export.model_card import model_card
-from metis_hf.export.report import ExportReport, LossRow, WeightErrors, report_section
+from metis_hf.export.model_card import load_lines, model_card
+from metis_hf.export.report import (
+    CONVERTED,
+    REFERENCE,
+    ExportReport,
+    LossRow,
+    WeightErrors,
+    report_section,
+)
 from metis_hf.layers.experts import converted_names
 from metis_hf.layers.linear import MetisLayer
 
@@ -43,6 +50,7 @@ __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "loa
 FORMATS = ("dense", "compressed-tensors")
 LOW_RANK = ("fold", "side-file")
 DTYPES = ("bfloat16", "float16", "float32")
+UNPACKED_DTYPE = "bfloat16"  # what the compressed-tensors library decompresses to
 REPORT_FILE = "metis_export.json"
 RESIDUAL_DIR = "residual"
 # What a checkpoint holds besides weights, config and trainer state; copied as it is.
@@ -78,7 +86,8 @@ def export_checkpoint(
         checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model.
         out: the directory to write; must not exist, or be empty.
         format: "dense" or "compressed-tensors".
-        dtype: "bfloat16", "float16" or "float32", for everything that is not packed.
+        dtype: "bfloat16", "float16" or "float32", for everything that is not packed; a packed
+            checkpoint for the compressed-tensors library takes "bfloat16".
         low_rank: for weights that are split, in storage or when they are quantized, in
             compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
             quantized parts that they were trained as; "side-file" packs the residual and keeps the
@@ -100,6 +109,13 @@ def export_checkpoint(
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r}; choose one of {', '.join(choices)}")
+    if format == "compressed-tensors" and low_rank == "fold" and dtype != UNPACKED_DTYPE:
+        raise ValueError(
+            f"dtype={dtype!r}: the compressed-tensors library unpacks to {UNPACKED_DTYPE} whatever "
+            "the rest is stored in, so this checkpoint would fail at its first forward pass; "
+            f"choose {UNPACKED_DTYPE}. To compute in another dtype, load the checkpoint with that "
+            "dtype and quantization_config=CompressedTensorsConfig(dequantize=True)"
+        )
     source, out = Path(checkpoint), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; give a new directory, or remove it first")
@@ -120,7 +136,7 @@ def export_checkpoint(
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    held_out = {} if windows is None else {"converted": _loss(model, windows)}
+    held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
     write = _write_dense if format == "dense" else _write_packed
     packed, rows = write(model, partial, getattr(torch, dtype), low_rank, windows, held_out)
     for path in sorted(source.iterdir()):
@@ -128,7 +144,10 @@ def export_checkpoint(
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
     size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
     kept = low_rank if format == "compressed-tensors" and split else None
-    report = ExportReport(format, dtype, kept, packed, rows, held_out, size)
+    order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
+    held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
+    loading = load_lines(model, kind, str(out))
+    report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading)
     (partial / REPORT_FILE).write_text(report.to_json())
     ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
     if out.exists():
@@ -198,8 +217,10 @@ def _write_dense(
         errors.add("dense", name, weight, weight.to(dtype).float())
     dense = _dense(model)
     if windows is not None:
-        _round_parameters(dense, dtype)
-        held_out["dense"] = _loss(dense, windows)
+        held_out[REFERENCE] = _loss(dense, windows)
+        if dtype is not torch.float32:
+            _round_parameters(dense, dtype)
+            held_out[f"dense, {str(dtype).removeprefix('torch.')}"] = _loss(dense, windows)
     nn.Module.to(dense, dtype)
     dense.save_pretrained(out)
     return (), errors.rows()
@@ -231,6 +252,7 @@ def _write_packed(
             errors.add("side-file", name, weight, whole)
     dense = _dense(model)
     if windows is not None:
+        held_out[REFERENCE] = _loss(dense, windows)
         _round_parameters(dense, dtype)
         held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
         if factors:

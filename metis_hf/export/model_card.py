@@ -81,7 +81,7 @@ def model_card(
     parts = [
         f"# {type(model).__name__}, scheme {config.scheme}",
         _WHAT[kind],
-        f"## Load\n\n```python\n{_load_line(model, kind, name)}\n```\n\n{_NEEDS[kind]}",
+        f"## Load\n\n```python\n{load_lines(model, kind, name)}\n```\n\n{_NEEDS[kind]}",
         f"## Conversion\n\n```text\n{coverage}\n```",
         f"## Config\n\n{_config_table(config)}",
     ]
@@ -112,7 +112,8 @@ def write_model_card(
     return path
 
 
-def _load_line(model: PreTrainedModel, kind: str, name: str) -> str:
+def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
+    """Return the Python that loads a directory of some kind, of the class that `model` is."""
     if kind == "side-file":
         first = "from metis_hf.export import load_low_rank"
         return f'{first}\n\nmodel = load_low_rank("{name}")'

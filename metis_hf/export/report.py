@@ -12,6 +12,15 @@ from torch import Tensor
 
 from metis_hf.numerics import relative_error, sqnr_db
 
+REFERENCE = "dense"  # the loss that differences are taken to
+CONVERTED = "converted"
+_MODELS = {
+    REFERENCE: "dense: the represented weights, nothing quantized",
+    CONVERTED: "converted: in its scheme, as it evaluates",
+    "fold": "fold: packed, low-rank part folded in",
+    "side-file": "side-file: packed, low-rank part beside it",
+}
+
 
 @dataclass(frozen=True)
 class LossRow:
@@ -45,9 +54,12 @@ class ExportReport:
         low_rank: what happened to the low-rank part; None where there was none.
         packed: names of the layers stored in four bits.
         rows: errors of the weights, for each choice that this format has.
-        held_out: choice -> loss in nats per token on the given text; "converted" is the model as
-            it evaluates before the export. Empty without a text. All are computed in fp32.
+        held_out: model -> loss in nats per token on the given text, "dense" first: the weights that
+            the checkpoint represents, in fp32, nothing quantized. "converted" is the model as it
+            evaluates before the export; others are choices of this format, their weights with the
+            values that are stored. All are computed in fp32. Empty without a text.
         bytes: of all weight files.
+        loading: Python that loads what was written.
     """
 
     format: str
@@ -57,10 +69,12 @@ class ExportReport:
     rows: tuple[LossRow, ...]
     held_out: Mapping[str, float]
     bytes: int
+    loading: str = ""
 
     def to_json(self) -> str:
         """The report as a JSON object; an infinite signal-to-noise ratio is null."""
         values = dataclasses.asdict(self)
+        del values["loading"]  # with the path of this machine
         for row in values["rows"]:
             row["sqnr_db"] = row["sqnr_db"] if math.isfinite(row["sqnr_db"]) else None
         return json.dumps(values, indent=2) + "\n"
@@ -112,6 +126,18 @@ def report_rows(report: ExportReport) -> Iterator[tuple[str, ...]]:
         )
 
 
+LOSS_HEADER = ("Held-out loss", "nats per token", f"difference to {REFERENCE}")
+
+
+def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
+    """Yield the cells of the table of losses, under `LOSS_HEADER`."""
+    for name, loss in report.held_out.items():
+        shown = _MODELS.get(name, f"{name}: as it is stored")
+        if name == "fold" and report.low_rank is None:
+            shown = "packed"
+        yield shown, f"{loss:.4f}", f"{loss - report.held_out[REFERENCE]:+.4f}"
+
+
 def report_section(report: ExportReport) -> str:
     """What the export costs, for the model card."""
     lines = [
@@ -124,6 +150,6 @@ def report_section(report: ExportReport) -> str:
         *(f"| {' | '.join(cells)} |" for cells in report_rows(report)),
     ]
     if report.held_out:
-        lines += ["", "| Held-out loss | nats per token |", "| --- | ---: |"]
-        lines += [f"| {choice} | {loss:.4f} |" for choice, loss in report.held_out.items()]
+        lines += ["", f"| {' | '.join(LOSS_HEADER)} |", "| --- | ---: | ---: |"]
+        lines += [f"| {' | '.join(cells)} |" for cells in loss_rows(report)]
     return "\n".join(lines) + "\n"

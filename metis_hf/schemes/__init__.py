@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # Files of this folder that are no schemes; every other one registers what it has.
-_TOOLS = {"base", "cli", "discovery", "listing", "parts", "registry", "states"}
+_TOOLS = {"base", "discovery", "listing", "parts", "registry", "states"}
 for _file in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     if _file not in _TOOLS:
         importlib.import_module(f"{__name__}.{_file}")

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import typer
 from conftest import VOCAB, gpt2, llama
 from typer.testing import CliRunner
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.analysis import analyze, capture, figures
-from metis_hf.analysis.cli import register
 from metis_hf.analysis.distortion import SCHEMES, Quantizers, Sample, distortion_data
 from metis_hf.analysis.portrait import residual_spectra
 from metis_hf.analysis.run import KINDS
 from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn, portrait_layers
+from metis_hf.cli import app
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.noise_keys import CallKeys
@@ -385,9 +384,6 @@ def test_a_model_without_loss_gives_activations_only(undrawn, checkpoint, tmp_pa
 
 
 def test_command_line(undrawn, checkpoint, tmp_path):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
     arguments = [str(checkpoint / "plain"), "--out", str(tmp_path / "out"), "--layers", "layers.1"]
     found = CliRunner().invoke(app, ["analyze", *arguments])
     assert found.exit_code == 0, found.output

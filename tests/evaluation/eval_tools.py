@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 import transformers
-import typer
 from paths import TESTS
 from typer.testing import CliRunner
 
 from metis_hf import MetisConfig, get_metis_model
+from metis_hf.cli import app
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
-from metis_hf.evaluation.cli import register
 
 DATA = TESTS / "fixtures" / "eval"
 CONTEXT = 512
@@ -49,8 +48,5 @@ def save(path: Path, scheme: str | None, tokenizer=None, seed: int = 0) -> Path:
 
 
 def run(*arguments):
-    """`metis-hf eval ...` on a command line of its own; errors come back as exceptions."""
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
+    """Run `metis-hf eval ...` in this process; errors come back as exceptions."""
     return CliRunner().invoke(app, ["eval", *map(str, arguments)])

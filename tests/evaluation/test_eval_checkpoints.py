@@ -15,6 +15,7 @@ from metis_hf.evaluation.checkpoints import open_checkpoint, open_checkpoints
 from metis_hf.export import export_checkpoint
 
 CPU = torch.device("cpu")
+BF16_TOLERANCE = 0.02  # some 20 roundings to 2^-9 on the way through one block, and a margin
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,12 @@ def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
     checkpoint.check("scheme")
     assert checkpoint.precisions("both") == ("scheme",)
     with torch.no_grad():
-        assert checkpoint.load("scheme", "auto", CPU)(ids).logits.isfinite().all()
+        found = checkpoint.load("scheme", "auto", CPU)(ids).logits
+        assert found.isfinite().all()
+        # The library unpacks to bfloat16 at the first forward pass; another dtype needs it sooner.
+        exact = checkpoint.load("scheme", "float32", CPU)(ids).logits
+    assert (found.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    assert (found - exact).norm() < BF16_TOLERANCE * exact.norm()
     with pytest.raises(ValueError, match="holds packed FP4 weights only"):
         checkpoint.check("dense")
     find = importlib.util.find_spec

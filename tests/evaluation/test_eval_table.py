@@ -14,8 +14,8 @@ import pytest
 from paths import ROOT
 from rich.console import Console
 
+from metis_hf.commands.evaluate import DEFAULT_TASKS
 from metis_hf.evaluation import formats, paper
-from metis_hf.evaluation.cli import DEFAULT_TASKS
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
 from metis_hf.evaluation.table import compare, parse_metrics
 

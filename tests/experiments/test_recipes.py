@@ -94,6 +94,18 @@ def test_smoke(tmp_path, name):
 
 
 @pytest.mark.slow
+def test_smoke_in_two_processes(tmp_path):
+    """As docs/distributed.md says; `accelerate launch --cpu --num_processes 2` starts one."""
+    out, _ = run(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "recipes/gpt2_130m.py", "--smoke", "--output_dir", str(tmp_path), "--max_steps", "2",
+    )  # fmt: skip
+    assert "reloaded: equal to the bit" in out
+    record = json.loads((tmp_path / "metis_run.json").read_text())
+    assert record["environment"]["processes"] == 2
+
+
+@pytest.mark.slow
 def test_smoke_with_the_config_file(tmp_path):
     out, _ = run(
         *accelerate("--config_file", "recipes/accelerate/cpu.yaml"),

@@ -422,7 +422,11 @@ class TestText:
                 [plain(input_ids=row[None], labels=row[None]).loss for row in ids]
             )
         assert report.held_out["dense"] == pytest.approx(expected.mean().item(), abs=1e-5)
-        assert set(report.held_out) == {"converted", "dense"}
+        assert list(report.held_out) == ["dense", "converted"]
+        rounded = export_checkpoint(source, tmp_path / "bf16", text=text)
+        assert list(rounded.held_out) == ["dense", "converted", "dense, bfloat16"]
+        assert rounded.held_out["dense"] == report.held_out["dense"]
+        assert rounded.held_out["dense, bfloat16"] != report.held_out["dense"]
         packed = export_checkpoint(
             source,
             tmp_path / "packed",
@@ -430,7 +434,9 @@ class TestText:
             low_rank="side-file",
             text=text,
         )
-        assert set(packed.held_out) == {"converted", "fold", "side-file"}
+        assert list(packed.held_out) == ["dense", "converted", "fold", "side-file"]
+        # Before anything is rounded to what it is stored in.
+        assert packed.held_out["dense"] == report.held_out["dense"]
         whole = load_low_rank(tmp_path / "packed")
         with torch.no_grad():
             expected = torch.stack(
@@ -459,7 +465,16 @@ class TestText:
         record = json.loads((tmp_path / "out/metis_export.json").read_text())
         for row in record["rows"]:
             assert f"{row['mean_error']:.2e}" in result.output
-        assert f"{record['held_out']['fold']:.4f}" in result.output
-        assert "14 layers in NVFP4" in result.output
+        losses = record["held_out"]
+        for name, loss in losses.items():
+            (line,) = [line for line in result.output.splitlines() if line.strip().startswith(name)]
+            assert line.split()[-2:] == [f"{loss:.4f}", f"{loss - losses['dense']:+.4f}"]
+        assert "difference to dense" in result.output
+        assert "14 layers in NVFP4. Load it:" in result.output
+        code = result.output.split("Load it:\n")[1]
+        assert len([line for line in code.splitlines() if line]) == 2
+        namespace: dict = {}
+        exec(code, namespace)
+        assert isinstance(namespace["model"], transformers.LlamaForCausalLM)
         card = ModelCard.load(tmp_path / "out/README.md")
         assert "| results / piqa / acc | 0.625 |" in card.text

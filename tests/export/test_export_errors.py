@@ -88,6 +88,16 @@ class TestErrors:
     def test_unknown_choice(self, name, tmp_path):
         self.refused(tmp_path, tmp_path / "out", f"{name}='nf4'; choose one of", **{name: "nf4"})
 
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_packed_in_a_dtype_that_the_library_does_not_unpack_to(self, dtype, tmp_path):
+        """Such a checkpoint loads, and its first forward pass mixes two dtypes."""
+        source = checkpoint(tmp_path / "metis")
+        self.refused(source, tmp_path / "out", f"dtype='{dtype}'.*unpacks to bfloat16.*dequantize",
+                     dtype=dtype)  # fmt: skip
+        export_checkpoint(source, tmp_path / "out", dtype=dtype)  # the dense format has all
+        export_checkpoint(source, tmp_path / "parts", format="compressed-tensors", dtype=dtype,
+                          low_rank="side-file")  # fmt: skip
+
     def test_directory_in_use(self, tmp_path):
         source = checkpoint(tmp_path / "metis")
         with pytest.raises(ValueError, match="exists already"):

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
 from layers.layer_tools import FP4_SCHEMES
 from typer.testing import CliRunner
 
 from metis_hf import scheme_names
-from metis_hf.schemes.cli import register
+from metis_hf.cli import app
 from metis_hf.schemes.listing import SLOTS, WIDTH, list_schemes
 
+SHOWN = ("format", "blocks", "along", "rounding", "conditioner")  # of an operand, as words
 NVFP4, MXFP4, SQUARE = 4.5, 4.25, 4 + 8 / 256  # bits: a code and its share of a scale
 
 
 @pytest.fixture(scope="module")
 def run():
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-
-    def call(*arguments):
-        return CliRunner().invoke(app, ["schemes", *arguments], env={"COLUMNS": "100"})
+    def call(*arguments, columns=100):
+        return CliRunner().invoke(app, ["schemes", *arguments], env={"COLUMNS": str(columns)})
 
     return call
 
@@ -44,6 +40,19 @@ def test_table_names_every_scheme(run):
     lines = [line.strip() for line in shown.splitlines()]
     assert set(scheme_names()) <= set(lines)  # each heads its operands
     assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("names", [[], ["metis"]], ids=["all", "metis"])
+def test_no_word_is_broken_at_80_columns(names, run):
+    shown = run(*names, columns=80).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    whole = set(shown.split())
+    for record in list_schemes(names):
+        texts = [record["name"], record["summary"], record["source"]]
+        for operand in record["operands"].values():
+            texts += [str(operand.get(key) or "") for key in SHOWN]
+        words = {word for text in texts for word in text.split()} - {"identity"}
+        assert words <= whole, (record["name"], words - whole)
 
 
 def test_some_schemes_in_a_mode(run):

@@ -21,9 +21,11 @@ from metis_hf.experiments.compare.data import embed, load_data
 from metis_hf.experiments.compare.plan import SPEC_FILE, Plan, directory_name, with_seed
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.runner import RESULT_FILE, SchemeResult, Variant, load_result
-from metis_hf.shared.records import claim_directory, write_json
+from metis_hf.schemes import source_digest
+from metis_hf.shared.records import claim_directory, read_json, write_json
 
 LOG_FILE = "worker.log"
+IMPORTS_FILE = "imports.json"  # of a comparison's directory: sources of schemes
 _LOG_LINES = 15  # of a failed run's log that its error shows
 
 
@@ -57,6 +59,7 @@ def run_plan(
     *,
     jobs: int | None = None,
     launcher: str = "",
+    imports: Sequence[str] = (),
     progress: RunProgress | None = None,
 ) -> list[SchemeResult]:
     """Trains what `out` does not hold yet, and returns all results, seed by seed.
@@ -71,10 +74,13 @@ def run_plan(
         jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
         launcher: command that starts a run on several devices, as in
             "accelerate launch --config_file recipes/accelerate/fsdp2.yaml"; one run at a time.
+        imports: sources of schemes, as `absolute_source` gives them, for the processes of the
+            runs; `out` remembers them.
         progress: shows what happens; None is silent.
 
     Raises:
-        ValueError: `out` holds another comparison, or `jobs` contradicts the launcher.
+        ValueError: `out` holds another comparison, or a run of a scheme whose file has changed
+            since; or `jobs` contradicts the launcher.
         RunsFailed: some runs failed; the others have their results.
     """
     if launcher and jobs not in (None, 1):
@@ -82,6 +88,8 @@ def run_plan(
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
     claim_directory(out, plan.settings())
+    if imports:
+        write_json(out / IMPORTS_FILE, list(imports))
     data = Path(plan.data) if plan.data is not None else out / "data"
     if plan.data is None:
         embed(
@@ -91,10 +99,12 @@ def run_plan(
         )
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
     progress = progress or RunProgress(None)
+    for run in runs:
+        _check_source(run)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
     slots = 1 if launcher else jobs or default_jobs(len(waiting))
     for run in waiting:
-        _write_spec(run, plan, data)
+        _write_spec(run, plan, data, imports)
     with progress.running(waiting, plan.experiment.steps, slots):
         failed = _train_all(waiting, slots, shlex.split(launcher), progress)
     if failed:
@@ -116,6 +126,12 @@ def _check_data(plan: Plan, data: Path) -> None:
         eval_sequences=plan.eval_sequences,
         seed=plan.seeds[0],
     )
+
+
+def remembered_imports(out: Path) -> list[str]:
+    """Return the sources of schemes that a comparison was started with."""
+    path = out / IMPORTS_FILE
+    return read_json(path) if path.is_file() else []
 
 
 def load_results(plan: Plan, out: Path) -> list[SchemeResult]:
@@ -147,7 +163,18 @@ def _finished(run: Run, plan: Plan, progress: RunProgress) -> bool:
     return True
 
 
-def _write_spec(run: Run, plan: Plan, data: Path) -> None:
+def _check_source(run: Run) -> None:
+    """Refuse to go on with a run whose scheme was another when it began."""
+    path = run.directory / SPEC_FILE
+    scheme = run.variant.config["scheme"]
+    if path.is_file() and read_json(path).get("source") != source_digest(scheme):
+        raise ValueError(
+            f"{run.directory} holds a run of scheme {scheme!r} as its file was before it was "
+            "changed; delete this directory to train it again, or choose another --out"
+        )
+
+
+def _write_spec(run: Run, plan: Plan, data: Path, imports: Sequence[str]) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
     spec = {
         "experiment": asdict(with_seed(plan.experiment, run.seed)),
@@ -158,6 +185,8 @@ def _write_spec(run: Run, plan: Plan, data: Path) -> None:
         "validation": plan.validation,
         "tasks": list(plan.tasks),
         "tasks_dir": plan.tasks_dir,
+        "imports": list(imports),
+        "source": source_digest(run.variant.config["scheme"]),
     }
     write_json(run.directory / SPEC_FILE, spec)
 

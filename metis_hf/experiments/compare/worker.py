@@ -25,6 +25,7 @@ from metis_hf.experiments.runner import (
     headlines,
     train,
 )
+from metis_hf.schemes import import_schemes
 from metis_hf.shared.progress import quiet
 from metis_hf.shared.records import read_json
 
@@ -41,6 +42,8 @@ def say(**values: Any) -> None:
 def run(directory: Path) -> None:
     """Trains and evaluates what `directory/run.json` says."""
     spec = read_json(directory / SPEC_FILE)
+    for source in spec["imports"]:
+        import_schemes(source)
     experiment = _with_accumulation(Experiment(**spec["experiment"]), spec["global_batch"])
     variant = Variant(**spec["variant"])
     dataset, held_out, tokenizer = load_data(

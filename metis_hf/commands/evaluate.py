@@ -1,25 +1,33 @@
-"""The command `metis-hf eval`."""
+"""`metis-hf eval`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+from metis_hf.commands.options import Imports, import_sources, split_names
 
 DEFAULT_TASKS = "arc_challenge,arc_easy,boolq,lambada_openai,piqa,race,hellaswag"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `eval` to a command line."""
-    app.command(name="eval")(evaluate)
-
-
 def evaluate(
     checkpoints: Annotated[
-        list[Path],
-        typer.Argument(help="Checkpoints, or runs that hold model/ or checkpoint-<step>."),
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Checkpoints, runs that hold model/ or checkpoint-<step>, or names of the hub.",
+        ),
     ],
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated; dense models are converted to each before they run."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="JSON of a MetisConfig, or a checkpoint's config.json, for --scheme."),
+    ] = None,
     tasks: Annotated[
         str, typer.Option(help="Comma-separated lm-eval tasks; 'none' for the loss alone.")
     ] = DEFAULT_TASKS,
@@ -31,7 +39,8 @@ def evaluate(
         Path | None, typer.Option(help="Held-out text, or JSON lines with a text field.")
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="scheme (as trained), dense, or both: two rows.")
+        Literal["scheme", "dense", "both"],
+        typer.Option(help="As trained or converted, in dense weights, or both: two rows."),
     ] = "scheme",
     batch_size: Annotated[
         str, typer.Option(help="Sequences per forward pass, the same for all; or auto.")
@@ -44,15 +53,17 @@ def evaluate(
         typer.Option(help="acc, acc_norm, default, or <task>=<metric>; repeatable."),
     ] = None,
     control: Annotated[
-        str | None, typer.Option(help="Row that differences are taken to; default: bf16.")
+        str | None,
+        typer.Option(help="Row or model that differences are taken to; default: bf16, dense."),
     ] = None,
     paper: Annotated[
-        str | None,
-        typer.Option(help="Adds the published rows of gpt2-130m, gpt2-1b1 or llama3-8b."),
+        Literal["gpt2-130m", "gpt2-1b1", "llama3-8b"] | None,
+        typer.Option(help="Adds the published rows of a model."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="For example cuda:1 or cpu.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; auto: as saved."),
     ] = "auto",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a tokenizer, for checkpoints without.")
@@ -66,41 +77,42 @@ def evaluate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Evaluate again what is finished.")
     ] = False,
+    imports: Imports = None,
 ) -> None:
-    """Evaluate checkpoints on the paper's seven tasks, and print one table.
+    """Evaluate models on the paper's seven tasks, and print one table.
 
     A finished result of the same weights, data and settings is used again, and named.
     """
+    size = _batch_size(batch_size)
+    import_sources(imports)
     from rich.console import Console
 
     from metis_hf.evaluation.command import Options, run_eval
+    from metis_hf.evaluation.models import read_conversions
 
     options = Options(
-        tasks=() if tasks == "none" else tuple(_names(tasks)),
+        tasks=() if tasks == "none" else tuple(split_names(tasks)),
         tasks_dir=tasks_dir,
         loss_text=loss_text,
         precision=precision,
-        batch_size=_batch_size(batch_size),
+        batch_size=size,
         limit=limit,
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,
         overwrite=overwrite,
+        conversions=read_conversions(split_names(scheme or ""), config),
     )
     run_eval(
         checkpoints,
         options,
         out=out,
-        formats_wanted=_names(format),
+        formats_wanted=split_names(format),
         metrics=metric or [],
         control=control,
         published=paper,
         console=Console(),
     )
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _batch_size(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The `analyze` command."""
+"""`metis-hf analyze`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from metis_hf.commands.options import Imports, import_sources
 
 
 def analyze(
@@ -32,8 +33,15 @@ def analyze(
     ] = None,
     sequences: Annotated[int, typer.Option(help="At most so many sequences of the text.")] = 128,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    imports: Imports = None,
 ) -> None:
-    """Show the spectra of a model and what four bits do to them, as a page, figures and data."""
+    """Show the spectra of a model and what four bits do to them.
+
+    Writes a page, its figures and their data.
+    """
+    import_sources(imports)
+    from rich.console import Console
+
     from metis_hf.analysis.run import analyze as run
 
     console = Console()
@@ -49,8 +57,3 @@ def analyze(
         console=console,
     )
     console.print(str(out / "index.html"), soft_wrap=True)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `analyze` to the command line."""
-    app.command()(analyze)

@@ -1,4 +1,4 @@
-"""`metis-hf schemes`; nothing else imports this."""
+"""`metis-hf schemes`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(schemes)
+from metis_hf.commands.options import Imports, import_sources
 
 
 def schemes(
@@ -21,8 +18,13 @@ def schemes(
         str | None, typer.Option(help="shared or contraction; default: each scheme's own.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    imports: Imports = None,
 ) -> None:
-    """List the registered schemes: what each does at each operand of the GEMMs, bits, source."""
+    """List the registered schemes, or show some of them.
+
+    Shows what each does at each operand of the GEMMs, in how many bits, and its source.
+    """
+    import_sources(imports)
     from rich.console import Console
 
     from metis_hf.schemes.listing import WIDTH, list_schemes
@@ -47,14 +49,15 @@ _SCALES = {"absmax": "{}", "four-over-six": "{} 4/6", "eden": "corrected"}
 
 
 def _overview(records: list[dict[str, Any]]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="Registered schemes")
     table.add_column("Scheme", no_wrap=True)
-    table.add_column("What it does")
-    table.add_column("Source")
+    table.add_column("What it does, and where it is from")
     for record in records:
-        table.add_row(record["name"], record["summary"], record["source"])
+        what, source = escape(record["summary"]), escape(record["source"])
+        table.add_row(escape(record["name"]), f"{what}\n[dim]{source}[/dim]")
     return table
 
 
@@ -62,11 +65,13 @@ def _operands(records: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE
     from rich.table import Table
 
+    # One column alone is wrapped, which leaves it as wide as its longest word at 80 columns; rich
+    # would shrink several without regard to their words.
     table = Table(title="Operands of the three GEMMs", box=SIMPLE)
     table.add_column("Scheme, operand: GEMMs", no_wrap=True)
-    for title in ("Blocks", "Rounding", "Conditioner"):
-        table.add_column(title, overflow="fold")
-    table.add_column("Bits", justify="right")
+    table.add_column("Blocks, conditioner")
+    table.add_column("Rounding", no_wrap=True)
+    table.add_column("Bits", no_wrap=True, justify="right")
     for record in records:
         table.add_row(f"[bold]{record['name']}[/bold]")
         for slot, operand in record["operands"].items():
@@ -79,15 +84,16 @@ def _operands(records: list[dict[str, Any]]) -> Any:
 
 
 def _cells(operand: dict[str, Any], uses: list[dict[str, Any]]) -> list[str]:
-    bits = f"{operand['bits']:.2f}"
+    """Format blocks with conditioner, rounding and bits of an operand, in lines."""
+    bits = [f"{operand['bits']:.2f}"]
     if "blocks" not in operand:
-        return [operand["format"], "", "", bits]
-    blocks = f"{operand['format']} {operand['blocks']} {operand['along'] or ''}"
+        return [operand["format"], "", *bits]
     scales = _SCALES[operand["scale_rule"]].format(operand["scale_rounding"] or "-")
-    rounding = f"{operand['rounding']} / {scales}"
-    conditioner = "" if operand["conditioner"] == "identity" else operand["conditioner"]
+    parts = [] if operand["conditioner"] == "identity" else [operand["conditioner"]]
     for correction in (use["correction"] for use in uses if "correction" in use):
         gemm, other = correction["along"].split(".")
-        conditioner += f" + {gemm}: errors along {other}"
-        bits += f" + {correction['bits']:.2f}"
-    return [blocks, rounding, conditioner.removeprefix(" + "), bits]
+        parts.append(f"{gemm}: errors along {other}")
+        bits.append(f"+ {correction['bits']:.2f}")
+    blocks = f"{operand['format']} {operand['blocks']} {operand['along'] or ''}"
+    what = "\n".join([blocks.rstrip(), *([" + ".join(parts)] if parts else [])])
+    return [what, f"{operand['rounding']} /\n{scales}", "\n".join(bits)]

@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(compare)
+from metis_hf.commands.options import Imports, import_sources
 
 
 def compare(
@@ -59,21 +56,31 @@ def compare(
             "these times rather than those of the runs. All models are in memory at once.",
         ),
     ] = False,
+    imports: Imports = None,
 ) -> None:
-    """Train several schemes with the same seeds and data, and compare them with error bars.
+    """Train several schemes alike and compare them with error bars.
 
-    Interrupt it and run it again: finished runs are kept, others resume. More schemes or seeds can
-    be added to a directory later.
+    All are trained with the same seeds and data. Interrupt it and run it again: finished runs are
+    kept, others resume. More schemes or seeds can be added to a directory later.
     """
     from rich.console import Console
 
     from metis_hf.experiments.compare.outputs import write_outputs
     from metis_hf.experiments.compare.plan import make_plan
     from metis_hf.experiments.compare.progress import RunProgress
-    from metis_hf.experiments.compare.run import RunsFailed, default_jobs, load_results, run_plan
+    from metis_hf.experiments.compare.run import (
+        RunsFailed,
+        default_jobs,
+        load_results,
+        remembered_imports,
+        run_plan,
+    )
     from metis_hf.experiments.compare.timing import measure_times
     from metis_hf.shared.progress import quiet
 
+    # Before the plan, which looks schemes up. A directory's sources hold until others are given.
+    directory = out or _default_directory(preset, scale or "tiny")
+    sources = import_sources(imports or remembered_imports(directory))
     plan = make_plan(
         config,
         preset=preset,
@@ -86,13 +93,18 @@ def compare(
         tasks=_split(tasks),
         tasks_dir=None if tasks_dir is None else str(tasks_dir),
     )
-    out = out or Path("runs") / f"compare-{preset or 'custom'}-{plan.scale}"
+    out = out or _default_directory(preset, plan.scale)
     console = Console()
     failure: RunsFailed | None = None
     with quiet():
         try:
             results = run_plan(
-                plan, out, jobs=jobs, launcher=launcher, progress=RunProgress(console)
+                plan,
+                out,
+                jobs=jobs,
+                launcher=launcher,
+                imports=sources,
+                progress=RunProgress(console),
             )
         except RunsFailed as error:
             failure, results = error, load_results(plan, out)
@@ -105,6 +117,10 @@ def compare(
     if failure is not None:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1)
+
+
+def _default_directory(preset: str | None, scale: str) -> Path:
+    return Path("runs") / f"compare-{preset or 'custom'}-{scale}"
 
 
 def _split(text: str | None) -> list[str] | None:

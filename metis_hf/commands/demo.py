@@ -1,0 +1,34 @@
+"""`metis-hf demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from metis_hf.commands.options import Imports, import_sources, split_names
+
+
+def demo(
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per scheme.")] = None,
+    schemes: Annotated[
+        str, typer.Option(help="Comma-separated; `metis-hf schemes` lists them.")
+    ] = "bf16,nvfp4,nvidia,metis-paper,metis",
+    out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute, for a first look.")
+    ] = False,
+    imports: Imports = None,
+) -> None:
+    """Train a small Llama in FP4 four ways and print the comparison.
+
+    No download, no GPU. Interrupt it and run it again: it goes on where it stopped.
+    """
+    import_sources(imports)
+    from metis_hf.experiments.demo.run import run_demo
+
+    if quick and out == Path("runs/demo"):
+        out = Path("runs/quick")
+    run_demo(out=out, steps=steps, schemes=split_names(schemes), seed=seed, quick=quick)

@@ -1,0 +1,66 @@
+"""Help and errors of usage come before anything heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich", "lm_eval", "datasets", "peft")
+COMMANDS = ("demo", "compare", "eval", "analyze", "report", "export", "schemes")
+
+CODE = f"""
+import sys
+from metis_hf.cli import main
+sys.argv[0] = "metis-hf"
+try:
+    main()
+except SystemExit as end:
+    print("exit", end.code)
+print("imported", *[name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+def start(*arguments):
+    """Run `metis-hf` and return (exit code, what it printed, heavy modules that it imported)."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, check=True
+    )
+    *printed, code, imported = done.stdout.splitlines()
+    return code.split()[1], "\n".join(printed) + done.stderr, imported.split()[1:]
+
+
+def test_help_lists_the_commands():
+    code, printed, imported = start("--help")
+    assert (code, imported) == ("0", [])
+    listed = printed.split("Commands:\n")[1].splitlines()
+    assert [line.split()[0] for line in listed] == list(COMMANDS)
+    assert not [line for line in listed if line.endswith("...")]  # no summary is cut
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command):
+    code, printed, imported = start(command, "--help")
+    assert (code, imported) == ("0", [])
+    assert f"Usage: metis-hf {command}" in printed
+    assert "--import FILE_OR_MODULE" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["compare", "--no-such"], "No such option: --no-such"),
+        (["demo", "--steps", "many"], "Invalid value for '--steps'"),
+        (["export", "run"], "Missing option '--out'"),
+        (["export", "run", "--out", "x", "--format", "gguf"], "'gguf' is not one of"),
+        (["eval", "run", "--precision", "fp4"], "'fp4' is not one of"),
+        (["eval", "run", "--batch-size", "big"], "batch-size 'big'; expected auto"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_errors_of_usage(arguments, message):
+    code, printed, imported = start(*arguments)
+    assert (code, imported) == ("2", [])
+    assert message in printed
