@@ -58,6 +58,7 @@ class MetisLayer(nn.Module):
         self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
         self.held_weight: HeldWeight | None = None  # see `weight_reuse`
+        self.origin: Any = None  # what conversion has to make of it again, if no plain nn.Linear
 
     @property
     def rank(self) -> int | None:
