@@ -11,15 +11,23 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from metis_hf.shared.messages import shown
+from metis_hf.shared.patterns import MAX_STATES, Matcher, name_pattern
 
 DECOMPOSABLE = ("weight", "activation", "gradient")
 OPERAND_MODES = ("shared", "contraction")
 PASSES = ("forward", "backward")
 ROUNDINGS = ("nearest", "stochastic")
 SCALE_ROUNDINGS = ("nearest", "up")
+# A config is read from other people's checkpoints: no value may make a model run for ever.
+LARGEST_SIZE = 2**24  # more than any dimension of a weight, and than any number of blocks
+MOST_ITERATIONS = 64  # a ratio .9 of neighbouring singular values has become .9^129 = 1e-6 by then
+MOST_NAMES = 10_000  # in a list or a mapping: more than any model has linear layers
+_INT64 = 2**63
 _TUPLES = (
     "decompose",
     "target_modules",
@@ -37,13 +45,16 @@ class MetisConfig:
     Args:
         scheme: a registered scheme: "metis", "metis-paper", "nvidia", "nvfp4", "bf16", ...
         rank_frac: share of min(in_features, out_features) directions kept apart (paper: 1.5 %).
-        rank: number of directions of every layer, instead of `rank_frac`.
-        rank_multiple: the rank is rounded up to a multiple of this; None takes the scheme's own
-            (32 for "metis" and what is stored split, two blocks; 1 for "metis-paper").
+        rank: number of directions of every layer, instead of `rank_frac`; 1 to 2**24, which is
+            more than any dimension of a weight.
+        rank_multiple: the rank is rounded up to a multiple of this (1 to 2**24); None takes the
+            scheme's own (32 for "metis" and what is stored split, two blocks; 1 for "metis-paper").
         sample_frac: share of token rows that the activation and gradient subspaces are estimated
             from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
-        oversample: extra columns of the random sketch.
-        n_iter: power iterations of the range finder.
+        oversample: extra columns of the random sketch, 0 to 2**24.
+        n_iter: power iterations of the range finder, 0 to 64. Directions whose singular values
+            differ by a tenth are told apart to 1e-6 by then, and each iteration costs time in
+            every call.
         decompose: which tensors "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient".
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
@@ -62,20 +73,26 @@ class MetisConfig:
         two_level: one fp32 scale per tensor above the block scales. False warns: without it,
             block scales underflow E4M3 and gradients become zero.
         target_modules: "all-linear", a regular expression for full names, or a list of name
-            suffixes; as in PEFT.
+            suffixes; as in PEFT. Lists and mappings have at most 10,000 entries. Regular
+            expressions, here and below, have at most 2,000 characters each and no
+            backreferences, conditions, atomic groups or possessive repeats: all others are
+            matched in bounded time (`metis_hf.shared.patterns`).
         exclude_modules: what to leave out, in the same two forms. With "all-linear" or a regular
             expression the output head, routers and weights tied to others stay as they are too.
-        modules_to_not_convert: names of modules that stay as they are with everything inside.
+        modules_to_not_convert: names of modules, or regular expressions for them, that stay as
+            they are with everything inside.
         layers_to_transform: indices of the transformer blocks to convert; needs a list in
             `target_modules`.
-        layers_pattern: name of the list of blocks ("layers", "h"), for `layers_to_transform`.
+        layers_pattern: name of the list of blocks ("layers", "h"), for `layers_to_transform`;
+            letters, digits, "_" and ".".
         rank_pattern: name suffix or regular expression -> rank, overriding `rank` for layers.
         scheme_pattern: the same -> scheme, overriding `scheme`: {"down_proj": "bf16"}.
         keep_first_blocks: transformer blocks at the start that stay in high precision.
         keep_last_blocks: transformer blocks at the end that stay in high precision.
         refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
             residual by MetisCallback; 0 never refreshes, as the paper.
-        seed: seed of all noise (stochastic rounding, sampled rows, sketches, sign vectors).
+        seed: seed of all noise (stochastic rounding, sampled rows, sketches, sign vectors); a
+            signed integer of 64 bits.
 
     Raises:
         ValueError: a value out of range; the message names it and the choices.
@@ -113,7 +130,7 @@ class MetisConfig:
     format_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers_to_transform, int):
+        if _is_int(self.layers_to_transform):
             object.__setattr__(self, "layers_to_transform", (self.layers_to_transform,))
         for name in _TUPLES:
             value = getattr(self, name)
@@ -130,51 +147,40 @@ class MetisConfig:
     def _check(self) -> None:
         def require(ok: bool, name: str, expected: str) -> None:
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}; expected {expected}")
+                raise ValueError(f"{name}={shown(getattr(self, name))}; expected {expected}")
 
-        def is_int(value: object) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
+        def require_integer(
+            name: str, least: int, most: int = LARGEST_SIZE, *, optional: bool = False
+        ) -> None:
+            value = getattr(self, name)
+            ok = (optional and value is None) or (_is_int(value) and least <= value <= most)
+            expected = f"{'None or ' * optional}an integer from {least} to {most}"
+            require(ok, name, expected)
 
-        require(isinstance(self.scheme, str) and bool(self.scheme), "scheme", "a scheme's name")
-        named = isinstance(self.format, str) and bool(self.format)
-        require(self.format is None or named, "format", "None or the name of a number format")
+        names = {"scheme": "a scheme's name", "format": "None or a format's name"}
+        for name, expected in names.items():
+            value = getattr(self, name)
+            named = isinstance(value, str) and 0 < len(value) <= 200
+            optional = name == "format" and value is None
+            require(named or optional, name, f"{expected}, at most 200 characters")
         for name in ("rank_frac", "sample_frac"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+            number = _is_int(value) or isinstance(value, float)
             require(number and 0 < value <= 1, name, "a share, 0 < share <= 1")
-        require(
-            self.rank_multiple is None or (is_int(self.rank_multiple) and self.rank_multiple >= 1),
-            "rank_multiple",
-            "None or an integer >= 1",
-        )
-        require(
-            self.rank is None or (is_int(self.rank) and self.rank >= 1),
-            "rank",
-            "None or an integer >= 1",
-        )
-        for name in (
-            "oversample",
-            "n_iter",
-            "keep_first_blocks",
-            "keep_last_blocks",
-            "refresh_interval",
-        ):
-            value = getattr(self, name)
-            require(is_int(value) and value >= 0, name, "an integer >= 0")
-        require(is_int(self.seed), "seed", "an integer")
+        for name in ("rank", "rank_multiple"):
+            require_integer(name, 1, optional=True)
+        for name in ("oversample", "keep_first_blocks", "keep_last_blocks"):
+            require_integer(name, 0)
+        require_integer("n_iter", 0, MOST_ITERATIONS)
+        require_integer("refresh_interval", 0, _INT64 - 1)
+        require_integer("seed", -_INT64, _INT64 - 1)
         require(isinstance(self.two_level, bool), "two_level", "True or False")
         split = self.split_weight
         require(split is None or isinstance(split, bool), "split_weight", "None, True or False")
-        require(
-            isinstance(self.decompose, tuple) and set(self.decompose) <= set(DECOMPOSABLE),
-            "decompose",
-            f"any of {', '.join(DECOMPOSABLE)}",
-        )
-        require(
-            isinstance(self.high_precision, tuple) and set(self.high_precision) <= set(PASSES),
-            "high_precision",
-            f"any of {', '.join(PASSES)}",
-        )
+        for name, choices in (("decompose", DECOMPOSABLE), ("high_precision", PASSES)):
+            value = getattr(self, name)
+            ok = _is_names(value) and set(value) <= set(choices)
+            require(ok, name, f"a list of any of {', '.join(choices)}")
         for name, choices in (
             ("operand_mode", OPERAND_MODES),
             ("forward_rounding", ROUNDINGS),
@@ -182,49 +188,104 @@ class MetisConfig:
             ("scale_rounding", SCALE_ROUNDINGS),
         ):
             value = getattr(self, name)
-            require(value is None or value in choices, name, f"None or one of {choices}")
+            ok = value is None or (isinstance(value, str) and value in choices)
+            require(ok, name, f"None or one of {choices}")
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
-            names = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
             optional = name == "exclude_modules" and value is None
             require(
-                optional or isinstance(value, str) or names, name, "a string or a list of names"
+                optional or isinstance(value, str) or _is_names(value),
+                name,
+                f"a string or a list of at most {MOST_NAMES:,} names",
             )
             require(value not in ((), ""), name, "at least one name")
-        self._check_selection()
+        keep = self.modules_to_not_convert
+        require(
+            keep is None or (_is_names(keep) and len(keep) > 0),
+            "modules_to_not_convert",
+            f"None or a list of 1 to {MOST_NAMES:,} names",
+        )
+        self._check_mappings()
+        self._check_blocks()
+        self._check_expressions()
 
-    def _check_selection(self) -> None:
-        """Refuses what PEFT's matching would silently ignore."""
-        for name, kind in (("rank_pattern", int), ("scheme_pattern", str)):
-            pattern = getattr(self, name)
-            if not isinstance(pattern, Mapping) or not all(
-                isinstance(key, str) and isinstance(value, kind) for key, value in pattern.items()
+    def _check_mappings(self) -> None:
+        """Refuse mappings of layers to something that is no rank or no scheme."""
+        ranks = f"integers from 1 to {LARGEST_SIZE}"
+        for name, expected in (("rank_pattern", ranks), ("scheme_pattern", "names of schemes")):
+            patterns = getattr(self, name)
+
+            def is_value(value: Any, name: str = name) -> bool:
+                if name == "rank_pattern":
+                    return _is_int(value) and 1 <= value <= LARGEST_SIZE
+                return isinstance(value, str) and 0 < len(value) <= 200
+
+            if not (
+                isinstance(patterns, Mapping)
+                and len(patterns) <= MOST_NAMES
+                and all(isinstance(k, str) and is_value(v) for k, v in patterns.items())
             ):
                 raise ValueError(
-                    f"{name}={pattern!r}; expected names or regular expressions to {kind.__name__}"
+                    f"{name}={shown(patterns)}; expected a mapping of at most {MOST_NAMES:,} names "
+                    f"or regular expressions to {expected}"
                 )
-        keep = self.modules_to_not_convert
-        if keep is not None and not (
-            isinstance(keep, tuple) and keep and all(isinstance(item, str) for item in keep)
-        ):
-            raise ValueError(f"modules_to_not_convert={keep!r}; expected a list of names")
-        layers = self.layers_to_transform
+
+    def _check_blocks(self) -> None:
+        """Refuse block indices that are none, or that PEFT's matching would silently ignore."""
+        layers, pattern = self.layers_to_transform, self.layers_pattern
+        named = isinstance(pattern, str) and re.fullmatch(r"[\w.]{1,200}", pattern)
+        if pattern is not None and not named:
+            raise ValueError(
+                f"layers_pattern={shown(pattern)}; expected None or the name of a list of blocks, "
+                'as "layers" or "transformer.h"'
+            )
         if layers is None:
-            if self.layers_pattern is not None:
+            if pattern is not None:
                 raise ValueError(
-                    f"layers_pattern={self.layers_pattern!r} without layers_to_transform has no "
-                    "effect; give layers_to_transform too"
+                    f"layers_pattern={pattern!r} without layers_to_transform has no effect; give "
+                    "layers_to_transform too"
                 )
             return
-        if not layers or not all(isinstance(item, int) and item >= 0 for item in layers):
-            raise ValueError(f"layers_to_transform={layers!r}; expected block indices >= 0")
+        if not (
+            isinstance(layers, tuple)
+            and 0 < len(layers) <= MOST_NAMES
+            and all(_is_int(index) and 0 <= index <= LARGEST_SIZE for index in layers)
+        ):
+            raise ValueError(f"layers_to_transform={shown(layers)}; expected block indices >= 0")
         if isinstance(self.target_modules, str):
             raise ValueError(
-                f"layers_to_transform={list(layers)} has no effect with "
-                f"target_modules={self.target_modules!r}: PEFT's matching looks at block indices "
-                "only for a list of names. Give target_modules as a list, or put the indices into "
-                "the regular expression"
+                f"layers_to_transform={shown(list(layers))} has no effect with "
+                f"target_modules={shown(self.target_modules)}: PEFT's matching looks at block "
+                "indices only for a list of names. Give target_modules as a list, or put the "
+                "indices into the regular expression"
             )
+
+    def _check_expressions(self) -> None:
+        """Refuse what is no regular expression, or would take too long to match."""
+        states = 0
+        for name, text in self._expressions():
+            try:
+                states += getattr(_MATCHERS[name](text), "states", 0)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}={shown(text)}; expected a regular expression: {error}"
+                ) from error
+            if states > MAX_STATES:
+                raise ValueError(
+                    f"{name}={shown(text)}; expected fewer or shorter regular expressions: with "
+                    f"this one they need more than {MAX_STATES:,} states in all. Plain names count "
+                    "for nothing"
+                )
+
+    def _expressions(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, text) of everything that is matched as a regular expression."""
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                yield name, value
+        for name in ("modules_to_not_convert", "rank_pattern", "scheme_pattern"):
+            for text in getattr(self, name) or ():
+                yield name, text
 
     def for_layer(self, name: str) -> MetisConfig:
         """The config of one layer: `scheme_pattern` and `rank_pattern` applied to its name."""
@@ -250,28 +311,36 @@ class MetisConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MetisConfig:
-        """The inverse of `to_dict`.
+        """Make a config of what `to_dict` gives.
 
         Raises:
-            ValueError: an unknown key (the nearest known one is named), or a config written by a
-                newer version of this package.
+            ValueError: no mapping, a value that its field does not take, an unknown key (the
+                nearest known one is named), or a config written by a newer version of this package.
         """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a Metis config is a mapping of options; got {shown(values)}")
         values = dict(values)
         method = values.pop("quant_method", cls.quant_method)
         if method != cls.quant_method:
-            raise ValueError(f"quant_method={method!r} is not a Metis config; expected 'metis'")
+            raise ValueError(f"quant_method={shown(method)} is no Metis config; expected 'metis'")
         version = values.pop("format_version", cls.format_version)
+        if not _is_int(version) or version < 1:
+            raise ValueError(
+                f"format_version={shown(version)}; expected an integer from 1 to "
+                f"{cls.format_version}"
+            )
         if version > cls.format_version:
             raise ValueError(
-                f"this config has format_version {version}, the installed metis_hf reads up to "
-                f"{cls.format_version}; upgrade metis_hf"
+                f"this config has format_version {shown(version)}, the installed metis_hf reads "
+                f"up to {cls.format_version}; upgrade metis_hf"
             )
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
+                short = isinstance(key, str) and len(key) <= 100
+                near = difflib.get_close_matches(key, known, n=1) if short else []
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ValueError(f"unknown key {key!r} in a Metis config{hint}")
+                raise ValueError(f"unknown key {shown(key)} in a Metis config{hint}")
         return cls(**values)
 
     def to_json(self) -> str:
@@ -280,13 +349,48 @@ class MetisConfig:
 
     @classmethod
     def from_json(cls, text: str) -> MetisConfig:
-        """The inverse of `to_json`; errors as in `from_dict`."""
-        return cls.from_dict(json.loads(text))
+        """Make a config of what `to_json` gives; errors as of `from_dict`."""
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError("a Metis config is a flat JSON object; this one is nested") from None
+        return cls.from_dict(values)
 
 
 def matching_pattern(patterns: Mapping[str, Any], name: str) -> str | None:
-    """The first pattern for a module name, by PEFT's rule: a suffix, as a regular expression."""
-    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", name)), None)
+    """Return the first pattern for a module name, by PEFT's rule: it fits the name's end."""
+    return next((p for p in patterns if ending_pattern(p).match(name)), None)
+
+
+def ending_pattern(text: str) -> Matcher:
+    """Return the matcher of a key of `rank_pattern` or `scheme_pattern`, as PEFT writes it."""
+    return name_pattern(text, before=r"(.*\.)?(", after=")$")
+
+
+def containing_pattern(text: str) -> Matcher:
+    """Return the matcher of an entry of `modules_to_not_convert`, as PEFT's `modules_to_save`."""
+    return name_pattern(text, before=r"(^|.*\.)", after=r"($|\..*)")
+
+
+_MATCHERS: dict[str, Callable[[str], Matcher]] = {
+    "target_modules": name_pattern,
+    "exclude_modules": name_pattern,
+    "modules_to_not_convert": containing_pattern,
+    "rank_pattern": ending_pattern,
+    "scheme_pattern": ending_pattern,
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_names(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MOST_NAMES
+        and all(isinstance(item, str) for item in value)
+    )
 
 
 def _jsonable(value: Any) -> Any:

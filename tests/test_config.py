@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import re
 import warnings
 
 import pytest
 
 from metis_hf import MetisConfig
+from metis_hf.schemes import kept_directions, layer_rank
 
 
 def test_json_round_trip_keeps_every_field():
@@ -79,6 +81,95 @@ def test_bad_value_is_named(bad):
     (name,) = bad
     with pytest.raises(ValueError, match=rf"^{name}=.*expected"):
         MetisConfig(**bad)
+
+
+FIELDS = [f.name for f in dataclasses.fields(MetisConfig)]
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+VALUES = [
+    None, True, False, 0, 1, -1, 2**70, -(10**5000), 0.5, 1e-300, float("nan"), float("inf"), "",
+    "x", "(((", "a" * 10**6, [], [[]], [["weight"]], [{}], [1], [None], [True], ["x", 1], ["((("],
+    ["x"] * 20_000, {}, {"x": 1}, {"x": "y"}, {"x": True}, {"x": 0}, {"x": []}, {"(((": 1},
+    {1: 2}, {"x": 2**70}, nested(5000), object(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "format_version", "quant_method"])
+@pytest.mark.filterwarnings("ignore:two_level")
+def test_any_value_is_taken_or_refused_by_name(name):
+    """Wrong types and sizes, as a broken or hostile config.json has them."""
+    results = [config_or_error(name, value) for value in VALUES]
+    errors = [str(result) for result in results if isinstance(result, ValueError)]
+    assert len(errors) > len(VALUES) / 2
+    for error in errors:
+        assert re.search(rf"\b{name}\b", error), error
+        assert len(error) < 2_000
+    for config in results:
+        if isinstance(config, MetisConfig):
+            assert MetisConfig.from_json(config.to_json()) == config
+
+
+def config_or_error(name: str, value: object) -> MetisConfig | ValueError:
+    """What a config with one value is, or why there is none."""
+    try:
+        return MetisConfig.from_dict({name: value})
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("values", [None, 3, "x", [], nested(5000), {1: 2}, {"x" * 10**6: 1}])
+def test_what_is_no_config(values):
+    """An empty list is none either."""
+    with pytest.raises(ValueError, match="Metis config"):
+        MetisConfig.from_dict(values)
+
+
+def test_json_that_is_too_deep():
+    with pytest.raises(ValueError, match="Metis config"):
+        MetisConfig.from_json("[" * 10**5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n_iter": 10**9}, "n_iter=1000000000; expected an integer from 0 to 64"),
+        ({"oversample": 10**9}, "oversample=1000000000; expected an integer from 0 to 16777216"),
+        ({"rank": 2**24 + 1}, "rank=16777217; expected None or an integer from 1 to"),
+        ({"rank_multiple": 2**25}, "rank_multiple=33554432; expected None or an integer"),
+        ({"keep_last_blocks": 2**25}, "keep_last_blocks=33554432; expected"),
+        ({"seed": 2**63}, "seed=9223372036854775808; expected"),
+        ({"rank_pattern": {"q_proj": 2**25}}, "rank_pattern={'q_proj': 33554432}; expected"),
+        ({"format_version": "9"}, "format_version='9'; expected an integer from 1"),
+        ({"decompose": [["weight"]]}, r"decompose=(['weight'],); expected a list of any of"),
+        ({"layers_pattern": "(a+)+"}, "layers_pattern='(a+)+'; expected None or the name"),
+        ({"target_modules": "((("}, "target_modules='((('; expected a regular expression: missing"),
+        ({"exclude_modules": "*"}, "exclude_modules='*'; expected a regular expression: nothing"),
+        ({"modules_to_not_convert": ["x", "["]}, "modules_to_not_convert='['; expected a regular"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern='('; expected a regular expression: missing )"),
+        ({"scheme_pattern": {r"(a)\1": "bf16"}}, "expected a regular expression: it has a backref"),
+        (
+            {"modules_to_not_convert": [f"(a{{{n}}}){{10}}" for n in range(100, 140)]},
+            "more than 4,000 states in all",
+        ),
+    ],
+)  # fmt: skip
+def test_bounds_and_patterns_are_named(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MetisConfig.from_dict(values)
+
+
+def test_tiny_share_is_one_direction():
+    """A share is rounded up, however small it is."""
+    for share in (1e-9, 5e-324):
+        assert kept_directions(MetisConfig(rank_frac=share), 64, 96) == 1
+        assert layer_rank(MetisConfig(rank_frac=share, rank_multiple=1), 64, 96) == 1
 
 
 def test_one_level_warns():

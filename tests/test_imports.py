@@ -18,7 +18,7 @@ SPINE = ("noise", "config", "numerics", "transforms", "operands", "schemes", "la
 WINGS = ("training", "export", "planning", "evaluation", "analysis")
 HELPERS = {"shared", "data"}
 ALLOWED: dict[str, set[str]] = {
-    "config": set(),
+    "config": {"shared"},
     "noise": set(),
     "shared": set(),
     "data": set(),
@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "operands": {"noise", "numerics", "transforms"},
     "schemes": {"config", "noise", "numerics", "transforms", "operands"},
     "layers": {*SPINE},
-    "conversion": {*SPINE},
+    "conversion": {*SPINE, "shared"},
     "monitoring": {*SPINE, *HELPERS},
     "training": {*SPINE, *HELPERS, "conversion", "monitoring"},
     "export": {*SPINE, *HELPERS, "conversion"},
@@ -143,3 +143,44 @@ def test_from_pretrained_registers_without_a_model_imported(tmp_path):
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "7 True"
+
+
+LORA = """
+import torch, transformers
+from peft import LoraConfig, PeftConfig, get_peft_model, LoraModel
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING as tuners
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+                                  num_hidden_layers=1, num_attention_heads=2)
+model = metis_hf.get_metis_model(transformers.LlamaForCausalLM(config))
+model = get_peft_model(model, LoraConfig(r=2, target_modules='all-linear'))
+assert sum(type(m).__name__ == 'MetisLoraLinear' for m in model.modules()) == 7
+assert all(type(finder).__module__ != 'metis_hf.conversion.registration'
+           for finder in sys.meta_path) or 'transformers.quantizers.auto' not in sys.modules
+import peft
+assert 'metis_hf' not in type(peft.__loader__).__module__
+assert 'metis_hf' not in type(peft.__spec__.loader).__module__
+"""
+
+
+@pytest.mark.parametrize("first", ["import sys, metis_hf", "import sys, peft, metis_hf"])
+def test_peft_takes_converted_layers_without_another_import(first):
+    """In whichever order the two are imported."""
+    looked = "import importlib.util; assert importlib.util.find_spec('peft') is not None\n"
+    code = f"{first}\n{looked}{LORA}"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+
+
+def test_a_peft_that_we_do_not_know_stays_usable():
+    """Registration fails with a warning; the other package's import does not."""
+    code = (
+        "import sys, warnings, metis_hf\n"
+        "sys.modules['metis_hf.conversion.lora'] = None  # importing it raises ImportError\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import peft\n"
+        "assert any('could not register with peft' in str(w.message) for w in caught)\n"
+        "print(peft.LoraConfig(r=2).r)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert out.stdout.strip() == "2", out.stderr

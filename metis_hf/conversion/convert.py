@@ -2,7 +2,7 @@
 
 First everything is checked, then the layers are swapped one by one, so an error leaves the model
 as it was and no second copy of it is ever in memory. Loading checkpoints is in `hub`, choosing
-modules in `matching`, the report in `report`.
+modules in `select`, the report in `report`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.conversion.report import ConversionReport, LayerReport, gemm_weights
+from metis_hf.conversion.linears import LinearOrigin
+from metis_hf.conversion.report import ConversionReport, LayerReport, count_params, gemm_weights
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import (
     converted_names,
@@ -76,7 +77,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
         experts, key = _owner(model, name)
         weight = fused_weights(experts)[key]
         _check_layer(name, weight, *expert_shape(experts, key), config.for_layer(name))
-    total = sum(p.numel() for p in model.parameters())
+    total = count_params(model)
     costs = gemm_weights(model)
     converted = sum(costs[name] for name in (*selection.linears, *selection.experts))
 
@@ -119,7 +120,8 @@ def to_dense(model: nn.Module) -> nn.Module:
         for key in converted_names(module):
             fuse_again(module, key)
     for name, layer in metis_layers(model):
-        model.set_submodule(name, layer.to_dense())
+        dense = layer.to_dense()
+        model.set_submodule(name, layer.origin.restore(dense) if layer.origin else dense)
     if hasattr(model, "metis_report"):
         del model.metis_report
     TokenMask.unregister(model)
@@ -152,9 +154,11 @@ def _convert_linear(
 ) -> LayerReport:
     module = as_linear(model.get_submodule(name))
     layer = convert_linear(module, config, name=name, token_mask=masks.of(name))
+    layer.origin = LinearOrigin.of(module)
     model.set_submodule(name, layer)
     original = module.weight.detach()
-    return _report(name, original.T if isinstance(module, Conv1D) else original, layer)
+    matrix = original.T if isinstance(module, Conv1D) else original
+    return _report(name, type(module).__name__, matrix, layer)
 
 
 def _convert_experts(
@@ -175,7 +179,7 @@ def _convert_experts(
             token_mask=masks.of(name),
         )
         layers.append(layer.train(module.training))
-        reports.append(_report(f"{name}.{index}", matrix, layer))
+        reports.append(_report(f"{name}.{index}", "expert", matrix, layer))
     replace_fused(module, key, layers)
     return reports
 
@@ -246,7 +250,7 @@ def _check_layer(
         raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
 
 
-def _report(name: str, original: Tensor, layer: MetisLayer) -> LayerReport:
+def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
     rank, error = None, 0.0
     if layer.scheme.splits_weight:
@@ -257,4 +261,4 @@ def _report(name: str, original: Tensor, layer: MetisLayer) -> LayerReport:
             scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
             weight = layer.weight_form.dense(layer.weight_params())
             error = ((weight - original).abs().max() / scale).item()
-    return LayerReport(name, i, o, layer.config.scheme, rank, bits, error)
+    return LayerReport(name, kind, i, o, layer.config.scheme, rank, bits, error)

@@ -1,28 +1,36 @@
 """LoRA over a frozen converted model, through PEFT.
 
-Importing this module puts a tuner that knows our layers into PEFT's table of tuners; models without
-such layers take PEFT's own path. From then on `get_peft_model(model, LoraConfig(...))`,
-`PeftModel.from_pretrained` and whatever builds on them (TRL's `peft_config`) take converted models.
-The frozen base computes as its scheme says; the adapter runs in high precision beside it.
+`registration` imports this module once PEFT is imported. It puts a tuner that knows our layers and
+a config that remembers the conversion into PEFT's tables; models without such layers take PEFT's
+own path. `get_peft_model(model, LoraConfig(...))`, `PeftModel.from_pretrained`, `AutoPeftModel` and
+whatever builds on them (TRL's `peft_config`) then take converted models. The frozen base computes
+as its scheme says; the adapter runs in high precision beside it.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from peft import LoraConfig, LoraModel, PeftType
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraVariant
-from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _maybe_include_all_linear_layers,
+    check_adapters_to_merge,
+)
 from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from metis_hf.conversion.convert import metis_layers
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.layers.linear import MetisLayer
 
 # Initializations that leave the base weight alone; the others write to it, or need its factors.
@@ -123,21 +131,108 @@ def _add_to_weight(layer: MetisLayer, delta: Tensor) -> None:
     layer.weight_params()[-1].add_(delta)
 
 
+@dataclass
+class MetisLoraConfig(LoraConfig):
+    """PEFT's LoRA config with the conversion of the base that the adapter was trained over.
+
+    Saved in `adapter_config.json`. Without metis_hf, PEFT warns of the unknown key `metis_config`
+    and runs the adapter over what it loads.
+    """
+
+    metis_config: dict[str, Any] | None = field(
+        default=None, metadata={"help": "MetisConfig of the base model, None for a plain one"}
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dict; adapters of plain models have PEFT's own keys alone."""
+        values = super().to_dict()
+        if values["metis_config"] is None:
+            del values["metis_config"]
+        return values
+
+
 class MetisLoraModel(LoraModel):
     """PEFT's LoRA tuner, for models with and without quantized layers."""
 
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """As PEFT's; "all-linear" includes quantized layers, and experts that have become such."""
+        """Put adapters on a model as PEFT does, on quantized layers too.
+
+        "all-linear" includes quantized layers, and experts that have become such. A plain base is
+        converted first if the adapter's config says that it was trained over a converted one.
+        """
+        config: Any = self.peft_config[adapter_name]
+        recorded = getattr(config, "metis_config", None)
+        if recorded is not None:
+            _reconcile(model, MetisConfig.from_dict(recorded))
         if next(metis_layers(model), None) is not None:
-            config: Any = self.peft_config[adapter_name]
+            config = _recording(config, model)
             config._register_custom_module({MetisLayer: MetisLoraLinear})
             if isinstance(config.target_modules, str):
                 # Before PEFT sees it: for models whose experts transformers fuses, PEFT would turn
                 # it into names of fused parameters, which conversion has replaced by layers.
                 config.target_modules = _targets(config, model)
+            self.peft_config[adapter_name] = config
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+
+def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
+    """Return the adapter's config with the conversion of the base that it is trained over."""
+    converted = getattr(getattr(model, "config", None), "quantization_config", None)
+    trained = config.inference_mode and getattr(config, "metis_config", None) is not None
+    if trained or not isinstance(converted, MetisConfig):
+        return config
+    values = {item.name: getattr(config, item.name) for item in fields(config) if item.init}
+    recording = MetisLoraConfig(**{**values, "metis_config": converted.to_dict()})
+    recording._custom_modules = config._custom_modules
+    return recording
+
+
+def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
+    """Make the base what the adapter was trained over, or warn that it is another.
+
+    Args:
+        model: the base.
+        trained: how the base was converted that the adapter was trained over.
+    """
+    first = next(metis_layers(model), None)
+    if first is not None:
+        current = getattr(getattr(model, "config", None), "quantization_config", None)
+        if isinstance(current, MetisConfig) and current != trained:
+            ours, theirs = current.to_dict(), trained.to_dict()
+            other = ", ".join(
+                f"{key}={ours.get(key)!r} (adapter: {theirs.get(key)!r})"
+                for key in ours | theirs
+                if ours.get(key) != theirs.get(key)
+            )
+            warnings.warn(
+                f"the adapter was trained over a base that was converted otherwise: here {other}. "
+                "It runs over the base as it is",
+                stacklevel=3,
+            )
+        return
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        warnings.warn(
+            f"the adapter was trained over a base converted to scheme {trained.scheme!r}; this "
+            "base is plain and cannot be converted, since it has adapters already. To run as in "
+            "training, load this adapter first",
+            stacklevel=3,
+        )
+        return
+    get_metis_model(model, trained)
+    state = any(layer.state_names for _, layer in metis_layers(model))
+    fresh = (
+        " The state that the scheme keeps from training starts afresh, which changes results: to "
+        "keep it, save the converted base and load the adapter over that."
+    )
+    warnings.warn(
+        f"the adapter was trained over a base converted to scheme {trained.scheme!r}, so this base "
+        f"has been converted too.{fresh * state} To run the adapter over the plain base, set "
+        "metis_config=None in its config: config = PeftConfig.from_pretrained(adapter); "
+        "config.metis_config = None; PeftModel.from_pretrained(base, adapter, config=config)",
+        stacklevel=3,
+    )
 
 
 def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
@@ -156,4 +251,5 @@ def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
     }
 
 
+PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MetisLoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MetisLoraModel

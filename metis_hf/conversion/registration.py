@@ -1,39 +1,61 @@
-"""Registers Metis with transformers once transformers needs to know, not when metis_hf is imported.
+"""Registers Metis with transformers and PEFT when they are imported, not when metis_hf is.
 
-transformers' quantizers take seconds to import, and who imports metis_hf may never load a model.
-So the registration waits until something imports them, as every `from_pretrained` does.
+Both look only into tables of their own (neither reads entry points), so somebody has to write into
+these before `from_pretrained` looks. Importing transformers' quantizers here, to write at once,
+takes 4 to 6 seconds of CPU time and PEFT 7, for every `metis-hf --help` and every process that only
+reads a config; `import metis_hf` itself takes .04. So a hook waits for these two modules, adds
+nothing to any other import, leaves both as their own loaders made them, and then removes itself.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-REGISTRY = "transformers.quantizers.auto"
+# Module of another package -> the module of ours that registers itself there when imported.
+REGISTRARS = {
+    "transformers.quantizers.auto": "metis_hf.conversion.hub",
+    "peft": "metis_hf.conversion.lora",
+}
 
 
 def register_on_import() -> None:
-    """Registers now if transformers' registry is loaded, else right after it will be."""
-    if REGISTRY in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Register where the other package is imported already, else right after it will be."""
+    waiting = set()
+    for name in REGISTRARS:
+        if name in sys.modules:
+            _register(name)
+        else:
+            waiting.add(name)
+    if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(waiting))
 
 
-def _register() -> None:
-    import metis_hf.conversion.hub  # noqa: F401  registers at its end, also where it is being imported now
+def _register(name: str) -> None:
+    """Import our module for another package's; it may be on its way in already."""
+    try:
+        importlib.import_module(REGISTRARS[name])
+    except ImportError as error:
+        # A version of the other package that we do not know must stay usable without us.
+        warnings.warn(f"metis_hf could not register with {name}: {error}", stacklevel=2)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the registry as the other finders do, with a loader that registers afterwards."""
+    """Finds the awaited modules as other finders do, with a loader that registers afterwards."""
+
+    def __init__(self, waiting: set[str]) -> None:
+        self._waiting = waiting
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != REGISTRY:
+        if fullname not in self._waiting:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -42,10 +64,22 @@ class _Finder(MetaPathFinder):
                 return spec
         return None
 
+    def imported(self, name: str) -> None:
+        """Register with a module that has just been imported; stop waiting after the last one."""
+        self._waiting.discard(name)
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        _register(name)
+
 
 class _Loader(Loader):
+    """Loads a module with its own loader and tells the finder."""
+
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # for those who look at the spec and do not import
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -55,5 +89,4 @@ class _Loader(Loader):
         module.__spec__.loader = self._loader  # what others see is as ever
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        sys.meta_path.remove(self._finder)
-        _register()
+        self._finder.imported(module.__name__)

@@ -3,50 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from metis_hf.conversion.linears import is_linear
 from metis_hf.layers.experts import expert_shape, fused_weights, is_fused_experts
-
-# What configs of transformers call it.
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "top_k_experts",
-    "moe_topk",
-    "moe_k",
-)
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One converted layer."""
+    """One converted layer.
+
+    Attributes:
+        name: full name in the model; experts end with their index.
+        kind: class of the original layer ("Linear", "Conv1D", "FalconLinear"), or "expert".
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        scheme: name of the scheme.
+        rank: directions of the weight's split, stored or made at each use; None: no split.
+        bits_per_weight: operand bits of the GEMM weight, low-rank part included.
+        error: max |represented - original| / max |original| at conversion; 0 for one stored matrix.
+    """
 
     name: str
+    kind: str
     in_features: int
     out_features: int
     scheme: str
-    rank: int | None  # of the weight's split, stored or made anew at each use; None: no split
-    bits_per_weight: float  # operand bits of the GEMM weight, low-rank part included
-    error: float  # max |represented - original| / max |original|; 0 for one stored matrix
+    rank: int | None
+    bits_per_weight: float
+    error: float
 
     @property
     def params(self) -> int:
         """Weights of the original layer."""
         return self.in_features * self.out_features
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes and `params`, ready for JSON."""
+        return {**asdict(self), "params": self.params}
+
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What get_metis_model did; `print` it.
+    """What get_metis_model did; `print` it, or take `to_dict` for programs.
 
     Attributes:
         scheme: name of the scheme.
         layers: the converted ones; one for each expert of a fused layer.
         skipped: linear layers that stay in high precision, with the reason.
-        total_params: parameters of the model before conversion.
+        total_params: parameters of the model before conversion; tied ones count once.
         flops_share: share of the multiplications with weights (linear layers, experts and output
             head; attention scores not counted) that a token spends in converted layers.
     """
@@ -68,29 +76,85 @@ class ConversionReport:
         bits = sum(layer.bits_per_weight * layer.params for layer in self.layers)
         return bits / self.converted_params
 
-    def __str__(self) -> str:
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Number of layers by rank, ascending; layers without a split left out."""
+        counts = Counter(layer.rank for layer in self.layers if layer.rank is not None)
+        return dict(sorted(counts.items()))
+
+    @property
+    def other_schemes(self) -> dict[str, int]:
+        """Number of layers by scheme, where it is not the model's."""
+        return dict(Counter(x.scheme for x in self.layers if x.scheme != self.scheme))
+
+    @property
+    def max_error(self) -> float:
+        """The largest `LayerReport.error`."""
+        return max((layer.error for layer in self.layers), default=0.0)
+
+    def skipped_by_reason(self) -> dict[str, list[str]]:
+        """Return the names of the skipped layers by reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            by_reason.setdefault(reason, []).append(name)
+        return by_reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return layers, skipped layers and totals, ready for JSON."""
+        return {
+            "scheme": self.scheme,
+            "converted_params": self.converted_params,
+            "total_params": self.total_params,
+            "flops_share": self.flops_share,
+            "bits_per_weight": self.bits_per_weight,
+            "max_error": self.max_error,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "skipped": [{"name": name, "reason": why} for name, why in self.skipped.items()],
+        }
+
+    def text(self, *, error: bool = True) -> str:
+        """Return the report in a few lines.
+
+        Args:
+            error: whether to say how well the split reproduced the weights, which is true of the
+                moment of conversion alone.
+        """
         share = self.converted_params / max(self.total_params, 1)
         lines = [
             f"scheme {self.scheme}: {len(self.layers)} layers converted || "
             f"{self.converted_params:,} of {self.total_params:,} params ({share:.1%}), "
             f"{self.flops_share:.1%} of GEMM FLOPs || {self.bits_per_weight:.2f} bits per weight"
         ]
-        others = Counter(layer.scheme for layer in self.layers if layer.scheme != self.scheme)
-        for scheme, count in others.items():
+        for scheme, count in self.other_schemes.items():
             lines.append(f"  scheme {scheme} instead in {count} layers (scheme_pattern)")
-        ranks = Counter(layer.rank for layer in self.layers if layer.rank is not None)
-        if ranks:
-            text = ", ".join(f"{rank} ({count} layers)" for rank, count in sorted(ranks.items()))
-            error = max(layer.error for layer in self.layers)
-            stored = f"; split reproduces the weights to {error:.1e}" if error else ""
-            lines.append(f"  rank {text}{stored}")
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.skipped.items():
-            by_reason.setdefault(reason, []).append(name)
-        for reason, names in by_reason.items():
+        if self.ranks:
+            ranks = ", ".join(f"{rank} ({count} layers)" for rank, count in self.ranks.items())
+            stored = error and self.max_error > 0
+            exact = f"; split reproduces the weights to {self.max_error:.1e}" if stored else ""
+            lines.append(f"  rank {ranks}{exact}")
+        for reason, names in self.skipped_by_reason().items():
             shown = ", ".join(names[:4]) + (f", ... ({len(names)})" if len(names) > 4 else "")
             lines.append(f"  kept in high precision ({reason}): {shown}")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def count_params(model: nn.Module) -> int:
+    """Return the number of parameters; tied ones count once.
+
+    On the meta device tied parameters are two until weights are loaded; transformers knows which.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names: set[str] = set()
+    params: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        source = tied.get(name, name)
+        if source not in names:
+            params[id(param)] = param
+        names.add(source)
+    return sum(param.numel() for param in params.values())
 
 
 def gemm_weights(model: nn.Module) -> dict[str, float]:
@@ -102,7 +166,7 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
     cost: dict[str, float] = {}
     config = getattr(model, "config", None)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
+        if is_linear(module):
             cost[name] = float(module.weight.numel())
         elif is_fused_experts(module):
             visited = _experts_per_token(getattr(module, "config", config))

@@ -1,24 +1,28 @@
-"""Which modules of a model a config selects: PEFT's own matching, and the reasons for leaving out.
+"""Which modules of a model a config selects, and the reasons for leaving out the others.
 
-The PEFT helpers are semi-private; this file is the only one that calls them. Fused experts count as
+What names mean is in `matching`, what a linear layer is in `linears`. Fused experts count as
 modules named after their parameters: "model.layers.0.mlp.experts.down_proj".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from metis_hf.config import MetisConfig, matching_pattern
+from metis_hf.config import MetisConfig, containing_pattern, matching_pattern
+from metis_hf.conversion.linears import is_linear, why_not_plain
+from metis_hf.conversion.matching import NameRules, ends
 from metis_hf.layers.experts import fused_weights, is_fused_experts
+from metis_hf.shared.patterns import name_pattern
 
-ALL_LINEAR = "all-linear"
+_NO_LINEAR = (
+    "only nn.Linear, transformers' Conv1D and fused experts can be converted. Name the linear "
+    "layers inside it"
+)
 # MixtralTopKRouter, SwitchTransformersTop1Router, ...; the others that transformers has.
 _ROUTER_CLASS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")
 
@@ -45,36 +49,21 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
         ValueError: nothing matched; a target is not a linear layer; a target's weight is tied; a
             pattern or name of the config matches nothing.
     """
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     candidates = dict(_candidates(model))
+    skipped = dict(_unconvertible(model))
     if not candidates:
+        why = "".join(f". {name}: {reason}" for name, reason in list(skipped.items())[:5])
         raise ValueError(
             f"{type(model).__name__} has no nn.Linear or Conv1D layer and no fused experts; there "
-            "is nothing to convert"
+            f"is nothing to convert{why}"
         )
-    everything = config.target_modules == ALL_LINEAR
-    matcher = SimpleNamespace(
-        target_modules=".*" if everything else config.target_modules,
-        exclude_modules=config.exclude_modules,
-        modules_to_save=config.modules_to_not_convert,
-        target_parameters=None,
-        layers_to_transform=config.layers_to_transform and list(config.layers_to_transform),
-        layers_pattern=config.layers_pattern,
-    )
-    if isinstance(matcher.target_modules, tuple):
-        matcher.target_modules = list(matcher.target_modules)
+    rules = NameRules(config)
     heads, tied, routers = _heads(model), _tied_weights(model), _routers(model)
-    skipped = dict(_unconvertible(model))
     selected: list[str] = []
     for name in candidates:
-        found = check_target_module_exists(matcher, name)
-        explicit = _named_by(config.target_modules, name)
-        if not found:
-            excluded = type(found).__name__ == "_ExcludedModule"
-            skipped[name] = (
-                _why_excluded(config, name) if excluded else _why_no_target(config, name)
-            )
+        explicit = rules.names(name)
+        if reason := rules.why_not(name):
+            skipped[name] = reason
         elif name in tied:
             if explicit:
                 raise ValueError(
@@ -95,8 +84,8 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
                     f"target_modules names {name} in full, so layers_to_transform does not apply "
                     "to it; give its last part, or leave layers_to_transform out"
                 )
-    _check_targets(model, config, candidates)
-    _check_layers(model, config, candidates)
+    _check_targets(model, config, candidates, skipped)
+    _check_layers(model, config, rules, candidates)
     if not selected:
         why = "; ".join(f"{n}: {r}" for n, r in list(skipped.items())[:5])
         raise ValueError(
@@ -114,8 +103,9 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
 def _candidates(model: nn.Module) -> Iterator[tuple[str, bool]]:
     """(name, whether it is a fused expert weight) of everything that could be converted."""
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, Conv1D):
-            yield name, False
+        if is_linear(module):
+            if why_not_plain(module) is None:
+                yield name, False
         elif is_fused_experts(module):
             for weight in fused_weights(module):
                 yield f"{name}.{weight}".removeprefix("."), True
@@ -124,8 +114,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, bool]]:
 def _unconvertible(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Layers that look as if they belonged to the candidates and do not."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and type(module) not in (nn.Linear, Conv1D):
-            yield name, f"its class {type(module).__name__} is not exactly nn.Linear"
+        if is_linear(module):
+            if reason := why_not_plain(module):
+                yield name, reason
         elif not is_fused_experts(module):
             for key, param in module.named_parameters(recurse=False):
                 # One matrix for each expert; position embeddings are often [1 n d].
@@ -138,39 +129,21 @@ def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
-def _named_by(targets: str | tuple[str, ...], name: str) -> bool:
-    """Whether an entry of a list (not a regular expression) names the module."""
-    return not isinstance(targets, str) and any(
-        name == target or name.endswith(f".{target}") for target in targets
-    )
-
-
-def _why_excluded(config: MetisConfig, name: str) -> str:
-    for keep in config.modules_to_not_convert or ():
-        if re.match(rf"(^|.*\.){keep}($|\..*)", name):
-            return "in modules_to_not_convert"
-    return "excluded by exclude_modules"
-
-
-def _why_no_target(config: MetisConfig, name: str) -> str:
-    if config.layers_to_transform and _named_by(config.target_modules, name):
-        return "not in layers_to_transform"
-    return "not a target"
-
-
-def _check_targets(model: nn.Module, config: MetisConfig, candidates: dict[str, bool]) -> None:
-    """Every name in the config's lists has to mean something in this model."""
+def _check_targets(
+    model: nn.Module, config: MetisConfig, candidates: dict[str, bool], skipped: dict[str, str]
+) -> None:
+    """Refuse names in the config's lists that mean nothing in this model."""
     modules = dict(model.named_modules())
     if not isinstance(config.target_modules, str):
+        known = _all_ends(candidates)
         for target in config.target_modules:
-            if any(_named_by((target,), name) for name in candidates):
+            if target in known:
                 continue
-            other = next((n for n in modules if n and _named_by((target,), n)), None)
+            other = next((name for name in modules if name and target in ends(name)), None)
             if other is not None:
                 raise ValueError(
-                    f"target module {other} is a {type(modules[other]).__name__}; only nn.Linear, "
-                    "transformers' Conv1D and fused experts can be converted. Name the linear "
-                    "layers inside it"
+                    f"target module {other} is a {type(modules[other]).__name__}; "
+                    f"{skipped.get(other, _NO_LINEAR)}"
                 )
             raise ValueError(
                 f"target_modules names {target!r}, which is no module of {type(model).__name__}. "
@@ -178,36 +151,38 @@ def _check_targets(model: nn.Module, config: MetisConfig, candidates: dict[str, 
             )
     everywhere = (*modules, *candidates)
     pattern = config.exclude_modules
-    if isinstance(pattern, str) and not any(re.fullmatch(pattern, name) for name in everywhere):
+    if isinstance(pattern, str) and not any(map(name_pattern(pattern).fullmatch, everywhere)):
         raise ValueError(
             f"exclude_modules={pattern!r} matches the full name of no module of "
             f"{type(model).__name__}; what it was to leave out would be converted"
         )
-    for name in config.exclude_modules if isinstance(config.exclude_modules, tuple) else ():
-        if not any(_named_by((name,), module) for module in everywhere):
-            raise ValueError(
-                f"exclude_modules names {name!r}, which is no module of {type(model).__name__}; "
-                "what it was to leave out would be converted"
-            )
+    if isinstance(pattern, tuple):
+        known = _all_ends(everywhere)
+        for name in pattern:
+            if name not in known:
+                raise ValueError(
+                    f"exclude_modules names {name!r}, which is no module of "
+                    f"{type(model).__name__}; what it was to leave out would be converted"
+                )
     for keep in config.modules_to_not_convert or ():
-        if not any(re.match(rf"(^|.*\.){keep}($|\..*)", name) for name in everywhere):
+        if not any(map(containing_pattern(keep).match, everywhere)):
             raise ValueError(
                 f"modules_to_not_convert names {keep!r}, which is no module of "
                 f"{type(model).__name__}; what it was to keep would be converted"
             )
 
 
-def _check_layers(model: nn.Module, config: MetisConfig, candidates: dict[str, bool]) -> None:
-    """Every index in layers_to_transform has to reach a target; PEFT ignores those that do not."""
-    from peft.tuners.tuners_utils import check_target_module_exists
+def _all_ends(names: Iterable[str]) -> set[str]:
+    return {end for name in names for end in ends(name)}
 
+
+def _check_layers(
+    model: nn.Module, config: MetisConfig, rules: NameRules, candidates: dict[str, bool]
+) -> None:
+    """Refuse indices in layers_to_transform that reach no target; PEFT ignores them."""
+    reached = {rules.block(name) for name in candidates if rules.names(name)}
     for index in config.layers_to_transform or ():
-        matcher = SimpleNamespace(
-            target_modules=list(config.target_modules),
-            layers_to_transform=[index],
-            layers_pattern=config.layers_pattern,
-        )
-        if not any(check_target_module_exists(matcher, name) for name in candidates):
+        if index not in reached and not any(map(rules.names_in_full, candidates)):
             pattern = f" (layers_pattern={config.layers_pattern!r})" * bool(config.layers_pattern)
             raise ValueError(
                 f"layers_to_transform has {index}{pattern}, but no block of "
@@ -240,7 +215,7 @@ def _heads(model: nn.Module) -> set[str]:
     body = getattr(model, "base_model", model) if isinstance(model, PreTrainedModel) else model
     inside = set(map(id, body.modules()))
     for name, module in model.named_modules():
-        if module is head or (isinstance(module, nn.Linear | Conv1D) and id(module) not in inside):
+        if module is head or (is_linear(module) and id(module) not in inside):
             heads.add(name)
     return heads
 

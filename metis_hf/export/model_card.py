@@ -7,7 +7,6 @@ known here (licence, data, language) stays out of the metadata.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def model_card(
         tags=[*_TAGS[kind], f"scheme:{config.scheme}"],
     )
     # How well the split reproduced the weights when they were converted says nothing by now.
-    coverage = re.sub(r"; split reproduces.*", "", str(report))
+    coverage = report.text(error=False)
     parts = [
         f"# {type(model).__name__}, scheme {config.scheme}",
         _WHAT[kind],

@@ -60,6 +60,7 @@ class MetisLayer(nn.Module):
         self.token_mask: TokenMask | None = None
         self.held_weight: HeldWeight | None = None  # see `weight_reuse`
         self.evaluation_weight = EvaluationWeight()
+        self.origin: Any = None  # what conversion has to make of it again, if no plain nn.Linear
 
     @property
     def rank(self) -> int | None:

@@ -46,6 +46,7 @@ def describe_run(
         "model": type(model).__name__,
         "config": config,
         "summary": None if report is None else str(report),
+        "conversion": None if report is None else report.to_dict(),
         "max_steps": max_steps,
         "sequences_per_step": batch,
         "environment": {

@@ -255,6 +255,7 @@ def _read_description(run: Run) -> None:
     description = _load_json(run, file) or {}
     run.config = run.config or _part(run, file, description, "config", dict)
     run.summary = run.summary or _part(run, file, description, "summary", str)
+    run.conversion = _part(run, file, description, "conversion", dict)
     run.environment = run.environment or _part(run, file, description, "environment", dict)
     if run.environment:
         versions = _part(run, file, run.environment, "versions", dict)

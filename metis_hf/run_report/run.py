@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ class Run:
         path: its directory.
         name: what a picture calls it: the scheme, or the directory where no config was found.
         config: its MetisConfig as a dict; empty where none was found.
-        summary: the conversion report.
+        summary: the conversion report as text.
+        conversion: the conversion report as data (`ConversionReport.to_dict`).
         environment: versions and device.
         model: class of the model.
         history: one log entry with a loss for each logged step, ascending.
@@ -42,6 +42,7 @@ class Run:
     name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     summary: str = ""
+    conversion: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     model: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -76,8 +77,8 @@ class Run:
         """Share of the GEMM FLOPs in converted layers, 0 to 1; 0 where none is quantized."""
         if self.layers and not self.quantized:
             return 0.0
-        found = re.search(r"(\d+(?:\.\d+)?)% of GEMM FLOPs", self.summary)
-        return float(found[1]) / 100 if found else None
+        share = self.conversion.get("flops_share")
+        return float(share) if isinstance(share, int | float) else None
 
     @property
     def seconds_per_step(self) -> float | None:

@@ -181,7 +181,7 @@ def kept_directions(config: MetisConfig, in_features: int, out_features: int) ->
     if config.rank is not None:
         return config.rank
     scaled = round(config.rank_frac * min(in_features, out_features) * 1e6)
-    return -(-scaled // 10**6)  # ceil, immune to 0.1 * 30 > 3
+    return max(1, -(-scaled // 10**6))  # ceil, immune to 0.1 * 30 > 3; a tiny share is one too
 
 
 def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 import transformers
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from conversion.architectures import ARCHITECTURES, EXPERTS, LAYERS, _build
 from metis_hf import MetisConfig, MetisLinear, QuantLinear, get_metis_model, metis_layers
+from metis_hf.config import matching_pattern
+from metis_hf.conversion.matching import NameRules
 from metis_hf.conversion.select import select_modules
 
 MLP_OF = "model.layers.{}.mlp.{}"
@@ -42,6 +46,48 @@ def chosen_by_peft(model: nn.Module, **options) -> set[str]:
     }
 
 
+# Each keeps `re` busy for longer than anyone waits, on the name of some module below.
+HOSTILE = ["([a-z]+)+!", "(m|m|o|d|e|l|.)*!", "(.*)*!", "(.*e){12}!", "([a-z._]+)+[.]x", "(.+.+)+!"]
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_hostile_patterns_end(pattern):
+    """A config.json of somebody else's stops no loading, whichever field the pattern is in."""
+    model = build()
+    model.model.layers[0].mlp.abcdefghijklmnopqrstuvwxyzabcdefghijklmn = nn.Linear(4, 4)
+    fine = f"{pattern}|.*q_proj"
+    expected = {f"model.layers.{index}.self_attn.q_proj" for index in range(LAYERS)}
+    assert selected(model, target_modules=fine) == expected
+    assert selected(model, exclude_modules=fine) == selected(model) - expected
+    for options in (
+        {"target_modules": pattern},
+        {"exclude_modules": pattern},
+        {"modules_to_not_convert": [pattern]},
+        {"rank_pattern": {pattern: 4}},
+        {"scheme_pattern": {pattern: "bf16"}},
+    ):
+        (field,) = options
+        with pytest.raises(ValueError, match=field):
+            select_modules(model, MetisConfig(**options))
+
+
+def test_patterns_are_peft_s():
+    """What PEFT's helpers say of every name, for patterns with alternatives and anchors."""
+    from peft.utils.other import get_pattern_key
+
+    names = [name for name, _ in build("mixtral").named_modules()]
+    keys = ["q_proj|k_proj", r"layers\.1\..*", r"\.0\.", "mlp.*", "v", "self_attn.v_proj", "^model"]
+    for name in names:
+        for key in keys:
+            theirs = get_pattern_key([key], name)
+            assert (matching_pattern({key: 1}, name) is not None) == (theirs == key and name != key)
+            matcher = SimpleNamespace(target_modules=[], modules_to_save=[key])
+            excluded = type(check_target_module_exists(matcher, name)).__name__
+            rules = NameRules(MetisConfig(modules_to_not_convert=[key]))
+            reason = rules.why_not(name)
+            assert (reason == "in modules_to_not_convert") == (excluded == "_ExcludedModule")
+
+
 FORMS = {
     "all": {"target_modules": "all-linear"},
     "suffixes": {"target_modules": ["q_proj", "down_proj"]},
@@ -63,6 +109,9 @@ FORMS = {
         "layers_to_transform": [0, 1],
         "layers_pattern": "layers",
     },
+    "regex of alternatives": {"target_modules": r".*layers\.(\d+)\.(mlp|self_attn)\.(q|up)_proj$"},
+    "regex that looks ahead": {"target_modules": r"^(?!.*\.1\.).*(?:q|v)_proj"},
+    "lazy regex": {"target_modules": r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|down_proj).*?)"},
     "head by name": {"target_modules": ["q_proj", "lm_head"]},
 }
 
@@ -298,6 +347,9 @@ def test_meta_device(tmp_path, token_ids):
 class HouseLinear(nn.Linear):
     """Somebody's own linear layer, of whose forward pass nothing is known."""
 
+    def forward(self, input):
+        return super().forward(input).clamp(-9, 9)
+
 
 class HouseExperts(nn.Module):
     """Experts outside transformers' interface."""
@@ -316,7 +368,8 @@ def test_lookalikes_are_reported():
     mlp.positions.table = nn.Parameter(torch.zeros(1, 9, 64))  # one matrix: no experts
     get_metis_model(model, MetisConfig())
     reasons = model.metis_report.skipped
-    assert reasons["model.layers.0.mlp.up_proj"] == "its class HouseLinear is not exactly nn.Linear"
+    reason = "its class HouseLinear has a forward pass of its own"
+    assert reasons["model.layers.0.mlp.up_proj"] == reason
     assert reasons["model.layers.0.mlp.extra.weight"] == (
         "3-D parameter of HouseExperts, unknown to transformers' experts interface"
     )

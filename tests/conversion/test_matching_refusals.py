@@ -102,7 +102,11 @@ class TestRefused:
         model = build()
         model.model.layers[0].mlp.up_proj = HouseLinear(64, 96)
         model.model.layers[1].mlp.up_proj = HouseLinear(64, 96)
-        self.refused("up_proj is a HouseLinear; only", model, target_modules=["up_proj"])
+        self.refused(
+            "up_proj is a HouseLinear; its class HouseLinear has a forward",
+            model,
+            target_modules=["up_proj"],
+        )
 
     def test_tied_head_as_target(self):
         message = "lm_head shares its weight with model.embed_tokens"

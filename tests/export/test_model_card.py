@@ -64,6 +64,18 @@ class TestModelCard:
         exec(code, scope)
         assert isinstance(scope["model"], transformers.LlamaForCausalLM)
 
+    def test_tied_weights_count_once(self, tmp_path):
+        """Also of a checkpoint, whose layers are converted before its weights are tied."""
+        model = llama(tie_word_embeddings=True)
+        total = sum(param.numel() for param in model.parameters())
+        get_metis_model(model, MetisConfig(split_weight=True)).save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        for each in (model, loaded):
+            text = model_card(each).text
+            assert f" of {total:,} params" in text
+            assert "kept in high precision (weight tied to model.embed_tokens): lm_head" in text
+            assert "split reproduces" not in text
+
     def test_refuses_a_plain_model(self):
         with pytest.raises(ValueError, match="no Metis config"):
             model_card(llama())
