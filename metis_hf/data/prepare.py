@@ -1,4 +1,4 @@
-"""The pipeline: read and filter, measure perplexity, pack; resumable, and equal however often.
+"""The pipeline: read and filter, measure perplexity, chunk; resumable, and equal however often.
 
 Three stages leave their results in `work/`, one file per part of the source. Each file is renamed
 into place when it is whole, so that a run which was killed goes on with the next file, and every
@@ -20,8 +20,7 @@ import numpy as np
 from transformers.utils import logging
 
 from metis_hf.data.arguments import PrepareArguments
-from metis_hf.data.filters import KEPT, TextFilter, detector
-from metis_hf.data.packed import (
+from metis_hf.data.chunked import (
     ARGUMENTS,
     META,
     TOKENIZER,
@@ -29,6 +28,7 @@ from metis_hf.data.packed import (
     write_json,
     write_shards,
 )
+from metis_hf.data.filters import KEPT, TextFilter, detector
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, local_files, open_source
@@ -45,7 +45,7 @@ _VALIDATION = "validation"
 
 
 def prepare(arguments: PrepareArguments) -> dict[str, Any]:
-    """Turn a source of documents into packed sequences.
+    """Turn a source of documents into chunked sequences.
 
     Run again with the same arguments after an interruption, it continues; after the end, it only
     returns the report.
@@ -277,12 +277,12 @@ def _write_split(
         sequences = write_shards(
             folder, tokens, counts, arguments.seq_len, arguments.sequences_per_shard, update
         )
-    packed = sequences * arguments.seq_len
+    chunked = sequences * arguments.seq_len
     report[name] |= {
         "tokens": sum(counts),
         "sequences": sequences,
-        "packed_tokens": packed,
-        "tail_tokens_dropped": sum(counts) - packed,
+        "chunked_tokens": chunked,
+        "tail_tokens_dropped": sum(counts) - chunked,
     }
     if validation and not sequences and arguments.validation_share:
         logger.warning(
@@ -312,7 +312,7 @@ def _meta(
         "tokenizer": arguments.tokenizer,
         "seq_len": arguments.seq_len,
         "num_sequences": split["sequences"],
-        "num_tokens": split["packed_tokens"],
+        "num_tokens": split["chunked_tokens"],
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "source": arguments.files or arguments.dataset,

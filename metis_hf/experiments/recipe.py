@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.packed import causal_batch
+from metis_hf.data.chunked import causal_batch
 from metis_hf.planning.plan import Plan, Workload, plan_run
 from metis_hf.schemes import scheme_names
 from metis_hf.training.callback import MetisCallback
@@ -42,7 +42,7 @@ class RecipeArguments:
 
     data: str | None = field(
         default=None,
-        metadata={"help": "Directory of packed tokens, made by recipes/prepare_data.py."},
+        metadata={"help": "Directory of chunked tokens, made by recipes/prepare_data.py."},
     )
     scheme: str = field(
         default="metis", metadata={"help": f"How GEMMs compute: {', '.join(scheme_names())}."}
@@ -205,23 +205,23 @@ def dry_run(
 def load_data(
     arguments: RecipeArguments, training: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase | None]:
-    """Packed sequences to train on and to hold out, and the tokenizer if it is at hand.
+    """Chunked sequences to train on and to hold out, and the tokenizer if it is at hand.
 
-    `--data` wins; without it, `--smoke` packs text of the standard library.
+    `--data` wins; without it, `--smoke` chunks text of the standard library.
 
     Raises:
-        FileNotFoundError: `--data` is no directory of packed tokens, or an unfinished one.
+        FileNotFoundError: `--data` is no directory of chunked tokens, or an unfinished one.
         ValueError: no data, or data that do not fit the arguments or the model.
     """
     if arguments.data is not None:
-        dataset, evaluation = _packed_data(Path(arguments.data), arguments, config)
+        dataset, evaluation = _chunked_data(Path(arguments.data), arguments, config)
         tokenizer = None
     elif arguments.smoke:
         dataset, tokenizer = _embedded_text(arguments, config)
         evaluation = None
     else:
         raise ValueError(
-            "no data: give --data DIR, a directory of packed tokens as recipes/prepare_data.py "
+            "no data: give --data DIR, a directory of chunked tokens as recipes/prepare_data.py "
             "writes it (its --help says how), or try --smoke"
         )
     if evaluation is None:
@@ -243,34 +243,34 @@ def _hold_out(dataset: datasets.Dataset, count: int) -> tuple[datasets.Dataset, 
     return dataset.select(range(rest, len(dataset))), dataset.select(range(rest))
 
 
-def _packed_data(
+def _chunked_data(
     path: Path, arguments: RecipeArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """What recipes/prepare_data.py wrote: training sequences, and its validation split if any."""
-    from metis_hf.data.packed import META, load_packed, read_meta
+    from metis_hf.data.chunked import META, load_chunked, read_meta
 
     length = read_meta(path)["seq_len"]
     if length != arguments.sequence_length:
         raise ValueError(
             f"--data {path} holds sequences of {length} tokens, and the run wants "
-            f"{arguments.sequence_length}; pass --sequence_length {length} or pack again"
+            f"{arguments.sequence_length}; pass --sequence_length {length} or chunk again"
         )
-    dataset = load_packed(path, vocab_size=config.vocab_size)
+    dataset = load_chunked(path, vocab_size=config.vocab_size)
     validation = path / "validation"
     if not (validation / META).is_file():
         return dataset, None
-    held_out = load_packed(validation, vocab_size=config.vocab_size)
+    held_out = load_chunked(validation, vocab_size=config.vocab_size)
     return dataset, held_out.select(range(min(arguments.eval_sequences, len(held_out))))
 
 
 def _embedded_text(
     arguments: RecipeArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, PreTrainedTokenizerBase]:
-    from metis_hf.data.corpus import pack, stdlib_documents, train_tokenizer
+    from metis_hf.data.corpus import chunk, stdlib_documents, train_tokenizer
 
     documents = stdlib_documents()[:_SMOKE_TEXT]
     tokenizer = train_tokenizer(documents, config.vocab_size)
-    dataset = pack(documents, tokenizer, arguments.sequence_length)
+    dataset = chunk(documents, tokenizer, arguments.sequence_length)
     return dataset.select_columns(["input_ids"]), tokenizer
 
 

@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.packed import causal_batch
+from metis_hf.data.chunked import causal_batch
 from metis_hf.shared.records import bf16_units, read_json, write_json
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.precision_schedule import PrecisionSchedule
@@ -241,7 +241,7 @@ def train(
     """Trains one variant, resuming from its last checkpoint if it has one.
 
     Args:
-        dataset: packed sequences, rows of `input_ids` in torch format.
+        dataset: chunked sequences, rows of `input_ids` in torch format.
         run: directory of checkpoints and, in `run/model`, of the trained model.
         on_step: called with (step, training loss) after each log entry.
     """

@@ -19,7 +19,7 @@ from metis_hf.cli import main
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
 CONFIG = {
-    "scale": "tiny",
+    "size": "tiny",
     "model": {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -248,10 +248,10 @@ def test_several_processes_train_one_run(finished, tmp_path):
     [
         (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
         (["--preset", "table9"], "preset 'table9' is not known; choose from main, ablations"),
-        (["--scale", "70b"], "scale '70b' is not known; choose from tiny, 130m, 1b1, 8b"),
+        (["--size", "70b"], "size '70b' is not known; choose from tiny, 130m, 1b1, 8b"),
         (["--seeds", "0,one"], "--seeds 0,one: expected whole numbers"),
         (["--seeds", "0,0"], "seed 0 is given more than once"),
-        (["--scale", "130m"], "scale 130m needs data"),
+        (["--size", "130m"], "size 130m needs data"),
         (["--schemes", "bf16", "--jobs", "2", "--launcher", "accelerate launch"], "one run at a"),
         (["--data", "nowhere"], "nowhere has no meta.json"),
     ],

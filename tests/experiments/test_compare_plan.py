@@ -16,7 +16,7 @@ from metis_hf.experiments.compare.plan import PRESETS, directory_name, make_plan
 from metis_hf.experiments.compare.statistics import Interval, summarize, t_interval
 from metis_hf.experiments.figures import figure_axes
 from metis_hf.experiments.runner import SchemeResult, Variant
-from metis_hf.experiments.sizes import SCALES
+from metis_hf.experiments.sizes import SIZES
 from metis_hf.schemes import build_scheme
 
 
@@ -31,12 +31,12 @@ def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1):
 
 
 class TestPlan:
-    def test_defaults_are_the_main_table_at_tiny_scale(self):
+    def test_defaults_are_the_main_table_at_tiny_size(self):
         plan = make_plan()
         names = [variant.name for variant in plan.variants]
         assert names == ["bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"]
         assert plan.seeds == (0, 1, 2)
-        assert plan.tokens == SCALES["tiny"].tokens
+        assert plan.tokens == SIZES["tiny"].tokens
 
     def test_ablations_switch_off_one_part_each(self):
         by_name = {v.name: v.metis_config(0) for v in PRESETS["ablations"]}

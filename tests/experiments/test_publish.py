@@ -43,7 +43,7 @@ def test_a_comparison_goes_between_its_markers(publish, tmp_path):
     for name in ("loss.png", "gap.png", "cost.png"):
         (run / name).write_bytes(b"png")
     (run / "table.md").write_text("| new |\n")
-    plan = {"data": "/home/me/prose", "validation": None, "tasks_dir": None, "scale": "tiny"}
+    plan = {"data": "/home/me/prose", "validation": None, "tasks_dir": None, "size": "tiny"}
     (run / "compare.json").write_text(json.dumps({"plan": plan}))
     publish.publish_compare(run, "x")
     expected = "a\n<!-- compare x -->\n| new |\n<!-- end -->\nb\n"
@@ -184,8 +184,8 @@ def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
     model = get_metis_model(llama(), MetisConfig(scheme="bf16"))
     model.save_pretrained(tmp_path / "model")
     rows = token_ids.reshape(-1, token_ids.shape[-1]).tolist() * 40
-    packed = datasets.Dataset.from_dict({"input_ids": rows})
-    monkeypatch.setattr(study, "load_packed", lambda directory: packed)
+    chunked = datasets.Dataset.from_dict({"input_ids": rows})
+    monkeypatch.setattr(study, "load_chunked", lambda directory: chunked)
     configs = {
         "exact": MetisConfig(scheme="bf16"),
         "split": MetisConfig(scheme="bf16-split"),
@@ -202,7 +202,7 @@ def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
 
 def test_split_effect_pairs_by_seed():
     study = script("split_effect")
-    plan = {"scale": "tiny"}
+    plan = {"size": "tiny"}
 
     def record(**losses):
         summaries = [{"name": n.replace("_", ", "), "losses": v} for n, v in losses.items()]
@@ -216,8 +216,8 @@ def test_split_effect_pairs_by_seed():
         "| b |  | +1.00 | -3.81 |  | 1 |",  # stored split by itself: nothing to compare with
         "| a | +11.00 ± 12.71 | +10.00 | +10.00 | -1.79 | 1 |",
     ]
-    with pytest.raises(ValueError, match="differ in scale; train both alike"):
-        study.table(dense, split | {"plan": {"scale": "130m"}})
+    with pytest.raises(ValueError, match="differ in size; train both alike"):
+        study.table(dense, split | {"plan": {"size": "130m"}})
 
 
 def test_table_of_the_split_effect_is_that_of_its_records():

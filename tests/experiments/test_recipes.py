@@ -22,7 +22,7 @@ import yaml
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.data.packed import write_shards
+from metis_hf.data.chunked import write_shards
 from metis_hf.experiments.recipe import (
     build_model,
     build_trainer,

@@ -23,19 +23,19 @@ def compare(
         typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
-    scale: Annotated[str | None, typer.Option(help="tiny (default), 130m, 1b1 or 8b.")] = None,
+    size: Annotated[str | None, typer.Option(help="tiny (default), 130m, 1b1 or 8b.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Packed tokens of recipes/prepare_data.py; default at scale tiny: the "
+            help="Chunked tokens of recipes/prepare_data.py; default at size tiny: the "
             "standard library's sources."
         ),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Packed held-out tokens; default: those of --data.")
+        Path | None, typer.Option(help="Chunked held-out tokens; default: those of --data.")
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="Training tokens of each run.")] = None,
     tasks: Annotated[
@@ -43,7 +43,7 @@ def compare(
     ] = None,
     tasks_dir: Annotated[Path | None, typer.Option(help="Local data of these tasks.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<scale>.")
+        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<size>.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs side by side; default: one per device or CPU core.")
@@ -79,14 +79,14 @@ def compare(
         preset=preset,
         schemes=_split(schemes),
         seeds=_seeds(seeds),
-        scale=scale,
+        size=size,
         data=None if data is None else str(data),
         validation=None if validation is None else str(validation),
         tokens=tokens,
         tasks=_split(tasks),
         tasks_dir=None if tasks_dir is None else str(tasks_dir),
     )
-    out = out or Path("runs") / f"compare-{preset or 'custom'}-{plan.scale}"
+    out = out or Path("runs") / f"compare-{preset or 'custom'}-{plan.size}"
     console = Console()
     failure: RunsFailed | None = None
     with quiet():

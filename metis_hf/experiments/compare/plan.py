@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from metis_hf.config import MetisConfig
 from metis_hf.experiments.runner import Experiment, Variant
-from metis_hf.experiments.sizes import SCALES
+from metis_hf.experiments.sizes import SIZES
 from metis_hf.schemes import build_scheme, scheme_info, scheme_names
 
 DEFAULT_SEEDS = (0, 1, 2)
@@ -108,7 +108,7 @@ _FILE_KEYS = (
     "schemes",
     "variants",
     "seeds",
-    "scale",
+    "size",
     "model",
     "training",
     "tokens",
@@ -131,11 +131,11 @@ class Plan:
         variants: in the order of the table.
         seeds: every variant runs with each.
         experiment: what all runs share; its seed is replaced by each of `seeds`.
-        scale: name of the scale that the experiment comes from.
+        size: name of the size that the experiment comes from.
         global_batch: sequences per optimizer step.
         eval_sequences: held-out sequences that the loss is taken on, at most.
-        data: directory of packed tokens, or None for the standard library's sources.
-        validation: directory of packed held-out tokens; None takes `data`'s own.
+        data: directory of chunked tokens, or None for the standard library's sources.
+        validation: directory of chunked held-out tokens; None takes `data`'s own.
         tasks: of lm-eval, evaluated on every trained model.
         tasks_dir: local data for them, or None for lm-eval's own sources.
     """
@@ -143,7 +143,7 @@ class Plan:
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     experiment: Experiment
-    scale: str
+    size: str
     global_batch: int
     eval_sequences: int
     data: str | None = None
@@ -177,7 +177,7 @@ class _Options:
     schemes: Sequence[str] | None = None
     variants: Mapping[str, Mapping[str, Any]] | None = None
     seeds: Sequence[int] = DEFAULT_SEEDS
-    scale: str = "tiny"
+    size: str = "tiny"
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     tokens: float | None = None
@@ -199,36 +199,36 @@ def make_plan(file: Path | None = None, **options: Any) -> Plan:
         **options: `preset` (a name in PRESETS), `schemes` (registered names, or "all" for each of
             them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with
             those of PrecisionSchedule) say what is compared, in this order, `main` if nothing does;
-            `seeds`; `scale` (a name in SCALES) with `model`, `training`, `tokens`,
+            `seeds`; `size` (a name in SIZES) with `model`, `training`, `tokens`,
             `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to change it;
             `data`, `validation`, `tasks`, `tasks_dir` as in `Plan`.
 
     Raises:
-        ValueError: an unknown key, preset, scheme, scale or field, repeated names or seeds.
+        ValueError: an unknown key, preset, scheme, size or field, repeated names or seeds.
     """
     values = _read_yaml(file) if file is not None else {}
     given = _Options(**{**values, **{k: v for k, v in options.items() if v is not None}})
-    _one_of("scale", given.scale, SCALES)
-    scale = SCALES[given.scale]
-    length = given.sequence_length or scale.sequence_length
-    batch = given.global_batch or scale.global_batch
-    tokens = scale.tokens if given.tokens is None else float(given.tokens)
-    training = {**scale.training, **_training(given.training)}
+    _one_of("size", given.size, SIZES)
+    size = SIZES[given.size]
+    length = given.sequence_length or size.sequence_length
+    batch = given.global_batch or size.global_batch
+    tokens = size.tokens if given.tokens is None else float(given.tokens)
+    training = {**size.training, **_training(given.training)}
     training.setdefault("max_steps", max(1, round(tokens / (batch * length))))
     experiment = Experiment(
-        model={"model_type": scale.model_type, **scale.config, **given.model},
+        model={"model_type": size.model_type, **size.config, **given.model},
         training=training,
         sequence_length=length,
-        health_interval=_default(given.health_interval, scale.health_interval),
+        health_interval=_default(given.health_interval, size.health_interval),
         seed=0,
     )
     plan = Plan(
         variants=_variants(given),
         seeds=tuple(int(seed) for seed in given.seeds),
         experiment=experiment,
-        scale=given.scale,
+        size=given.size,
         global_batch=batch,
-        eval_sequences=_default(given.eval_sequences, scale.eval_sequences),
+        eval_sequences=_default(given.eval_sequences, size.eval_sequences),
         data=_absolute(given.data),
         validation=_absolute(given.validation),
         tasks=tuple(given.tasks),
@@ -275,9 +275,9 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"{kind} {', '.join(repeated)} is given more than once")
     if not plan.seeds:
         raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
-    if plan.scale != "tiny" and plan.data is None:
+    if plan.size != "tiny" and plan.data is None:
         raise ValueError(
-            f"scale {plan.scale} needs data: give --data DIR, packed tokens as "
+            f"size {plan.size} needs data: give --data DIR, chunked tokens as "
             "recipes/prepare_data.py writes them"
         )
     if plan.tasks_dir is not None and not plan.tasks:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from metis_hf.data.corpus import pack, split_documents, stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
 from metis_hf.experiments import figures, tables
 from metis_hf.experiments.demo.tasks import write_tasks
 from metis_hf.experiments.runner import Experiment, SchemeResult, run_scheme
@@ -107,7 +107,7 @@ def _run(
     tokenizer.save_pretrained(out / "tokenizer")
     batch = experiment.training["per_device_train_batch_size"]
     tokens = experiment.steps * batch * experiment.sequence_length
-    dataset = pack(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
+    dataset = chunk(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
     tasks_dir = out / "tasks"
     task_names = write_tasks(
         splits.test,

@@ -1,4 +1,4 @@
-"""The output format: packed sequences in parquet shards, `meta.json`, and how to load them.
+"""The output format: chunked sequences in parquet shards, `meta.json`, and how to load them.
 
 A directory holds `shard-00000.parquet`, ... with one column `input_ids`, a fixed-size list of
 int32, and `meta.json`, which is written last: a directory that has it is finished.
@@ -25,8 +25,8 @@ _REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size"
 _ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
 
 
-def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
-    """Packed sequences that `prepare` wrote.
+def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
+    """Chunked sequences that `prepare` wrote.
 
     The first load converts the shards to datasets' Arrow cache, which needs their size again
     (`HF_DATASETS_CACHE` says where); later loads map that cache.
@@ -39,7 +39,7 @@ def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> data
         A dataset in torch format with one column, `input_ids`: int64 `[seq_len]` per row.
 
     Raises:
-        FileNotFoundError: If there is no packed dataset, or its preparation is not finished.
+        FileNotFoundError: If there is no chunked dataset, or its preparation is not finished.
         ValueError: If the files are not what `meta.json` says, or the tokenizer's vocabulary is
             larger than the model's.
     """
@@ -60,13 +60,13 @@ def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> data
 
 
 def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Packed sequences as a batch; labels are the inputs, which causal models shift themselves."""
+    """Chunked sequences as a batch; labels are the inputs, which causal models shift themselves."""
     ids = torch.stack([row["input_ids"] for row in rows]).long()
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """`meta.json` of a packed dataset; raises as `load_packed` does."""
+    """`meta.json` of a chunked dataset; raises as `load_chunked` does."""
     path = directory / META
     if not path.is_file():
         if (directory / ARGUMENTS).is_file() or (directory.parent / ARGUMENTS).is_file():
@@ -75,7 +75,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
                 "here; run the same prepare_data.py command again to finish it"
             )
         raise FileNotFoundError(
-            f"{directory} has no {META}, so it is no packed dataset; make one with "
+            f"{directory} has no {META}, so it is no chunked dataset; make one with "
             "recipes/prepare_data.py"
         )
     try:
