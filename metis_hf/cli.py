@@ -16,6 +16,7 @@ except ImportError as error:  # pragma: no cover
 from metis_hf.analysis.cli import register as register_analyze
 from metis_hf.evaluation.cli import register as register_eval
 from metis_hf.experiments.compare.cli import register as register_compare
+from metis_hf.experiments.demo import FULL_TIME, QUICK_TIME
 from metis_hf.run_report.cli import register as register_report
 from metis_hf.schemes.cli import register as register_schemes
 
@@ -32,7 +33,10 @@ def _root() -> None:
     pass
 
 
-@app.command()
+@app.command(
+    help="Train a small Llama in FP4 four ways and print the comparison; no download, no GPU.\n\n"
+    f"It takes {FULL_TIME}. Interrupt it and run it again: it goes on where it stopped."
+)
 def demo(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per scheme.")] = None,
     schemes: Annotated[
@@ -41,13 +45,10 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Under a minute, for a first look.")
+        bool, typer.Option("--quick", help=f"The mechanics only: {QUICK_TIME}.")
     ] = False,
 ) -> None:
-    """Train a small Llama in FP4 four ways and print the comparison; no download, no GPU.
-
-    Interrupt it and run it again: it goes on where it stopped.
-    """
+    """Run the demo."""
     from metis_hf.experiments.demo.run import run_demo
 
     if quick and out == Path("runs/demo"):

@@ -7,13 +7,14 @@ int32, and `meta.json`, which is written last: a directory that has it is finish
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from metis_hf.shared.records import write_atomically
 
 if TYPE_CHECKING:
     import datasets
@@ -184,19 +185,3 @@ def _write_parquet(file: Any, tokens: np.ndarray, seq_len: int) -> None:
     column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=_field(seq_len).type)
     table = pa.table([column], schema=pa.schema([_field(seq_len)]))
     pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
-
-
-def write_atomically(path: Path, write: Callable[[Any], Any]) -> None:
-    """Write a file under a temporary name and rename it: it exists whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))

@@ -7,7 +7,6 @@ file is a function of the source and the arguments alone.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,14 +23,13 @@ from metis_hf.data.chunked import (
     ARGUMENTS,
     META,
     TOKENIZER,
-    write_atomically,
-    write_json,
     write_shards,
 )
 from metis_hf.data.filters import KEPT, TextFilter, detector
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, local_files, open_source
+from metis_hf.shared.records import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,7 +61,7 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
     work = output / "work"
     if (output / META).exists():
         shutil.rmtree(work, ignore_errors=True)
-        return json.loads((output / "report.json").read_text())
+        return read_json(output / "report.json")
     tokenizer = _load_tokenizer(arguments.tokenizer)
     if arguments.perplexity_filter:
         check_context(arguments.reference_model, arguments.perplexity_tokens)
@@ -85,7 +83,7 @@ def _claim(output: Path, arguments: PrepareArguments) -> None:
         settings["reference_device"] = device_type()
     path = output / ARGUMENTS
     if path.exists():
-        differences = list(_differences(json.loads(path.read_text()), settings))
+        differences = list(_differences(read_json(path), settings))
         if differences:
             raise ValueError(
                 f"{output} holds a preparation with other settings: {'; '.join(differences)}. Run "
@@ -126,7 +124,7 @@ def _read_stage(
     folder.mkdir(parents=True, exist_ok=True)
     tallies: list[Tally] = []
     while (marker := folder / f"part-{len(tallies):05}.json").exists():
-        tallies.append(Tally.from_json(json.loads(marker.read_text())))
+        tallies.append(Tally.from_json(read_json(marker)))
     finished = folder / "finished.json"
     if finished.exists():
         return tallies

@@ -20,7 +20,7 @@ from metis_hf.evaluation.plan import CPU_BATCH_SIZE, LOSS_TASK, Plan, make_plan,
 from metis_hf.evaluation.results import EvalResult
 from metis_hf.evaluation.run import evaluate_model, held_out_loss
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
-from metis_hf.shared.progress import quiet
+from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import environment
 
 if TYPE_CHECKING:

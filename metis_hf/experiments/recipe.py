@@ -12,6 +12,7 @@ import json
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import causal_batch
+from metis_hf.experiments.runner import new_model
 from metis_hf.planning.plan import Plan, Workload, plan_run
 from metis_hf.schemes import scheme_names
+from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.shared.locks import hold_directory
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.trainer import MetisTrainer
 
@@ -281,9 +284,7 @@ def build_model(
 
     The same on every process: initialization depends on the seed alone.
     """
-    transformers.set_seed(training.seed)
-    with training.device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = new_model(config, training.seed, training.device)
     get_metis_model(model, arguments.metis_config(training.seed))
     if training.process_index == 0:
         print(model.metis_report, flush=True)
@@ -332,20 +333,28 @@ def build_trainer(
 
 
 def train_and_evaluate(trainer: MetisTrainer, arguments: RecipeArguments) -> dict[str, float]:
-    """Trains, saves the model into output_dir, evaluates the held-out loss.
+    """Train, save the model into output_dir, evaluate the held-out loss.
 
     Raises:
-        ValueError: output_dir has checkpoints and `--resume` was not given.
+        ValueError: output_dir has checkpoints and `--resume` was not given, or it is in use by
+            another process.
     """
+    directory = Path(str(trainer.args.output_dir))
+    first = trainer.args.process_index == 0
+    with hold_directory(directory, "--output_dir") if first else nullcontext():
+        return _train_and_evaluate(trainer, arguments, directory)
+
+
+def _train_and_evaluate(
+    trainer: MetisTrainer, arguments: RecipeArguments, directory: Path
+) -> dict[str, float]:
     training = trainer.args
-    directory = str(training.output_dir)
-    checkpoint = get_last_checkpoint(directory) if Path(directory).is_dir() else None
-    if checkpoint is not None and not arguments.resume:
+    if not arguments.resume and (present := sorted(directory.glob("checkpoint-*"))):
         raise ValueError(
-            f"output_dir {directory} has checkpoints ({Path(checkpoint).name}); go on with "
+            f"output_dir {directory} has checkpoints ({present[-1].name}); go on with "
             "--resume, or choose another --output_dir"
         )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=last_checkpoint(directory))
     trainer.save_model()
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)

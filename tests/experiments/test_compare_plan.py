@@ -15,8 +15,9 @@ from metis_hf.experiments.compare.figures import paired_gaps
 from metis_hf.experiments.compare.plan import PRESETS, directory_name, make_plan
 from metis_hf.experiments.compare.statistics import Interval, summarize, t_interval
 from metis_hf.experiments.figures import figure_axes
-from metis_hf.experiments.runner import SchemeResult, Variant
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.experiments.sizes import SIZES
+from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import build_scheme
 
 

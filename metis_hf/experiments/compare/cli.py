@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from metis_hf.experiments.compare.presets import PRESETS
+from metis_hf.experiments.sizes import SIZES
 
 
 def register(app: typer.Typer) -> None:
@@ -13,17 +17,29 @@ def register(app: typer.Typer) -> None:
     app.command()(compare)
 
 
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
 def compare(
     preset: Annotated[
         str | None,
-        typer.Option(help="main, ablations, ablations-metis, nvidia, rank, rank-metis or split."),
+        typer.Option(help=f"{_either(PRESETS)}; docs/compare.md says what they train."),
     ] = None,
     schemes: Annotated[
         str | None,
         typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Variant that the others are compared with beside the control; default: metis, "
+            "if it takes part."
+        ),
+    ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
-    size: Annotated[str | None, typer.Option(help="tiny (default), 130m, 1b1 or 8b.")] = None,
+    size: Annotated[str | None, typer.Option(help=f"{_either(SIZES)}; default tiny.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
     ] = None,
@@ -72,12 +88,14 @@ def compare(
     from metis_hf.experiments.compare.progress import RunProgress
     from metis_hf.experiments.compare.run import RunsFailed, default_jobs, load_results, run_plan
     from metis_hf.experiments.compare.timing import measure_times
-    from metis_hf.shared.progress import quiet
+    from metis_hf.shared.locks import hold_directory
+    from metis_hf.shared.quiet import quiet
 
     plan = make_plan(
         config,
         preset=preset,
         schemes=_split(schemes),
+        reference=reference,
         seeds=_seeds(seeds),
         size=size,
         data=None if data is None else str(data),
@@ -97,11 +115,11 @@ def compare(
         except RunsFailed as error:
             failure, results = error, load_results(plan, out)
     if results:
-        if times:
-            with quiet():
-                measure_times(plan, out)
         used = 1 if launcher else jobs or default_jobs(len(plan.runs()))
-        write_outputs(plan, results, out, jobs=used, console=console)
+        with hold_directory(out), quiet():
+            if times:
+                measure_times(plan, out)
+            write_outputs(plan, results, out, jobs=used, console=console)
     if failure is not None:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1)

@@ -20,7 +20,10 @@ import torch
 from metis_hf.experiments.compare.data import embed, load_data
 from metis_hf.experiments.compare.plan import SPEC_FILE, Plan, directory_name, with_seed
 from metis_hf.experiments.compare.progress import RunProgress
-from metis_hf.experiments.runner import RESULT_FILE, SchemeResult, Variant, load_result
+from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
+from metis_hf.experiments.variants import Variant
+from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.processes import begin_end, end_children, sigterm_raises
 from metis_hf.shared.records import claim_directory, write_json
 
 LOG_FILE = "worker.log"
@@ -59,11 +62,11 @@ def run_plan(
     launcher: str = "",
     progress: RunProgress | None = None,
 ) -> list[SchemeResult]:
-    """Trains what `out` does not hold yet, and returns all results, seed by seed.
+    """Train what `out` does not hold yet, and return all results, seed by seed.
 
     Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
-    their last checkpoint. Variants and seeds can be added to a directory later. A run that fails
-    does not stop the others.
+    their last whole checkpoint. Variants and seeds can be added to a directory later. A run that
+    fails does not stop the others. The runs end when this process does, however it ends.
 
     Args:
         plan: what to compare.
@@ -74,13 +77,21 @@ def run_plan(
         progress: shows what happens; None is silent.
 
     Raises:
-        ValueError: `out` holds another comparison, or `jobs` contradicts the launcher.
+        ValueError: `out` holds another comparison or is in use by another process, or `jobs`
+            contradicts the launcher.
         RunsFailed: some runs failed; the others have their results.
     """
     if launcher and jobs not in (None, 1):
         raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
+    with hold_directory(out):
+        return _run_plan(plan, out, jobs, launcher, progress or RunProgress(None))
+
+
+def _run_plan(
+    plan: Plan, out: Path, jobs: int | None, launcher: str, progress: RunProgress
+) -> list[SchemeResult]:
     claim_directory(out, plan.settings())
     data = Path(plan.data) if plan.data is not None else out / "data"
     if plan.data is None:
@@ -90,7 +101,6 @@ def run_plan(
             sequence_length=plan.experiment.sequence_length,
         )
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
-    progress = progress or RunProgress(None)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
     slots = 1 if launcher else jobs or default_jobs(len(waiting))
     for run in waiting:
@@ -194,44 +204,71 @@ def _train_all(
     free: queue.Queue[int] = queue.Queue()
     for slot in range(slots):
         free.put(slot)
-    children: set[subprocess.Popen] = set()
-    stopped = threading.Event()
+    children = Children()
 
     def train(run: Run) -> str | None:
         slot = free.get()
         try:
-            if stopped.is_set():
+            if children.ended:
                 return None
             environment = {} if launcher else _slot_environment(slot, slots)
             return _train_one(run, environment, launcher, children, progress)
         finally:
             free.put(slot)
 
-    with ThreadPoolExecutor(slots) as pool:
+    with sigterm_raises(), ThreadPoolExecutor(slots) as pool:
         futures = [pool.submit(train, run) for run in runs]
         try:
             errors = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C: the children stop too, and keep their checkpoints
-            stopped.set()
-            for child in list(children):
-                child.terminate()
+        except BaseException:  # Ctrl-C, SIGTERM: the runs end too, and keep their checkpoints
+            children.end()
             raise
     return [error for error in errors if error is not None]
+
+
+class Children:
+    """The processes of the runs at work, which several threads start and one ends."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen] = set()
+
+    def add(self, child: subprocess.Popen) -> None:
+        """Count a process among them; it is ended at once where the others were."""
+        with self._lock:
+            self._processes.add(child)
+            if self.ended:
+                begin_end(child)
+
+    def discard(self, child: subprocess.Popen) -> None:
+        """Leave out a process that has ended by itself."""
+        with self._lock:
+            self._processes.discard(child)
+
+    def end(self) -> None:
+        """End them all, and those to come."""
+        with self._lock:
+            self.ended = True
+            processes = list(self._processes)
+        end_children(processes)
 
 
 def _train_one(
     run: Run,
     environment: dict[str, str],
     launcher: list[str],
-    children: set[subprocess.Popen],
+    children: Children,
     progress: RunProgress,
 ) -> str | None:
     start = launcher or [sys.executable]
     command = [*start, "-m", "metis_hf.experiments.compare.worker", str(run.directory)]
+    command.append("--with-parent")
     progress.begin(run)
     with open(run.directory / LOG_FILE, "w") as log:
         child = subprocess.Popen(
             command,
+            stdin=subprocess.PIPE,  # ends with this process, and the run with it
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -243,6 +280,8 @@ def _train_one(
             _follow(line, run, progress)
         code = child.wait()
         children.discard(child)
+        assert child.stdin is not None
+        child.stdin.close()
     result = load_result(run.directory) if code == 0 else None
     progress.finish(run, result)
     if result is not None:
@@ -260,3 +299,5 @@ def _follow(line: str, run: Run, progress: RunProgress) -> None:
         progress.step(run, values["step"], values["loss"])
     elif isinstance(values, dict) and "status" in values:
         progress.status(run, values["status"])
+    elif isinstance(values, dict) and "note" in values:
+        progress.note(f"{run.name}: {values['note']}")
