@@ -79,7 +79,7 @@ def stay_in_evaluation(file: str) -> None:
 def small_demo(out: Path) -> SchemeResult:
     """Run the demo of one scheme on a tenth of its text; it saves every second step of six."""
     documents = demo_run.stdlib_documents()[:150]
-    with mock.patch.object(demo_run, "stdlib_documents", lambda: documents):
+    with mock.patch.object(demo_run, "stdlib_documents", return_value=documents):
         (result,) = demo_run.run_demo(
             out=out, steps=6, schemes=["nvfp4"], quick=True, console=Console(quiet=True)
         )

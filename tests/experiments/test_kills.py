@@ -6,12 +6,14 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,6 +23,8 @@ from experiments import kills
 from experiments.test_compare import CONFIG, METIS_HF, write_config
 from experiments.test_recipes import trainer
 from metis_hf.cli import main
+from metis_hf.data import corpus
+from metis_hf.experiments.compare.data import embed
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.compare.run import LOG_FILE, RunsFailed, run_plan
 from metis_hf.experiments.recipe import train_and_evaluate
@@ -106,29 +110,48 @@ def plan():
     return make_plan(**CONFIG | {"schemes": ["nvfp4"], "seeds": [0]})
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Chunks of a small part of the standard library, as a comparison holds them."""
+    folder = tmp_path_factory.mktemp("data") / "data"
+    documents = corpus.stdlib_documents()[:100]
+    with mock.patch.object(corpus, "stdlib_documents", return_value=documents):
+        embed(folder, vocab_size=CONFIG["model"]["vocab_size"], sequence_length=32)
+    return folder
+
+
+@pytest.fixture
+def out(data, tmp_path):
+    """The directory of a comparison that has its data."""
+    shutil.copytree(data, tmp_path / "out/data")
+    return tmp_path / "out"
+
+
 class TestWorker:
     @pytest.fixture(scope="class")
-    def whole(self, tmp_path_factory):
-        (result,) = run_plan(plan(), tmp_path_factory.mktemp("compare") / "out")
+    def whole(self, data, tmp_path_factory):
+        out = tmp_path_factory.mktemp("compare")
+        shutil.copytree(data, out / "data")
+        (result,) = run_plan(plan(), out)
         return numbers(result)
 
     @pytest.mark.parametrize(("hook", "argument"), [(IN_SAVE, "optimizer"), (IN_EVALUATION, "")])
-    def test_goes_on(self, hook, argument, whole, tmp_path):
+    def test_goes_on(self, hook, argument, whole, out):
         with pytest.raises(RunsFailed, match=r"exit code -9"):
-            run_plan(plan(), tmp_path, launcher=launcher(hook, argument))
-        (result,) = run_plan(plan(), tmp_path)
+            run_plan(plan(), out, launcher=launcher(hook, argument))
+        (result,) = run_plan(plan(), out)
         assert numbers(result) == whole
-        log = (tmp_path / "runs/nvfp4/seed-0" / LOG_FILE).read_text()
+        log = (out / "runs/nvfp4/seed-0" / LOG_FILE).read_text()
         assert ("checkpoint-2 is taken instead" in log) == (hook == IN_SAVE)
 
 
 class TestParent:
     @pytest.fixture
-    def evaluating(self, tmp_path):
+    def evaluating(self, out, tmp_path):
         """(the process of a comparison, the id of its worker, which evaluates)."""
         file = tmp_path / "pid"
         config = write_config(tmp_path, schemes=["nvfp4"], seeds=[0])
-        command = [*METIS_HF, "compare", "--config", str(config), "--out", str(tmp_path / "out")]
+        command = [*METIS_HF, "compare", "--config", str(config), "--out", str(out)]
         command += ["--launcher", launcher("stay_in_evaluation", file)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -140,24 +163,24 @@ class TestParent:
                 process.kill()
 
     def test_a_second_comparison_is_refused_and_sigterm_ends_the_first(
-        self, evaluating, tmp_path, monkeypatch, capsys
+        self, evaluating, out, tmp_path, monkeypatch, capsys
     ):
         process, worker = evaluating
-        out = str(tmp_path / "out")
-        config = str(tmp_path / "compare.yaml")
-        before = (tmp_path / "out/runs/nvfp4/seed-0/run.json").stat().st_mtime_ns
-        monkeypatch.setattr(sys, "argv", ["metis-hf", "compare", "--config", config, "--out", out])
+        command = ["metis-hf", "compare", "--config", str(tmp_path / "compare.yaml")]
+        monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
+        run = out / "runs/nvfp4/seed-0"
+        before = (run / "run.json").stat().st_mtime_ns
         with pytest.raises(SystemExit) as exit_:
             main()
         assert exit_.value.code == 2
         error = capsys.readouterr().err
         assert f"{out} is in use by process {process.pid} on {socket.gethostname()}" in error
-        assert before == (tmp_path / "out/runs/nvfp4/seed-0/run.json").stat().st_mtime_ns
+        assert before == (run / "run.json").stat().st_mtime_ns
         assert not ended(worker)
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         wait_for(lambda: ended(worker))
-        assert not (tmp_path / "out/runs/nvfp4/seed-0/result.json").exists()
+        assert not (run / "result.json").exists()
 
     def test_a_worker_does_not_outlive_a_killed_comparison(self, evaluating):
         process, worker = evaluating

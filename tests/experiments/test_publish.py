@@ -13,9 +13,15 @@ from conftest import llama
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model
+from metis_hf.experiments import tables
+from metis_hf.experiments.compare import table
+from metis_hf.experiments.compare.statistics import summarize
+from metis_hf.experiments.demo.run import control_label
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
 from metis_hf.schemes import Scheme, base, build_scheme
+from metis_hf.shared.tables import markdown_table
 
 RESULTS = sorted(
     table.parent.with_suffix(".json")
@@ -79,6 +85,34 @@ def test_committed_tables_are_their_records(path):
         text = (ROOT / page).read_text()
         if f"<!-- compare {path.stem} -->" in text:
             assert table in text
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_the_renderer_gives_the_committed_tables(path):
+    """From the runs alone: statistics, order, cells and findings."""
+    record = json.loads(path.read_text())
+    runs = [
+        SchemeResult(
+            run["scheme"], run["config"], "", run["loss"], run["tasks"], run["seconds_per_step"],
+            [], seed=run["seed"], peak_memory=run["peak_memory"],
+        )
+        for run in record["runs"]
+    ]  # fmt: skip
+    reference = record.get("reference")
+    summaries = table.ordered(summarize(runs, reference))
+    findings = [record["findings"][0], *table.findings(summaries, reference)]
+    assert findings == record["findings"]
+    text = table.markdown(summaries, reference) + "\n" + "".join(f"- {x}\n" for x in findings)
+    assert text == (path.with_suffix("") / "table.md").read_text()
+
+
+def test_the_renderer_gives_the_demo_table():
+    record = json.loads((ROOT / "eval/results/demo/results.json").read_text())
+    results = [SchemeResult(**result) for result in record["results"]]
+    rows = tables.rows(results, control_label(record))
+    text = f"{markdown_table(tables.header(results), rows)}\n{record['verdict']}\n"
+    assert text == (ROOT / "eval/results/demo/table.md").read_text()
+    assert tables.verdict(results, record["parameters"], record["tokens"]) == record["verdict"]
 
 
 @pytest.fixture(autouse=True)
