@@ -109,3 +109,14 @@ def test_from_pretrained_registers_without_a_model_imported(tmp_path):
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "7 True"
+
+
+@pytest.mark.parametrize("name", ["Plan", "Variant", "Run", "Packed", "Quantized", "LowRank"])
+def test_a_word_names_one_class(name):
+    found = [
+        path
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    assert len(found) == 1

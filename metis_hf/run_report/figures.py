@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from metis_hf.monitoring.gradient_noise import Crossing, find_crossing
-from metis_hf.run_report.read import Run
+from metis_hf.run_report.read import RunRecord
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import COLORS, CROWDED, Style, figure_axes, scheme_styles, smooth
 
@@ -43,7 +43,9 @@ def _span(count: int) -> int:
     return max(1, count // 20) | 1
 
 
-def _curve(axis: Axes, run: Run, name: str, style: Style, label: str, *, raw: bool = True) -> None:
+def _curve(
+    axis: Axes, run: RunRecord, name: str, style: Style, label: str, *, raw: bool = True
+) -> None:
     """One figure of the log, raw (or not) and smoothed; steps that are not finite are marked."""
     steps, values = run.series(name)
     if not steps:
@@ -70,7 +72,7 @@ def _limit(axis: Axes, values: Sequence[float]) -> None:
     axis.set_ylim(max(low - margin, 0 if low >= 0 else -math.inf), high + margin)
 
 
-def _mark_switches(axes: Sequence[Axes], run: Run) -> None:
+def _mark_switches(axes: Sequence[Axes], run: RunRecord) -> None:
     for step in run.switches:
         for axis in axes:
             axis.axvline(step, color="gray", lw=1, ls=":")
@@ -78,7 +80,7 @@ def _mark_switches(axes: Sequence[Axes], run: Run) -> None:
                          fontsize=8, color="gray", ha="center", va="bottom")  # fmt: skip
 
 
-def curves(run: Run) -> bytes:
+def curves(run: RunRecord) -> bytes:
     """Training and evaluation loss; below it gradient norm and learning rate."""
     figure, axes = figure_axes(3, 1, (10, 7.6), sharex=True, height_ratios=[3, 1.5, 1])
     loss, norm, rate = (row[0] for row in axes)
@@ -101,7 +103,7 @@ def curves(run: Run) -> bytes:
     return as_png(figure)
 
 
-def noise(run: Run) -> tuple[bytes, Crossing]:
+def noise(run: RunRecord) -> tuple[bytes, Crossing]:
     """|G| / (sqrt(3) noise) of the weight gradients by step, and where it crosses 1."""
     series = run.noise_series()
     figure, axes = figure_axes(1, 1, (10, 4.2))
@@ -136,7 +138,7 @@ def noise(run: Run) -> tuple[bytes, Crossing]:
     return as_png(figure), crossing
 
 
-def refreshes(run: Run) -> bytes:
+def refreshes(run: RunRecord) -> bytes:
     """What each refresh changed: median and range over the layers, before and after."""
     figure, axes = figure_axes(1, len(_REFRESHED), (12, 3.6))
     for axis, (stat, label, log) in zip(axes[0], _REFRESHED):
@@ -160,7 +162,7 @@ def refreshes(run: Run) -> bytes:
     return as_png(figure)
 
 
-def overlay(runs: Sequence[Run]) -> bytes:
+def overlay(runs: Sequence[RunRecord]) -> bytes:
     """Loss and gradient norm of several runs, the control in black; of many, smoothed alone.
 
     Raises:

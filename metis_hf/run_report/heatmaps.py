@@ -15,7 +15,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, Perce
 from metis_hf.monitoring.gradient_noise import group_of
 from metis_hf.monitoring.health import TENSORS
 from metis_hf.run_report.figures import ALARM, as_png
-from metis_hf.run_report.read import Run
+from metis_hf.run_report.read import RunRecord
 from metis_hf.shared.figures import figure_axes
 
 _MISSING = "#e6e8eb"
@@ -79,7 +79,7 @@ def short_names(names: list[str]) -> list[str]:
     return [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
 
 
-def grid(run: Run, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
+def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
     """([layer step] values, NaN where not measured; [layer step] whether it is not finite)."""
     layers = order_layers(layer_names(run))
     values = np.full((len(layers), len(run.layers)), np.nan)
@@ -96,12 +96,12 @@ def grid(run: Run, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
     return values, bad
 
 
-def layer_names(run: Run) -> list[str]:
+def layer_names(run: RunRecord) -> list[str]:
     """All layers of the run, in model order."""
     return list(dict.fromkeys(name for measured in run.layers.values() for name in measured))
 
 
-def heatmap(run: Run, panel: Panel) -> bytes | None:
+def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
     """One picture of a statistic: weights, activations and gradients side by side.
 
     Returns:

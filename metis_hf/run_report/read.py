@@ -28,7 +28,7 @@ LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statis
 
 
 @dataclass
-class Run:
+class RunRecord:
     """One run as its files tell it.
 
     Attributes:
@@ -121,7 +121,7 @@ class Run:
         return found if found["all"][0] else {}
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Reads a run's directory: a Trainer's output_dir, or a scheme's of an experiment.
 
     Raises:
@@ -130,7 +130,7 @@ def read_run(path: Path) -> Run:
     """
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
-    run = Run(path)
+    run = RunRecord(path)
     found = [_read_result(run), _read_state(run), _read_health(run)]
     if not any(found):
         raise FileNotFoundError(_nothing_found(run))
@@ -150,7 +150,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def _nothing_found(run: Run) -> str:
+def _nothing_found(run: RunRecord) -> str:
     looked = f"{STATE_FILE}, checkpoint-*/{STATE_FILE}, {RESULT_FILE}, {HEALTH_FILE}"
     message = f"{run.path} has no record of a run; looked for {looked}"
     if run.notes:
@@ -162,7 +162,7 @@ def _nothing_found(run: Run) -> str:
     return message
 
 
-def _load_json(run: Run, file: Path) -> dict[str, Any] | None:
+def _load_json(run: RunRecord, file: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(file.read_text())
     except FileNotFoundError:
@@ -175,7 +175,7 @@ def _load_json(run: Run, file: Path) -> dict[str, Any] | None:
     return data
 
 
-def _read_result(run: Run) -> bool:
+def _read_result(run: RunRecord) -> bool:
     """The `result.json` of an experiment's run."""
     result = _load_json(run, run.path / RESULT_FILE)
     if result is None:
@@ -186,7 +186,7 @@ def _read_result(run: Run) -> bool:
     return True
 
 
-def _read_state(run: Run) -> bool:
+def _read_state(run: RunRecord) -> bool:
     """Trainer's state: that of the directory or of the last checkpoint, whichever went further."""
     files = [run.path / STATE_FILE]
     checkpoint = last_checkpoint(run.path, state_damage)
@@ -210,7 +210,7 @@ def _read_state(run: Run) -> bool:
     return True
 
 
-def _read_health(run: Run) -> bool:
+def _read_health(run: RunRecord) -> bool:
     """`metis_health.jsonl`; with several processes' files, the first that has a step counts."""
     files = sorted(run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl"))
     for file in files:
@@ -240,7 +240,7 @@ def _read_health(run: Run) -> bool:
     return bool(files)
 
 
-def _drop_repeated_switches(run: Run) -> None:
+def _drop_repeated_switches(run: RunRecord) -> None:
     """A resumed run makes its switch again, at its first step; the run switched once."""
     last: dict[str, Any] | None = None
     kept = {}
@@ -250,7 +250,7 @@ def _drop_repeated_switches(run: Run) -> None:
     run.switches = kept
 
 
-def _read_description(run: Run) -> None:
+def _read_description(run: RunRecord) -> None:
     """`metis_run.json`, for what the other files do not say."""
     description = _load_json(run, run.path / RUN_FILE) or {}
     run.config = run.config or description.get("config") or {}
@@ -263,7 +263,7 @@ def _read_description(run: Run) -> None:
         run.tokens = batch * length * run.last_step
 
 
-def _sequence_length(run: Run) -> int | None:
+def _sequence_length(run: RunRecord) -> int | None:
     """Tokens of a sequence, as the settings of the experiment that the run belongs to have it."""
     for folder in run.path.resolve().parents[:2]:
         settings = _load_json(run, folder / SETTINGS_FILE)
@@ -272,7 +272,7 @@ def _sequence_length(run: Run) -> int | None:
     return None
 
 
-def _one_entry_a_step(run: Run) -> None:
+def _one_entry_a_step(run: RunRecord) -> None:
     """An interrupted and resumed run may have logged a step twice: the later entry counts."""
     by_step = {int(entry["step"]): entry for entry in run.history}
     run.history = [by_step[step] for step in sorted(by_step)]
@@ -280,7 +280,7 @@ def _one_entry_a_step(run: Run) -> None:
     run.evaluations = [by_step[step] for step in sorted(by_step)]
 
 
-def events(run: Run) -> list[tuple[int, str, str]]:
+def events(run: RunRecord) -> list[tuple[int, str, str]]:
     """(step, what, details) of everything out of the ordinary, by step."""
     found: list[tuple[int, str, str]] = []
     for entry in run.history:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.kernels import formulation
-from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Variant
+from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Specialization
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -38,7 +38,7 @@ _EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 class Program(NamedTuple):
     """What one compilation is for."""
 
-    variant: Variant
+    variant: Specialization
     ndim: int  # of the first tensor
     dtype: torch.dtype
     device: torch.device
@@ -91,7 +91,7 @@ def _cpp_compiler() -> str | None:
 
 
 def run(
-    variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
+    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
     """One of the functions of `formulation`, compiled.
 
@@ -109,7 +109,7 @@ def run(
     return kernel(x, *([] if key is None else noise_of(key, x.device)), *rest)
 
 
-def program_of(variant: Variant, x: Tensor) -> Program:
+def program_of(variant: Specialization, x: Tensor) -> Program:
     """The program that `run` takes."""
     threads = torch.get_num_threads() if x.device.type == "cpu" else 0
     return Program(variant, x.dim(), x.dtype, x.device, threads)
@@ -121,14 +121,14 @@ def is_compiled(program: Program) -> bool:
 
 
 def traced(
-    variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
+    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The same inside a graph that is being traced for another compilation."""
     source = [] if key is None else traced_noise(key, x.device)
     return call(variant, [x, *source, *(other for other in others if other is not None)])
 
 
-def call(variant: Variant, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def call(variant: Specialization, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """A function of `formulation` with its arguments in a row, without those that are None."""
     x, *rest = arguments
     source = None

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
 from metis_hf.numerics.kernels import choice, compiled, use_kernels
-from metis_hf.numerics.kernels.formulation import BLOCK, Variant
+from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import form_of, has_form
 from metis_hf.numerics.scaling import SCALE_NOISE
 from numerics.cases import assert_same_bits
@@ -85,7 +85,7 @@ def both(quantizer: Quantizer, x: Tensor, kernel: str = "compiled", **options) -
 def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) -> Tensor:
     """The formulation run operation by operation: what compilers start from."""
     form = form_of(x, quantizer.tile, dim)
-    variant = Variant(
+    variant = Specialization(
         "quantize",
         form.dims,
         bool(quantizer.two_level),
@@ -307,7 +307,7 @@ def test_automatic_choice(monkeypatch) -> None:
     assert chosen(large) == "compiled"
     assert chosen(small) == "reference"
     for two_level in (True, False):  # what is compiled already serves small tensors too
-        variant = Variant("quantize", (1,), two_level)
+        variant = Specialization("quantize", (1,), two_level)
         compiled._kernels[compiled.program_of(variant, small)] = lambda *args: None
     assert chosen(small) == "compiled"
     assert chosen(large, Quantizer("mxfp4")) == "reference"
