@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -63,17 +64,23 @@ def kill_in_evaluation(_: str = "") -> None:
     metis_hf.evaluation.evaluate_model = die
 
 
+def _stay(file: str, *args, **kwargs) -> None:
+    """Write this process's id to a file, and be busy forever without a word."""
+    Path(f"{file}.part").write_text(str(os.getpid()))
+    Path(f"{file}.part").rename(file)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        torch.randn(64, 64) @ torch.randn(64, 64)
+
+
 def stay_in_evaluation(file: str) -> None:
-    """Write this process's id to a file when it begins to evaluate, and evaluate forever."""
+    """Keep this process busy where it begins to evaluate."""
+    transformers.Trainer.evaluate = partial(_stay, file)
 
-    def stay(*args, **kwargs):
-        Path(f"{file}.part").write_text(str(os.getpid()))
-        Path(f"{file}.part").rename(file)
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            torch.randn(64, 64) @ torch.randn(64, 64)
 
-    transformers.Trainer.evaluate = stay
+def stay_in_save(file: str) -> None:
+    """Keep this process busy where it begins to save an optimizer."""
+    transformers.Trainer._save_optimizer_and_scheduler = partial(_stay, file)
 
 
 def small_demo(out: Path) -> SchemeResult:

@@ -32,6 +32,7 @@ from metis_hf.shared.quiet import quiet
 
 pytestmark = pytest.mark.slow
 
+PRELOADED = ["metis_hf.experiments.demo.run", "metis_hf.experiments.recipe", "lm_eval", "datasets"]
 IN_SAVE, IN_EVALUATION = "kill_in_save", "kill_in_evaluation"
 SECONDS = 120  # until a process of a busy machine has come where it is waited for
 
@@ -39,7 +40,7 @@ SECONDS = 120  # until a process of a busy machine has come where it is waited f
 def killed(target, *args):
     """Run a function in a process of its own, which it does not survive."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["experiments.kills"])  # imports once
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=target, args=args)
     process.start()
     process.join(SECONDS)
@@ -87,9 +88,8 @@ class TestRecipe:
             made, given = trainer(tmp_path_factory.mktemp("recipe"))
             return made.model, train_and_evaluate(made, given)["eval_loss"]
 
-    @pytest.mark.parametrize("stage", ["optimizer", "state"])
-    def test_resumes(self, stage, whole, tmp_path):
-        killed(kills.recipe, str(tmp_path), IN_SAVE, stage)
+    def test_resumes(self, whole, tmp_path):
+        killed(kills.recipe, str(tmp_path), IN_SAVE, "state")
         assert (tmp_path / "checkpoint-4").is_dir()
         with pytest.raises(ValueError, match=r"checkpoint-4.*--resume"):
             train_and_evaluate(*trainer(tmp_path))
@@ -147,12 +147,12 @@ class TestWorker:
 
 class TestParent:
     @pytest.fixture
-    def evaluating(self, out, tmp_path):
-        """(the process of a comparison, the id of its worker, which evaluates)."""
+    def at_work(self, request, out, tmp_path):
+        """(the process of a comparison, the id of its worker, which stays where it is)."""
         file = tmp_path / "pid"
         config = write_config(tmp_path, schemes=["nvfp4"], seeds=[0])
         command = [*METIS_HF, "compare", "--config", str(config), "--out", str(out)]
-        command += ["--launcher", launcher("stay_in_evaluation", file)]
+        command += ["--launcher", launcher(request.param, file)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
@@ -162,10 +162,11 @@ class TestParent:
             finally:
                 process.kill()
 
+    @pytest.mark.parametrize("at_work", ["stay_in_evaluation"], indirect=True)
     def test_a_second_comparison_is_refused_and_sigterm_ends_the_first(
-        self, evaluating, out, tmp_path, monkeypatch, capsys
+        self, at_work, out, tmp_path, monkeypatch, capsys
     ):
-        process, worker = evaluating
+        process, worker = at_work
         command = ["metis-hf", "compare", "--config", str(tmp_path / "compare.yaml")]
         monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
         run = out / "runs/nvfp4/seed-0"
@@ -182,8 +183,9 @@ class TestParent:
         wait_for(lambda: ended(worker))
         assert not (run / "result.json").exists()
 
-    def test_a_worker_does_not_outlive_a_killed_comparison(self, evaluating):
-        process, worker = evaluating
+    @pytest.mark.parametrize("at_work", ["stay_in_save"], indirect=True)
+    def test_a_worker_does_not_outlive_a_killed_comparison(self, at_work):
+        process, worker = at_work
         process.kill()
         wait_for(lambda: ended(worker))
 
