@@ -73,7 +73,7 @@ def run_plan(
         out: directory of the comparison; a run's own is `out/runs/<variant>/seed-<seed>`.
         jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
         launcher: command that starts a run on several devices, as in
-            "accelerate launch --config_file recipes/accelerate/fsdp2.yaml"; one run at a time.
+            "accelerate launch --config_file recipes/accelerate/8gpu_fsdp2.yaml"; one run at a time.
         progress: shows what happens; None is silent.
 
     Raises:
