@@ -8,6 +8,13 @@ from typing import Annotated
 import typer
 
 from metis_hf.commands.options import Imports, import_sources, split_names
+from metis_hf.experiments.demo import FULL_TIME, QUICK_TIME
+from metis_hf.experiments.demo import QUICK_TIME
+
+HELP = f"""Train a small Llama in FP4 four ways and print the comparison; no download, no GPU.
+
+It takes {FULL_TIME}. Interrupt it and run it again: it goes on where it stopped.
+"""
 
 
 def demo(
@@ -18,14 +25,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Under a minute, for a first look.")
+        bool, typer.Option("--quick", help=f"The mechanics only: {QUICK_TIME}.")
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """Train a small Llama in FP4 four ways and print the comparison.
-
-    No download, no GPU. Interrupt it and run it again: it goes on where it stopped.
-    """
+    """Run the demo."""
     import_sources(imports)
     from metis_hf.experiments.demo.run import run_demo
 

@@ -17,7 +17,7 @@ from conftest import hear_interrupts
 from metis_hf.experiments import tables
 from metis_hf.experiments.demo import run as demo
 from metis_hf.experiments.demo.run import SCHEMES
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
 

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 
 from metis_hf.experiments.compare.data import embed, load_data
-from metis_hf.experiments.compare.plan import SPEC_FILE, Plan, directory_name, with_seed
+from metis_hf.experiments.compare.plan import SPEC_FILE, ComparisonPlan, directory_name, with_seed
 from metis_hf.experiments.compare.progress import RunProgress
-from metis_hf.experiments.runner import RESULT_FILE, SchemeResult, Variant, load_result
+from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
+from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import source_digest
+from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.processes import begin_end, end_children, sigterm_raises
 from metis_hf.shared.records import claim_directory, read_json, write_json
 
 LOG_FILE = "worker.log"
@@ -54,7 +57,7 @@ class Run:
 
 
 def run_plan(
-    plan: Plan,
+    plan: ComparisonPlan,
     out: Path,
     *,
     jobs: int | None = None,
@@ -62,31 +65,43 @@ def run_plan(
     imports: Sequence[str] = (),
     progress: RunProgress | None = None,
 ) -> list[SchemeResult]:
-    """Trains what `out` does not hold yet, and returns all results, seed by seed.
+    """Train what `out` does not hold yet, and return all results, seed by seed.
 
     Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
-    their last checkpoint. Variants and seeds can be added to a directory later. A run that fails
-    does not stop the others.
+    their last whole checkpoint. Variants and seeds can be added to a directory later. A run that
+    fails does not stop the others. The runs end when this process does, however it ends.
 
     Args:
         plan: what to compare.
         out: directory of the comparison; a run's own is `out/runs/<variant>/seed-<seed>`.
         jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
         launcher: command that starts a run on several devices, as in
-            "accelerate launch --config_file recipes/accelerate/fsdp2.yaml"; one run at a time.
+            "accelerate launch --config_file recipes/accelerate/8gpu_fsdp2.yaml"; one run at a time.
         imports: sources of schemes, as `absolute_source` gives them, for the processes of the
             runs; `out` remembers them.
         progress: shows what happens; None is silent.
 
     Raises:
-        ValueError: `out` holds another comparison, or a run of a scheme whose file has changed
-            since; or `jobs` contradicts the launcher.
+        ValueError: `out` holds another comparison, a run of a scheme whose file has changed since,
+            or is in use by another process; or `jobs` contradicts the launcher.
         RunsFailed: some runs failed; the others have their results.
     """
     if launcher and jobs not in (None, 1):
         raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
+    with hold_directory(out):
+        return _run_plan(plan, out, jobs, launcher, imports, progress or RunProgress(None))
+
+
+def _run_plan(
+    plan: ComparisonPlan,
+    out: Path,
+    jobs: int | None,
+    launcher: str,
+    imports: Sequence[str],
+    progress: RunProgress,
+) -> list[SchemeResult]:
     claim_directory(out, plan.settings())
     if imports:
         write_json(out / IMPORTS_FILE, list(imports))
@@ -98,7 +113,6 @@ def run_plan(
             sequence_length=plan.experiment.sequence_length,
         )
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
-    progress = progress or RunProgress(None)
     for run in runs:
         _check_source(run)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
@@ -116,7 +130,7 @@ def run_plan(
     return load_results(plan, out)
 
 
-def _check_data(plan: Plan, data: Path) -> None:
+def _check_data(plan: ComparisonPlan, data: Path) -> None:
     """Opens the data once: errors come early, and the runs share the cache that this makes."""
     load_data(
         data,
@@ -134,7 +148,7 @@ def remembered_imports(out: Path) -> list[str]:
     return read_json(path) if path.is_file() else []
 
 
-def load_results(plan: Plan, out: Path) -> list[SchemeResult]:
+def load_results(plan: ComparisonPlan, out: Path) -> list[SchemeResult]:
     """The finished runs of a plan, seed by seed."""
     found = (load_result(_run_directory(out, v, s)) for v, s in plan.runs())
     return [result for result in found if result is not None]
@@ -144,7 +158,7 @@ def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
     return out / "runs" / directory_name(variant.name) / f"seed-{seed}"
 
 
-def _finished(run: Run, plan: Plan, progress: RunProgress) -> bool:
+def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
     """Whether a run has its result; a file that is not whole is named, and the run done again."""
     try:
         result = load_result(run.directory)
@@ -174,7 +188,7 @@ def _check_source(run: Run) -> None:
         )
 
 
-def _write_spec(run: Run, plan: Plan, data: Path, imports: Sequence[str]) -> None:
+def _write_spec(run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[str]) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
     spec = {
         "experiment": asdict(with_seed(plan.experiment, run.seed)),
@@ -223,44 +237,71 @@ def _train_all(
     free: queue.Queue[int] = queue.Queue()
     for slot in range(slots):
         free.put(slot)
-    children: set[subprocess.Popen] = set()
-    stopped = threading.Event()
+    children = Children()
 
     def train(run: Run) -> str | None:
         slot = free.get()
         try:
-            if stopped.is_set():
+            if children.ended:
                 return None
             environment = {} if launcher else _slot_environment(slot, slots)
             return _train_one(run, environment, launcher, children, progress)
         finally:
             free.put(slot)
 
-    with ThreadPoolExecutor(slots) as pool:
+    with sigterm_raises(), ThreadPoolExecutor(slots) as pool:
         futures = [pool.submit(train, run) for run in runs]
         try:
             errors = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C: the children stop too, and keep their checkpoints
-            stopped.set()
-            for child in list(children):
-                child.terminate()
+        except BaseException:  # Ctrl-C, SIGTERM: the runs end too, and keep their checkpoints
+            children.end()
             raise
     return [error for error in errors if error is not None]
+
+
+class Children:
+    """The processes of the runs at work, which several threads start and one ends."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen] = set()
+
+    def add(self, child: subprocess.Popen) -> None:
+        """Count a process among them; it is ended at once where the others were."""
+        with self._lock:
+            self._processes.add(child)
+            if self.ended:
+                begin_end(child)
+
+    def discard(self, child: subprocess.Popen) -> None:
+        """Leave out a process that has ended by itself."""
+        with self._lock:
+            self._processes.discard(child)
+
+    def end(self) -> None:
+        """End them all, and those to come."""
+        with self._lock:
+            self.ended = True
+            processes = list(self._processes)
+        end_children(processes)
 
 
 def _train_one(
     run: Run,
     environment: dict[str, str],
     launcher: list[str],
-    children: set[subprocess.Popen],
+    children: Children,
     progress: RunProgress,
 ) -> str | None:
     start = launcher or [sys.executable]
     command = [*start, "-m", "metis_hf.experiments.compare.worker", str(run.directory)]
+    command.append("--with-parent")
     progress.begin(run)
     with open(run.directory / LOG_FILE, "w") as log:
         child = subprocess.Popen(
             command,
+            stdin=subprocess.PIPE,  # ends with this process, and the run with it
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -272,6 +313,8 @@ def _train_one(
             _follow(line, run, progress)
         code = child.wait()
         children.discard(child)
+        assert child.stdin is not None
+        child.stdin.close()
     result = load_result(run.directory) if code == 0 else None
     progress.finish(run, result)
     if result is not None:
@@ -289,3 +332,5 @@ def _follow(line: str, run: Run, progress: RunProgress) -> None:
         progress.step(run, values["step"], values["loss"])
     elif isinstance(values, dict) and "status" in values:
         progress.status(run, values["status"])
+    elif isinstance(values, dict) and "note" in values:
+        progress.note(f"{run.name}: {values['note']}")
