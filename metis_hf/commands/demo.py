@@ -9,7 +9,6 @@ import typer
 
 from metis_hf.commands.options import Imports, import_sources, split_names
 from metis_hf.experiments.demo import FULL_TIME, QUICK_TIME
-from metis_hf.experiments.demo import QUICK_TIME
 
 HELP = f"""Train a small Llama in FP4 four ways and print the comparison; no download, no GPU.
 

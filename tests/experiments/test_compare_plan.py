@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metis_hf import MetisConfig, scheme_names
-from metis_hf.experiments.compare import cli, cost_figure, table
+from metis_hf.commands import compare as command
+from metis_hf.experiments.compare import cost_figure, table
 from metis_hf.experiments.compare.plan import directory_name, make_plan
 from metis_hf.experiments.compare.presets import PRESETS
 from metis_hf.experiments.compare.statistics import Interval, summarize, t_interval
@@ -208,7 +209,7 @@ class TestPlan:
         assert plan.settings() == make_plan(schemes=["bf16"]).settings()  # decides no run
 
     def test_help_lists_every_preset_and_size(self):
-        hints = typing.get_type_hints(cli.compare, include_extras=True)
+        hints = typing.get_type_hints(command.compare, include_extras=True)
         for name, known in (("preset", PRESETS), ("size", SIZES)):
             (option,) = typing.get_args(hints[name])[1:]
             assert set(re.split(", | or |; ", option.help)) >= set(known)
