@@ -15,7 +15,7 @@ from paths import ROOT
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
-from metis_hf.schemes import Scheme, base, build_scheme
+from metis_hf.schemes import Scheme, build_scheme, registry
 
 RESULTS = sorted(
     table.parent.with_suffix(".json")
@@ -86,7 +86,7 @@ def test_committed_tables_are_their_records(path, publish):
 @pytest.fixture(autouse=True)
 def eval_directory(monkeypatch):
     """Imports of one script by another, and schemes that a script registers, end with the test."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
 
 
