@@ -25,7 +25,7 @@ from metis_hf import (
     scheme_names,
     to_dense,
 )
-from metis_hf.schemes import Scheme, base
+from metis_hf.schemes import Scheme, registry
 from metis_hf.training.refresh import refresh_layer
 
 # fp32 rounding of u s vh + residual, relative to the largest logit.
@@ -304,7 +304,7 @@ class TestErrors:
             get_metis_model(llama(), MetisConfig(scheme=name)).save_pretrained(tmp_path)
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         finally:
-            del base._REGISTRY[name]
+            del registry._REGISTRY[name]
         with pytest.raises(ValueError, match="'house-scheme' is not registered"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 

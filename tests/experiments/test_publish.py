@@ -20,7 +20,7 @@ from metis_hf.experiments.demo.run import control_label
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
-from metis_hf.schemes import Scheme, base, build_scheme
+from metis_hf.schemes import Scheme, build_scheme, registry
 from metis_hf.shared.tables import markdown_table
 
 RESULTS = sorted(
@@ -120,7 +120,7 @@ def test_the_renderer_gives_the_demo_table():
 @pytest.fixture(autouse=True)
 def eval_directory(monkeypatch):
     """Imports of one script by another, and schemes that a script registers, end with the test."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
 
 

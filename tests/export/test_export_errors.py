@@ -14,7 +14,7 @@ from metis_hf import (
     register_scheme,
 )
 from metis_hf.export import ExportReport, export_checkpoint
-from metis_hf.schemes import Scheme, base
+from metis_hf.schemes import Scheme, registry
 
 
 class TestErrors:
@@ -70,7 +70,7 @@ class TestErrors:
                 source = checkpoint(tmp_path / name, scheme=name)
                 self.refused(source, tmp_path / "out", match)
             finally:
-                del base._REGISTRY[name]
+                del registry._REGISTRY[name]
 
     def test_side_file_without_a_low_rank_part(self, tmp_path):
         source = checkpoint(tmp_path / "metis", scheme="nvidia")
