@@ -11,7 +11,6 @@ except ImportError as error:  # pragma: no cover
 
 from metis_hf.commands.analyze import analyze
 from metis_hf.commands.compare import compare
-from metis_hf.commands.demo import HELP as DEMO_HELP
 from metis_hf.commands.demo import demo
 from metis_hf.commands.evaluate import evaluate
 from metis_hf.commands.export import export
@@ -25,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: importing rich takes as long as all the rest
 )
-app.command(help=DEMO_HELP)(demo)
+app.command()(demo)
 app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(analyze)

@@ -6,13 +6,9 @@ import json
 import re
 import subprocess
 import sys
-from typing import get_type_hints
 
 import pytest
 from paths import ROOT
-
-from metis_hf.cli import app
-from metis_hf.experiments import demo
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -75,19 +71,6 @@ def test_gaps_are_those_of_the_comparison():
         assert rows[name] == [gap], name
     for gap in re.findall(r"\+\d\S* ± [\d.]+", README):
         assert gap in gaps.values()
-
-
-def test_the_demo_takes_what_its_help_says():
-    """One sentence about its time, in README.md and in `metis-hf demo --help`."""
-    text = " ".join(README.split())
-    assert demo.FULL_TIME in text
-    assert demo.QUICK_TIME in text
-    (command,) = (c for c in app.registered_commands if c.callback.__name__ == "demo")
-    assert demo.FULL_TIME in command.help
-    assert (
-        demo.QUICK_TIME
-        in get_type_hints(command.callback, include_extras=True)["quick"].__metadata__[0].help
-    )
 
 
 def test_named_commands_exist():

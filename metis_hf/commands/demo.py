@@ -8,12 +8,7 @@ from typing import Annotated
 import typer
 
 from metis_hf.commands.options import Imports, import_sources, split_names
-from metis_hf.experiments.demo import FULL_TIME, QUICK_TIME
-
-HELP = f"""Train a small Llama in FP4 four ways and print the comparison; no download, no GPU.
-
-It takes {FULL_TIME}. Interrupt it and run it again: it goes on where it stopped.
-"""
+from metis_hf.experiments.demo import QUICK_TIME
 
 
 def demo(
@@ -28,7 +23,10 @@ def demo(
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """Run the demo."""
+    """Train a small Llama in FP4 four ways and print the comparison.
+
+    No download, no GPU. Interrupt it and run it again: it goes on where it stopped.
+    """
     import_sources(imports)
     from metis_hf.experiments.demo.run import run_demo
 

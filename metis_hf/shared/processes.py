@@ -7,7 +7,7 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -54,20 +54,41 @@ def _wait_for_the_end() -> None:
     os._exit(1)  # no cleaning up: checkpoints are found whole or passed over
 
 
-def end_children(children: Iterable[subprocess.Popen]) -> None:
-    """End processes that were started with a pipe as standard input, and wait until they have."""
-    children = list(children)
-    for child in children:
-        begin_end(child)
-    for child in children:
-        try:
-            child.wait(_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
+class Children:
+    """Processes at work that several threads start and one ends; standard input is a pipe."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen] = set()
+
+    def add(self, child: subprocess.Popen) -> None:
+        """Count a process among them; it is ended at once where the others were."""
+        with self._lock:
+            self._processes.add(child)
+            if self.ended:
+                _begin_end(child)
+
+    def discard(self, child: subprocess.Popen) -> None:
+        """Leave out a process that has ended by itself."""
+        with self._lock:
+            self._processes.discard(child)
+
+    def end(self) -> None:
+        """End them all, and those to come."""
+        with self._lock:
+            self.ended = True
+            processes = list(self._processes)
+        for child in processes:
+            _begin_end(child)
+        for child in processes:
+            try:
+                child.wait(_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
 
 
-def begin_end(child: subprocess.Popen) -> None:
-    """Ask a process to end, without waiting for it."""
+def _begin_end(child: subprocess.Popen) -> None:
     child.terminate()
     if child.stdin is not None:
         with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from rich.console import Console
 
 from experiments import kills
 from experiments.test_compare import CONFIG, METIS_HF, write_config
@@ -26,6 +28,7 @@ from metis_hf.cli import main
 from metis_hf.data import corpus
 from metis_hf.experiments.compare.data import embed
 from metis_hf.experiments.compare.plan import make_plan
+from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.compare.run import LOG_FILE, RunsFailed, run_plan
 from metis_hf.experiments.recipe import train_and_evaluate
 from metis_hf.shared.quiet import quiet
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 PRELOADED = ["metis_hf.experiments.demo.run", "metis_hf.experiments.recipe", "lm_eval", "datasets"]
 IN_SAVE, IN_EVALUATION = "kill_in_save", "kill_in_evaluation"
-SECONDS = 120  # until a process of a busy machine has come where it is waited for
+SECONDS = 600  # until a process of a busy machine has come where it is waited for
 
 
 def killed(target, *args):
@@ -139,10 +142,12 @@ class TestWorker:
     def test_goes_on(self, hook, argument, whole, out):
         with pytest.raises(RunsFailed, match=r"exit code -9"):
             run_plan(plan(), out, launcher=launcher(hook, argument))
-        (result,) = run_plan(plan(), out)
+        console = Console(file=io.StringIO())
+        (result,) = run_plan(plan(), out, progress=RunProgress(console))
         assert numbers(result) == whole
         log = (out / "runs/nvfp4/seed-0" / LOG_FILE).read_text()
-        assert ("checkpoint-2 is taken instead" in log) == (hook == IN_SAVE)
+        for text in (log, console.file.getvalue()):
+            assert ("checkpoint-2 is taken instead" in text) == (hook == IN_SAVE)
 
 
 class TestParent:

@@ -8,7 +8,6 @@ import queue
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import source_digest
 from metis_hf.shared.locks import hold_directory
-from metis_hf.shared.processes import begin_end, end_children, sigterm_raises
+from metis_hf.shared.processes import Children, sigterm_raises
 from metis_hf.shared.records import claim_directory, read_json, write_json
 
 LOG_FILE = "worker.log"
@@ -257,34 +256,6 @@ def _train_all(
             children.end()
             raise
     return [error for error in errors if error is not None]
-
-
-class Children:
-    """The processes of the runs at work, which several threads start and one ends."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self._lock = threading.Lock()
-        self._processes: set[subprocess.Popen] = set()
-
-    def add(self, child: subprocess.Popen) -> None:
-        """Count a process among them; it is ended at once where the others were."""
-        with self._lock:
-            self._processes.add(child)
-            if self.ended:
-                begin_end(child)
-
-    def discard(self, child: subprocess.Popen) -> None:
-        """Leave out a process that has ended by itself."""
-        with self._lock:
-            self._processes.discard(child)
-
-    def end(self) -> None:
-        """End them all, and those to come."""
-        with self._lock:
-            self.ended = True
-            processes = list(self._processes)
-        end_children(processes)
 
 
 def _train_one(

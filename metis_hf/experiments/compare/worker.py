@@ -119,7 +119,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.with_parent:
         end_with_parent()
-    checkpoints.logger.addHandler(Forwarded())
+    for handler in (Forwarded(), logging.StreamHandler()):  # for people now, and in the log
+        checkpoints.logger.addHandler(handler)
     with quiet():
         run(arguments.directory)
 

@@ -80,7 +80,7 @@ def run_demo(
         steps: optimizer steps per scheme; None takes the default.
         schemes: registered schemes, in the order of the table.
         seed: of everything random.
-        quick: a smaller model, few steps, few items; `demo.QUICK_TIME` says how long it takes.
+        quick: a smaller model, few steps, few items; `QUICK_TIME` says how long that takes.
         console: where progress and table are shown.
 
     Raises:
