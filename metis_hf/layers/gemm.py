@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.layers.corrections import by_columns, by_rows, correct
+from metis_hf.layers.evaluation_weight import EvaluationWeight
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.saved_input import SavedInput, encode_once
 from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
@@ -44,7 +45,7 @@ class GemmPlan:
     saves_input: bool = True  # a backward pass with wgrad may follow
     source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
     state: Any = None  # what the scheme's `LayerState` froze for this call
-    held: HeldWeight | None = None  # w_hat of earlier calls with the same parameters
+    held: HeldWeight | EvaluationWeight | None = None  # w_hat of earlier calls, same parameters
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
         """`Scheme.resolve`, with conditioners that know the call's state."""

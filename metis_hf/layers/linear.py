@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
+from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.token_mask import TokenMask
@@ -58,6 +59,7 @@ class MetisLayer(nn.Module):
         self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
         self.held_weight: HeldWeight | None = None  # see `weight_reuse`
+        self.evaluation_weight = EvaluationWeight()
 
     @property
     def rank(self) -> int | None:
@@ -74,6 +76,7 @@ class MetisLayer(nn.Module):
         self.scheme = build_scheme(config, self.in_features, self.out_features)
         self.eval_scheme = self.scheme.deterministic()
         if self._parameters:  # the layer is there already
+            self.evaluation_weight.forget()
             self._register_state()
 
     def _register_state(self) -> None:
@@ -94,6 +97,7 @@ class MetisLayer(nn.Module):
         return {name: getattr(self, name) for name in self.state_names}
 
     def _apply(self, fn, recurse=True):
+        self.evaluation_weight.forget()
         # Casts of the model (.to(torch.bfloat16), .half()) leave the state in its own precision:
         # they pass over integers, and moves between devices do not.
         state = self.state_buffers()
@@ -161,10 +165,23 @@ class MetisLayer(nn.Module):
             saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in params),
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
             state=self.call_state(x, keys, update=self.training),
-            held=None if torch.compiler.is_compiling() else self.held_weight,
+            held=None if torch.compiler.is_compiling() else self._held(),
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _held(self) -> HeldWeight | EvaluationWeight | None:
+        """What earlier calls with the same weight left for this one."""
+        if self.training or torch.is_grad_enabled():
+            self.evaluation_weight.forget()
+        elif self.held_weight is None and can_hold(self):
+            return self.evaluation_weight
+        return self.held_weight
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.evaluation_weight.forget()
+        return super().train(mode)
 
     @torch.no_grad()
     def call_state(self, x: Tensor, keys: CallKeys, *, update: bool = False) -> Any:

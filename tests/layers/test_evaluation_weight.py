@@ -1,0 +1,249 @@
+"""Weights in evaluation: quantized once, with the bits of quantizing each time, never stale."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import VOCAB, llama
+from torch import nn
+
+from layers.layer_tools import FP4_SCHEME_MODES, layer_of
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.layers import linear
+
+SPLIT = {"split_weight": True}
+CASES = [("nvfp4-rne", {}), ("metis", {}), ("metis", SPLIT), ("omniquant", {})]
+IDS = ["dense", "split at use", "stored split", "clipped"]
+
+
+def evaluated(scheme, **options):
+    return layer_of(scheme, i=64, o=48, **options)[1].eval()
+
+
+def codes(layer) -> int:
+    """How many operands a layer holds."""
+    held = layer.evaluation_weight._held
+    return 0 if held is None else len(held.encoded)
+
+
+@torch.no_grad()
+def call(layer, x):
+    return layer(x)
+
+
+@torch.no_grad()
+def fresh(layer, x):
+    """What the layer gives if it has held nothing."""
+    return copy.deepcopy(layer)(x)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 64)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+def test_holding_changes_no_bit(scheme, mode, autocast):
+    layer = layer_of(scheme, mode, i=64, o=48)[1].eval()
+    for rows in (40, 1, 1):  # a prompt and two tokens
+        x = torch.randn(rows, 64)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert torch.equal(call(layer, x), fresh(layer, x))
+    bound = layer.call_state(x, layer.call_keys(x)) is not None  # scales are those of the call
+    assert codes(layer) == (not bound)
+
+
+@pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
+def test_a_weight_is_quantized_once(no_gradients, x, monkeypatch):
+    layer = evaluated("metis")
+    quantized = []
+    form = type(layer.weight_form)
+    for name in ("quantize", "encode"):
+        original = getattr(form, name)
+
+        def spy(self, *args, original=original, name=name, **kwargs):
+            quantized.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(form, name, spy)
+    with no_gradients():
+        for _ in range(4):
+            layer(x)
+    assert quantized == ["quantize", "encode"]  # what is called once is not held
+
+
+def optimizer_step(optimizer):
+    """A change by an optimizer, without a forward pass of the layer."""
+
+    def change(layer):
+        for param in layer.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer(layer.parameters()).step()
+        layer.zero_grad()
+
+    return change
+
+
+def in_place(layer):
+    with torch.no_grad():
+        layer.weight_params()[-1].mul_(1.5)
+
+
+def in_inference_mode(layer):
+    with torch.inference_mode():
+        layer.weight_params()[-1].mul_(1.5)
+
+
+def assign_data(layer):
+    for param in layer.parameters():
+        param.data = param.data * 1.5
+
+
+def data_in_place(layer):
+    for param in layer.parameters():
+        param.data.mul_(1.5)
+
+
+def load(assign):
+    def change(layer):
+        changed = {name: value * 1.5 for name, value in layer.state_dict().items()}
+        layer.load_state_dict(changed, assign=assign)
+
+    return change
+
+
+CHANGES = {
+    "in place": in_place,
+    "in inference mode": in_inference_mode,
+    "data": assign_data,
+    "data in place": data_in_place,
+    "load_state_dict": load(False),
+    "load_state_dict, assign": load(True),
+    "SGD": optimizer_step(lambda params: torch.optim.SGD(params, lr=0.1)),
+    "AdamW": optimizer_step(lambda params: torch.optim.AdamW(params, lr=0.01)),
+    "fused AdamW": optimizer_step(lambda params: torch.optim.AdamW(params, lr=0.01, fused=True)),
+    "dtype": lambda layer: layer.to(torch.bfloat16).to(torch.float32),
+    "config": lambda layer: layer.set_config(layer.config.replace(two_level=False)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:two_level=False")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("scheme", "options"), CASES, ids=IDS)
+def test_a_changed_weight_is_quantized_again(scheme, options, change, x):
+    layer = evaluated(scheme, **options)
+    before = [call(layer, x) for _ in range(3)][-1]
+    assert codes(layer) == 1
+    for _ in range(2):
+        CHANGES[change](layer)
+        for _ in range(3):
+            assert torch.equal(call(layer, x), fresh(layer, x))
+        assert codes(layer) == 1
+    assert not torch.equal(call(layer, x), before)
+
+
+def test_memory_at_the_same_address_is_another_weight(x):
+    """Holding codes keeps no weight, and what is allocated in its place is not taken for it."""
+    layer = evaluated("nvfp4-rne")
+    for _ in range(2):
+        call(layer, x)
+    (_, (held, *_)) = layer.evaluation_weight._held.mark
+    for _ in range(20):
+        layer.weight.data = layer.weight.data.clone()
+        assert layer.weight.untyped_storage()._cdata != held.cdata
+    assert held.expired()
+
+
+@pytest.mark.parametrize("change", ["train", "gradients", "to", "double"])
+def test_given_back(change, x):
+    layer = evaluated("metis")
+    call(layer, x)
+    call(layer, x)
+    assert codes(layer) == 1
+    {
+        "train": lambda: layer.train(),
+        "gradients": lambda: layer(x),
+        "to": lambda: layer.to(torch.bfloat16),
+        "double": lambda: layer.double(),
+    }[change]()
+    assert layer.evaluation_weight._held is None
+
+
+def frozen_in_inference_mode(layer):
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+
+def as_replica(layer):
+    weight = layer.weight.detach().clone()
+    layer._parameters = {}
+    layer.weight = weight
+
+
+NOT_HELD = {
+    "training": lambda layer: layer.train(),
+    "FSDP2": lambda layer: setattr(layer, "_is_fsdp_managed_module", True),
+    "ZeRO-3": lambda layer: setattr(layer.weight, "ds_id", 0),
+    "ZeRO-1": lambda layer: setattr(layer.weight, "_hp_mapping", None),
+    "inference tensors": frozen_in_inference_mode,
+    "replica": as_replica,
+}
+
+
+@pytest.mark.parametrize("case", NOT_HELD)
+def test_not_held(case, x):
+    layer = evaluated("nvfp4-rne", bias=False)
+    NOT_HELD[case](layer)
+    for _ in range(3):
+        call(layer, x)
+    assert layer.evaluation_weight._held is None
+
+
+def test_not_held_where_gradients_are_wanted(x):
+    layer = evaluated("nvfp4-rne")
+    for _ in range(3):
+        layer(x)
+    assert layer.evaluation_weight._held is None
+
+
+def test_not_held_inside_torch_compile(x):
+    layer = evaluated("nvfp4-rne")
+    with torch.no_grad():
+        expected = layer(x)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+    assert codes(layer) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_holds_nothing(copied, x):
+    layer = evaluated("metis")
+    call(layer, x)
+    expected = call(layer, x)
+    other = copied(layer)
+    assert codes(layer) == 1
+    assert other.evaluation_weight._held is None
+    assert torch.equal(call(other, x), expected)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-rne", "metis"])
+def test_generation(scheme, monkeypatch):
+    """The tokens of a model that quantizes its weights for each of them."""
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme)).eval()
+    prompt = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    options["return_dict_in_generate"] = True
+    held = model.generate(prompt, **options)
+    assert all(codes(layer) == 1 for _, layer in metis_layers(model))
+    model.train().eval()
+    with monkeypatch.context() as patched:
+        patched.setattr(linear, "can_hold", lambda layer: False)
+        plain = model.generate(prompt, **options)
+    assert all(codes(layer) == 0 for _, layer in metis_layers(model))
+    assert torch.equal(held.sequences, plain.sequences)
+    assert all(map(torch.equal, held.logits, plain.logits))
