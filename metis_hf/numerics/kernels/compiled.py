@@ -9,6 +9,7 @@ fraction of a second.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 import threading
@@ -49,9 +50,14 @@ class CompilationError(RuntimeError):
     """The compiler, or torch's way to it, failed."""
 
 
+logger = logging.getLogger(__name__)
+
+_NOTICE_AFTER = 5.0  # seconds of compiling in a process, more than reading kept code takes
+
 _kernels: dict[Program, Callable[..., tuple[Tensor, ...]]] = {}
 _seconds: dict[Program, float] = {}
 _lock = threading.Lock()
+_noticed = False
 
 
 def compile_seconds() -> dict[Program, float]:
@@ -173,14 +179,34 @@ def _compile(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     with _lock:
         if program in _kernels:
             return _kernels[program]
+        from torch._inductor.codecache import cache_dir  # not by the timer, beside other imports
+
         started = time.perf_counter()
+        wait = max(0.0, _NOTICE_AFTER - sum(_seconds.values()))
+        timer = threading.Timer(wait, _say_what_takes_time, [cache_dir()])
+        timer.daemon = True
+        timer.start()
         try:
             kernel = _build(program)
         except Exception as error:
             raise CompilationError(f"compiling a quantizer failed: {error}") from error
+        finally:
+            timer.cancel()
         _seconds[program] = time.perf_counter() - started
         _kernels[program] = kernel
         return kernel
+
+
+def _say_what_takes_time(directory: str) -> None:
+    """Log, once in a process, that quantizers are being compiled, and where they are kept."""
+    global _noticed
+    if not _noticed:
+        _noticed = True
+        logger.warning(
+            "compiling quantizers for this machine, which takes about a minute, once: later runs "
+            "read them from %s",
+            directory,
+        )
 
 
 def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:

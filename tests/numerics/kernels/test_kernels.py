@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import cache_dir
 
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
@@ -351,6 +353,37 @@ def test_a_failing_compilation_leaves_the_reference(monkeypatch) -> None:
     assert chosen(x) == "reference"  # and is not tried again
     with use_kernels("compiled"), pytest.raises(RuntimeError, match="out of memory"):
         Quantizer()(x)
+
+
+def test_a_long_compilation_says_so_once(monkeypatch, caplog) -> None:
+    """Where the code is kept too; what is read from there in a moment says nothing."""
+    said = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record) -> None:
+            said.set()
+
+    def compile_for(program, seconds, build) -> None:
+        monkeypatch.setattr(compiled, "_NOTICE_AFTER", seconds)
+        monkeypatch.setattr(compiled, "_build", build)
+        compiled._compile(program)
+
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_seconds", {})
+    monkeypatch.setattr(compiled, "_noticed", False)
+    monkeypatch.setattr(compiled.logger, "handlers", [Listener()])
+    one, two, three = (
+        compiled.program_of(Variant("quantize", dims, True), torch.ones(2, BLOCK))
+        for dims in ((0,), (1,), (0, 1))
+    )
+    compile_for(one, 1e6, lambda program: len)
+    assert not caplog.messages
+    compile_for(two, 0.0, lambda program: said.wait(60) and len)  # until it has been said
+    compiled._say_what_takes_time("elsewhere")
+    compile_for(three, 0.0, lambda program: len)
+    (message,) = caplog.messages
+    assert message.startswith("compiling quantizers for this machine")
+    assert message.endswith(cache_dir())
 
 
 def test_unknown_names_are_refused(monkeypatch) -> None:
