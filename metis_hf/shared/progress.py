@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class StepPace:
+    """Seconds that a normal step of a run takes, for forecasts.
+
+    The median over the steps seen: the first one, in which kernels are compiled, and those in which
+    health is measured take many times as long and say nothing of the others.
+    """
+
+    _FEWEST = 3  # intervals, so that one long one is no median
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._costs: list[float] = []
+
+    def step(self, step: int, now: float) -> None:
+        """Take note that step `step` was done at `now`, in seconds; some may be left out."""
+        if self._last is not None and step > self._last[0]:
+            self._costs.append((now - self._last[1]) / (step - self._last[0]))
+        self._last = step, now
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds for each step; None as long as too few were seen."""
+        return statistics.median(self._costs) if len(self._costs) >= self._FEWEST else None
 
 
 class ExperimentProgress:
@@ -31,10 +57,8 @@ class ExperimentProgress:
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._costs: dict[str, float] = {}  # seconds per step, of the schemes seen so far
+        self._paces: dict[str, StepPace] = {}  # of the schemes seen so far
         self._current = ""
-        self._first = 0
-        self._start = 0.0
         self._next_line = 0.0
 
     def __enter__(self) -> ExperimentProgress:
@@ -50,18 +74,14 @@ class ExperimentProgress:
 
     def begin(self, scheme: str) -> None:
         """A scheme starts."""
-        self._current, self._first, self._start = scheme, -1, time.monotonic()
+        self._current, self._paces[scheme] = scheme, StepPace()
         self._next_line = 0.0
         self._progress.start_task(self._tasks[scheme])
         self._update(status="preparing")
 
     def step(self, step: int, loss: float | None) -> None:
         """An optimizer step of the running scheme is done."""
-        now = time.monotonic()
-        if self._first < 0:  # the first step of this session, which may be a resumed one
-            self._first, self._start = step, now
-        elif step > self._first:
-            self._costs[self._current] = (now - self._start) / (step - self._first)
+        self._paces[self._current].step(step, time.monotonic())
         left = self._time_left(step)
         eta = "" if left is None else "  ETA {}:{:02}".format(*divmod(round(left), 60))
         shown = f"loss {loss:.3f}" if loss is not None else ""
@@ -86,12 +106,14 @@ class ExperimentProgress:
         self._progress.update(self._tasks[self._current], **kwargs)
 
     def _time_left(self, step: int) -> float | None:
-        """Seconds until the last scheme is trained, from the mean cost of the steps so far."""
-        if self._current not in self._costs:
+        """Seconds until the last scheme is trained, at the pace of each scheme's normal steps."""
+        pace = self._paces[self._current].seconds
+        if pace is None:
             return None
+        known = [p.seconds for p in self._paces.values() if p.seconds is not None]
         later = self.schemes[self.schemes.index(self._current) + 1 :]
-        mean = sum(self._costs.values()) / len(self._costs)
-        return self._costs[self._current] * (self.steps - step) + mean * self.steps * len(later)
+        mean = sum(known) / len(known)
+        return pace * (self.steps - step) + mean * self.steps * len(later)
 
 
 @contextmanager

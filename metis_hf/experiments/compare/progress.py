@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from metis_hf.experiments.runner import SchemeResult
+from metis_hf.shared.progress import StepPace
 
 
 class RunProgress:
@@ -27,11 +28,12 @@ class RunProgress:
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._reached: dict[str, int] = {}
-        self._resumed: dict[str, int] = {}
+        self._paces: dict[str, StepPace] = {}
+        self._beside: list[float] = []  # seconds of each finished run that were no normal steps
         self._begun: dict[str, float] = {}
         self._total = TaskID(0)
         self._runs = self._done = self._steps = 0
-        self._start = 0.0
+        self._slots = 1
 
     @contextmanager
     def running(self, runs: Sequence[Any], steps: int, slots: int) -> Iterator[None]:
@@ -39,7 +41,7 @@ class RunProgress:
         if not runs:
             yield
             return
-        self._runs, self._steps, self._start = len(runs), steps, time.monotonic()
+        self._runs, self._steps, self._slots = len(runs), steps, slots
         self.console.print(f"{len(runs)} runs of {steps} steps, {slots} at a time.")
         self._bars = Progress(
             TextColumn("{task.description:<32}"),
@@ -72,7 +74,7 @@ class RunProgress:
         assert self._bars is not None
         with self._lock:
             self._reached[run.name] = step
-            self._resumed.setdefault(run.name, step - 1)
+            self._paces.setdefault(run.name, StepPace()).step(step, time.monotonic())
             shown = "" if loss is None else f"loss {loss:.3f}"
             self._bars.update(self._tasks[run.name], completed=step, status=shown)
             left = self._time_left()
@@ -96,15 +98,21 @@ class RunProgress:
             self._reached.pop(run.name, None)
             self._bars.remove_task(self._tasks.pop(run.name))
             seconds = time.monotonic() - self._begun[run.name]
+            pace = self._paces[run.name].seconds if run.name in self._paces else None
+            if pace is not None:
+                self._beside.append(max(0.0, seconds - pace * self._steps))
         shown = "failed" if result is None else f"held-out loss {result.loss:.4f}"
         self.note(f"[{self._done}/{self._runs}] {run.name}: {shown}, {seconds:.0f} s")
 
     def _time_left(self) -> int | None:
-        """Seconds, from the steps of this session; None until there are some."""
-        here = sum(step - self._resumed[name] for name, step in self._reached.items())
-        steps = self._done * self._steps + here
-        elapsed = time.monotonic() - self._start
-        if elapsed < 20 or not steps:
+        """Seconds: normal steps at each run's pace, and for runs to come what goes beside them."""
+        paces = {name: p.seconds for name, p in self._paces.items() if p.seconds is not None}
+        if not paces:
             return None
-        left = self._runs * self._steps - self._done * self._steps - sum(self._reached.values())
-        return round(elapsed / steps * left)
+        mean = sum(paces.values()) / len(paces)
+        beside = sum(self._beside) / len(self._beside) if self._beside else 0.0
+        waiting = self._runs - self._done - len(self._tasks)
+        work = waiting * (self._steps * mean + beside)
+        for name in self._tasks:
+            work += (self._steps - self._reached.get(name, 0)) * paces.get(name, mean)
+        return round(work / min(self._slots, waiting + len(self._tasks)))
