@@ -142,6 +142,13 @@ class MetisCallback(ResumeGuard):
             check_engine(model, f"refresh_interval={self._refresh_every}")
         check_states(model)
         self._warn_of_reporters(args)
+        if args.torch_compile:
+            logger.warning(
+                "torch_compile: the first steps take minutes and show nothing, since torch.compile "
+                "traces all operations of %d quantized layers into one graph. Without it their "
+                "quantizers are compiled too, once for all layers",
+                len(self._layers),
+            )
         self._precision = precision_of(next(iter(self._layers.values())))
         if state.is_world_process_zero and self.health_interval:
             drop_after(_directory(args), state.global_step)

@@ -263,6 +263,17 @@ class TestErrors:
         with pytest.raises(ValueError, match="health_interval=-1"):
             MetisCallback(health_interval=-1)
 
+    @pytest.mark.parametrize("torch_compile", [True, False])
+    def test_compiling_a_model_says_that_it_takes_minutes(self, tmp_path, caplog, torch_compile):
+        """Before the first step, which shows nothing until it is done."""
+        callback = MetisCallback(health_interval=0)
+        model = get_metis_model(llama(), MetisConfig())
+        made = trainer(tmp_path, model, [callback])
+        made.args.torch_compile = torch_compile
+        callback.on_train_begin(made.args, made.state, made.control, model=model)
+        said = "take minutes" in caplog.text and "14 quantized layers" in caplog.text
+        assert said == torch_compile
+
     def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
         """The loss is NaN in the logs, and the health log names the layer."""
         model = get_metis_model(llama(), MetisConfig(split_weight=True))
