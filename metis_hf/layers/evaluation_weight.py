@@ -30,8 +30,8 @@ class EvaluationWeight:
     count no version. Only a write through `param.data` to a few elements, between two calls in
     evaluation, would go unnoticed; call `layer.train()` or write under `torch.no_grad()`.
 
-    Packed, 4.5 bits an element, since a model in evaluation may fill the memory: a dense w_hat
-    would double it.
+    Packed, 4.5 bits an element and the thin factors of a split, since a model in evaluation may
+    fill the memory: a dense w_hat would double it.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class EvaluationWeight:
             name = (operand, dim, key.static)
             encoded = held.encoded.get(name)
             if encoded is None:
-                encoded = form.encode(params, operand, dim=dim, key=key).stored()
+                encoded = form.encode(params, operand, dim=dim, key=key)._replace(dense=None)
                 held.encoded[name] = encoded
             return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
         return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
