@@ -97,7 +97,12 @@ def engine_args(engine, **fsdp_config):
     }
 
 
-def build(make=llama, **config):
+def one_block():
+    """A Llama of which an engine wraps one block, and the rest."""
+    return llama(num_hidden_layers=1)
+
+
+def build(make=one_block, **config):
     """The same converted model on every rank and for every engine."""
     torch.manual_seed(0)
     return get_metis_model(make(), MetisConfig(**config))

@@ -161,6 +161,7 @@ class TestTraining:
         """Without quantization the micro-batches of both ranks are one batch."""
         model = cases.build(**cases.CONFIGS["bf16"])
         options = {"per_device_train_batch_size": 4 * RANKS, "gradient_accumulation_steps": 1}
+        options |= {"max_steps": 2}
         trainer = cases.make_trainer("one", tmp_path, model, **options)
         trainer.train()
         result = ranks(engine, "training")[0]["bf16"]
