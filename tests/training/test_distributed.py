@@ -67,11 +67,11 @@ def launch(name, out):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
-    command += [str(HERE / "distributed_run.py"), engine, str(out), *CASES[name].split()]
+    command = [sys.executable, str(HERE / "distributed_run.py"), engine, str(out)]
+    command += CASES[name].split()
     path = os.pathsep.join([str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {}
     log = out / f"{name}.log"
     with log.open("w") as file:
