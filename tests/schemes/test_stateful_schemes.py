@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 from dataclasses import replace
 
 import numpy as np
@@ -357,8 +358,13 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
 def test_processes_agree(engine, tmp_path):
     """Every step ends with the maxima over all processes, and with the same weights on each."""
     schemes = ("smoothquant", "tetrajet2")
-    torch.multiprocessing.spawn(
-        stateful_run.run, (engine, schemes, str(tmp_path)), stateful_run.RANKS
+    # One process imports what takes seconds, for all ranks of both engines.
+    multiprocessing.set_forkserver_preload([stateful_run.__name__])
+    torch.multiprocessing.start_processes(
+        stateful_run.run,
+        (engine, schemes, str(tmp_path)),
+        stateful_run.RANKS,
+        start_method="forkserver",
     )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(stateful_run.RANKS))
     for scheme in schemes:

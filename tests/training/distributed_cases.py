@@ -25,6 +25,7 @@ from training.distributed_run import (
     full_state,
     history,
     make_trainer,
+    one_block,
     play_ranks,
     rank,
 )
@@ -40,14 +41,15 @@ CONFIGS = {
 
 
 def training(engine, out):
-    """Trainer's losses, gradient norms and weights for each config."""
+    """Trainer's losses, gradient norms and weights after two steps, for each config."""
     results = {}
     for name, config in CONFIGS.items():
         model = build(**config)
         if engine == "one" and name == "metis-noise":
             play_ranks(model)
         cls = transformers.Trainer if name == "nvidia" else None
-        trainer = make_trainer(engine, out, model, **({"cls": cls} if cls else {}))
+        options = {"max_steps": 2} | ({"cls": cls} if cls else {})
+        trainer = make_trainer(engine, out, model, **options)
         trainer.train()
         results[name] = {
             "loss": history(trainer),
@@ -80,7 +82,7 @@ def loop(engine, out):
             with torch.no_grad():
                 model(**batch)
             drifts = refresh(model, optimizer)
-        if len(losses) == 4 * (RANKS if engine == "one" else 1):
+        if len(losses) == 3 * (RANKS if engine == "one" else 1):
             break
     if engine == "one":
         losses = [sum(losses[i : i + RANKS]) / RANKS for i in range(0, len(losses), RANKS)]
@@ -197,7 +199,7 @@ def checkpointing(engine, out):
 
 def mixed_precision(engine, out):
     """Losses under BF16 autocast (FSDP2: BF16 parameters in the forward pass)."""
-    trainer = make_trainer(engine, out, build(**NOISELESS), bf16=True)
+    trainer = make_trainer(engine, out, build(**NOISELESS), bf16=True, max_steps=2)
     trainer.train()
     dtypes = {param.dtype for param in trainer.model.parameters()}
     return {"loss": history(trainer), "dtypes": dtypes}
@@ -215,7 +217,7 @@ def errors(engine, out):
     """Messages for what is refused."""
     seen = {}
     if engine == "fsdp":
-        model = build(split_weight=True)
+        model = build(llama, split_weight=True)
         model.model.layers[1].mlp.up_proj.bfloat16()
         seen["mixed dtypes"] = _error(make_trainer(engine, out, model).train)
     dense = llama()
@@ -248,7 +250,7 @@ def mixtral():
         vocab_size=256,
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=16,
@@ -261,7 +263,8 @@ def _train_blocks(engine, out, models, **options):
     seen = {}
     for block, model in models.items():
         fsdp_config = {"transformer_layer_cls_to_wrap": [block]}
-        trainer = make_trainer(engine, out, model, fsdp_config=fsdp_config, **options)
+        options = {"fsdp_config": fsdp_config, "max_steps": 2} | options
+        trainer = make_trainer(engine, out, model, **options)
         trainer.train()
         seen[block] = {"loss": history(trainer), "state": full_state(trainer.model)}
     return seen
@@ -270,7 +273,7 @@ def _train_blocks(engine, out, models, **options):
 def architectures(engine, out):
     """Tied embeddings, and Conv1D's transposed weights."""
     models = {
-        "LlamaDecoderLayer": build(lambda: llama(tie_word_embeddings=True), **NOISELESS),
+        "LlamaDecoderLayer": build(lambda: llama(1, tie_word_embeddings=True), **NOISELESS),
         "GPT2Block": build(gpt2, scheme="nvidia", **NEAREST),
     }
     return _train_blocks(engine, out, models)
@@ -288,7 +291,7 @@ def ram_efficient(engine, out):
     seen = {}
     sharing = {"fsdp_config": {"cpu_ram_efficient_loading": True}}
     split = MetisConfig(split_weight=True)
-    sources = (("metis", build(split_weight=True), None), ("dense", llama(), split))
+    sources = (("metis", build(split_weight=True), None), ("dense", one_block(), split))
     for name, source, config in sources:
         # Before the model: from_pretrained looks at what the arguments put into the environment.
         make_trainer(engine, out, build(), **sharing)

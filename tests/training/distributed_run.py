@@ -1,4 +1,6 @@
-"""What one process of test_distributed does: torchrun ... distributed_run.py ENGINE OUT CASE ...
+"""The processes of test_distributed: distributed_run.py ENGINE OUT CASE ...
+
+One process imports what takes seconds, and is forked into RANKS, with the environment of torchrun.
 
 Engines: "ddp", "fsdp" (FSDP2, one unit per decoder layer), "zero2", "zero3" (DeepSpeed), and
 "one", a single process that sees the same micro-batches through gradient accumulation. Each rank
@@ -10,6 +12,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -97,7 +100,12 @@ def engine_args(engine, **fsdp_config):
     }
 
 
-def build(make=llama, **config):
+def one_block():
+    """A Llama of which an engine wraps one block, and the rest."""
+    return llama(num_hidden_layers=1)
+
+
+def build(make=one_block, **config):
     """The same converted model on every rank and for every engine."""
     torch.manual_seed(0)
     return get_metis_model(make(), MetisConfig(**config))
@@ -197,10 +205,39 @@ def main():
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    sys.modules["distributed_run"] = sys.modules["__main__"]
+def fork(number):
+    """Start the process of a rank."""
+    child = os.fork()
+    if child:
+        return child
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     try:
         main()
+        code = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # not waiting for the other process, whose collective would never end
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not waiting for the other process, whose collective would never end
+
+
+def launch():
+    """Run all ranks, and end as soon as one has failed."""
+    import training.distributed_cases
+
+    assert training.distributed_cases.RANKS == RANKS
+    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    children = [fork(number) for number in range(RANKS)]
+    for _ in range(RANKS):
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with exit code {os.waitstatus_to_exitcode(status)}")
+
+
+if __name__ == "__main__":
+    sys.modules["distributed_run"] = sys.modules["__main__"]
+    launch()

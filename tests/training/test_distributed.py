@@ -67,11 +67,11 @@ def launch(name, out):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
-    command += [str(HERE / "distributed_run.py"), engine, str(out), *CASES[name].split()]
+    command = [sys.executable, str(HERE / "distributed_run.py"), engine, str(out)]
+    command += CASES[name].split()
     path = os.pathsep.join([str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {}
     log = out / f"{name}.log"
     with log.open("w") as file:
@@ -161,6 +161,7 @@ class TestTraining:
         """Without quantization the micro-batches of both ranks are one batch."""
         model = cases.build(**cases.CONFIGS["bf16"])
         options = {"per_device_train_batch_size": 4 * RANKS, "gradient_accumulation_steps": 1}
+        options |= {"max_steps": 2}
         trainer = cases.make_trainer("one", tmp_path, model, **options)
         trainer.train()
         result = ranks(engine, "training")[0]["bf16"]
