@@ -288,7 +288,7 @@ class MetisConfig:
                 yield name, text
 
     def for_layer(self, name: str) -> MetisConfig:
-        """The config of one layer: `scheme_pattern` and `rank_pattern` applied to its name."""
+        """Return the config of one layer, with the patterns applied to its name."""
         changes: dict[str, Any] = {}
         for key, patterns in (("scheme", self.scheme_pattern), ("rank", self.rank_pattern)):
             pattern = matching_pattern(patterns, name)
@@ -297,7 +297,7 @@ class MetisConfig:
         return self.replace(**changes) if changes else self
 
     def replace(self, **changes: Any) -> MetisConfig:
-        """A copy with some values changed, checked again."""
+        """Return a copy with some values changed, checked again."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class MetisConfig:
         return cls(**values)
 
     def to_json(self) -> str:
-        """The config as a JSON object, keys in declaration order."""
+        """Return the config as a JSON object, keys in declaration order."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod

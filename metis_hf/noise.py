@@ -65,7 +65,7 @@ def as_key(key: Key | int | None) -> Key:
 
 
 def _mix(h: int) -> int:
-    """lowbias32 on a Python int."""
+    """Compute lowbias32 of a Python int."""
     h = ((h ^ h >> 16) * _M1) & _MASK32
     h = ((h ^ h >> 15) * _M2) & _MASK32
     return h ^ h >> 16
@@ -77,14 +77,14 @@ def _signed(h: int) -> int:
 
 
 def _hash(h: Tensor) -> Tensor:
-    """lowbias32, in place."""
+    """Compute lowbias32 in place."""
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
     return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """32 bits that change when the tensor does: a hash of about 256 evenly spaced elements.
+    """Return 32 bits that change when the tensor does: a hash of about 256 evenly spaced elements.
 
     Every sample is mixed with its place by itself before the sum: signs, powers of two and 16-bit
     values, which differ in few bits of their fp32 form, count in full.
@@ -122,7 +122,7 @@ def constant(make: Callable[P, T]) -> Callable[P, T]:
 
 @constant
 def _index_hash(device: torch.device) -> Tensor:
-    """lowbias32(index), int32, for as many indices as there are samples of a fingerprint."""
+    """Return lowbias32(index), int32, for as many indices as there are samples of a fingerprint."""
     return _hash(torch.arange(2 * _FINGERPRINT_SAMPLES, device=device, dtype=torch.int32))
 
 
@@ -175,18 +175,18 @@ def hashes_of_each(
 
 
 def element_bits(blocks: Tensor, lanes: Tensor) -> Tensor:
-    """32 bits for each element, the upper 24 for use, from the hash of its block and its lane."""
+    """Return 32 bits for each element, the upper 24 for use, from hashes of block and lane."""
     h = (blocks ^ lanes).mul_(_M1)
     return h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
 
 
 def to_uniform(bits: Tensor) -> Tensor:
-    """int32 -> fp32, uniform on the multiples of 2^-24 in [0, 1)."""
+    """Map int32 to fp32, uniform on the multiples of 2^-24 in [0, 1)."""
     return bits.bitwise_right_shift(8).float().mul_(2.0**-24).add_(0.5)
 
 
 def random_bits(count: int, key: Key | int, device: torch.device | str | None = None) -> Tensor:
-    """`count` hashed 32-bit integers (int32) of (key, index); the upper 24 bits are the noise."""
+    """Return `count` hashed integers (int32) of (key, index); the upper 24 bits are the noise."""
     device = torch.device(device or "cpu")
     key = as_key(key)
     data = key.data
@@ -199,7 +199,7 @@ def random_bits(count: int, key: Key | int, device: torch.device | str | None = 
 def uniform(
     shape: torch.Size | tuple[int, ...], key: Key | int, device: torch.device | str | None = None
 ) -> Tensor:
-    """fp32 noise, uniform on the multiples of 2^-24 in [0, 1).
+    """Return fp32 noise, uniform on the multiples of 2^-24 in [0, 1).
 
     An element's noise depends on the key, its row, and its place in the row (the last dimension):
     rows are as good as padded to a multiple of 16.
@@ -213,7 +213,7 @@ def uniform(
 
 
 def key_from_generator(generator: torch.Generator | None, device: torch.device) -> Key:
-    """Draws one key from a torch generator (the device's default one if None)."""
+    """Draw one key from a torch generator (the device's default one if None)."""
     source = generator.device if generator is not None else device
     bits = torch.randint(-(1 << 31), 1 << 31, (), generator=generator, device=source)
     return Key(0, bits.to(torch.int32).to(device))

@@ -1,4 +1,4 @@
-"""How well the dominant subspace of a few rows, or sequences, agrees with that of the batch."""
+"""Agreement of the dominant subspace of a few rows, or sequences, with that of the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXACT_COLUMNS = 1024
 
 
 def subspace(x: Tensor, rank: int) -> Tensor:
-    """The `rank` leading right singular vectors of x [t c], [c k]; fewer where x spans fewer.
+    """Return the `rank` leading right singular vectors [c k] of x [t c]; fewer if x spans fewer.
 
     Up to 1024 columns exact, by the fp64 Gram matrix; above, randomized with as many extra
     directions and eight power iterations, since a flat spectrum needs them.
@@ -48,7 +48,7 @@ def mean_squared_correlation(a: Tensor, b: Tensor) -> float:
 
 
 def pick(count: int, total: int, *parts: int | str) -> Tensor:
-    """`count` of `total` indices, without repetition, the same for the same parts of the key."""
+    """Return `count` of `total` indices, without repetition, a function of the key's parts."""
     return noise_uniform((total,), key_of("alignment", *parts)).argsort(stable=True)[:count]
 
 

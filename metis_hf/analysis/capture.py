@@ -28,7 +28,7 @@ Measure = Callable[[str, str, Tensor], None]  # layer, "activation" or "gradient
 
 
 def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> Tensor:
-    """The beginning of a text as sequences of token ids [n length], n <= sequences.
+    """Return the beginning of a text as sequences of token ids [n length], n <= sequences.
 
     Raises:
         FileNotFoundError: no such file; no tokenizer beside the weights.
@@ -69,7 +69,7 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
-    """The model, in eval mode (no dropout, rounding to nearest), parameters frozen.
+    """Return the model, in eval mode (no dropout, rounding to nearest), parameters frozen.
 
     Raises:
         ValueError: transformers has no class of that name.
@@ -86,7 +86,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
 
 
 def has_loss(model: PreTrainedModel) -> bool:
-    """Whether the model predicts tokens and computes its own loss, so that gradients exist."""
+    """Return whether the model predicts tokens and computes its own loss, and has gradients."""
     return "labels" in inspect.signature(model.forward).parameters and model.can_generate()
 
 
@@ -132,7 +132,7 @@ class Capture:
                 handle.remove()
 
     def rows(self, layer: str, kind: str) -> Tensor | None:
-        """All kept rows [t c] of a layer, fp32, and forgets them."""
+        """Return all kept rows [t c] of a layer, fp32, and forgets them."""
         parts = self.kept.pop((layer, kind), None)
         return None if parts is None else torch.cat(parts).float()
 

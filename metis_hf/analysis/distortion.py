@@ -1,4 +1,4 @@
-"""What each scheme's quantizer does to a matrix: value error, zeroed share, spectral error.
+"""Errors that each scheme's quantizer makes in a matrix: of values, zeroed shares, spectra.
 
 The scheme's own operands are used, in training mode (stochastic where it is): what is measured is
 what a training step multiplies, in fp32, without the BF16 rounding of a recombined split.
@@ -70,15 +70,15 @@ class Quantizers:
         self.rank = None if rank is None else min(rank, *shape)
 
     def config(self, scheme: str) -> MetisConfig:
-        """The scheme's defaults, but for the rank."""
+        """Return the scheme's defaults, but for the rank."""
         return MetisConfig(scheme=scheme, rank=self.rank)
 
     def split_rank(self) -> int:
-        """Directions that `metis` keeps apart in this layer."""
+        """Return directions that `metis` keeps apart in this layer."""
         return layer_rank(self.config(COMPENSATED), self.shape[1], self.shape[0])
 
     def weight(self, stored: StoredWeight, scheme: str) -> OperandValues:
-        """A weight under a scheme: as stored if the checkpoint was trained in it, else converted
+        """Return a weight under a scheme: as stored if the checkpoint trained in it, else converted
         as `get_metis_model` would.
 
         Raises:
@@ -104,12 +104,12 @@ class Quantizers:
         return OperandValues(values, float(element_fates(last, quantizer)[0]))
 
     def _is_trained(self, stored: StoredWeight, scheme: str) -> bool:
-        """Whether the parts on disk are those that the scheme would train."""
+        """Return whether the parts on disk are those that the scheme would train."""
         assert stored.parts is not None
         return stored.scheme == scheme and self.rank in (None, len(stored.parts[1]))
 
     def rows(self, x: Tensor, kind: str, scheme: str) -> OperandValues:
-        """An activation or gradient [t c] under a scheme.
+        """Return an activation or gradient [t c] under a scheme.
 
         Raises:
             ValueError: the scheme's operand depends on the weight, or other inputs of the layer.
@@ -127,7 +127,7 @@ class Quantizers:
 
 
 def _check_needs_no_call(scheme: str, operand: Operand) -> None:
-    """Refuses conditioners that measure nothing of interest before a call binds a state to them."""
+    """Refuse conditioners that measure nothing of interest before a call binds a state to them."""
     if operand.conditioner.needs_state:
         raise ValueError(
             f"scheme {scheme!r} quantizes this tensor by what a call knows of the layer's other "
@@ -153,13 +153,13 @@ class Sample:
     stored: StoredWeight | None = None
 
     def quantize(self, scheme: str) -> OperandValues:
-        """This tensor under a scheme."""
+        """Return this tensor under a scheme."""
         if self.stored is not None:
             return self.quantizers.weight(self.stored, scheme)
         return self.quantizers.rows(self.x, self.kind, scheme)
 
     def limited(self, rows: int) -> Sample:
-        """The same, or evenly spread random rows of it where both sides exceed `rows`."""
+        """Return the same, or evenly spread random rows of it where both sides exceed `rows`."""
         if min(self.x.shape) <= rows:
             return self
         index = row_index(self.x, rows)
@@ -170,7 +170,7 @@ class Sample:
 
 
 def row_index(x: Tensor, rows: int) -> Tensor:
-    """Indices of evenly spread random rows of x [t c]; all where a side is at most `rows`."""
+    """Return indices of random rows spread over x [t c]; all where a side is at most `rows`."""
     index = torch.arange(x.shape[0], dtype=torch.float32)[:, None]
     if min(x.shape) > rows:
         index = sample_rows(index, rows, Key(5))
@@ -178,7 +178,7 @@ def row_index(x: Tensor, rows: int) -> Tensor:
 
 
 def spectral_errors(svd: Svd, x_hat: Tensor) -> dict[str, list[float]]:
-    """Errors of the singular values and directions of x_hat [t c] by index.
+    """Return errors of the singular values and directions of x_hat [t c] by index.
 
     Returns:
         sigma_error: |s_hat_i - s_i| / s_i, both sorted; left, right: 1 - |cos| between the i-th
@@ -196,7 +196,7 @@ def spectral_errors(svd: Svd, x_hat: Tensor) -> dict[str, list[float]]:
 
 
 def distortion_data(sample: Sample) -> tuple[dict, dict[str, Tensor]]:
-    """Every scheme's errors on a tensor [t c], and the quantized copies.
+    """Return every scheme's errors on a tensor [t c], and the quantized copies.
 
     Spectral errors of a matrix with both sides above COMPARED_ROWS are those of as many of its
     rows, which are quantized with all the others.
@@ -227,7 +227,7 @@ def swamped_share(sigma: Tensor, x: Tensor, x_hat: Tensor) -> float:
 
 
 def risk_data(sample: Sample, sigma: Tensor) -> dict[str, float]:
-    """What a table of layers says of a tensor with singular values `sigma`: direct and Metis.
+    """Return what a table of layers says of a tensor with singular values `sigma`.
 
     A matrix with both sides above COMPARED_ROWS stands for itself by as many of its rows.
     """

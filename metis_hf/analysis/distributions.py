@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 22  # of a larger matrix, in whole rows, for histograms
 
 
 def removed_components(rank: int) -> int:
-    """3 % of the components, rounded to the nearest power of two (on a logarithmic scale)."""
+    """Return 3 % of the components, rounded to the nearest power of two by logarithm."""
     return 2 ** max(0, round(float(np.log2(max(REMOVED_SHARE * rank, 1)))))
 
 
@@ -32,13 +32,13 @@ def histogram(values: Tensor, edges: np.ndarray) -> list[float]:
 
 
 def even_edges(values: Tensor) -> np.ndarray:
-    """Edges of equal bins, symmetric about zero and over all of `values`."""
+    """Return edges of equal bins, symmetric about zero and over all of `values`."""
     reach = max(float(values.abs().amax()), 1e-30)
     return np.linspace(-reach, reach, _BINS + 1)
 
 
 def shown_rows(x: Tensor) -> Tensor:
-    """Indices of the rows of x [t c] that histograms show: all, or about 4 million elements'."""
+    """Return indices of the rows of x [t c] that histograms show, about 4 million elements."""
     index = torch.arange(x.shape[0], dtype=torch.float64)[:, None]
     return sample_rows(index, max(_ELEMENTS // x.shape[1], 16), Key(3))[:, 0].long()
 
@@ -55,7 +55,7 @@ def width(values: Tensor) -> dict[str, float]:
 
 
 def component_data(x: Tensor, svd: Svd) -> dict:
-    """Histograms of s_i u_i v_i^T for i = 0, 16, 128, 1024, as far as they exist, and of x."""
+    """Return histograms of x and of s_i u_i v_i^T for i = 0, 16, 128, 1024 where they exist."""
     rows = shown_rows(x)
     x = x[rows]
     edges = even_edges(x)
@@ -73,7 +73,7 @@ def component_data(x: Tensor, svd: Svd) -> dict:
 
 
 def residual_data(x: Tensor, svd: Svd) -> dict:
-    """x against what is left without its leading components, and against its singular vectors.
+    """Compare x with what is left without its leading components, and with its singular vectors.
 
     Returns:
         removed; edges, full; residual_edges, residual (own, finer bins); width of both; narrowing
@@ -104,7 +104,7 @@ def residual_data(x: Tensor, svd: Svd) -> dict:
 
 
 def preprocessing_data(x: Tensor, svd: Svd, rank: int) -> dict:
-    """Elements of x, of x rotated by 16 x 16 Hadamard blocks, and of Metis's residual at `rank`."""
+    """Return histograms of x, of x under 16 x 16 Hadamard blocks, and of Metis's residual."""
     kept = slice(0, min(rank, len(svd.s)))
     rows = shown_rows(x)
     x = x[rows]
@@ -121,7 +121,7 @@ def preprocessing_data(x: Tensor, svd: Svd, rank: int) -> dict:
 
 
 def magnitude_data(x: Tensor, copies: dict[str, Tensor]) -> dict:
-    """log10 of |element| / rms of x before and after quantization; exact zeros are counted apart.
+    """Return log10 of |element| / rms of x before and after quantization; zeros are apart.
 
     Returns:
         edges (log10); before: density; after: scheme -> density (areas: share that is not zero);

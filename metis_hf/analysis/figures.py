@@ -24,14 +24,14 @@ _RAMP = ("#0b3954", "#0072B2", "#56B4E9", "#E69F00")  # leading to trailing comp
 
 
 def png(figure: Any) -> bytes:
-    """The figure as PNG."""
+    """Return the figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
-    """(figure, axes [rows n], the kinds that have `part`)."""
+    """Return (figure, axes [rows n], the kinds that have `part`)."""
     kinds = [kind for kind in KINDS if part in data.get(kind, {})]
     figure, axes = figure_axes(rows, max(len(kinds), 1), (4.1 * max(len(kinds), 1), height))
     for axis in axes.flat:
@@ -49,7 +49,7 @@ def _legend(figure: Any, axis: Any, columns: int = 6) -> None:
 
 
 def _curve(axis: Any, data: Data, color: Any, label: str, *, mark: bool = True, lw=1.8) -> None:
-    """s_i / s_0 against the share of components, with the elbow as a dot."""
+    """Return s_i / s_0 against the share of components, with the elbow as a dot."""
     sigma = np.asarray(data["sigma"])
     share = (np.arange(len(sigma)) + 1) / len(sigma)
     axis.plot(share, sigma / sigma[0], color=color, lw=lw, label=label)
@@ -77,7 +77,7 @@ def _spectrum_axes(axis: Any, curves: Sequence[Data]) -> None:
 
 
 def spectra(data: Data) -> bytes:
-    """Singular spectra with elbows, against the spectrum of noise of the same norm."""
+    """Return singular spectra with elbows, against the spectrum of noise of the same norm."""
     figure, axes, kinds = _panels(data, "spectrum", 3.7)
     for axis, kind in zip(axes[0], kinds):
         curve = data[kind]["spectrum"]
@@ -100,7 +100,7 @@ def spectra(data: Data) -> bytes:
 
 
 def components(data: Data) -> bytes:
-    """Histograms of rank-1 components over that of the full matrix."""
+    """Return histograms of rank-1 components over that of the full matrix."""
     figure, axes, kinds = _panels(data, "components", 3.4)
     labels: dict[str, Any] = {}
     for axis, kind in zip(axes[0], kinds):
@@ -160,7 +160,7 @@ def residuals(data: Data) -> bytes:
 
 
 def preprocessing(data: Data) -> bytes:
-    """Elements as they are, after a Hadamard rotation, and of Metis's residual."""
+    """Return elements as they are, after a Hadamard rotation, and of Metis's residual."""
     figure, axes, kinds = _panels(data, "preprocessing", 3.4)
     colors = {"original": GREY, "Hadamard": COLORS[1], "Metis residual": COLORS[3]}
     for axis, kind in zip(axes[0], kinds):
@@ -180,7 +180,7 @@ def preprocessing(data: Data) -> bytes:
 
 
 def distortion(data: Data) -> bytes:
-    """Values before and after quantization, and the errors of singular values and directions."""
+    """Draw values before and after quantization, and errors of singular values and directions."""
     figure, axes, kinds = _panels(data, "distortion", 9.4, rows=3)
     for column, kind in enumerate(kinds):
         part = data[kind]["magnitudes"]
@@ -226,7 +226,7 @@ def _magnitudes(axis: Any, part: Data) -> None:
 
 
 def binned(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Medians over about 40 bins of the index (from 1) that are even on a logarithmic axis."""
+    """Return medians over about 40 bins of the index (from 1), even on a logarithmic axis."""
     y = np.asarray(values)
     index = np.arange(1, len(y) + 1)
     edges = np.unique(np.geomspace(1, len(y) + 1, 41).round().astype(int))
@@ -257,7 +257,7 @@ def alignment(data: Data) -> bytes:
 
 
 def universality(models: Data) -> bytes:
-    """The spectrum of the last FFN's weight of every model."""
+    """Return the spectrum of the last FFN's weight of every model."""
     figure, axes = figure_axes(1, 1, (6.4, 3.8 + 0.25 * len(models)))
     axis = axes[0, 0]
     _spectrum_axes(axis, list(models.values()))
@@ -270,12 +270,12 @@ def universality(models: Data) -> bytes:
 
 
 def short_model(path: str) -> str:
-    """The last two parts of a path, which tell runs apart."""
+    """Return the last two parts of a path, which tell runs apart."""
     return "/".join(path.rstrip("/").split("/")[-2:])
 
 
 def all_spectra(lines: Data) -> bytes:
-    """The spectra of all layers, early ones light, late ones dark."""
+    """Return the spectra of all layers, early ones light, late ones dark."""
     from matplotlib import colormaps
 
     kinds = [
@@ -294,7 +294,7 @@ def all_spectra(lines: Data) -> bytes:
 
 
 def residual_spectra(layers: Data) -> bytes:
-    """Spectra of Metis-trained residuals against weights trained without Metis."""
+    """Return spectra of Metis-trained residuals against weights trained without Metis."""
     columns = min(2, len(layers))
     rows = -(-len(layers) // columns)
     figure, axes = figure_axes(rows, columns, (5.6 * columns, 3.6 * rows + 0.4))
@@ -340,7 +340,7 @@ def risk_map(lines: Data) -> bytes:
 
 
 def place(name: str) -> tuple[str, str]:
-    """(block, module) of a layer's name: its first index, and what follows it."""
+    """Return (block, module) of a layer's name: its first index, and what follows it."""
     match = re.search(r"\.(\d+)\.(.+)$", name)
     if match is None:
         return "-", name

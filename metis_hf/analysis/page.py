@@ -25,7 +25,7 @@ HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "S
 
 
 def write_report(result: Analysis, out: Path) -> None:
-    """Writes figures/*.png and *.json, layers.csv and index.html to `out`."""
+    """Write figures/*.png and *.json, layers.csv and index.html to `out`."""
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
 

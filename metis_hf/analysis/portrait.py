@@ -17,14 +17,14 @@ NARROW_STATISTIC = "q999"
 
 
 def unusable(x: Tensor) -> str | None:
-    """Why a matrix has no spectrum to speak of, or None."""
+    """Return why a matrix has no spectrum to speak of, or None."""
     if not bool(torch.isfinite(x).all()):
         return "NaN or infinite elements"
     return None if bool(x.any()) else "all zero"
 
 
 def tensor_line(sample: Sample) -> dict[str, Any]:
-    """The figures of one tensor in the table of layers; {"note": reason} if there are none.
+    """Return the figures of one tensor in the table of layers; {"note": reason} if there are none.
 
     Returns:
         shape, elbow, fraction, energy, noise_fraction, stable_rank, sigma (all of them), and what
@@ -77,7 +77,7 @@ def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
 def residual_spectra(
     stored: StoredWeight, control: StoredWeight | None, rank: int
 ) -> dict[str, Any] | None:
-    """Spectra of a Metis-trained residual and of a weight trained without Metis.
+    """Return spectra of a Metis-trained residual and of a weight trained without Metis.
 
     Returns:
         Curves by label, each with sigma and elbow (`spectrum_data`), or None where the weight is

@@ -25,7 +25,7 @@ KINDS = ("weight", "activation", "gradient")
 
 @dataclass
 class Analysis:
-    """What was measured; JSON-ready but for the paths.
+    """Results of an analysis; JSON-ready but for the paths.
 
     Attributes:
         model: what was analyzed.
@@ -50,7 +50,7 @@ class Analysis:
     notes: list[str] = field(default_factory=list)
 
     def risk(self, layer: str) -> float:
-        """The largest share of singular directions that direct NVFP4 swamps; NaN if unknown."""
+        """Return the largest share of directions that direct NVFP4 swamps; NaN if unknown."""
         shares = [line.get("nvfp4_swamped", float("nan")) for line in self.lines[layer].values()]
         known = [share for share in shares if share == share]
         return max(known) if known else float("nan")
@@ -68,7 +68,7 @@ def analyze(
     length: int = 128,
     console: Console | None = None,
 ) -> Analysis:
-    """Analyzes a model's weights and, with a text, its activations and gradients.
+    """Analyze a model's weights and, with a text, its activations and gradients.
 
     Weights are read from safetensors one matrix at a time. With a text the model is loaded and run
     in micro-batches of 8 sequences; memory then holds the model, a micro-batch, and the rows of the
@@ -169,7 +169,7 @@ def _weight_sample(stored: StoredWeight, rank: int | None) -> Sample:
 
 
 def _same_layer(control: WeightSource | None, stored: StoredWeight) -> StoredWeight | None:
-    """The control's layer of that name.
+    """Return the control's layer of that name.
 
     Raises:
         ValueError: it has none, or one of another shape: another model.
@@ -265,7 +265,7 @@ def figure_data(data: Any) -> Any:
 
 
 def write_csv(path: Path, result: Analysis) -> None:
-    """The table of layers: one line per layer and tensor."""
+    """Return the table of layers: one line per layer and tensor."""
     columns = (
         "fraction",
         "energy",

@@ -60,7 +60,7 @@ class StoredWeight:
     scheme: str | None = None
 
     def rows(self, index: Tensor) -> StoredWeight:
-        """The same with some of the rows only."""
+        """Return the same with some of the rows only."""
         parts = self.parts
         if parts is not None:
             parts = (parts[0][index], *parts[1:3], parts[3][index])
@@ -115,7 +115,7 @@ class WeightSource:
         return list(self._places)
 
     def file(self, name: str) -> Path:
-        """A file of the checkpoint, from the directory or from the hub's cache.
+        """Return a file of the checkpoint, from the directory or from the hub's cache.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -139,7 +139,7 @@ class WeightSource:
         return Path(found)
 
     def load(self, name: str) -> StoredWeight:
-        """Reads one layer's weight; nothing of it stays here.
+        """Read one layer's weight; nothing of it stays here.
 
         Raises:
             FileNotFoundError: a shard that the index names is missing.
@@ -158,7 +158,7 @@ class WeightSource:
         return StoredWeight(name, form.dense(parts), parts, form, config.scheme)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """(out_features, in_features) of a layer, without reading its weight."""
+        """Return (out_features, in_features) of a layer, without reading its weight."""
         place = self._places[name]
         rows, columns = self._shape(place.key)[-2:]
         return (columns, rows) if place.transposed else (rows, columns)
@@ -188,7 +188,7 @@ class WeightSource:
         return {key: paths[shard] for key, shard in shards.items()}
 
     def _find(self) -> Iterator[tuple[str, _Place]]:
-        """(layer, place) of every weight of a linear layer, in the order of the model."""
+        """Return (layer, place) of every weight of a linear layer, in the order of the model."""
         skeleton = _skeleton(self.config)
         linears, known = _linear_layers(skeleton)
         found: dict[str, _Place] = {}
@@ -215,7 +215,7 @@ class WeightSource:
 
 
 def _skeleton(config: Any) -> nn.Module | None:
-    """The model without memory, or None where transformers does not know its class."""
+    """Return the model without memory, or None where transformers does not know its class."""
     cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if cls is None:
         return None
@@ -224,7 +224,7 @@ def _skeleton(config: Any) -> nn.Module | None:
 
 
 def _linear_layers(skeleton: nn.Module | None) -> tuple[dict[str, bool], dict[str, None]]:
-    """(layers that conversion would take: name -> stored [i o]; names of all modules)."""
+    """Return (layers that conversion would take: name -> stored [i o]; names of all modules)."""
     if skeleton is None:
         return {}, {}
     modules = dict(skeleton.named_modules())
@@ -238,7 +238,7 @@ def _linear_layers(skeleton: nn.Module | None) -> tuple[dict[str, bool], dict[st
 
 
 def _in_model(base: str, known: dict[str, Any], prefix: str) -> str:
-    """A checkpoint's name for a module as the model's: the base model's prefix may differ."""
+    """Return the model's name for a module that a checkpoint may name by another prefix."""
     if base in known:
         return base
     others = (f"{prefix}.{base}", base.removeprefix(f"{prefix}."))
@@ -246,7 +246,7 @@ def _in_model(base: str, known: dict[str, Any], prefix: str) -> str:
 
 
 def _position(name: str, order: dict[str, int]) -> tuple:
-    """Sorts by place in the model; indices as numbers, what the skeleton lacks by its parent."""
+    """Sort by place in the model; indices as numbers, what the skeleton lacks by its parent."""
     parent, tail = name, ""
     while parent and parent not in order:
         parent, _, last = parent.rpartition(".")
@@ -256,7 +256,7 @@ def _position(name: str, order: dict[str, int]) -> tuple:
 
 
 def portrait_layers(names: list[str]) -> list[str]:
-    """The layers that the paper shows: last and first FFN output, last and first attention key.
+    """Return the layers that the paper shows: last and first FFN output and attention key.
 
     The last FFN comes first. Where names tell neither, the last and the first layer.
     """
@@ -268,5 +268,5 @@ def portrait_layers(names: list[str]) -> list[str]:
 
 
 def last_ffn(names: list[str]) -> str:
-    """The output projection of the last FFN, or the last layer where names do not tell."""
+    """Return the output projection of the last FFN, or the last layer where names do not tell."""
     return portrait_layers(names)[0]

@@ -24,7 +24,7 @@ _SMOOTHED_STEPS = 10  # but at least so many components: steps of a short spectr
 
 
 def limit_rows(x: Tensor, limit: int = MAX_SIDE) -> Tensor:
-    """x [t c] itself, or `limit` evenly spread random rows of it where both sides exceed that."""
+    """Return x [t c] itself, or `limit` random rows spread over it where both sides exceed that."""
     return x if min(x.shape) <= limit else sample_rows(x, limit, Key(11))
 
 
@@ -43,7 +43,7 @@ class Svd:
 
     @classmethod
     def of(cls, x: Tensor) -> Svd:
-        """Decomposes x [t c]."""
+        """Decompose x [t c]."""
         x = x.detach().float()
         wide = x.shape[0] <= x.shape[1]
         if min(x.shape) <= EXACT_SIDE:
@@ -69,7 +69,7 @@ class Svd:
         return self._unit(self.x.T @ self.short[:, index])
 
     def component(self, index: int) -> Tensor:
-        """s_i u_i v_i^T, [t c]."""
+        """Return s_i u_i v_i^T, [t c]."""
         return (self.left([index]) * self.s[index]) @ self.right([index]).T
 
     @staticmethod
@@ -79,12 +79,12 @@ class Svd:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """x x^T or x^T x, whichever is smaller."""
+    """Return x x^T or x^T x, whichever is smaller."""
     return x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
 
 
 def singular_values(x: Tensor) -> Tensor:
-    """All min(t, c) singular values of x [t c], descending, fp32; accuracy as in `Svd`."""
+    """Return all min(t, c) singular values of x [t c], descending, fp32; accuracy as in `Svd`."""
     x = x.detach().float()
     if min(x.shape) <= EXACT_SIDE:
         x = x.T if x.shape[0] < x.shape[1] else x
@@ -95,7 +95,7 @@ def singular_values(x: Tensor) -> Tensor:
 
 
 def elbow(values: Tensor | np.ndarray) -> int | None:
-    """k*, the index where a descending curve of singular values bends most towards the axes.
+    """Return k*, the index where a descending curve of singular values bends most towards the axes.
 
     The curve is (i / (r - 1), (s_i - s_last) / (s_0 - s_last)), both axes from 0 to 1, as a polygon
     sampled evenly in arc length and smoothed by a Gaussian of 1 % of its length, or of 10
@@ -139,7 +139,7 @@ def _smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def noise_spectrum(rows: int, columns: int, energy: float) -> np.ndarray:
-    """Singular values that independent normal entries would have (Marchenko-Pastur quantiles).
+    """Return singular values of independent normal entries (Marchenko-Pastur quantiles).
 
     Args:
         rows, columns: shape of the matrix.
@@ -164,7 +164,7 @@ def energy_share(values: np.ndarray, count: int) -> float:
 
 
 def spectrum_data(values: Tensor, shape: tuple[int, int]) -> dict:
-    """A spectrum with its elbow and noise's, as figures and JSON hold it.
+    """Return a spectrum with its elbow and noise's, as figures and JSON hold it.
 
     Returns:
         sigma [r]; rank r; elbow k*; fraction k*/r; energy of the k*; the same of a matrix of

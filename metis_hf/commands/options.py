@@ -1,4 +1,4 @@
-"""What the options of several commands have in common."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 

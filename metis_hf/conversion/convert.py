@@ -42,14 +42,14 @@ DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; 
 
 
 def metis_layers(model: nn.Module) -> Iterator[tuple[str, MetisLayer]]:
-    """(name, layer) of every converted layer."""
+    """Return (name, layer) of every converted layer."""
     for name, module in model.named_modules():
         if isinstance(module, MetisLayer):
             yield name, module
 
 
 def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.Module:
-    """Replaces the target linear layers of `model`, in place, by quantized ones.
+    """Replace the target linear layers of `model`, in place, by quantized ones.
 
     Fused experts of mixture-of-experts models are converted too, one layer for each expert. Call it
     before the optimizer, `Trainer`, DDP or FSDP sees the model: a split weight is stored in new
@@ -100,7 +100,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
 
 
 def to_dense(model: nn.Module) -> nn.Module:
-    """Turns every converted layer back into a plain one with the weight it represents, in place.
+    """Turn every converted layer back into a plain one with the weight it represents, in place.
 
     Returns:
         The same model, a plain transformers model again; its checkpoints need no metis_hf.
@@ -139,7 +139,7 @@ class _TokenMasks:
         self.decoder = TokenMask("decoder_attention_mask") if both else None
 
     def of(self, name: str) -> TokenMask:
-        """The mask for the layer of that name."""
+        """Return the mask for the layer of that name."""
         in_decoder = "decoder" in name.split(".")
         return self.decoder if self.decoder is not None and in_decoder else self.tokens
 
@@ -185,13 +185,13 @@ def _convert_experts(
 
 
 def _copy(part: Tensor, whole: nn.Parameter) -> nn.Parameter:
-    """A part of a parameter as one of its own, frozen if the whole is."""
+    """Return a part of a parameter as one of its own, frozen if the whole is."""
     part = part.clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Gives a model its own copy of its configs: others may have been built from the same."""
+    """Give a model its own copy of its configs: others may have been built from the same."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         config = module.__dict__.get("config")
@@ -200,7 +200,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """(module, attribute) of a dotted parameter name."""
+    """Return (module, attribute) of a dotted parameter name."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
 

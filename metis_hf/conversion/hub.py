@@ -29,7 +29,7 @@ from metis_hf.config import MetisConfig
 
 
 class MetisConfigLoader(QuantizationConfigMixin):
-    """What transformers looks up for quant_method "metis"; it gives a plain MetisConfig."""
+    """The class that transformers looks up for quant_method "metis"; it gives a MetisConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
@@ -78,7 +78,7 @@ class MetisLoader(HfQuantizer):
 
 
 def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
-    """Refuses factors of another rank by name; transformers would only log which ones they are."""
+    """Refuse factors of another rank by name; transformers would only log which ones they are."""
     from metis_hf.conversion.convert import metis_layers
 
     expected = {
@@ -101,7 +101,7 @@ def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
 
 
 def _check_complete(model: nn.Module) -> None:
-    """Refuses a checkpoint that lacks tensors of converted layers, which would be made up.
+    """Refuse a checkpoint that lacks tensors of converted layers, which would be made up.
 
     transformers marks the parameters that it loads. A way of loading that marks none is left alone.
     """

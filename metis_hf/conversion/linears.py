@@ -1,4 +1,4 @@
-"""Which modules are plain linear layers: y = x W^T + b and nothing else.
+"""Recognition of plain linear layers: y = x W^T + b and nothing else.
 
 A subclass of nn.Linear is one if it computes with nn.Linear's own forward pass, or with one that
 was read and is listed here. A numeric probe would not do: routers of mixtures add jitter in
@@ -56,7 +56,7 @@ def why_not_plain(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class LinearOrigin:
-    """What a converted layer was before, where its class was not nn.Linear or Conv1D itself.
+    """A converted layer's former self, where its class was not nn.Linear or Conv1D itself.
 
     Args:
         cls: its class.

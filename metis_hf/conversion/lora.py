@@ -56,7 +56,7 @@ class MetisLoraLinear(LoraLinear):
         return layer
 
     def row_mask(self, x: Tensor) -> Tensor | None:
-        """As of the layer; experts ask for it."""
+        """Return the bias as the layer has it; experts ask for it."""
         return self.base.row_mask(x)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class MetisLoraLinear(LoraLinear):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the stored weight (and bias).
+        """Add adapters to the stored weight (and bias).
 
         Args:
             safe_merge: look for NaN and inf first.
@@ -115,7 +115,7 @@ class MetisLoraLinear(LoraLinear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Takes merged adapters out again, up to the rounding of the additions."""
+        """Take merged adapters out again, up to the rounding of the additions."""
         while self.merged_adapters:
             self._add(self.merged_adapters.pop(), sign=-1)
 
@@ -127,7 +127,7 @@ class MetisLoraLinear(LoraLinear):
 
 
 def _add_to_weight(layer: MetisLayer, delta: Tensor) -> None:
-    """Adds delta [o i] to the weight that a layer represents, in place."""
+    """Add delta [o i] to the weight that a layer represents, in place."""
     layer.weight_params()[-1].add_(delta)
 
 

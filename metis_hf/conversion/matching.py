@@ -1,4 +1,4 @@
-"""Which names a config means: the rules of PEFT's `check_target_module_exists`, in bounded time.
+"""Names that a config means: the rules of PEFT's `check_target_module_exists`, in bounded time.
 
 PEFT matches with `re`, which some patterns keep busy for ever; a config comes from other people's
 checkpoints. The tests hold these rules to PEFT's own.
@@ -15,7 +15,7 @@ ALL_LINEAR = "all-linear"
 
 
 class NameRules:
-    """What `target_modules`, `exclude_modules` and the options beside them say about names."""
+    """The verdict of `target_modules`, `exclude_modules` and the options beside them on names."""
 
     def __init__(self, config: MetisConfig) -> None:
         self._everything = config.target_modules == ALL_LINEAR

@@ -1,4 +1,4 @@
-"""What get_metis_model did to a model: layers, coverage, and what stayed out and why."""
+"""The report of a conversion: layers, coverage, and what stayed out and why."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What get_metis_model did; `print` it, or take `to_dict` for programs.
+    """The outcome of get_metis_model; `print` it, or take `to_dict` for programs.
 
     Attributes:
         scheme: name of the scheme.
@@ -158,7 +158,7 @@ def count_params(model: nn.Module) -> int:
 
 
 def gemm_weights(model: nn.Module) -> dict[str, float]:
-    """Multiplications with weights that one token costs, by module name (experts: by weight).
+    """Return the multiplications that one token costs, by module name (experts: by weight).
 
     An expert layer counts the experts that a token visits. Modules run once; a module that is not
     used for every token (a decoder beside an encoder) counts as if it were.

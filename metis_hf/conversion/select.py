@@ -1,4 +1,4 @@
-"""Which modules of a model a config selects, and the reasons for leaving out the others.
+"""Selection of a model's modules by a config, with reasons for leaving out the others.
 
 What names mean is in `matching`, what a linear layer is in `linears`. Fused experts count as
 modules named after their parameters: "model.layers.0.mlp.experts.down_proj".
@@ -29,7 +29,7 @@ _ROUTER_CLASS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")
 
 @dataclass(frozen=True)
 class Selection:
-    """What to convert, and what stays in high precision with the reason.
+    """The modules to convert, and those that stay in high precision with the reason.
 
     Attributes:
         linears: names of nn.Linear and Conv1D modules to convert.
@@ -43,7 +43,7 @@ class Selection:
 
 
 def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
-    """Applies target_modules, exclude_modules and the block policy to a model.
+    """Apply target_modules, exclude_modules and the block policy to a model.
 
     Raises:
         ValueError: nothing matched; a target is not a linear layer; a target's weight is tied; a
@@ -101,7 +101,7 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, bool]]:
-    """(name, whether it is a fused expert weight) of everything that could be converted."""
+    """Return (name, whether it is a fused expert weight) of everything that could be converted."""
     for name, module in model.named_modules():
         if is_linear(module):
             if why_not_plain(module) is None:
@@ -112,7 +112,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, bool]]:
 
 
 def _unconvertible(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Layers that look as if they belonged to the candidates and do not."""
+    """Return layers that look as if they belonged to the candidates and do not."""
     for name, module in model.named_modules():
         if is_linear(module):
             if reason := why_not_plain(module):
@@ -191,7 +191,7 @@ def _check_layers(
 
 
 def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
-    """A pattern that decides nothing is a mistake: a typo, or hidden by an earlier one."""
+    """Return a pattern that decides nothing is a mistake: a typo, or hidden by an earlier one."""
     for option in ("rank_pattern", "scheme_pattern"):
         patterns = getattr(config, option)
         used = {matching_pattern(patterns, name) for name in selected}
@@ -240,7 +240,7 @@ def _routers(model: nn.Module) -> set[str]:
 
 
 def _tied_weights(model: nn.Module) -> dict[str, str]:
-    """Modules whose weight is the same Parameter as another module's: name -> the other's name."""
+    """Return modules whose weight is another module's Parameter: name -> the other's name."""
     owners: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -259,7 +259,7 @@ def _tied_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _kept_block(model: nn.Module, name: str, config: MetisConfig) -> str | None:
-    """The reason why the block policy keeps `name` in high precision, or None."""
+    """Return the reason why the block policy keeps `name` in high precision, or None."""
     if not (config.keep_first_blocks or config.keep_last_blocks):
         return None
     for match in re.finditer(r"\.(\d+)(?=\.)", name):

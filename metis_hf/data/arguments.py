@@ -1,4 +1,4 @@
-"""What a user can say about a preparation, checked once; and which of it decides the output."""
+"""Arguments of a preparation, checked once; and which of them decide the output."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ class PrepareArguments:
             )
 
     def in_result(self) -> dict[str, Any]:
-        """The arguments that decide the output, as JSON values."""
+        """Return the arguments that decide the output, as JSON values."""
         return {name: value for name, value in asdict(self).items() if name not in NOT_IN_RESULT}

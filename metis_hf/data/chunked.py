@@ -67,7 +67,7 @@ def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """`meta.json` of a chunked dataset; raises as `load_chunked` does."""
+    """Return `meta.json` of a chunked dataset; raises as `load_chunked` does."""
     path = directory / META
     if not path.is_file():
         if (directory / ARGUMENTS).is_file() or (directory.parent / ARGUMENTS).is_file():

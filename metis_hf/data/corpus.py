@@ -53,7 +53,7 @@ class Splits(NamedTuple):
 
 
 def stdlib_documents() -> list[Document]:
-    """Every readable, non-generated source file of the running interpreter's standard library.
+    """Return every readable source file of the interpreter's standard library, not generated.
 
     Returns:
         Documents sorted by the sha256 of their path: a shuffle that is the same everywhere. Some
@@ -232,13 +232,13 @@ def _order(document: Document) -> str:
 
 
 def _path_fraction(path: str) -> float:
-    """A number in [0, 1) from the path, independent of the order of `stdlib_documents`."""
+    """Return a number in [0, 1) from the path, independent of the order of `stdlib_documents`."""
     digest = hashlib.sha256(f"split:{path}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _is_table(text: str) -> bool:
-    """Whether most lines are literals: generated tables teach a language model nothing."""
+    """Return whether most lines are literals: generated tables teach a language model nothing."""
     if len(text) < TABLE_CHARACTERS:
         return False
     lines = [line.lstrip() for line in text.splitlines() if line.strip()]

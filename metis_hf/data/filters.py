@@ -41,7 +41,7 @@ _NOT_TEXT = re.compile(
 
 
 def is_clean_unicode(text: str) -> bool:
-    """Whether `text` passes the `unicode` rule of `RULES`.
+    """Return whether `text` passes the `unicode` rule of `RULES`.
 
     Bytes that were not UTF-8 must have been decoded with `errors="replace"`.
     """
@@ -55,7 +55,7 @@ def language(text: str) -> str:
 
 @functools.cache
 def detector() -> Callable[[str], tuple[str, float]]:
-    """py3langid's classifier with its model, part of its wheel, loaded: forks inherit it."""
+    """Return py3langid's classifier with its model, part of its wheel, loaded: forks inherit it."""
     try:
         from py3langid import classify
     except ImportError as error:
@@ -67,13 +67,13 @@ def detector() -> Callable[[str], tuple[str, float]]:
 
 
 def hash_fraction(text: str) -> float:
-    """A number in [0, 1) from the text alone: equal documents land in the same split."""
+    """Return a number in [0, 1) from the text alone: equal documents land in the same split."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def decode(raw: bytes | None, json_column: str | None) -> str | None:
-    """The text of one document, or None if there is none.
+    """Return the text of one document, or None if there is none.
 
     Args:
         raw: The document, or with `json_column` one line of JSON that holds it.
@@ -113,7 +113,7 @@ class TextFilter:
         self.validation_share, self.keep_text = validation_share, keep_text
 
     def __call__(self, batch: dict[str, list[bytes | None]]) -> dict[str, list[Any]]:
-        """Columns `reason` (`KEPT` or a key of `RULES`), `language`, `characters`, `text`,
+        """Return columns `reason` (`KEPT` or a key of `RULES`), `language`, `characters`, `text`,
         `input_ids`, `num_tokens` and `validation`; the last four are empty for dropped documents.
         """
         texts = [decode(raw, self.json_column) for raw in batch["document"]]

@@ -107,7 +107,7 @@ class Scorer:
 
 
 def device_type() -> str:
-    """Where the reference model runs: `"cuda"` if there is one, else `"cpu"`."""
+    """Return where the reference model runs: `"cuda"` if there is one, else `"cpu"`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,7 +127,7 @@ def check_context(name: str, tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Outliers:
-    """Which documents deviate by more than `DEVIATIONS` standard deviations from the mean.
+    """The documents that deviate by more than `DEVIATIONS` standard deviations from the mean.
 
     Attributes:
         keep: bool `[documents]`; False also where the score is NaN.

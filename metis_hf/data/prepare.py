@@ -167,7 +167,7 @@ def _parts(
 
 
 def _rows_until(tokens: np.ndarray, limit: int) -> int:
-    """How many rows it takes to reach `limit` tokens; all rows if they do not."""
+    """Return how many rows it takes to reach `limit` tokens; all rows if they do not."""
     return min(int(np.searchsorted(np.cumsum(tokens), limit)) + 1, len(tokens))
 
 

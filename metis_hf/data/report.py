@@ -1,4 +1,4 @@
-"""What each filter dropped: counted per part while reading, summed up at the end."""
+"""Counts of what each filter dropped: per part while reading, summed up at the end."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Tally:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tally:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         return cls(**values)
 
 
@@ -75,7 +75,7 @@ def build_report(
     scores: np.ndarray | None,
     outliers: Outliers | None,
 ) -> dict[str, Any]:
-    """The report up to arguments, versions and the number of sequences.
+    """Return the report up to arguments, versions and the number of sequences.
 
     Args:
         tallies: Per part, in order.
@@ -143,7 +143,7 @@ def _languages(tallies: list[Tally]) -> dict[str, int]:
 
 
 def _perplexity(scores: np.ndarray, outliers: Outliers) -> dict[str, Any]:
-    """The band in numbers; and, for comparison, what the same rule would do to the logarithm."""
+    """Return the band in numbers, and what the same rule would do to the logarithm."""
     log = Outliers.of(scores)
     band = DEVIATIONS * outliers.std
     return {

@@ -54,7 +54,7 @@ class Opened:
 
 
 def local_files(patterns: list[str]) -> list[str]:
-    """The files that paths and glob patterns name; a pattern's files are sorted.
+    """Return the files that paths and glob patterns name; a pattern's files are sorted.
 
     Raises:
         FileNotFoundError: If a path does not exist or a pattern matches nothing.
@@ -120,7 +120,7 @@ def _kind(path: str) -> str:
 
 
 def _open_table(text_column: str, *args: Any, **kwargs: Any) -> Opened:
-    """A dataset that is read as Arrow tables: parquet files, or anything on the hub."""
+    """Return a dataset that is read as Arrow tables: parquet files, or anything on the hub."""
     import datasets
     import pyarrow as pa
 
@@ -139,7 +139,7 @@ def _open_table(text_column: str, *args: Any, **kwargs: Any) -> Opened:
 
 
 def _open_bytes(text_column: str, paths: list[str], by_line: bool) -> Opened:
-    """Lines or whole files, as bytes: datasets' own readers stop at what is not UTF-8."""
+    """Return lines or whole files, as bytes: datasets' own readers stop at what is not UTF-8."""
     import datasets
 
     first = next(iter(_read([paths[0]], by_line)), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Registers the model, then hands over to lm-eval's own command line."""
+    """Register the model, then hands over to lm-eval's own command line."""
     from lm_eval.__main__ import cli_evaluate
 
     import metis_hf.evaluation.harness  # noqa: F401

@@ -77,11 +77,11 @@ class Checkpoint:
 
     @property
     def quantized(self) -> bool:
-        """Whether the trained scheme and dense evaluation can differ at all."""
+        """Return whether the trained scheme and dense evaluation can differ at all."""
         return self.scheme not in (DENSE, "bf16")
 
     def precisions(self, asked: str) -> tuple[str, ...]:
-        """The evaluations that "scheme", "dense" or "both" ask for."""
+        """Return the evaluations that "scheme", "dense" or "both" ask for."""
         if not self.quantized:
             return ("dense",)
         if self.conversion is not None:
@@ -91,7 +91,7 @@ class Checkpoint:
         return (asked,)
 
     def check(self, asked: str) -> None:
-        """Refuses what cannot be loaded, before anything is evaluated.
+        """Refuse what cannot be loaded, before anything is evaluated.
 
         Raises:
             ValueError: a library is missing, a scheme is not registered, or there are no dense
@@ -114,7 +114,7 @@ class Checkpoint:
             )
 
     def load(self, precision: str, dtype: str, device: torch.device) -> PreTrainedModel:
-        """The model, in evaluation mode.
+        """Return the model, in evaluation mode.
 
         Args:
             precision: "scheme" as trained, "dense" in the dense weights that it represents.
@@ -150,7 +150,7 @@ class Checkpoint:
         return model
 
     def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer, or another.
+        """Return the checkpoint's tokenizer, or another.
 
         Raises:
             ValueError: there is none; the message says how to save one.
@@ -165,7 +165,7 @@ class Checkpoint:
         return transformers.AutoTokenizer.from_pretrained(place)
 
     def weight_files(self) -> list[Path]:
-        """Files that hold the weights, sorted."""
+        """Return files that hold the weights, sorted."""
         return sorted(file for pattern in WEIGHTS for file in self.path.glob(pattern))
 
     def fingerprint(self) -> str:
@@ -295,7 +295,7 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
 
 
 def _label(path: Path, more: int) -> str:
-    """The run's name, with `more` of the directories above it."""
+    """Return the run's name, with `more` of the directories above it."""
     parts = list(path.resolve().parts[1:])
     own = 1
     if parts[-1] == "model" and len(parts) > 1:

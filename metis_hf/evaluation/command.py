@@ -46,7 +46,7 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How checkpoints are evaluated; the same for all of a command.
+    """Options of an evaluation; the same for all checkpoints of a command.
 
     Args:
         tasks: names of lm-eval tasks, in the order of the columns.
@@ -116,7 +116,7 @@ class Job:
 def evaluate_checkpoints(
     checkpoints: Sequence[Checkpoint], options: Options, out: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """Evaluates each checkpoint, or takes its finished result of the same data and settings.
+    """Evaluate each checkpoint, or takes its finished result of the same data and settings.
 
     Everything that can be refused is refused before the first evaluation begins.
 
@@ -176,7 +176,7 @@ def run_eval(
     published: str | None = None,
     console: Console,
 ) -> Comparison:
-    """Evaluates, prints the table and writes it.
+    """Evaluate, print the table and write it.
 
     Args:
         paths: checkpoints, runs, or names of models of the hub.
@@ -236,7 +236,7 @@ def _jobs(
 
 
 def _batch_size(jobs: Sequence[Job], options: Options) -> int:
-    """The one asked for, or one that fits the largest of the models."""
+    """Return the one asked for, or one that fits the largest of the models."""
     if options.batch_size is not None:
         return options.batch_size
     device = _device(options)
@@ -296,7 +296,7 @@ def _evaluate(
 
 
 def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) -> dict[str, Any]:
-    """lm-eval's own file, without what only holds on this machine."""
+    """Return lm-eval's own file, without what only holds on this machine."""
     record = dict(result.harness)
     record.pop("pretty_env_info", None)
     for config in record["configs"].values():

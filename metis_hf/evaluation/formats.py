@@ -18,7 +18,7 @@ FIRST = "Model, method"
 
 
 def number(score: Score | None, column: str, *, sign: bool = False) -> str:
-    """A value as it is shown; NaN and infinity carry a mark, a missing number is empty."""
+    """Return a value as it is shown; NaN and infinity carry a mark, a missing number is empty."""
     if score is None:
         return ""
     if not math.isfinite(score.value):
@@ -27,7 +27,7 @@ def number(score: Score | None, column: str, *, sign: bool = False) -> str:
 
 
 def error(score: Score | None, column: str) -> str:
-    """Its standard error, or nothing where that is unknown."""
+    """Return its standard error, or nothing where that is unknown."""
     known = score is not None and math.isfinite(score.value) and math.isfinite(score.error)
     return f"±{score.error:.{digits(column)}f}" if score is not None and known else ""
 
@@ -49,7 +49,7 @@ def terminal(comparison: Comparison) -> Table:
 
 
 def print_terminal(comparison: Comparison, console: Console) -> None:
-    """Prints table and notes; off a terminal the table takes the width that it needs."""
+    """Print table and notes; off a terminal the table takes the width that it needs."""
     table = terminal(comparison)
     if not console.is_terminal:
         unlimited = console.options.update(max_width=1000)
@@ -60,7 +60,7 @@ def print_terminal(comparison: Comparison, console: Console) -> None:
 
 
 def markdown(comparison: Comparison) -> str:
-    """One table a block; GitHub's dialect."""
+    """Return one table a block; GitHub's dialect."""
     head = [FIRST, *comparison.columns]
     parts = []
     for block in comparison.blocks:
@@ -78,7 +78,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def latex(comparison: Comparison) -> str:
-    """A `tabular` with booktabs rules; the notes are comments."""
+    """Return a `tabular` with booktabs rules; the notes are comments."""
     count = len(comparison.columns)
     lines = [f"% {note}" for note in comparison.notes]
     lines += [
@@ -104,7 +104,7 @@ def latex(comparison: Comparison) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """One line a row, numbers unrounded, with columns for metric and standard error."""
+    """Return one line a row, numbers unrounded, with columns for metric and standard error."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     head = ["kind", "name", "checkpoint", "scheme", "precision"]
@@ -126,7 +126,7 @@ def _numbers(score: Score) -> list[str]:
 
 
 def _cell(comparison: Comparison, kind: str, row: Row, column: str) -> tuple[str, str, bool]:
-    """(value, standard error, whether it is the best of the measured rows)."""
+    """Return (value, standard error, whether it is the best of the measured rows)."""
     score = row.scores.get(column)
     best = (
         kind == "measured"

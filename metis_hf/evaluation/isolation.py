@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Sets environment variables for a while."""
+    """Set environment variables for a while."""
     saved = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -36,7 +36,7 @@ def environment(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_random_state(device_type: str) -> Iterator[None]:
-    """lm-eval seeds python, numpy and torch; a training run must not notice."""
+    """Keep lm-eval's seeding of python, numpy and torch from a training run."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
     kind = "cuda" if device_type == "cpu" else device_type
@@ -71,7 +71,7 @@ def preserve_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 @contextlib.contextmanager
 def quiet_harness(progress: bool) -> Iterator[None]:
-    """Errors only from lm-eval's loggers, no prints, and progress bars only if asked for.
+    """Let lm-eval log errors only, print nothing, and show progress bars only if asked for.
 
     Of the bars those are kept that say what they count; they go when they are full.
     """

@@ -54,7 +54,7 @@ def _choices(value: Any) -> bool:
 
 
 def _problems(value: Any) -> bool:
-    """A string, as the published data has it, that is the repr of a list of problems."""
+    """Return a string, as the published data has it, that is the repr of a list of problems."""
     try:
         problems = ast.literal_eval(value) if isinstance(value, str) else None
     except (SyntaxError, ValueError):
@@ -202,7 +202,7 @@ class TaskData:
     rows: list[Row]
 
     def override(self) -> dict[str, Any]:
-        """What replaces the data source in lm-eval's definition of the task."""
+        """Return what replaces the data source in lm-eval's definition of the task."""
         split = LOCAL_TASKS[self.task].split
         splits = {"training_split": None, "validation_split": None, "test_split": None}
         return {
@@ -216,19 +216,19 @@ class TaskData:
         }
 
     def _dataset(self, **kwargs: Any) -> dict[str, datasets.Dataset]:
-        """lm-eval calls this with its metadata and `dataset_kwargs`; the rows are here already."""
+        """Do nothing with lm-eval's metadata and `dataset_kwargs`; the rows are here already."""
         import datasets
 
         return {LOCAL_TASKS[self.task].split: datasets.Dataset.from_list(self.rows)}
 
 
 def local_group(data: Sequence[TaskData]) -> dict[str, Any]:
-    """A group whose members are lm-eval's tasks on local data; lm-eval merges each with its own."""
+    """Return a group of lm-eval's tasks on local data; lm-eval merges each with its own."""
     return {"group": "local", "task": [item.override() for item in data]}
 
 
 def read_task(task: str, directory: Path) -> TaskData:
-    """Reads and checks `<directory>/<task>.jsonl`.
+    """Read and checks `<directory>/<task>.jsonl`.
 
     Raises:
         FileNotFoundError: there is no such file; the message says what it must hold.
@@ -251,7 +251,7 @@ def read_task(task: str, directory: Path) -> TaskData:
 
 
 def json_lines(path: Path, content: bytes) -> list[tuple[int, Row]]:
-    """(line number, object) of every line that is not blank.
+    """Return (line number, object) of every line that is not blank.
 
     Raises:
         ValueError: a line is not UTF-8 or no JSON object; the message names file and line.

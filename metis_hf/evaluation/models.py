@@ -1,4 +1,4 @@
-"""Which models a command evaluates: checkpoints, what dense ones are converted to, the control."""
+"""The models that a command evaluates: checkpoints, converted dense ones, the control."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ ABLATIONS = {
 
 @cache
 def paper_tables() -> dict[str, Any]:
-    """`paper_tables.json`: source, units, tasks, models, tables and notes."""
+    """Return `paper_tables.json`: source, units, tasks, models, tables and notes."""
     return json.loads(
         (files("metis_hf.evaluation") / "paper_tables.json").read_text(encoding="utf-8")
     )
 
 
 def published_method(quantization: dict[str, Any]) -> str | None:
-    """The paper's name for a checkpoint's `quantization_config`; None if it has none."""
+    """Return the paper's name for a checkpoint's `quantization_config`; None if it has none."""
     scheme = quantization.get("scheme")
     if scheme is None or quantization.get("scheme_pattern"):
         return None

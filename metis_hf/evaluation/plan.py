@@ -1,4 +1,4 @@
-"""What an evaluation runs on: tasks and their data, held-out text, the batch size."""
+"""The input of an evaluation: tasks and their data, held-out text, the batch size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HeldOutText:
     documents: list[str]
 
     def task(self) -> dict[str, Any]:
-        """The task, in lm-eval's format, that gives their rolling likelihood."""
+        """Return the task, in lm-eval's format, that gives their rolling likelihood."""
         return {
             "task": LOSS_TASK,
             "dataset_path": "text",
@@ -56,7 +56,7 @@ class HeldOutText:
         }
 
     def check(self, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> int:
-        """Tokens that will be scored.
+        """Return tokens that will be scored.
 
         Raises:
             ValueError: too few to say anything.
@@ -76,7 +76,7 @@ class HeldOutText:
 
 
 def read_text(path: Path) -> HeldOutText:
-    """A text file as one document, or JSON lines with a `text` field as one document each.
+    """Return a text file as one document, or JSON lines with a `text` field as one document each.
 
     Raises:
         FileNotFoundError: no such file.
@@ -129,7 +129,7 @@ class EvaluationPlan:
 
     @property
     def specs(self) -> list[TaskSpec]:
-        """What lm-eval is asked for."""
+        """Return what lm-eval is asked for."""
         names = {data.task for data in self.local}
         specs: list[TaskSpec] = [task for task in self.tasks if task not in names]
         if self.local:
@@ -143,7 +143,7 @@ class EvaluationPlan:
 
 
 def make_plan(tasks: Sequence[str], directory: Path | None, text: Path | None) -> EvaluationPlan:
-    """Reads all local data.
+    """Read all local data.
 
     Args:
         tasks: names.
@@ -193,7 +193,7 @@ def _own_files(tasks: Sequence[str], directory: Path) -> dict[str, str | None]:
 
 
 def largest_batch_size(fits: Callable[[int], bool], start: int = MAX_BATCH_SIZE) -> int:
-    """The largest power of two up to `start` (one itself) that fits; 1 if none does."""
+    """Return the largest power of two up to `start` (one itself) that fits; 1 if none does."""
     size = start
     while size > 1 and not fits(size):
         size //= 2
@@ -201,7 +201,7 @@ def largest_batch_size(fits: Callable[[int], bool], start: int = MAX_BATCH_SIZE)
 
 
 def probe_batch_size(model: PreTrainedModel, tokens: int) -> int:
-    """The largest batch that a model on an accelerator evaluates, by trying.
+    """Return the largest batch that a model on an accelerator evaluates, by trying.
 
     Args:
         model: in evaluation mode, on its device.

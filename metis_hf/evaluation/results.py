@@ -1,4 +1,4 @@
-"""What an evaluation gives, and which of its metrics a table shows. No lm_eval in here."""
+"""Results of an evaluation, and which of its metrics a table shows. No lm_eval in here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADLINE_METRICS = {
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """The metrics among lm-eval's values of one task.
+    """Return the metrics among lm-eval's values of one task.
 
     Args:
         values: `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`, besides "alias"
@@ -40,7 +40,7 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 def headline(
     results: Mapping[str, Mapping[str, Any]], task: str, metric: str | None = None
 ) -> tuple[str, float, float]:
-    """The metric that a table shows of a task.
+    """Return the metric that a table shows of a task.
 
     Args:
         results: lm-eval's `results`.
@@ -67,7 +67,7 @@ def headline(
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What lm-eval measured, as plain JSON-able data.
+    """Figures that lm-eval measured, as plain JSON-able data.
 
     Attributes:
         results: Per task and group, `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`. Of a
@@ -93,11 +93,11 @@ class EvalResult:
     harness: dict[str, Any] = field(default_factory=dict)
 
     def headline(self, task: str, metric: str | None = None) -> tuple[str, float, float]:
-        """The metric a table shows: see `metis_hf.evaluation.results.headline`."""
+        """Return the metric a table shows: see `metis_hf.evaluation.results.headline`."""
         return headline(self.results, task, metric)
 
     def to_dict(self) -> dict[str, Any]:
-        """Results, versions, numbers of samples and of truncations, ready for `json.dump`."""
+        """Return results, versions, numbers of samples and truncations, ready for `json.dump`."""
         return {
             "results": self.results,
             "versions": self.versions,

@@ -175,7 +175,7 @@ def held_out_loss(
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Tokens of `text` as HFLM encodes it: no second prefix token where the text brings one."""
+    """Return tokens of `text` as HFLM encodes it: no second prefix token where it has one."""
     prefix = tokenizer.bos_token or tokenizer.eos_token
     if prefix and text.startswith(prefix):
         return len(tokenizer.encode(text, add_special_tokens=False))
@@ -196,7 +196,7 @@ def _items(samples: Mapping[str, list[dict]], nonfinite: Mapping[str, int]) -> d
 
 
 def _mark_nan(harness: dict[str, Any], nonfinite: Mapping[str, int]) -> None:
-    """Makes every metric NaN of tasks with NaN likelihoods, and of their groups, in place."""
+    """Make every metric NaN of tasks with NaN likelihoods, and of their groups, in place."""
     bad = set(nonfinite)
     for group, members in harness.get("group_subtasks", {}).items():
         if bad & set(members):
@@ -211,7 +211,7 @@ def _mark_nan(harness: dict[str, Any], nonfinite: Mapping[str, int]) -> None:
 def _task_manager(
     tasks: Sequence[TaskSpec], include_path: str | Path | Sequence[str | Path] | None
 ) -> TaskManager:
-    """A task manager that knows `tasks`, and all of lm-eval's only when it must (about 16 s)."""
+    """Return a task manager that knows `tasks`, and all of lm-eval's (16 s) only if it must."""
     import lm_eval.tasks
 
     if include_path is None:

@@ -67,7 +67,7 @@ def settings_of(
 
 
 def result_path(out: Path, label: str, settings: dict[str, Any]) -> Path:
-    """Where the result of these settings is or will be."""
+    """Return where the result of these settings is or will be."""
     text = json.dumps(settings, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", "-", label)
@@ -75,7 +75,7 @@ def result_path(out: Path, label: str, settings: dict[str, Any]) -> Path:
 
 
 def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """A finished result, or None if there is none.
+    """Return a finished result, or None if there is none.
 
     Raises:
         ValueError: the file is cut short, or is not the result that its name says.
@@ -97,6 +97,6 @@ def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def save_result(path: Path, record: dict[str, Any]) -> None:
-    """Writes a result."""
+    """Write a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)

@@ -42,7 +42,7 @@ class Score:
     digits: int | None = None
 
     def decimals(self, column: str) -> int:
-        """Decimals that are shown."""
+        """Return decimals that are shown."""
         return digits(column) if self.digits is None else self.digits
 
 
@@ -78,14 +78,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is shown: columns, blocks of rows, and footnotes."""
+    """A table to be shown: columns, blocks of rows, and footnotes."""
 
     columns: list[str]
     blocks: list[Block]
     notes: list[str] = field(default_factory=list)
 
     def best(self, column: str) -> float | None:
-        """The best measured value of a column as it is shown; None where all are alike."""
+        """Return the best measured value of a column as it is shown; None where all are alike."""
         scores = [row.scores[column] for row in self.blocks[0].rows if column in row.scores]
         finite = [score for score in scores if math.isfinite(score.value)]
         values = {round(score.value, digits(column)) for score in finite}
@@ -95,17 +95,17 @@ class Comparison:
 
 
 def digits(column: str) -> int:
-    """Decimals of a column."""
+    """Return decimals of a column."""
     return 4 if column == LOSS else 1
 
 
 def title(task: str) -> str:
-    """A task's column title, the paper's where it has the task."""
+    """Return a task's column title, the paper's where it has the task."""
     return paper.TITLES.get(task, task)
 
 
 def parse_metrics(options: Sequence[str]) -> dict[str, str]:
-    """`["acc"]` or `["race=acc", ...]` as task -> metric; the key "" stands for all tasks.
+    """Return `["acc"]` or `["race=acc", ...]` as task -> metric; the key "" stands for all tasks.
 
     Raises:
         ValueError: a metric for all tasks that is none of acc, acc_norm, default.
@@ -131,7 +131,7 @@ def compare(
     control: str | None = None,
     published: str | None = None,
 ) -> Comparison:
-    """The table of some results.
+    """Return the table of some results.
 
     Args:
         records: as `store.load_result` gives them, of the same tasks.
@@ -184,7 +184,7 @@ def average(scores: Sequence[Score]) -> Score | None:
 
 
 def difference(row: Row, reference: Row) -> Row:
-    """`row - reference` in every column that both have; errors over the same items are paired."""
+    """Return `row - reference` in every column that both have, paired over the same items."""
     scores: dict[str, Score] = {}
     for column, score in row.scores.items():
         other = reference.scores.get(column)

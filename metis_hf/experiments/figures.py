@@ -94,7 +94,7 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
 def _band(
     axis, steps: list[int], series: list[list[float]], style: Style, label: str
 ) -> list[float]:
-    """Draws mean and range of some curves; returns the mean."""
+    """Draw mean and range of some curves; returns the mean."""
     if not series:
         return []
     columns = list(zip(*series))
@@ -108,7 +108,7 @@ def _band(
 
 
 def _clip_start(axis, results: Sequence[SchemeResult], span: int) -> None:
-    """The gap's scale leaves out the first tenth, where losses fall fast and gaps are wild."""
+    """Scale the gap without the first tenth, where losses fall fast and gaps are wild."""
     values = []
     for name in {r.scheme for r in results} - {CONTROL}:
         for gaps in paired_gaps(results, name, 2 * span)[1]:
@@ -120,7 +120,7 @@ def _clip_start(axis, results: Sequence[SchemeResult], span: int) -> None:
 
 
 def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[int], list[float]]:
-    """(steps, mean over layer groups) of one statistic."""
+    """Return (steps, mean over layer groups) of one statistic."""
     steps: list[int] = []
     means: list[float] = []
     for entry in result.history:

@@ -22,7 +22,7 @@ class PeakMemory:
         self._start = self._peak()
 
     def bytes(self) -> int:
-        """The peak so far."""
+        """Return the peak so far."""
         return self._peak() - self._start
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the training recipes share: arguments, data, model, trainer, the dry run.
+"""Code that the training recipes share: arguments, data, model, trainer, the dry run.
 
 A recipe is a script that a person launches with accelerate; it says which model is trained and with
 which settings, and calls these functions one after the other.
@@ -41,7 +41,7 @@ _SMOKE_TEXT = 60  # documents of the embedded corpus
 
 @dataclass
 class RecipeArguments:
-    """What a recipe takes besides transformers' TrainingArguments."""
+    """Arguments of a recipe besides transformers' TrainingArguments."""
 
     data: str | None = field(
         default=None,
@@ -86,7 +86,7 @@ class RecipeArguments:
     json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
 
     def metis_config(self, seed: int) -> MetisConfig:
-        """The conversion; noise takes the run's seed unless `metis` gives one.
+        """Return the conversion; noise takes the run's seed unless `metis` gives one.
 
         Raises:
             ValueError: `metis` is not a JSON object of MetisConfig's fields.
@@ -102,7 +102,7 @@ class RecipeArguments:
         return MetisConfig.from_dict({"seed": seed, **values, "scheme": self.scheme})
 
     def workload(self, training: TrainingArguments, world_size: int) -> Workload:
-        """The run as numbers; `max_steps` of the training arguments goes before `tokens`."""
+        """Return the run as numbers; `max_steps` of the training arguments goes before `tokens`."""
         tokens = int(self.tokens)
         if training.max_steps > 0:
             tokens = training.max_steps * self.global_batch * self.sequence_length
@@ -124,7 +124,7 @@ def parse_arguments(
     description: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> tuple[RecipeArguments, TrainingArguments]:
-    """Reads the command line over `--config FILE.yaml` over the recipe's own defaults.
+    """Read the command line over `--config FILE.yaml` over the recipe's own defaults.
 
     Args:
         defaults: of the recipe, for fields of both dataclasses.
@@ -193,7 +193,7 @@ def _checkpointing(training: TrainingArguments) -> bool:
 def dry_run(
     config: PreTrainedConfig, arguments: RecipeArguments, training: TrainingArguments
 ) -> Plan | None:
-    """Prints what the run takes, without allocating it; on the first process only.
+    """Print what the run takes, without allocating it; on the first process only.
 
     Raises:
         ValueError: a batch that the processes cannot divide, or a model that cannot be planned.
@@ -243,7 +243,7 @@ def load_data(
 
 
 def _hold_out(dataset: datasets.Dataset, count: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """The last `count` sequences, and the others."""
+    """Return the last `count` sequences, and the others."""
     rest = len(dataset) - count
     if count < 1 or rest < 1:
         raise ValueError(
@@ -256,7 +256,7 @@ def _hold_out(dataset: datasets.Dataset, count: int) -> tuple[datasets.Dataset, 
 def _chunked_data(
     path: Path, arguments: RecipeArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """What recipes/prepare_data.py wrote: training sequences, and its validation split if any."""
+    """Return what recipes/prepare_data.py wrote: training sequences and a validation split."""
     from metis_hf.data.chunked import META, load_chunked, read_meta
 
     length = read_meta(path)["seq_len"]
@@ -287,7 +287,7 @@ def _embedded_text(
 def build_model(
     config: PreTrainedConfig, arguments: RecipeArguments, training: TrainingArguments
 ) -> PreTrainedModel:
-    """The model from scratch, with fp32 master weights on the process's device, converted.
+    """Return the model from scratch, with fp32 master weights on the process's device, converted.
 
     The same on every process: initialization depends on the seed alone.
     """
@@ -372,7 +372,7 @@ def _train_and_evaluate(
 
 
 def _check_reload(trainer: MetisTrainer) -> None:
-    """Loads what was saved as anyone would, and compares."""
+    """Load what was saved as anyone would, and compares."""
     directory = str(trainer.args.output_dir)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert trainer.model is not None

@@ -17,7 +17,7 @@ RESULT_FILE = "result.json"
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """What one variant gave.
+    """The result of one variant.
 
     Attributes:
         scheme: the variant's name.

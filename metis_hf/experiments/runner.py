@@ -40,7 +40,7 @@ OnStep = Callable[[int, float | None], None]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the evaluation of a trained model gave.
+    """The result of evaluating a trained model.
 
     Attributes:
         loss: held-out loss, nats per token.

@@ -29,7 +29,7 @@ def header(results: Sequence[SchemeResult]) -> list[str]:
 
 
 def rows(results: Sequence[SchemeResult], control_label: str = CONTROL) -> list[list[str]]:
-    """One row of formatted cells per scheme.
+    """Return one row of formatted cells per scheme.
 
     Args:
         results: in the order of the rows.
@@ -53,7 +53,7 @@ def rows(results: Sequence[SchemeResult], control_label: str = CONTROL) -> list[
 
 
 def verdict(results: Sequence[SchemeResult], parameters: int, tokens: int) -> str:
-    """One sentence: what the table shows, and what it does not."""
+    """Return one sentence: what the table shows, and what it does not."""
     control = next((r for r in results if r.scheme == CONTROL), None)
     others = [r for r in results if r.scheme != CONTROL and math.isfinite(r.loss)]
     limits = (

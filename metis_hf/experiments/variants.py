@@ -1,4 +1,4 @@
-"""What an experiment trains: what its runs share, and what differs between them.
+"""Experiments and variants: what the runs of one share, and what differs between them.
 
 Importing this module imports neither torch nor transformers: command lines list presets from it.
 """
@@ -19,7 +19,7 @@ _SCHEDULE = "precision_schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What all variants of a comparison share; any difference makes it another experiment.
+    """Settings that all variants of a comparison share; another value is another experiment.
 
     Args:
         model: keyword arguments of a transformers config, with its `model_type`.
@@ -44,7 +44,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs between the runs of a comparison.
+    """Settings that differ between the runs of a comparison.
 
     Args:
         name: of its directory and table row.

@@ -77,7 +77,7 @@ def export_checkpoint(
     text: str | Path | None = None,
     results: str | Path | None = None,
 ) -> ExportReport:
-    """Writes a Metis checkpoint in a format that needs no metis_hf.
+    """Write a Metis checkpoint in a format that needs no metis_hf.
 
     All arithmetic is in fp32, whatever the checkpoint's dtype. The directory appears when it is
     complete; an interrupted export leaves `<out>.partial`.
@@ -157,7 +157,7 @@ def export_checkpoint(
 
 
 def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
-    """A Metis checkpoint in fp32 and eval mode, as the class that its config names.
+    """Return a Metis checkpoint in fp32 and eval mode, as the class that its config names.
 
     Raises:
         ValueError: no directory, no Metis checkpoint, or a class that transformers does not have.
@@ -177,7 +177,7 @@ def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Refuses what nvfp4-pack-quantized cannot hold, with the layer's name."""
+    """Refuse what nvfp4-pack-quantized cannot hold, with the layer's name."""
     for name, module in model.named_modules():
         if keys := converted_names(module):
             raise ValueError(
@@ -210,7 +210,7 @@ def _write_dense(
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
-    """Writes the dense model; returns the packed layers (none) and the errors."""
+    """Write the dense model; returns the packed layers (none) and the errors."""
     errors = WeightErrors()
     for name, layer in metis_layers(model):
         weight = _represented(layer)
@@ -234,7 +234,7 @@ def _write_packed(
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
-    """Writes the packed model; returns the packed layers and the errors."""
+    """Write the packed model; returns the packed layers and the errors."""
     errors = WeightErrors()
     folded: dict[str, CompressedMatrix] = {}
     residuals: dict[str, CompressedMatrix] = {}
@@ -269,7 +269,7 @@ def _write_packed(
 def _save_packed(
     model: PreTrainedModel, out: Path, packed: Mapping[str, CompressedMatrix], dtype: torch.dtype
 ) -> None:
-    """`model` as a compressed-tensors checkpoint: packed layers, everything else in `dtype`."""
+    """Write `model` as a compressed-tensors checkpoint: packed layers, all else in `dtype`."""
     nn.Module.to(model, dtype)
     state = model.state_dict()
     for name, weight in packed.items():
@@ -288,7 +288,7 @@ def _dense(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives parameters the values that they will be saved with; buffers are computed on load."""
+    """Give parameters the values that they will be saved with; buffers are computed on load."""
     for param in model.parameters():
         param.data = param.data.to(dtype).float()
 
@@ -299,7 +299,7 @@ def _with_weights(
     packed: Mapping[str, CompressedMatrix],
     low: Mapping[str, CompressedFactors],
 ) -> PreTrainedModel:
-    """The model with the weights that packed layers and their factors represent, in place."""
+    """Give the model the weights that packed layers and their factors represent, in place."""
     for name, weight in packed.items():
         values = weight.dequantize()
         if name in low:
@@ -309,12 +309,12 @@ def _with_weights(
 
 
 def _represented(layer: MetisLayer) -> Tensor:
-    """The weight [o i] that a layer stands for, fp32."""
+    """Return the weight [o i] that a layer stands for, fp32."""
     return layer.weight_form.dense(layer.weight_params()).detach().float()
 
 
 def _windows(model: PreTrainedModel, source: Path, text: Path) -> list[Tensor]:
-    """A text as windows of token ids [1, length], without overlap."""
+    """Return a text as windows of token ids [1, length], without overlap."""
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is no causal language model, so it has no held-out loss; "

@@ -53,7 +53,7 @@ class CompressedMatrix:
 
     @classmethod
     def of(cls, weight: Tensor, quantizer: Quantizer) -> CompressedMatrix:
-        """Packs a matrix, rounding elements to nearest; blocks run along the columns."""
+        """Pack a matrix, rounding elements to nearest; blocks run along the columns."""
         q = quantize(
             weight,
             quantizer.fmt,
@@ -77,7 +77,7 @@ class CompressedMatrix:
         return cls(q.codes, scale.contiguous(), encode.reshape(1), columns)
 
     def dequantize(self) -> Tensor:
-        """The represented matrix, fp32: (code * scale) * (1 / global_scale), as in training."""
+        """Return the represented matrix, fp32: (code * scale) * (1 / global_scale)."""
         shape = torch.Size((self.packed.shape[0], self.columns))
         decode = self.global_scale.reshape(()).reciprocal()
         return QuantizedTensor(
@@ -85,12 +85,12 @@ class CompressedMatrix:
         ).dequantize()
 
     def state(self, prefix: str = "weight") -> dict[str, Tensor]:
-        """The tensors by their names in the layout."""
+        """Return the tensors by their names in the layout."""
         return {f"{prefix}_{part}": getattr(self, part) for part in _PARTS}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], prefix: str, columns: int) -> CompressedMatrix:
-        """The inverse of `state`."""
+        """Return the inverse of `state`."""
         packed, scale, global_scale = (state[f"{prefix}_{part}"] for part in _PARTS)
         return cls(packed, scale, global_scale, columns)
 
@@ -110,29 +110,29 @@ class CompressedFactors:
     vh: CompressedMatrix
 
     def dense(self) -> Tensor:
-        """The matrix [o i], fp32."""
+        """Return the matrix [o i], fp32."""
         return (self.u.dequantize() * self.s) @ self.vh.dequantize()  # [o k] @ [k i] -> [o i]
 
 
 def weight_quantizer(layer: MetisLayer) -> Quantizer | None:
-    """What quantizes a layer's weight in evaluation; None if its forward pass leaves it alone."""
+    """Return the quantizer of a layer's weight in evaluation; None if forward leaves it alone."""
     return layer.eval_scheme.fprop_weight.quantizer
 
 
 def is_split(layer: MetisLayer) -> bool:
-    """Whether w_hat has a low-rank part: of a stored split, or of one made at each use."""
+    """Return whether w_hat has a low-rank part: of a stored split, or of one made at each use."""
     return layer.weight_form.is_split or _dynamic_split(layer) is not None
 
 
 def _dynamic_split(layer: MetisLayer) -> Spectral | None:
-    """What splits the one stored matrix whenever it is quantized; None for other layers."""
+    """Return what splits the one stored matrix whenever it is quantized; None for other layers."""
     conditioner = layer.eval_scheme.fprop_weight.conditioner
     stored = layer.weight_form.is_split
     return conditioner if isinstance(conditioner, Spectral) and not stored else None
 
 
 def unsupported(layer: MetisLayer) -> str | None:
-    """Why the layout cannot hold a layer, or None."""
+    """Return why the layout cannot hold a layer, or None."""
     quantizer = weight_quantizer(layer)
     if quantizer is None:
         return None
@@ -153,7 +153,7 @@ def unsupported(layer: MetisLayer) -> str | None:
 
 
 def quantization_config(ignore: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of a config.json, as compressed-tensors' preset NVFP4A16 gives it.
+    """Return `quantization_config` of a config.json, as the preset NVFP4A16 gives it.
 
     Weights only: NVFP4 activations need a scale calibrated on data (`input_global_scale`), which
     training with dynamic scales does not leave behind.
@@ -184,7 +184,7 @@ def quantization_config(ignore: Iterable[str]) -> dict[str, Any]:
 def split_layer(
     layer: MetisLayer, quantizer: Quantizer
 ) -> tuple[CompressedMatrix, CompressedFactors]:
-    """The residual and the factors of a split weight as they enter its GEMM in evaluation.
+    """Return the residual and the factors of a split weight as they enter its GEMM in evaluation.
 
     With a compensated scheme the residual is taken against the quantized factors, so that residual
     and low-rank part add up to the layer's own w_hat.
@@ -211,7 +211,7 @@ def split_layer(
 
 
 def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> None:
-    """Writes `metis_low_rank.safetensors` and its description."""
+    """Write `metis_low_rank.safetensors` and its description."""
     tensors: dict[str, Tensor] = {}
     layers = {}
     for name, low in factors.items():
@@ -241,7 +241,7 @@ def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> 
 
 
 def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Puts an export with a side file together again: a plain model with dense weights.
+    """Put an export with a side file together again: a plain model with dense weights.
 
     In fp32 the weights are, to the bit, those that enter the GEMMs of the Metis model in
     evaluation. The compressed-tensors library is not needed.

@@ -50,7 +50,7 @@ def model_card(
     kind: str = "metis",
     results: Mapping[str, Any] | None = None,
 ) -> ModelCard:
-    """The card of a converted model, or of what is exported from it.
+    """Return the card of a converted model, or of what is exported from it.
 
     Args:
         model: converted; its config and its conversion report are shown.
@@ -98,7 +98,7 @@ def write_model_card(
     kind: str = "metis",
     results: Mapping[str, Any] | str | Path | None = None,
 ) -> Path:
-    """Writes `model_card` to README.md of a directory and returns its path.
+    """Write `model_card` to README.md of a directory and returns its path.
 
     Args:
         results: also the path of a JSON file.
@@ -122,7 +122,7 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
 
 
 def _config_table(config: MetisConfig) -> str:
-    """What was chosen; a value that is not the default is set in bold."""
+    """Return what was chosen; a value that is not the default is set in bold."""
     default = MetisConfig().to_dict()
     lines = ["| Option | Value |", "| --- | --- |"]
     for key, value in config.to_dict().items():

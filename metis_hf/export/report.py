@@ -1,4 +1,4 @@
-"""What an export costs: errors of the weights by kind of layer, and the record of them."""
+"""The price of an export: errors of the weights by kind of layer, and the record of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class LossRow:
-    """How far one choice moves the weights of one kind of layer.
+    """The distance that one choice moves the weights of one kind of layer.
 
     Attributes:
         choice: "dense", "fold" or "side-file".
@@ -46,7 +46,7 @@ class LossRow:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and what it costs.
+    """The files that were written, and what they cost.
 
     Attributes:
         format: "dense" or "compressed-tensors".
@@ -72,7 +72,7 @@ class ExportReport:
     loading: str = ""
 
     def to_json(self) -> str:
-        """The report as a JSON object; an infinite signal-to-noise ratio is null."""
+        """Return the report as a JSON object; an infinite signal-to-noise ratio is null."""
         values = dataclasses.asdict(self)
         del values["loading"]  # with the path of this machine
         for row in values["rows"]:
@@ -105,7 +105,7 @@ class WeightErrors:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a layer by its name: "model.layers.0.mlp.up_proj" -> "up_proj"."""
+    """Return the kind of a layer by its name: "model.layers.0.mlp.up_proj" -> "up_proj"."""
     parts = [part for part in name.split(".") if not part.isdigit()]
     return parts[-1].removeprefix("metis_")
 
@@ -114,7 +114,7 @@ HEADER = ("Choice", "Layers", "Count", "Mean error", "Max error", "SQNR dB")
 
 
 def report_rows(report: ExportReport) -> Iterator[tuple[str, ...]]:
-    """Cells of the table of errors, under `HEADER`."""
+    """Return cells of the table of errors, under `HEADER`."""
     for row in report.rows:
         yield (
             row.choice,
@@ -139,7 +139,7 @@ def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
 
 
 def report_section(report: ExportReport) -> str:
-    """What the export costs, for the model card."""
+    """Return what the export costs, for the model card."""
     lines = [
         "## What the export costs",
         "",

@@ -55,6 +55,6 @@ def by_rows(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_columns(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the transpose of a [p n]."""
+    """Return the same of the transpose of a [p n]."""
     assert a.low is not None
     return a.low.right.T, a.low.lengths, a.low.left.T

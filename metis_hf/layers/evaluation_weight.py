@@ -15,7 +15,7 @@ from metis_hf.operands.weight_forms import WeightForm
 
 
 class _Held(NamedTuple):
-    """What is known of one state of a layer's weight."""
+    """Knowledge of one state of a layer's weight."""
 
     mark: tuple[Any, ...]
     encoded: dict[tuple[Any, ...], Encoded]

@@ -26,30 +26,30 @@ _PREFIX = "metis_"
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether transformers' experts interface runs this module."""
+    """Return whether transformers' experts interface runs this module."""
     declared = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
     return declared and bool(fused_weights(module) or converted_names(module))
 
 
 def fused_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The 3-D weights of fused experts by name, up projection first; [e o i] or [e i o]."""
+    """Return the 3-D weights of fused experts by name, up projection first; [e o i] or [e i o]."""
     params = {name: module._parameters.get(name) for name in _WEIGHTS}
     return {name: param for name, param in params.items() if param is not None and param.dim() == 3}
 
 
 def fused_bias(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The 2-D bias [e o] that belongs to a fused weight."""
+    """Return the 2-D bias [e o] that belongs to a fused weight."""
     return module._parameters.get(f"{name}_bias")
 
 
 def expert_shape(module: nn.Module, name: str) -> tuple[int, int]:
-    """(in_features, out_features) of one expert's matrix."""
+    """Return (in_features, out_features) of one expert's matrix."""
     _, rows, columns = fused_weights(module)[name].shape
     return (rows, columns) if module.is_transposed else (columns, rows)
 
 
 def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> None:
-    """Puts one layer per expert in the place of a fused weight (and its bias)."""
+    """Put one layer per expert in the place of a fused weight (and its bias)."""
     del module._parameters[name]
     module._parameters.pop(f"{name}_bias", None)
     module.add_module(_PREFIX + name, nn.ModuleList(layers))
@@ -61,7 +61,7 @@ def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> Non
 
 
 def fuse_again(module: nn.Module, name: str) -> None:
-    """The inverse of `replace_fused`: stacks the weights that the layers represent."""
+    """Return the inverse of `replace_fused`: stacks the weights that the layers represent."""
     layers = layers_of(module, name)
     del module._modules[_PREFIX + name]
     first: Any = layers[0]
@@ -79,12 +79,12 @@ def fuse_again(module: nn.Module, name: str) -> None:
 
 
 def converted_names(module: nn.Module) -> list[str]:
-    """Names of the fused weights that were replaced in a module; mostly none."""
+    """Return names of the fused weights that were replaced in a module; mostly none."""
     return [name for name in _WEIGHTS if _PREFIX + name in module._modules]
 
 
 def layers_of(module: nn.Module, name: str) -> nn.ModuleList:
-    """The layers, one per expert, that replaced a fused weight."""
+    """Return the layers, one per expert, that replaced a fused weight."""
     return module._modules[_PREFIX + name]  # type: ignore[return-value]
 
 

@@ -35,7 +35,7 @@ from metis_hf.schemes.base import Role, Scheme
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """What one call of a layer does; the static part is the layer's, the keys are the call's."""
+    """The plan of one call of a layer; the static part is the layer's, the keys are the call's."""
 
     scheme: Scheme
     weight: WeightForm
@@ -48,12 +48,12 @@ class GemmPlan:
     held: HeldWeight | EvaluationWeight | None = None  # w_hat of earlier calls, same parameters
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
-        """`Scheme.resolve`, with conditioners that know the call's state."""
+        """Call `Scheme.resolve`, for conditioners that know the call's state."""
         role, operand = self.scheme.resolve(role)
         return role, operand if self.state is None else operand.bind(self.state)
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Quantized:
-        """w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
+        """Return w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
         role, operand = self.resolve(role)
         options: dict[str, Any] = {
             "dim": -1 if role is Role.FPROP_WEIGHT else 0,
@@ -67,7 +67,7 @@ class GemmPlan:
     def fprop(
         self, x: Tensor, x_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
     ) -> Tensor:
-        """y [t o] without bias."""
+        """Return y [t o] without bias."""
         y = _multiply(x_hat, _transposed(w_hat))
         corrected = self._corrected(x)
         if Role.FPROP_INPUT in corrected:
@@ -80,7 +80,7 @@ class GemmPlan:
     def dgrad(
         self, dy: Tensor, d_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
     ) -> Tensor:
-        """dx [t i]"""
+        """Return dx [t i]"""
         dx = _multiply(d_hat, w_hat)
         corrected = self._corrected(dy)
         if Role.DGRAD_GRAD_OUTPUT in corrected:
@@ -91,7 +91,7 @@ class GemmPlan:
         return dx
 
     def wgrad(self, dy: Tensor, d_hat: Quantized, x_hat: Quantized) -> Tensor:
-        """dw [o i]"""
+        """Return dw [o i]"""
         dw = _multiply(_transposed(d_hat), x_hat)
         if Role.WGRAD_GRAD_OUTPUT in self._corrected(dy):
             self._correct(dw, Role.WGRAD_GRAD_OUTPUT, d_hat.error(dy).T, by_rows(x_hat))
@@ -113,7 +113,7 @@ class GemmPlan:
         correct(out, operand.quantizer, error, other, key=key, dtype=self.dtype)
 
     def matrix_operand(self, role: Role, x: Tensor) -> Quantized:
-        """x_hat or dy_hat, for the GEMM that `role` names."""
+        """Return x_hat or dy_hat, for the GEMM that `role` names."""
         role, operand = self.resolve(role)
         return operand(
             x,
@@ -124,7 +124,7 @@ class GemmPlan:
         )
 
     def input_operand(self, x: Tensor) -> tuple[Quantized, SavedInput]:
-        """x_hat for fprop, and what is saved of x for wgrad."""
+        """Return x_hat for fprop, and what is saved of x for wgrad."""
         role, operand = self.resolve(Role.WGRAD_INPUT)
         shared = role is Role.FPROP_INPUT
         if self.saves_input and operand.has_codes(x):
@@ -147,7 +147,7 @@ class GemmPlan:
         return x_hat, SavedInput("input", (x,))
 
     def wgrad_input(self, saved: SavedInput, shape: tuple[int, int]) -> Quantized:
-        """x_hat for wgrad, from what forward saved of x."""
+        """Return x_hat for wgrad, from what forward saved of x."""
         if saved.kind == "dense":
             x_hat, scale, *low = saved.tensors
             assert x_hat is not None
@@ -162,12 +162,12 @@ class GemmPlan:
 
 
 def _contracted(role: Role) -> int:
-    """The dimension of x or dy along which the GEMM of that role sums."""
+    """Return the dimension of x or dy along which the GEMM of that role sums."""
     return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
 def contract(a: Tensor, b: Tensor) -> Tensor:
-    """a [m n] @ b [n p]; an operand without the other's padding along n gets zeros there."""
+    """Return a [m n] @ b [n p]; an operand without the other's padding along n gets zeros there."""
     missing = a.shape[1] - b.shape[0]
     if missing > 0:
         b = F.pad(b, (0, 0, 0, missing))
@@ -177,7 +177,7 @@ def contract(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply(a: Quantized, b: Quantized) -> Tensor:
-    """`contract`, with the operands' tensor scales applied in fp32 and once."""
+    """Run `contract`, with the operands' tensor scales applied in fp32 and once."""
     out = contract(a.values, b.values)
     given = [scale for scale in (a.scale, b.scale) if scale is not None]
     if not given:
@@ -186,7 +186,7 @@ def _multiply(a: Quantized, b: Quantized) -> Tensor:
 
 
 def _transposed(a: Quantized) -> Quantized:
-    """What stands for the transpose; without the low-rank part."""
+    """Return what stands for the transpose; without the low-rank part."""
     return Quantized(a.values.T, a.scale)
 
 

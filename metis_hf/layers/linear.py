@@ -30,7 +30,7 @@ from metis_hf.schemes import Scheme, build_scheme
 
 
 class MetisLayer(nn.Module):
-    """What both layers share: scheme, noise and the forward pass. x [... i] -> [... o].
+    """Base of both layers: scheme, noise and the forward pass. x [... i] -> [... o].
 
     Attributes:
         weight_form: what the stored parameters are: the form that the scheme wanted when the layer
@@ -68,11 +68,11 @@ class MetisLayer(nn.Module):
         return self.weight_form.rank
 
     def weight_params(self) -> tuple[Tensor, ...]:
-        """The stored tensors, as `weight_form` takes them; the last one is a matrix [o i]."""
+        """Return the stored tensors, as `weight_form` takes them; the last is a matrix [o i]."""
         return tuple(getattr(self, name) for name in self.weight_form.names)
 
     def set_config(self, config: MetisConfig) -> None:
-        """Takes another config for the same parameters; see `check_config`."""
+        """Take another config for the same parameters; see `check_config`."""
         self.config = config
         self.scheme = build_scheme(config, self.in_features, self.out_features)
         self.eval_scheme = self.scheme.deterministic()
@@ -81,7 +81,7 @@ class MetisLayer(nn.Module):
             self._register_state()
 
     def _register_state(self) -> None:
-        """Makes the buffers of the scheme's state; those that are there keep their contents."""
+        """Make the buffers of the scheme's state; those that are there keep their contents."""
         state, initial = self.scheme.state, {}
         if state is not None:
             with torch.device(self.weight_params()[-1].device):
@@ -94,7 +94,7 @@ class MetisLayer(nn.Module):
         self.state_names = tuple(initial)
 
     def state_buffers(self) -> dict[str, Tensor]:
-        """The buffers of the scheme's state by name."""
+        """Return the buffers of the scheme's state by name."""
         return {name: getattr(self, name) for name in self.state_names}
 
     def _apply(self, fn, recurse=True):
@@ -110,7 +110,7 @@ class MetisLayer(nn.Module):
         return self
 
     def check_config(self, config: MetisConfig) -> None:
-        """Refuses a config that this layer's parameters do not fit.
+        """Refuse a config that this layer's parameters do not fit.
 
         Raises:
             ValueError: another rank, or a scheme that stores the weight in another form.
@@ -128,24 +128,24 @@ class MetisLayer(nn.Module):
         )
 
     def active_scheme(self) -> Scheme:
-        """The scheme of the current mode: eval rounds to nearest everywhere."""
+        """Return the scheme of the current mode: eval rounds to nearest everywhere."""
         return self.scheme if self.training else self.eval_scheme
 
     def noise_key(self) -> Key:
-        """The static part of this layer's noise keys: config seed, layer name, process rank."""
+        """Return the static part of this layer's noise keys: seed, layer name, process rank."""
         return self.key.fold(_process_rank())
 
     def input_noise_key(self) -> Key:
-        """The same for inputs, which layers share: config seed, process rank."""
+        """Return the same for inputs, which layers share: config seed, process rank."""
         return self.input_key.fold(_process_rank())
 
     def call_keys(self, x: Tensor, weight: Tensor | None = None) -> CallKeys:
-        """The noise keys of a call with this input, and this stored weight if not the layer's."""
+        """Return the noise keys of a call with this input, and this weight if not the layer's."""
         weight = self.weight_params()[-1] if weight is None else weight
         return CallKeys(self.noise_key(), x, weight, self.input_noise_key())
 
     def forward(self, x: Tensor, row_mask: Tensor | None = None) -> Tensor:
-        """x [... i] -> [... o]; row_mask [t] bool says which rows may be sampled (None: all)."""
+        """Map x [... i] to [... o]; row_mask [t] bool says which rows may be sampled."""
         scheme = self.active_scheme()
         if scheme.is_high_precision:
             return self._high_precision(x)
@@ -172,7 +172,7 @@ class MetisLayer(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _held(self) -> HeldWeight | EvaluationWeight | None:
-        """What earlier calls with the same weight left for this one."""
+        """Return what earlier calls with the same weight left for this one."""
         if self.training or torch.is_grad_enabled():
             self.evaluation_weight.forget()
         elif self.held_weight is None and can_hold(self):
@@ -186,7 +186,7 @@ class MetisLayer(nn.Module):
 
     @torch.no_grad()
     def call_state(self, x: Tensor, keys: CallKeys, *, update: bool = False) -> Any:
-        """What a call with this input takes from the scheme's state; None if it has none.
+        """Return what a call with this input takes from the scheme's state; None if it has none.
 
         Without `update` (evaluation, measurements) the state stays as it is: asked again after a
         call in training, it gives what that call got.
@@ -202,14 +202,14 @@ class MetisLayer(nn.Module):
         return state.freeze(buffers, rows, self.weight_params()[-1].detach())
 
     def row_mask(self, x: Tensor) -> Tensor | None:
-        """Which rows of x [... i] are tokens, as [t] bool; None where all are, or nobody knows."""
+        """Return which rows of x [... i] are tokens, as [t] bool; None: all, or unknown."""
         return None if self.token_mask is None else self.token_mask.rows(x, self.name)
 
     def _high_precision(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight_form.dense(self.weight_params()), self.bias)
 
     def to_dense(self) -> nn.Module:
-        """The nn.Linear or Conv1D with the represented weight."""
+        """Return the nn.Linear or Conv1D with the represented weight."""
         weight = self.weight_form.dense(self.weight_params()).detach()
         has_bias = self.bias is not None
         with torch.device("meta"):
@@ -305,7 +305,7 @@ class MetisLinear(MetisLayer):
 
 
 def full_tensor(param: Tensor) -> Tensor:
-    """A parameter without its gradient, gathered from all processes if FSDP2 shards it.
+    """Return a parameter without its gradient, gathered from all processes if FSDP2 shards it.
 
     Every process has to call it.
     """
@@ -314,7 +314,7 @@ def full_tensor(param: Tensor) -> Tensor:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """The very Parameter if it is one, so that references to it stay valid."""
+    """Return the very Parameter if it is one, so that references to it stay valid."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
@@ -325,7 +325,7 @@ def convert_linear(
     name: str,
     token_mask: TokenMask | None = None,
 ) -> MetisLayer:
-    """The quantized layer for an nn.Linear or Conv1D; shares its bias (and its dense weight).
+    """Return the quantized layer for an nn.Linear or Conv1D; it shares bias and dense weight.
 
     Args:
         module: nn.Linear or Conv1D; a weight on the meta device gives empty factors.
@@ -353,7 +353,7 @@ def make_layer(
     conv1d: bool = False,
     token_mask: TokenMask | None = None,
 ) -> MetisLayer:
-    """The quantized layer for a weight [o i], or [i o] with `conv1d`."""
+    """Return the quantized layer for a weight [o i], or [i o] with `conv1d`."""
     out_features, in_features = weight.shape[::-1] if conv1d else weight.shape
     form = build_scheme(config, in_features, out_features).weight
     layer = (MetisLinear if form.is_split else QuantLinear)(
@@ -364,12 +364,12 @@ def make_layer(
 
 
 def as_linear(module: nn.Module) -> nn.Linear | Conv1D:
-    """The module itself, known to be one of the two kinds that can be converted."""
+    """Return the module itself, known to be one of the two kinds that can be converted."""
     assert isinstance(module, nn.Linear | Conv1D), type(module)
     return module
 
 
 def linear_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear or Conv1D."""
+    """Return (in_features, out_features) of an nn.Linear or Conv1D."""
     rows, columns = module.weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)

@@ -1,4 +1,4 @@
-"""What a layer's forward pass saves of its input, and the input that was encoded last."""
+"""Saved inputs: what a layer keeps of x for backward, and the input that was encoded last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metis_hf.operands import Encoded, Operand
 
 
 class SavedInput(NamedTuple):
-    """What is saved of x [t c] for wgrad, by the operand that wgrad takes.
+    """The saved form of x [t c] for wgrad, by the operand that wgrad takes.
 
     | operand                       | saved                                                    |
     | direct, shared with fprop     | packed x, blocks along features                          |
@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 
 
 class LastInput(threading.local):
-    """What this thread encoded last, and of what: layers that read one tensor encode it once.
+    """The tensor that this thread encoded last: layers that read one tensor encode it once.
 
     Kept as long as that tensor lives, or until another is encoded; never its dense parts.
     """
@@ -58,7 +58,7 @@ class LastInput(threading.local):
     kept: _Kept | None = None
 
     def find(self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None) -> Encoded | None:
-        """What was encoded of this very tensor in this very way."""
+        """Return what was encoded of this very tensor in this very way."""
         kept = self.kept
         if kept is None or kept.source() is not x or kept.version != x._version:
             return None

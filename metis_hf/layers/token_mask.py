@@ -37,7 +37,7 @@ class _Call:
 
 
 class _Running:
-    """What one thread is running of the model."""
+    """The call of the model that one thread is running."""
 
     def __init__(self) -> None:
         self.active = False  # inside a call of the model
@@ -58,7 +58,7 @@ class _PerThread(threading.local):
 
 
 class TokenMask:
-    """Which rows of a layer's input are tokens, not padding.
+    """Knowledge of which rows of a layer's input are tokens, not padding.
 
     Threads may share the model, and so may the replicas of nn.DataParallel, each in a thread: each
     has the mask of its own call. If several of them train it at once on one device, recompute
@@ -76,13 +76,13 @@ class TokenMask:
         self._calls: tuple[weakref.ref[_Call], ...] = ()  # oldest first; replaced under the lock
 
     def register(self, model: nn.Module) -> None:
-        """Hooks into the model's forward pass."""
+        """Hook into the model's forward pass."""
         model.register_forward_pre_hook(_Begin(self), with_kwargs=True)
         model.register_forward_hook(_End(self), always_call=True)
 
     @staticmethod
     def unregister(model: nn.Module) -> None:
-        """Removes every TokenMask's hooks from the model."""
+        """Remove every TokenMask's hooks from the model."""
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, _Begin | _End):
@@ -91,7 +91,7 @@ class TokenMask:
                     model._forward_hooks_always_called.pop(key, None)
 
     def rows(self, x: Tensor, owner: str) -> Tensor | None:
-        """The mask as [t] bool for the t rows of x [... c]; None where there is no mask for them.
+        """Return the mask as [t] bool for the rows of x [... c]; None where there is none for them.
 
         Args:
             x: input of a layer: [b s c], or [b*s c].
@@ -118,7 +118,7 @@ class TokenMask:
         return call
 
     def _recall(self, x: Tensor, owner: str) -> Tensor | None:
-        """The mask of the remembered call whose input this was; nothing leaves the device."""
+        """Return the mask of the remembered call that had this input; nothing leaves the device."""
         here = threading.get_ident()
         calls = [call for known in self._calls if (call := known()) is not None]
         calls.sort(key=lambda call: call.thread == here)  # the later one wins
@@ -179,7 +179,7 @@ class _End:
 
 
 def _fits(mask: Tensor, x: Tensor) -> bool:
-    """Whether x [... c] has a row for each entry of mask [b s]."""
+    """Return whether x [... c] has a row for each entry of mask [b s]."""
     return x.shape[:-1] == mask.shape or (x.dim() == 2 and x.shape[0] == mask.numel())
 
 

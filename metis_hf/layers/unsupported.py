@@ -1,4 +1,4 @@
-"""What a quantized layer cannot do, said before torch fails in a place that explains nothing."""
+"""Refusals of what a quantized layer cannot do, before torch fails with a riddle."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run measures of itself: spectral health, gradient noise, and the record of the run."""
+"""Measurements of a run: spectral health, gradient noise, and the record of the run."""

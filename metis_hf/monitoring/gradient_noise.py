@@ -35,7 +35,7 @@ class GradientNoise(NamedTuple):
 
 @torch.no_grad()
 def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNoise | None:
-    """How far the wgrad GEMM of quantized operands is from that of the exact ones.
+    """Return how far the wgrad GEMM of quantized operands is from that of the exact ones.
 
     G = dy^T x and G_q = dy_hat^T x_hat with the operands of `plan`, to the bit those that the
     backward pass multiplies, and with what it adds to their product. Both products are taken in
@@ -64,7 +64,7 @@ def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNois
 
 
 def _fp32(operand: Quantized) -> Quantized:
-    """The same in fp32 (fp64 stays), with its scale in the values."""
+    """Return the same in fp32 (fp64 stays), with its scale in the values."""
     values = operand.values
     values = values if values.dtype is torch.float64 else values.float()
     scaled = values if operand.scale is None else values * operand.scale
@@ -72,7 +72,7 @@ def _fp32(operand: Quantized) -> Quantized:
 
 
 def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
-    """|G| / (sqrt(3) noise) of several layers together: 1 is the paper's threshold.
+    """Return |G| / (sqrt(3) noise) of several layers together: 1 is the paper's threshold.
 
     Norms are summed in squares, as those of one long vector. None without a layer; NaN if any
     layer's norms are.
@@ -84,7 +84,7 @@ def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
 
 
 def noise_ratios(per_layer: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """ "noise/<group>/ratio" for each group of layers, and "noise/ratio" for all of them.
+    """Return "noise/<group>/ratio" for each group of layers, and "noise/ratio" for all of them.
 
     Args:
         per_layer: layer name -> (gradient norm, noise norm), as in the health file.
@@ -98,7 +98,7 @@ def noise_ratios(per_layer: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def group_of(layer: str) -> str:
-    """The last part of a layer's name that is no index: q_proj, down_proj, c_attn, ..."""
+    """Return the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ..."""
     return next(part for part in reversed(layer.split(".")) if not part.isdigit())
 
 
@@ -116,7 +116,7 @@ class Crossing:
 
 
 def find_crossing(steps: Sequence[int], ratios: Sequence[float], span: int = 3) -> Crossing:
-    """The step from which a series of |G| / (sqrt(3) noise) stays below 1.
+    """Return the step from which a series of |G| / (sqrt(3) noise) stays below 1.
 
     Args:
         steps: where it was measured, ascending.

@@ -45,13 +45,13 @@ def spectral_norm(x: Tensor, n_iter: int = 12) -> Tensor:
 
 
 def stable_rank(x: Tensor) -> Tensor:
-    """|x|_F^2 / sigma_1^2 of x [t c]: between 1 and the rank; small means anisotropic."""
+    """Return |x|_F^2 / sigma_1^2 of x [t c]: between 1 and the rank; small means anisotropic."""
     x = x.float()
     return (torch.linalg.vector_norm(x) / spectral_norm(x)).square()
 
 
 def element_fates(x: Tensor, quantizer: Quantizer, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """(zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
+    """Return (zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
 
     Rounding is to nearest here whatever the quantizer's, so that the figures have no noise.
     """
@@ -63,7 +63,7 @@ def element_fates(x: Tensor, quantizer: Quantizer, dim: int = -1) -> tuple[Tenso
 def operand_health(
     x: Tensor, operand: Operand, *, rank: int, key: Key, row_mask: Tensor | None = None
 ) -> Stats:
-    """Statistics of an activation or gradient [t c] on its way into a GEMM.
+    """Return statistics of an activation or gradient [t c] on its way into a GEMM.
 
     Args:
         x: [t c]
@@ -109,7 +109,7 @@ def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def weight_health(layer: MetisLayer) -> Stats:
-    """Statistics of a layer's weight. Where it is sharded every process has to call this."""
+    """Return statistics of a layer's weight. Where it is sharded every process has to call this."""
     params = _whole_params(layer)
     weight = layer.weight_form.dense(params).float()
     finite = torch.isfinite(weight)
@@ -138,7 +138,7 @@ def weight_health(layer: MetisLayer) -> Stats:
 
 @torch.no_grad()
 def split_health(layer: MetisLayer) -> Stats:
-    """energy, narrowing and orthogonality of a stored split: what a refresh changes.
+    """Return energy, narrowing and orthogonality of a stored split: what a refresh changes.
 
     Where the weight is sharded every process has to call this.
     """
@@ -159,7 +159,7 @@ def _stored_split_stats(
 
 
 def _whole_params(layer: MetisLayer) -> list[Tensor]:
-    """The layer's stored weight, gathered from all processes if FSDP2 or ZeRO-3 shards it."""
+    """Return the layer's stored weight, gathered where FSDP2 or ZeRO-3 shards it."""
     if not any(hasattr(param, "ds_id") for param in layer.parameters()):
         return [full_tensor(param) for param in layer.weight_params()]
     import deepspeed
@@ -186,7 +186,7 @@ class LayerProbe:
         self._handles: list = []
 
     def attach(self, layers: dict[str, MetisLayer]) -> None:
-        """Starts measuring."""
+        """Start measuring."""
         self.detach()
         self.stats, self.noise = {}, {}
         for name, layer in layers.items():
@@ -194,7 +194,7 @@ class LayerProbe:
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
-        """Stops measuring; the statistics stay."""
+        """Stop measuring; the statistics stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -273,7 +273,7 @@ class _Held(torch.autograd.Function):
 
 
 def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
-    """The plan of the call that just took x [... i], noise keys included."""
+    """Return the plan of the call that just took x [... i], noise keys included."""
     weight = layer.weight_params()[-1]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
     keys = layer.call_keys(x.detach(), weight.detach())
@@ -282,7 +282,7 @@ def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype)
 
 
 def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
-    """Means over the layers of a group, named "<tensor>/<group>/<statistic>".
+    """Return means over the layers of a group, named "<tensor>/<group>/<statistic>".
 
     A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ...
     """
@@ -296,7 +296,7 @@ def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
 
 
 def nonfinite_layers(per_layer: dict[str, dict[str, Stats]]) -> list[str]:
-    """ "layer (tensor)" for each tensor with NaN or inf, the likely origin first.
+    """Return "layer (tensor)" for each tensor with NaN or inf, the likely origin first.
 
     Activations in forward order, then gradients in the order of the backward pass, then weights.
     """

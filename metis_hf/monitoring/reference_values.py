@@ -1,4 +1,4 @@
-"""What the statistics of health are for plain data: the scale on which a figure is good or bad.
+"""Values of health statistics for plain data: the scale on which a figure is good or bad.
 
 Independent normal values are the yardstick, quantized directly to NVFP4 in blocks of 16 of a row,
 with scales rounded to nearest and a tensor scale. tests/numerics/theory.py computes these figures

@@ -1,4 +1,4 @@
-"""What MetisCallback leaves in a run's directory, for `metis-hf report` and for your own tools.
+"""Files that MetisCallback leaves in a run's directory, for `metis-hf report` and other tools.
 
 `metis_run.json` says what was run. `metis_log.jsonl` has Trainer's log entries, one a line.
 `metis_health.jsonl` has a line for each step at which something happened: {"step": n, "layers":
@@ -32,7 +32,7 @@ LAST_STEP = 10**12  # of any run: what a record says beyond it is no step
 def describe_run(
     model: nn.Module, config: dict[str, Any] | None, args: TrainingArguments, max_steps: int
 ) -> dict[str, Any]:
-    """What `metis_run.json` holds: model, config, conversion report, software and device.
+    """Return what `metis_run.json` holds: model, config, conversion report, software and device.
 
     Args:
         model: the converted one.
@@ -59,7 +59,7 @@ def describe_run(
 
 
 def write_run(directory: Path, description: dict[str, Any]) -> None:
-    """Writes `metis_run.json`, whole or not at all."""
+    """Write `metis_run.json`, whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / RUN_FILE, description)
 
@@ -141,5 +141,5 @@ def drop_after(directory: Path, step: int) -> None:
 
 
 def precision_of(layer: MetisLayer) -> dict[str, Any]:
-    """What a precision schedule changes, as a record says it."""
+    """Return what a precision schedule changes, as a record says it."""
     return {"scheme": layer.config.scheme, "high_precision": list(layer.config.high_precision)}

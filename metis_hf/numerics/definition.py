@@ -129,7 +129,7 @@ class QuantizerDefinition:
             )
 
     def blocks(self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None) -> Blocks:
-        """Quantizes `x` (not empty), laid out in blocks."""
+        """Quantize `x` (not empty), laid out in blocks."""
         element, size = self.fmt.element, self.fmt.block_size
         dims = block_dims(self.tile, x.dim(), dim)
         x32 = to_blocks(x.detach().float(), self.tile, size, dim)

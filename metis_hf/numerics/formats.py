@@ -60,7 +60,7 @@ class SpacedFormat(Protocol):
         ...
 
     def decode(self, codes: Tensor) -> Tensor:
-        """fp32 values of bit patterns (uint8)."""
+        """Return fp32 values of bit patterns (uint8)."""
         ...
 
 
@@ -124,7 +124,7 @@ class FloatFormat:
         return magnitude.clamp_(max=len(self.grid) - 1).to(torch.uint8) | sign
 
     def decode(self, codes: Tensor) -> Tensor:
-        """fp32 values of codes (uint8)."""
+        """Return fp32 values of codes (uint8)."""
         grid = torch.tensor(self.grid, device=codes.device)
         table = grid.new_full((2 ** (self.bits - 1),), torch.nan)
         table[: len(grid)] = grid
@@ -164,7 +164,7 @@ class IntFormat:
         return values.nan_to_num().to(torch.int16).bitwise_and_(2**self.bits - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """fp32 values of codes (uint8)."""
+        """Return fp32 values of codes (uint8)."""
         half = 2 ** (self.bits - 1)
         return ((codes.to(torch.int16) + half) % (2 * half) - half).float()
 

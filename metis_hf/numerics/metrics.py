@@ -16,6 +16,6 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> Tensor:
 
 
 def relative_error(x: Tensor, x_hat: Tensor) -> Tensor:
-    """|x - x_hat| / |x| in the Frobenius norm; 0-dim."""
+    """Return |x - x_hat| / |x| in the Frobenius norm; 0-dim."""
     x, x_hat = x.detach().double(), x_hat.detach().double()
     return torch.linalg.vector_norm(x - x_hat) / torch.linalg.vector_norm(x)

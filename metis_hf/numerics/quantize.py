@@ -101,7 +101,7 @@ def fake_quantize(
     scale_rule: str = "absmax",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Quantizes to `fmt` and back: the values that a tensor stored in that format would have.
+    """Quantize to `fmt` and back: the values that a tensor stored in that format would have.
 
     Arithmetic is fp32 whatever the input. The gradient is straight-through (the identity).
 
@@ -146,7 +146,7 @@ def fake_quantize(
 def check_input(
     x: Tensor, quantizer: Quantizer, dim: int, generator: torch.Generator | None
 ) -> noise.Key | None:
-    """Refuses what cannot be quantized; returns the noise key if the quantizer takes one."""
+    """Refuse what cannot be quantized; returns the noise key if the quantizer takes one."""
     if not x.is_floating_point():
         raise TypeError(f"quantization needs a floating-point tensor, got {x.dtype}")
     ndim = max(x.dim(), 1)

@@ -68,7 +68,7 @@ class TensorScale(NamedTuple):
 
 
 def encode_scale(amax: Tensor, largest: float) -> Tensor:
-    """min(largest / amax, FLT_MAX), 1 where amax is 0: what brings amax to `largest`."""
+    """Return min(largest / amax, FLT_MAX), 1 where amax is 0: what brings amax to `largest`."""
     # Not `number / tensor`: torch computes that as reciprocal times number, two roundings.
     encode = torch.full_like(amax, largest).div_(amax).clamp_(max=FLT_MAX)
     return encode.masked_fill_(amax == 0, 1.0)
@@ -83,7 +83,7 @@ def tensor_scale(amax: Tensor, fmt: BlockFormat, scale_max: float) -> TensorScal
 def block_scale(
     amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
 ) -> tuple[Tensor, Tensor]:
-    """Scales that bring each block's amax to the largest code.
+    """Return scales that bring each block's amax to the largest code.
 
     Returns:
         (scale, inverse), fp32, the shape of `amax`: values of the scale format, and what the
@@ -106,13 +106,13 @@ def block_scale(
 
 
 def inverse_scale(scale: Tensor, tensor: TensorScale | None) -> Tensor:
-    """min(1 / (scale * decode), FLT_MAX): finite for a scale of zero, whose codes become zero."""
+    """Return min(1 / (scale * decode), FLT_MAX): finite for a scale of zero."""
     decoded = scale if tensor is None else scale * tensor.decode
     return decoded.reciprocal().clamp_(max=FLT_MAX)
 
 
 def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Tensor:
-    """Casts non-negative fp32 block scales to an 8-bit float (saturating) and back to fp32.
+    """Cast non-negative fp32 block scales to an 8-bit float (saturating) and back to fp32.
 
     Args:
         value: fp32 >= 0; NaN stays NaN, and inf becomes NaN rather than the largest scale.
@@ -140,7 +140,7 @@ def four_over_six(
     rounding: ScaleRounding,
     tensor: TensorScale | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scales each block's amax to 6 or to 4, whichever leaves the smaller squared error.
+    """Scale each block's amax to 6 or to 4, whichever leaves the smaller squared error.
 
     A block with amax on 4 uses the values 0 .. 4 and gives up 6: near its top the spacing is 1/4 of
     the maximum instead of 1/3. Errors are those of nearest rounding, also where the elements are
@@ -173,7 +173,7 @@ def four_over_six(
 
 
 def whole_errors(errors: Tensor, count: int) -> Tensor:
-    """Squared errors of a block's elements as whole numbers, which add up without rounding errors.
+    """Return squared errors of a block's elements as whole numbers, whose sums are exact.
 
     So their sum does not depend on the order of a reduction, and is the same on every device.
     Errors are in units of the scale that brings amax to 6: an element that becomes zero is off by

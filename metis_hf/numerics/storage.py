@@ -74,7 +74,7 @@ def quantize(
     scale_rule: str = "absmax",
     generator: torch.Generator | None = None,
 ) -> QuantizedTensor:
-    """Quantizes to packed codes and scales; arguments and errors are those of `fake_quantize`.
+    """Quantize to packed codes and scales; arguments and errors are those of `fake_quantize`.
 
     >>> from metis_hf.numerics import fake_quantize
     >>> x = torch.linspace(-1, 1, 32)
@@ -169,7 +169,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _matrix(blocks: Tensor, tile: Tile, dim: int) -> Tensor:
-    """Codes in blocks -> [.. n], the blocked dimension last, padding kept."""
+    """Lay codes in blocks out as [.. n], the blocked dimension last, padding kept."""
     if tile is Tile.TENSOR:
         return blocks
     if tile is Tile.SQUARE:

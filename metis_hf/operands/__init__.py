@@ -1,4 +1,4 @@
-"""How one tensor enters one GEMM, and how a layer stores its weight.
+"""Operands: how one tensor enters one GEMM, and how a layer stores its weight.
 
 `operand` has the operand itself, `conditioner` the base class of what a method does around the
 quantizer, `conditioners` the published ones, a family per file, and `weight_forms` the ways to

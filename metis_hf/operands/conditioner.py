@@ -1,4 +1,4 @@
-"""What a method does around the quantizer: the base class of all conditioners.
+"""The base class of conditioners, which work on a tensor around its quantizer.
 
 A conditioner turns a matrix into something that quantizes better and back again: identity is
 `qdq(x)`, rotation is `unrotate(qdq(rotate(x)))`, spectral is `qdq(a) * lam @ qdq(v.T) +
@@ -35,7 +35,7 @@ class LowRank(NamedTuple):
     right: Tensor  # [k c], quantized
 
     def dense(self) -> Tensor:
-        """[t k] @ [k c] -> [t c]"""
+        """Multiply out [t k] @ [k c] -> [t c]."""
         return (self.left * self.lengths) @ self.right
 
 
@@ -58,7 +58,7 @@ class Encoded(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a conditioner computes of a matrix [t c]: FLOPs by kind, see `costs.LayerCost`.
+    """Work of a conditioner on a matrix [t c]: FLOPs by kind, see `costs.LayerCost`.
 
     Attributes:
         call: from the matrix to the operand.
@@ -103,7 +103,7 @@ class Conditioner(ABC):
         row_mask: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Quantizes a matrix for a GEMM.
+        """Quantize a matrix for a GEMM.
 
         Args:
             x: [t c]
@@ -124,7 +124,7 @@ class Conditioner(ABC):
         row_mask: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
-        """Returns the result of a call and its low-rank part; None where there is none."""
+        """Return the result of a call and its low-rank part; None where there is none."""
         return self(x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype), None
 
     def parts(
@@ -136,13 +136,13 @@ class Conditioner(ABC):
         key: Key,
         row_mask: Tensor | None = None,
     ) -> list[Part]:
-        """Returns what a call hands to the quantizer, the largest tensor last; by default x."""
+        """Return what a call hands to the quantizer, the largest tensor last; by default x."""
         x_hat = self(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         return [Part("tensor", x, x_hat[: x.shape[0], : x.shape[1]])]
 
     @property
     def has_codes(self) -> bool:
-        """Whether `encode` and `decode` are overridden; without them operands are saved densely."""
+        """Return whether `encode` and `decode` are overridden; else operands are saved densely."""
         return type(self).encode is not Conditioner.encode
 
     def encode(
@@ -154,7 +154,7 @@ class Conditioner(ABC):
         key: Key,
         row_mask: Tensor | None = None,
     ) -> Encoded:
-        """Returns what is stored of x [t c], not empty, in codes and scales; see `has_codes`.
+        """Return what is stored of x [t c], not empty, in codes and scales; see `has_codes`.
 
         Together with `decode` it gives what a call gives, bit for bit.
         """
@@ -169,7 +169,7 @@ class Conditioner(ABC):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Returns x_hat of what `encode` gave for x of that shape."""
+        """Return x_hat of what `encode` gave for x of that shape."""
         raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
 
     def decode_with_factors(
@@ -181,19 +181,19 @@ class Conditioner(ABC):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, LowRank | None]:
-        """Returns the result of `decode` and its low-rank part; None where there is none."""
+        """Return the result of `decode` and its low-rank part; None where there is none."""
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
 
     def bind(self, state: Any) -> Conditioner:
-        """Returns the conditioner of one call, which knows what the layer's state froze for it."""
+        """Return the conditioner of one call, which knows what the layer's state froze for it."""
         return self
 
     def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
-        """Returns dL/dw of dw = dL/dw_hat [o i]; by default straight-through, which is dw."""
+        """Return dL/dw of dw = dL/dw_hat [o i]; by default straight-through, which is dw."""
         return dw
 
     def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        """Returns what planning counts for a matrix; by default the quantizer's share alone.
+        """Return what planning counts for a matrix; by default the quantizer's share alone.
 
         A conditioner that multiplies matrices overrides it, or plans of runs leave that out.
         """
@@ -212,19 +212,19 @@ class AroundQuantizer(Conditioner):
     transformed: ClassVar[str] = "transformed"
 
     def forward(self, x: Tensor, *, dim: int) -> Tensor:
-        """Transforms x [t c], fp32 or fp64 and not empty; `dim` is what the GEMM contracts."""
+        """Transform x [t c], fp32 or fp64 and not empty; `dim` is what the GEMM contracts."""
         return x
 
     def inverse(self, x: Tensor, *, dim: int) -> Tensor:
-        """Transforms a quantized matrix back; padding that `forward` added may stay."""
+        """Transform a quantized matrix back; padding that `forward` added may stay."""
         return x
 
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
-        """Returns the shape that `forward` gives a matrix of this shape."""
+        """Return the shape that `forward` gives a matrix of this shape."""
         return shape
 
     def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
-        """Returns the transform of one matrix, where it depends on the matrix or its noise."""
+        """Return the transform of one matrix, where it depends on the matrix or its noise."""
         return self
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
@@ -249,5 +249,5 @@ class AroundQuantizer(Conditioner):
 
 
 def as_fp32(x: Tensor) -> Tensor:
-    """Returns x in the dtype that transforms compute in: fp32, or fp64 for fp64."""
+    """Return x in the dtype that transforms compute in: fp32, or fp64 for fp64."""
     return x if x.dtype is torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""What is quantized of a weight, kept as long as the weight stays as it is."""
+"""Quantized weights, kept as long as the weight stays as it is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeldWeight:
         key: Key,
         dtype: torch.dtype,
     ) -> Quantized:
-        """`WeightForm.quantize`, of which the first half is done once."""
+        """Return `WeightForm.quantize`, of which the first half is done once."""
         encoded = self._find(form, params, operand, dim, key)
         if encoded is None:
             return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
@@ -42,7 +42,7 @@ class HeldWeight:
     def _find(
         self, form: WeightForm, params: Sequence[Tensor], operand: Operand, dim: int, key: Key
     ) -> Encoded | None:
-        """The codes of these parameters, made if they are not there; None where there are none."""
+        """Return the codes of these parameters, made if missing; None where there are none."""
         if not form.encodes(params, operand) or params[-1].is_inference():
             return None
         # Storage and version guard against most changes that should not have happened.

@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
     low: LowRank | None = None
 
     def error(self, x: Tensor) -> Tensor:
-        """x [t c] less what stands for it, [t c] in the dtype of x or wider."""
+        """Return x [t c] less what stands for it, [t c] in the dtype of x or wider."""
         values = self.values if self.scale is None else self.values * self.scale
         return x - values
 
@@ -51,7 +51,7 @@ class Operand:
     conditioner: Conditioner = IDENTITY
 
     def bind(self, state: Any) -> Operand:
-        """Returns the operand of one call, which knows what the layer's state froze for it."""
+        """Return the operand of one call, which knows what the layer's state froze for it."""
         return replace(self, conditioner=self.conditioner.bind(state))
 
     def __call__(
@@ -63,7 +63,7 @@ class Operand:
         dtype: torch.dtype,
         row_mask: Tensor | None = None,
     ) -> Quantized:
-        """Quantizes for a GEMM in `dtype`.
+        """Quantize for a GEMM in `dtype`.
 
         Args:
             x: [t c]
@@ -88,19 +88,19 @@ class Operand:
         return self.conditioner.is_direct and bool(self.quantizer.two_level)
 
     def has_codes(self, x: Tensor) -> bool:
-        """Whether `encode` takes x [t c]."""
+        """Return whether `encode` takes x [t c]."""
         known = isinstance(self.quantizer, Quantizer) and self.conditioner.has_codes
         return known and x.numel() > 0
 
     def encode(self, x: Tensor, *, dim: int, key: Key, row_mask: Tensor | None = None) -> Encoded:
-        """The first half of a call: what is stored of x [t c]. See `has_codes`."""
+        """Return the first half of a call: what is stored of x [t c]. See `has_codes`."""
         assert self.quantizer is not None
         return self.conditioner.encode(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)
 
     def decode(
         self, encoded: Encoded, *, dim: int, shape: tuple[int, int], dtype: torch.dtype
     ) -> Quantized:
-        """The second half: what the call returns, bit for bit, for x of that shape."""
+        """Return the second half: what the call returns, bit for bit, for x of that shape."""
         assert self.quantizer is not None
         if self._keeps_scale_apart(dtype):
             packed = Packed(*encoded.tensors)  # type: ignore[arg-type]

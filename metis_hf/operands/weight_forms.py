@@ -1,4 +1,4 @@
-"""How a layer stores its weight, and how the stored parameters become the GEMM operand w_hat.
+"""Forms of a stored weight, and how its parameters become the GEMM operand w_hat.
 
 Dense: one matrix. Clipped: one matrix and a clipping strength per row. Split: u [o k], s [k],
 vh [k i], residual [o i], all trainable, with w = gain * (u * s) @ vh + residual. The gradients are
@@ -27,7 +27,7 @@ HIGH_PRECISION_BITS = 16.0  # of what is not quantized, in BF16
 
 
 class WeightWork(NamedTuple):
-    """What a form computes of a weight [o i]: FLOPs by kind, see `costs.LayerCost`.
+    """Work of a form on a weight [o i]: FLOPs by kind, see `costs.LayerCost`.
 
     Attributes:
         dense: from the parameters to the represented weight.
@@ -68,34 +68,34 @@ class WeightForm(ABC):
     rank: int | None
 
     def sized(self, out_features: int, in_features: int) -> WeightForm:
-        """Returns the form of a layer of this size, where constants of the form depend on it."""
+        """Return the form of a layer of this size, where constants of the form depend on it."""
         return self
 
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of the parameters."""
+        """Return the shapes of the parameters."""
 
     @abstractmethod
     def decompose(self, w: Tensor, key: Key) -> tuple[Tensor, ...]:
-        """Makes the parameters that represent a weight [o i]; where they are new, fp32 or fp64."""
+        """Make the parameters that represent a weight [o i]; where they are new, fp32 or fp64."""
 
     @abstractmethod
     def dense(self, params: Sequence[Tensor]) -> Tensor:
-        """Returns the represented weight [o i], in the parameters' dtype."""
+        """Return the represented weight [o i], in the parameters' dtype."""
 
     @abstractmethod
     def quantize(
         self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key, dtype: torch.dtype
     ) -> Quantized:
-        """Returns w_hat [o i], as `Operand.__call__`."""
+        """Return w_hat [o i], as `Operand.__call__`."""
 
     def encodes(self, params: Sequence[Tensor], operand: Operand) -> bool:
-        """Whether `quantize` has two halves, `encode` and `decode`."""
+        """Return whether `quantize` has two halves, `encode` and `decode`."""
         return operand.has_codes(params[-1])
 
     @abstractmethod
     def encode(self, params: Sequence[Tensor], operand: Operand, *, dim: int, key: Key) -> Encoded:
-        """Does the first half of `quantize`: codes and scales of w_hat."""
+        """Do the first half of `quantize`: codes and scales of w_hat."""
 
     def decode(
         self,
@@ -106,7 +106,7 @@ class WeightForm(ABC):
         dim: int,
         dtype: torch.dtype,
     ) -> Quantized:
-        """Does the second half: what `quantize` gives, bit for bit."""
+        """Do the second half: what `quantize` gives, bit for bit."""
         rows, columns = params[-1].shape
         return operand.decode(encoded, dim=dim, shape=(rows, columns), dtype=dtype)
 
@@ -114,10 +114,10 @@ class WeightForm(ABC):
     def gradients(
         self, params: Sequence[Tensor], dw: Tensor, operand: Operand, *, key: Key
     ) -> list[Tensor]:
-        """Carries dw = dL/dw_hat [o i] to each parameter."""
+        """Carry dw = dL/dw_hat [o i] to each parameter."""
 
     def factor_bits(self, shape: tuple[int, int], bits: float) -> float:
-        """Returns what is stored beside the matrix, in bits for each of its elements.
+        """Return what is stored beside the matrix, in bits for each of its elements.
 
         Args:
             shape: of the matrix, [o i].
@@ -126,7 +126,7 @@ class WeightForm(ABC):
         return 0.0
 
     def work(self, shape: tuple[int, int], *, quantized: bool) -> WeightWork:
-        """Returns what planning counts for a weight of this shape.
+        """Return what planning counts for a weight of this shape.
 
         Args:
             shape: [o i]
@@ -237,7 +237,7 @@ class ClippedWeight(WeightForm):
         )
 
     def _blocks(self, clip: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""
+        """Return w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""
         blocks = self._cut(w if w.dtype is torch.float64 else w.float())
         amax = blocks.abs().amax(-1, keepdim=True)
         return blocks, amax, self.strength(clip.to(blocks.dtype))[:, None, None] * amax
@@ -339,12 +339,12 @@ class SplitWeight(WeightForm):
 
     @staticmethod
     def _product(low: LowRank) -> Tensor:
-        """gain * (u_hat * s) @ vh_hat [o i], fp32 or fp64."""
+        """Return gain * (u_hat * s) @ vh_hat [o i], fp32 or fp64."""
         dense = low.dense()
         return dense if dense.dtype is torch.float64 else dense.float()
 
     def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
-        """What is quantized outside the factors: (a matrix, what is taken off it or None)."""
+        """Return what is quantized outside the factors: (matrix, what is taken off it or None)."""
         return (self.dense((u, s, vh, residual)), low) if self.compensated else (residual, None)
 
     def gradients(self, params, dw, operand, *, key):
@@ -386,7 +386,7 @@ class SplitWeight(WeightForm):
         )
 
     def orthonormal(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """u and vh in the units in which they start out orthonormal."""
+        """Return u and vh in the units in which they start out orthonormal."""
         u, _, vh, _ = params
         return (u, vh) if self.gain == 1 else (u / u.shape[0] ** 0.5, vh / vh.shape[1] ** 0.5)
 

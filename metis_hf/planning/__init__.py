@@ -1,1 +1,1 @@
-"""What a run will take, before it starts: FLOPs, memory, communication."""
+"""Plans of runs before they start: FLOPs, memory, communication."""

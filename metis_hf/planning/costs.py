@@ -1,4 +1,4 @@
-"""What one converted layer costs a micro-batch: FLOPs by kind, and what its quantizers move.
+"""Costs of one converted layer per micro-batch: FLOPs by kind, and what its quantizers move.
 
 Formulas follow the code that they price (`gemm`, `weights`) and are held to it by tests; those of
 conditioners stand beside them (`operands.Work`). What layers that read one tensor share is counted
@@ -68,12 +68,12 @@ class LayerCost:
 
 
 def layer_cost(layer: MetisLayer, tokens: int) -> LayerCost:
-    """One micro-batch of `tokens` rows through a layer in training mode, forward and backward."""
+    """Count a micro-batch of `tokens` rows through a layer in training, forward and backward."""
     return forward_cost(layer, tokens) + backward_cost(layer, tokens)
 
 
 def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
-    """fprop, [t i] @ [i o] in 2tio FLOPs, and the making of its operands."""
+    """Return fprop, [t i] @ [i o] in 2tio FLOPs, and the making of its operands."""
     scheme, i, o = layer.scheme, layer.in_features, layer.out_features
     cost = LayerCost(gemm=2.0 * tokens * i * o)
     if scheme.is_high_precision:
@@ -84,7 +84,7 @@ def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
 
 
 def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
-    """dgrad and wgrad, 2tio each, the making of their operands, and the gradients of u, s, vh."""
+    """Count dgrad and wgrad, 2tio each, their operands, and the gradients of u, s, vh."""
     scheme, i, o = layer.scheme, layer.in_features, layer.out_features
     cost = LayerCost(gemm=4.0 * tokens * i * o)
     if scheme.is_high_precision:
@@ -103,7 +103,7 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
 
 
 def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -> LayerCost:
-    """`gemm`: the error [m n] of an operand along k directions, quantized, times [k p]."""
+    """Return `gemm`: the error [m n] of an operand along k directions, quantized, times [k p]."""
     t, i, o = tokens, layer.in_features, layer.out_features
     sizes = {  # the corrected operand [m n] of a GEMM [m n] @ [n p]
         Role.FPROP_INPUT: (t, i, o),
@@ -124,18 +124,18 @@ def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -
 
 
 def _weight_work(layer: MetisLayer, operand: Operand) -> WeightWork:
-    """`WeightForm.work` of a layer's weight with this operand."""
+    """Return `WeightForm.work` of a layer's weight with this operand."""
     shape = (layer.out_features, layer.in_features)
     return layer.weight_form.work(shape, quantized=operand.quantizer is not None)
 
 
 def _dense_weight_cost(layer: MetisLayer) -> LayerCost:
-    """What a weight that is used unquantized is made of: (u * s) @ vh + residual, or nothing."""
+    """Count what puts an unquantized weight together: (u * s) @ vh + residual, or nothing."""
     return LayerCost(**_weight_work(layer, layer.scheme.fprop_weight).dense)
 
 
 def _weight_cost(layer: MetisLayer, operand: Operand, *, dim: int = -1) -> LayerCost:
-    """`WeightForm.quantize`: one quantized copy of the weight [o i], blocks along `dim`."""
+    """Return `WeightForm.quantize`: one quantized copy of the weight [o i], blocks along `dim`."""
     work = _weight_work(layer, operand)
     cost = LayerCost(**work.quantize) + _quantizers_cost(operand.quantizer, *work.quantized)
     if work.operand:
@@ -146,7 +146,7 @@ def _weight_cost(layer: MetisLayer, operand: Operand, *, dim: int = -1) -> Layer
 def _operand_cost(
     operand: Operand, shape: tuple[int, int], dim: int, *phases: str, quantizes: bool = True
 ) -> LayerCost:
-    """operands.Operand on a matrix of this shape: `phases` of `Work`, by default a call."""
+    """Return operands.Operand on a matrix of this shape: `phases` of `Work`, by default a call."""
     if operand.quantizer is None:
         return LayerCost()
     work = operand.conditioner.work(shape, dim=dim)
@@ -157,7 +157,7 @@ def _operand_cost(
 
 
 def _wgrad_input_cost(scheme: Scheme, tokens: int, width: int) -> LayerCost:
-    """What is saved of x [t i], and the operand from that; of a shared copy the latter only."""
+    """Count saving x [t i] and the operand from it; for a shared copy, the operand alone."""
     role, operand = scheme.resolve(Role.WGRAD_INPUT)
     shape = (tokens, width)
     if role is Role.FPROP_INPUT:
@@ -166,7 +166,7 @@ def _wgrad_input_cost(scheme: Scheme, tokens: int, width: int) -> LayerCost:
 
 
 def _quantizers_cost(quantizer: Quantizer | None, *shapes: tuple[int, int]) -> LayerCost:
-    """A quantizer on matrices of these shapes, one call each."""
+    """Return a quantizer on matrices of these shapes, one call each."""
     cost = LayerCost()
     if quantizer is not None:
         for rows, columns in shapes:
@@ -176,7 +176,7 @@ def _quantizers_cost(quantizer: Quantizer | None, *shapes: tuple[int, int]) -> L
 
 @lru_cache(maxsize=256)
 def _quantizer_cost(quantizer: Quantizer, rows: int, columns: int) -> LayerCost:
-    """What one call computes and moves, counted by running it on the meta device."""
+    """Return what one call computes and moves, counted by running it on the meta device."""
     quantizer(torch.empty(1, 1, device="meta"), dim=-1, key=Key(0))  # fills the noise's caches
     with _ElementCount() as count:
         quantizer(torch.empty(rows, columns, device="meta"), dim=-1, key=Key(0))

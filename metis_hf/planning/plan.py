@@ -1,4 +1,4 @@
-"""What a training run will take, before it is paid for: memory, FLOPs and communication.
+"""The plan of a training run before it is paid for: memory, FLOPs and communication.
 
 Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
 forward pass with fake tensors. Costs of single layers are in `costs`. Dense decoder models only.
@@ -28,7 +28,7 @@ DDP, FSDP2 = "DDP", "FSDP2"
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How much is trained, in which portions, on how many processes.
+    """The amount of training: in which portions, on how many processes.
 
     Args:
         tokens: of the whole run.
@@ -86,7 +86,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan_run` found; `planning_tables.print_plan` shows it.
+    """The findings of `plan_run`; `planning.tables.print_plan` shows them.
 
     Attributes:
         model_type: architecture, as transformers calls it.
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def added_flops(self) -> float:
-        """What the scheme adds to the dense model, in one step."""
+        """Return what the scheme adds to the dense model, in one step."""
         return sum(self.flops.get(name, 0.0) for name in _added_kinds())
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Plan:
 
 
 def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -> Plan:
-    """Plans the training of a model from scratch.
+    """Return plans the training of a model from scratch.
 
     Args:
         config: of a dense decoder model (Llama, GPT-2, ...).
@@ -176,13 +176,13 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with fp32 parameters on the meta device."""
+    """Return the model with fp32 parameters on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:
-    """`Plan.parameters` of a converted model that had `original` parameters before."""
+    """Return `Plan.parameters` of a converted model that had `original` parameters before."""
     report = model.metis_report
     assert isinstance(report, ConversionReport)
     split = [layer for _, layer in metis_layers(model) if layer.weight_form.is_split]
@@ -197,7 +197,7 @@ def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:
 
 
 def step_costs(model: PreTrainedModel, gemm_weights: float, load: Workload) -> dict[str, float]:
-    """FLOPs of one optimizer step by kind, over all processes, and "quantizer_bytes".
+    """Return FLOPs of one optimizer step by kind, over all processes, and "quantizer_bytes".
 
     - "gemm": converted layers, 6 per weight and token (`LayerCost`).
     - "other_gemm": output head and layers left out, also 6.
@@ -223,14 +223,14 @@ def step_costs(model: PreTrainedModel, gemm_weights: float, load: Workload) -> d
 
 
 def _attention_flops(config: PreTrainedConfig, tokens: int, sequence_length: int) -> float:
-    """One forward pass; see `step_costs`."""
+    """Return one forward pass; see `step_costs`."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 4.0 * config.num_hidden_layers * tokens * sequence_length * heads * size
 
 
 def rank_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
-    """Bytes on the fullest rank, by kind, at the end of a forward pass.
+    """Return bytes on the fullest rank, by kind, at the end of a forward pass.
 
     With P parameters in n tensors, W processes:
     - "weights", "gradients": fp32, 4P each. FSDP2 shards each tensor along dimension 0 and the
@@ -260,7 +260,7 @@ def rank_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dic
 
 
 def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
-    """The kinds of `rank_memory` that do not depend on the batch."""
+    """Return the kinds of `rank_memory` that do not depend on the batch."""
     world = load.world_size if sharded else 1
     params = list(model.parameters())
     held = sum(_shard(p, world) for p in params)
@@ -284,7 +284,7 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
 
 
 def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> SavedBytes:
-    """What autograd keeps between the forward and the backward pass of one rank.
+    """Return what autograd keeps between the forward and the backward pass of one rank.
 
     Traced on one and on two blocks where all blocks are alike, and continued linearly; else on the
     whole model. Under FSDP2 the gathered weights are bf16, and with them the activations. Under
@@ -316,7 +316,7 @@ def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> Sav
 
 
 def communication(model: PreTrainedModel, load: Workload) -> dict[str, dict[str, float]]:
-    """Bytes that one rank sends in one optimizer step.
+    """Return bytes that one rank sends in one optimizer step.
 
     Ring algorithms (Thakur, Rabenseifner, Gropp 2005): all-gather and reduce-scatter send (W-1)/W
     of the whole, all-reduce twice that. DDP all-reduces fp32 gradients once. FSDP2, as accelerate
@@ -350,7 +350,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _shard(param: Tensor, world: int) -> int:
-    """Elements of a parameter on the first of `world` ranks."""
+    """Return elements of a parameter on the first of `world` ranks."""
     if param.dim() == 0:
         return 1
     rows = param.shape[0]
@@ -358,13 +358,13 @@ def _shard(param: Tensor, world: int) -> int:
 
 
 def _blocks(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The transformer blocks: what FSDP wraps by default."""
+    """Return the transformer blocks: what FSDP wraps by default."""
     names = set(model._no_split_modules or ())
     return (module for module in model.modules() if type(module).__name__ in names)
 
 
 def _resharded_units(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """What accelerate reshards after forward: blocks, and an embedding that is not tied."""
+    """Return what accelerate reshards after forward: blocks, and an embedding that is not tied."""
     yield from _blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
@@ -372,14 +372,14 @@ def _resharded_units(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def _signature(block: nn.Module) -> tuple:
-    """What two blocks must share to save the same tensors."""
+    """Return what two blocks must share to save the same tensors."""
     shapes = Counter((key, tuple(p.shape)) for key, p in block.named_parameters())
     schemes = [layer.scheme for _, layer in metis_layers(block)]
     return tuple(sorted(shapes)), tuple(map(repr, schemes))
 
 
 def _truncated(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A copy with the first `count` blocks."""
+    """Return a copy with the first `count` blocks."""
     model = copy.deepcopy(model)
     first = next(_blocks(model))
     stack = next(

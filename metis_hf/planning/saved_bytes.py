@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass, measured without running it.
+"""Bytes that a forward pass keeps for the backward pass, measured without running it.
 
 The model runs on fake tensors (torch._subclasses.fake_tensor): shapes, dtypes and storages are
 those of a real run on the CPU, values do not exist. Under CUDA autocast a few elementwise functions
@@ -64,7 +64,7 @@ def trace_saved_bytes(
     weights: torch.dtype = torch.float32,
     checkpointing: bool = False,
 ) -> SavedBytes:
-    """Traces one training forward pass, loss included.
+    """Return traces one training forward pass, loss included.
 
     Args:
         model: on the meta device; left as it is.
@@ -90,7 +90,7 @@ def measure_saved_bytes(
     autocast: torch.dtype | None = None,
     checkpointing: bool = False,
 ) -> SavedBytes:
-    """The same for one real forward pass of a model on `ids` [sequences, tokens]."""
+    """Return the same for one real forward pass of a model on `ids` [sequences, tokens]."""
     model.config.use_cache = False
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -131,7 +131,7 @@ def measure_saved_bytes(
 
 
 def _no_packed_sequences() -> contextlib.AbstractContextManager:
-    """transformers looks for packed sequences by value, and assumes them where there are none."""
+    """Keep transformers from looking for packed sequences by value: fake tensors have none."""
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
 
 

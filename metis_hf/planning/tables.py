@@ -44,7 +44,7 @@ _COMMUNICATION = {
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints a plan as four tables and what they leave out."""
+    """Print a plan as four tables and what they leave out."""
     console = console or Console()
     for table in _tables(plan):
         console.print(table)
@@ -58,7 +58,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def si(value: float, unit: str) -> str:
-    """A number with three significant digits and a decimal prefix: si(4.1e9, "B") = "4.1 GB"."""
+    """Return a number with three digits and a decimal prefix: si(4.1e9, "B") = "4.1 GB"."""
     for prefix, size in (
         ("Z", 1e21),
         ("E", 1e18),
@@ -74,7 +74,7 @@ def si(value: float, unit: str) -> str:
 
 
 def gib(value: float) -> str:
-    """Bytes in GiB, as devices are sold; MiB below one of them."""
+    """Return bytes in GiB, as devices are sold; MiB below one of them."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 

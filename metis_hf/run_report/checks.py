@@ -1,4 +1,4 @@
-"""What a record has to look like to be shown on a page.
+"""Checks of a record before it is shown on a page.
 
 Each check returns the record, or raises `Malformed` with what is wrong with it. NaN and infinity
 are numbers here, since a run that diverged has them; text, lists and null in their place are not.

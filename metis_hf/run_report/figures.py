@@ -40,7 +40,7 @@ _GOOD_AND_BAD = {
 
 
 def as_png(figure: Any) -> bytes:
-    """A matplotlib figure as the bytes of a PNG file."""
+    """Return a matplotlib figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -60,7 +60,7 @@ def _span(count: int) -> int:
 def _curve(
     axis: Axes, run: RunRecord, name: str, style: Style, label: str, *, raw: bool = True
 ) -> None:
-    """One figure of the log, raw (or not) and smoothed; steps that are not finite are marked."""
+    """Draw one figure of the log, raw (or not) and smoothed; marks steps that are not finite."""
     steps, values = run.series(name)
     if not steps:
         return
@@ -77,7 +77,7 @@ def _curve(
 
 
 def _limit(axis: Axes, values: Sequence[float]) -> None:
-    """Keeps the first, steep part and single spikes from flattening the rest of a curve."""
+    """Keep the first, steep part and single spikes from flattening the rest of a curve."""
     finite = sorted(value for value in values if math.isfinite(value))
     if len(finite) < 20:
         return
@@ -118,7 +118,7 @@ def curves(run: RunRecord) -> bytes:
 
 
 def noise(run: RunRecord) -> tuple[bytes, Crossing]:
-    """|G| / (sqrt(3) noise) of the weight gradients by step, and where it crosses 1."""
+    """Return |G| / (sqrt(3) noise) of the weight gradients by step, and where it crosses 1."""
     series = run.noise_series()
     figure, axes = figure_axes(1, 1, (10, 4.2))
     axis = axes[0][0]
@@ -153,7 +153,7 @@ def noise(run: RunRecord) -> tuple[bytes, Crossing]:
 
 
 def refreshes(run: RunRecord) -> bytes:
-    """What each refresh changed: median and range over the layers, before and after."""
+    """Return what each refresh changed: median and range over the layers, before and after."""
     figure, axes = figure_axes(1, len(_REFRESHED), (12, 3.6))
     for axis, (stat, label, log) in zip(axes[0], _REFRESHED):
         for moment, color, marker in (("before", ORANGE, "o"), ("after", BLUE, "s")):

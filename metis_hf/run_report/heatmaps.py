@@ -95,19 +95,19 @@ PANELS = (
 
 
 def order_layers(names: list[str]) -> list[str]:
-    """Layers by kind, kinds and layers in model order."""
+    """Return layers by kind, kinds and layers in model order."""
     kinds = list(dict.fromkeys(map(group_of, names)))
     return sorted(names, key=lambda name: kinds.index(group_of(name)))  # stable
 
 
 def short_names(names: list[str]) -> list[str]:
-    """ "q_proj 3" for model.layers.3.self_attn.q_proj: the kind and the indices of the name."""
+    """Return "q_proj 3" for model.layers.3.self_attn.q_proj: kind and indices of a name."""
     indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
     return [plain_text(f"{group_of(n)} {'.'.join(i)}".strip()) for n, i in zip(names, indices)]
 
 
 def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
-    """([layer step] values, NaN where not measured; [layer step] whether it is not finite)."""
+    """Return ([layer step] values, NaN where not measured; [layer step] whether not finite)."""
     layers = order_layers(layer_names(run))
     values = np.full((len(layers), len(run.layers)), np.nan)
     bad = np.zeros_like(values, dtype=bool)
@@ -124,12 +124,12 @@ def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray
 
 
 def layer_names(run: RunRecord) -> list[str]:
-    """All layers of the run, in model order."""
+    """Return all layers of the run, in model order."""
     return list(dict.fromkeys(name for measured in run.layers.values() for name in measured))
 
 
 def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
-    """One picture of a statistic: weights, activations and gradients side by side.
+    """Return one picture of a statistic: weights, activations and gradients side by side.
 
     Returns:
         A PNG; None where the run has no such figure, or a share is zero everywhere.

@@ -30,7 +30,7 @@ Row = Sequence[Cell | str]
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Reads one or more runs and writes their page.
+    """Read one or more runs and writes their page.
 
     Args:
         paths: directories of runs.
@@ -56,7 +56,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def run_page(run: RunRecord) -> Page:
-    """The page of one run."""
+    """Return the page of one run."""
     planned = f" of {run.max_steps:,}" if run.max_steps else ""
     tokens = f" · {run.tokens:,} tokens" if run.tokens else ""
     what = f"{run.model} · " if run.model else ""
@@ -82,7 +82,7 @@ def _format(value: float | None, spec: str = ".4g") -> str:
 
 
 def _losses(run: RunRecord) -> tuple[float | None, float | None, int | None]:
-    """(last, best finite loss, its step)."""
+    """Return (last, best finite loss, its step)."""
     steps, losses = run.series("loss")
     finite = [(loss, step) for step, loss in zip(steps, losses) if math.isfinite(loss)]
     best, step = min(finite) if finite else (None, None)
@@ -168,7 +168,7 @@ def _add_noise(page: Page, run: RunRecord) -> None:
 
 
 def crossing_text(crossing: Crossing) -> str:
-    """A sentence that says where the ratio crosses 1, or that it does not."""
+    """Return a sentence that says where the ratio crosses 1, or that it does not."""
     if crossing.step is None:
         return "All layers together, the ratio does not fall below 1 and stay there in this run."
     if crossing.from_start:
@@ -199,7 +199,7 @@ def _add_layers(page: Page, run: RunRecord) -> None:
 
 
 def _layer_rows(run: RunRecord, step: int) -> list[tuple[tuple[float, float], Row]]:
-    """((risk order), cells) of each layer."""
+    """Return ((risk order), cells) of each layer."""
     names = layer_names(run)
     measured = run.layers[step]
     stats = {n: {t: measured.get(n, {}).get(t, {}) for t in TENSORS} for n in names}
@@ -313,7 +313,7 @@ def _text(value: Any) -> str:
 
 
 def comparison_page(runs: Sequence[RunRecord], left_out: Sequence[str] = ()) -> Page:
-    """Losses and gradient norms of several runs in one picture, and a table of them.
+    """Return losses and gradient norms of several runs in one picture, and a table of them.
 
     Args:
         runs: what is compared.

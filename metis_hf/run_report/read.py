@@ -25,7 +25,7 @@ _SHOWN_FAULTS = 6  # of a file; a note says how many more there are
 
 
 def read_run(path: Path) -> RunRecord:
-    """Reads a run's directory: a Trainer's output_dir, or a scheme's of an experiment.
+    """Read a run's directory: a Trainer's output_dir, or a scheme's of an experiment.
 
     Raises:
         FileNotFoundError: no such directory, or no record of a run in it; the message names the
@@ -149,7 +149,7 @@ def _take_log(run: RunRecord, file: Path, log: list[Any], place: str = "entry") 
 
 
 def _read_result(run: RunRecord) -> bool:
-    """The `result.json` of an experiment's run."""
+    """Return the `result.json` of an experiment's run."""
     file = run.path / RESULT_FILE
     result = _load_json(run, file)
     if result is None:
@@ -211,7 +211,7 @@ def _read_lines(run: RunRecord, file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _read_health(run: RunRecord) -> bool:
-    """`metis_health.jsonl`; with several processes' files, the first that has a step counts."""
+    """Read `metis_health.jsonl`; of several processes' files the first that has a step counts."""
     files = sorted(run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl"))
     for file in files:
         own: dict[str, dict[int, Any]] = {part: {} for part in checks.PARTS}
@@ -239,7 +239,7 @@ def _read_health(run: RunRecord) -> bool:
 
 
 def _drop_repeated_switches(run: RunRecord) -> None:
-    """A resumed run makes its switch again, at its first step; the run switched once."""
+    """Return a resumed run makes its switch again, at its first step; the run switched once."""
     last: dict[str, Any] | None = None
     kept = {}
     for step, switch in sorted(run.switches.items()):
@@ -249,7 +249,7 @@ def _drop_repeated_switches(run: RunRecord) -> None:
 
 
 def _read_description(run: RunRecord) -> None:
-    """`metis_run.json`, for what the other files do not say."""
+    """Return `metis_run.json`, for what the other files do not say."""
     file = run.path / RUN_FILE
     description = _load_json(run, file) or {}
     run.config = run.config or _part(run, file, description, "config", dict)
@@ -268,7 +268,7 @@ def _read_description(run: RunRecord) -> None:
 
 
 def _sequence_length(run: RunRecord) -> int | None:
-    """Tokens of a sequence, as the settings of the experiment that the run belongs to have it."""
+    """Return tokens per sequence, as the settings of the run's experiment have it."""
     for folder in run.path.resolve().parents[:2]:
         file = folder / SETTINGS_FILE
         settings = _load_json(run, file)
@@ -278,7 +278,7 @@ def _sequence_length(run: RunRecord) -> int | None:
 
 
 def _one_entry_a_step(run: RunRecord) -> None:
-    """An interrupted and resumed run may have logged a step twice: the later entry counts."""
+    """Keep the later entry of a step that an interrupted and resumed run logged twice."""
     by_step = {entry["step"]: entry for entry in run.history}
     run.history = [by_step[step] for step in sorted(by_step)]
     by_step = {entry["step"]: entry for entry in run.evaluations}

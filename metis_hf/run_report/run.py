@@ -64,7 +64,7 @@ class RunRecord:
 
     @property
     def quantized(self) -> bool:
-        """Whether any tensor was measured on its way through a quantizer."""
+        """Return whether any tensor was measured on its way through a quantizer."""
         return any(
             "sqnr_db" in stats
             for layers in self.layers.values()
@@ -90,12 +90,12 @@ class RunRecord:
         return self.runtime / self.last_step if self.runtime and self.last_step else None
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of one figure of the log, where it was logged."""
+        """Return (steps, values) of one figure of the log, where it was logged."""
         entries = [entry for entry in self.history if entry.get(name) is not None]
         return [int(e["step"]) for e in entries], [float(e[name]) for e in entries]
 
     def noise_series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """(steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""
+        """Return (steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""
         found: dict[str, tuple[list[int], list[float]]] = {"all": ([], [])}
         order = {
             name: place for layers in self.layers.values() for place, name in enumerate(layers)
@@ -111,7 +111,7 @@ class RunRecord:
 
 
 def events(run: RunRecord) -> list[tuple[int, str, str]]:
-    """(step, what, details) of everything out of the ordinary, by step."""
+    """Return (step, what, details) of everything out of the ordinary, by step."""
     found: list[tuple[int, str, str]] = []
     for entry in run.history:
         for name in ("loss", "grad_norm"):

@@ -1,4 +1,4 @@
-"""What a scheme is: an operand for each place in the three GEMMs, and how the weight is stored."""
+"""Schemes: an operand for each place in the three GEMMs, and the form of the stored weight."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class Scheme:
 
     @property
     def splits_weight(self) -> bool:
-        """Whether the weight is split: as it is stored, or whenever fprop quantizes it."""
+        """Return whether the weight is split: as it is stored, or whenever fprop quantizes it."""
         return self.weight.is_split or isinstance(self.fprop_weight.conditioner, Spectral)
 
     def weight_bits(self, out_features: int, in_features: int) -> float:
-        """Returns the bits per element of w_hat in fprop, low-rank factors included."""
+        """Return the bits per element of w_hat in fprop, low-rank factors included."""
         quantizer, shape = self.fprop_weight.quantizer, (out_features, in_features)
         bits = HIGH_PRECISION_BITS if quantizer is None else quantizer.fmt.bits_per_element
         split = SplitWeight(self.rank) if not self.weight.is_split else self.weight
@@ -92,15 +92,15 @@ class Scheme:
         return isinstance(self.resolve(role)[1].conditioner, Spectral)
 
     def operand(self, role: Role) -> Operand | None:
-        """The operand at `role`, None if another's copy is reused there."""
+        """Return the operand at `role`, None if another's copy is reused there."""
         return getattr(self, role.name.lower())
 
     def reuses(self, role: Role) -> bool:
-        """Whether `role` takes the quantized copy made for an earlier GEMM."""
+        """Return whether `role` takes the quantized copy made for an earlier GEMM."""
         return self.operand(role) is None
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
-        """The role whose copy is used at `role`, and its operand."""
+        """Return the role whose copy is used at `role`, and its operand."""
         operand = self.operand(role)
         if operand is None:
             role = _REUSED[role]
@@ -124,7 +124,7 @@ class Scheme:
         object.__setattr__(self, "is_high_precision", high)
 
     def deterministic(self) -> Scheme:
-        """The same with nearest rounding everywhere: what a layer in eval mode uses."""
+        """Return the same with nearest rounding everywhere: what a layer in eval mode uses."""
         changes: dict[str, Any] = {}
         for role in Role:
             operand = self.operand(role)
@@ -134,7 +134,7 @@ class Scheme:
         return replace(self, **changes)
 
     def storing(self, *, split: bool) -> Scheme:
-        """The same with weights stored as u, s, vh and residual, or as one matrix.
+        """Return the same with weights stored as u, s, vh and residual, or as one matrix.
 
         Factors and residual are then quantized as the matrix was. What conditions or clips the
         matrix does not apply to them, and the other way round.
@@ -152,7 +152,7 @@ class Scheme:
         )
 
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
-        """The same with the GEMMs of some passes unquantized: any of "forward", "backward".
+        """Return the same with the GEMMs of some passes unquantized: any of "forward", "backward".
 
         What one pass gives up the other keeps: a quantized operand that was shared with it is then
         quantized for the other pass alone. So does a weight that is quantized in the forward pass

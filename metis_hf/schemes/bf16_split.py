@@ -12,5 +12,5 @@ from metis_hf.schemes.parts import RANK_MULTIPLE, MetisConfig, Scheme, SplitWeig
     rank_multiple=RANK_MULTIPLE,
 )
 def bf16_split(config: MetisConfig, rank: int) -> Scheme:
-    """The extra parameters of Metis without FP4, to tell one's effect from the other's."""
+    """Return the extra parameters of Metis without FP4, to tell one's effect from the other's."""
     return Scheme(weight=SplitWeight(rank, unit_rms=True))

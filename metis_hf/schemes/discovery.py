@@ -17,14 +17,14 @@ _imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives
 
 
 def absolute_source(source: str | Path) -> str:
-    """Returns a source as every process finds it: a file by its absolute path, a module by name."""
+    """Return a source as every process finds it: a file by its absolute path, a module by name."""
     text = str(source)
     is_file = isinstance(source, Path) or text.endswith(".py") or "/" in text or "\\" in text
     return str(Path(text).expanduser().resolve()) if is_file else text
 
 
 def import_schemes(source: str | Path) -> list[str]:
-    """Imports a Python file or module that registers schemes; a second time nothing happens.
+    """Import a Python file or module that registers schemes; a second time nothing happens.
 
     A file that is imported already, as a module or by another path, is not run again.
 
@@ -65,7 +65,7 @@ def import_schemes(source: str | Path) -> list[str]:
 
 
 def source_digest(name: str) -> str | None:
-    """Returns the SHA-256 of the file that builds a scheme; None for this package's own schemes.
+    """Return the SHA-256 of the file that builds a scheme; None for this package's own schemes.
 
     Results of a user's scheme belong to this digest: the file may change under its name.
     """
@@ -79,11 +79,11 @@ def source_digest(name: str) -> str | None:
 
 
 class _Unusable(Exception):
-    """Why a source cannot be imported, where no code of it has run."""
+    """The reason why a source cannot be imported, where no code of it has run."""
 
 
 def _loaded(source: str) -> ModuleType | None:
-    """The module of that name, or of that file, if it is imported already."""
+    """Return the module of that name, or of that file, if it is imported already."""
     path = Path(source)
     if not path.is_absolute():
         return sys.modules.get(source)

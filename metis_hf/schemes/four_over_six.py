@@ -15,7 +15,7 @@ from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_sche
     formats=("nvfp4",),
 )
 def four_over_six(config: MetisConfig, rank: int) -> Scheme:
-    """Every block of a nearest-rounded operand has its maximum on code 6 or 4, as fits better.
+    """Return the recipe in which a block's maximum lies on code 6 or 4, as fits better.
 
     The paper trains with NVIDIA's recipe otherwise: 16x16 tiles of weights, random Hadamard in
     wgrad, stochastic gradients. Gradients keep the plain rule here: the choice between 4 and 6

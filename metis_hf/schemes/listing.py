@@ -26,7 +26,7 @@ SLOTS = {role: role.name.lower().replace("_", ".", 1) for role in Role}  # fprop
 def list_schemes(
     names: Sequence[str] | None = None, mode: str | None = None
 ) -> list[dict[str, Any]]:
-    """A JSON-ready record for each registered scheme.
+    """Return a JSON-ready record for each registered scheme.
 
     Args:
         names: of schemes; None: all.
@@ -82,7 +82,7 @@ def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
 
 
 def _correction(scheme: Scheme, role: Role) -> dict[str, Any]:
-    """The operand's rounding errors [WIDTH rank] along directions of the other in its GEMM."""
+    """Return the operand's rounding errors [WIDTH rank] along directions of its partner."""
     if role not in scheme.corrected:
         return {}
     quantizer = scheme.resolve(role)[1].quantizer
@@ -92,7 +92,7 @@ def _correction(scheme: Scheme, role: Role) -> dict[str, Any]:
 
 
 def conditioner_name(conditioner: Conditioner) -> str:
-    """The words of its class's name, and the options that are on: "full hadamard (across)"."""
+    """Return the words of its class's name, and options that are on: "full hadamard (across)"."""
     words = re.findall("[A-Z][a-z]*", type(conditioner).__name__)
     values: dict[str, Any] = (
         {f.name: getattr(conditioner, f.name) for f in dataclasses.fields(conditioner)}
@@ -122,7 +122,7 @@ def _bits(scheme: Scheme, operand: Operand, role: Role) -> float:
 
 
 def _encoded_bits(operand: Operand, shape: tuple[int, int], dim: int) -> float:
-    """What `Operand.encode` stores of a matrix, counted without its values."""
+    """Return what `Operand.encode` stores of a matrix, counted without its values."""
     x = torch.empty(shape, device="meta")
     if not operand.has_codes(x):
         return HIGH_PRECISION_BITS * x.numel()  # saved densely

@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2603.10444 (Averis)",
 )
 def mean(config: MetisConfig, rank: int) -> Scheme:
-    """x = 1 mu^T + rest, both quantized, of inputs and output gradients; weights directly.
+    """Return x = 1 mu^T + rest, both quantized, of inputs and output gradients; weights directly.
 
     The rest is taken against the exact mean. Stochastic rounding everywhere with scales rounded up
     is what the same group's arXiv 2509.00404 has; this paper leaves the scales open.

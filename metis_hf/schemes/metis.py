@@ -31,7 +31,7 @@ _CORRECTED_BY = {
     rank_multiple=RANK_MULTIPLE,
 )
 def metis(config: MetisConfig, rank: int) -> Scheme:
-    """The default, each choice by measurement (docs/method.md); every GEMM operand is in FP4.
+    """Return the default scheme, each choice measured (docs/method.md); all operands in FP4.
 
     - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
       up for the rounding of the factors, at the same number of bits.

@@ -23,7 +23,7 @@ from metis_hf.schemes.parts import (
     rank_multiple=1,
 )
 def metis_paper(config: MetisConfig, rank: int) -> Scheme:
-    """The paper's equations as written: residual = tensor - exact low-rank part, scales up.
+    """Return the paper's equations as written: residual = tensor - exact low-rank part, scales up.
 
     Tensors that `config.decompose` does not name are quantized directly; without "weight" the
     weight is one dense matrix.

@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
     source="OCP Microscaling Formats (MX) v1.0",
 )
 def mxfp4(config: MetisConfig, rank: int) -> Scheme:
-    """Every operand straight to MXFP4. There is no tensor scale: `two_level` changes nothing.
+    """Round every operand to MXFP4. There is no tensor scale: `two_level` changes nothing.
 
     The specification rounds scales down to a power of two, which lets magnitudes up to 8 meet a
     largest code of 6. So it is in the forward pass; gradients have scales rounded up, where nothing

@@ -11,7 +11,7 @@ from metis_hf.schemes.parts import MetisConfig, Operand, Scheme, in_mode, quanti
     source="arXiv 2509.00404, section 4 and appendix",
 )
 def nvfp4(config: MetisConfig, rank: int) -> Scheme:
-    """Every operand straight to NVFP4; block scales rounded up, as the paper says."""
+    """Return every operand straight to NVFP4; block scales rounded up, as the paper says."""
     forward = quantizer(config, rounding="stochastic", scale_rounding="up")
     backward = quantizer(config, rounding="stochastic", scale_rounding="up", backward=True)
     scheme = Scheme(

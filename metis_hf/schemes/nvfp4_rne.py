@@ -18,7 +18,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2505.19115 (FP4 All the Way)",
 )
 def nvfp4_rne(config: MetisConfig, rank: int) -> Scheme:
-    """Every operand straight to NVFP4; only gradients are rounded stochastically.
+    """Return every operand straight to NVFP4; only gradients are rounded stochastically.
 
     Open in the paper and chosen here: block scales to nearest in the forward pass, up for
     gradients, so that these are unbiased; the input of wgrad is rounded as that of fprop.

@@ -20,7 +20,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2501.17116 (FP4 training, OCC and DGE)",
 )
 def occ(config: MetisConfig, rank: int) -> Scheme:
-    """Inputs: `conditioners.clamped.Clamped`; weights: `DifferentiableEstimator`.
+    """Return inputs: `conditioners.clamped.Clamped`; weights: `DifferentiableEstimator`.
 
     The paper's alpha = .99, k = 5 and cap of 3. Its FP4 has one scale per token and per output
     channel; here it is NVFP4, as in every scheme. Its sparse product is in FP8 or FP16; here the

@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2308.13137, learnable weight clipping",
 )
 def omniquant(config: MetisConfig, rank: int) -> Scheme:
-    """Weights clipped to a trained share of their block's largest; see `ClippedWeight`.
+    """Return weights clipped to a trained share of their block's largest; see `ClippedWeight`.
 
     Its authors train the strengths alone, block by block, on a finished model for inference. Here
     they are parameters of the model and train with its weights. Of the paper's two parts this is

@@ -14,7 +14,7 @@ from metis_hf.schemes.smoothquant import smoothquant
     source="arXiv 2304.09145",
 )
 def outlier_suppression_plus(config: MetisConfig, rank: int) -> Scheme:
-    """x_hat = s Q((x - z) / s) + z and w_hat = Q(w s) / s, from running minima and maxima.
+    """Return x_hat = s Q((x - z) / s) + z and w_hat = Q(w s) / s, from running minima and maxima.
 
     z's part of the product, z @ w_hat^T, is the bias that the paper adds to the layer; here it
     goes through the quantized weight. Its authors quantize trained models for inference and search

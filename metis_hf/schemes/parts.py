@@ -1,4 +1,4 @@
-"""What a scheme is made of: everything that the author of one imports is here.
+"""Parts of a scheme: everything that the author of one imports is here.
 
 A scheme is a function (config, rank) -> `Scheme`, registered by name:
 
@@ -136,7 +136,7 @@ def quantizer(
     backward: bool = False,
     fmt: BlockFormat = NVFP4,
 ) -> Quantizer:
-    """Returns a quantizer with the scheme's choices, unless the config overrides them.
+    """Return a quantizer with the scheme's choices, unless the config overrides them.
 
     Args:
         config: of the layer; its `format`, roundings and `two_level` count.
@@ -162,7 +162,7 @@ def quantizer(
 
 
 def nearest_forward(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
-    """(forward, backward): nearest elements and scales, then unbiased gradients.
+    """Return (forward, backward): nearest elements and scales, then unbiased gradients.
 
     What the schemes have whose papers leave FP4's roundings open. Gradients are rounded
     stochastically with scales rounded up, so that nothing clips and no bias is left.
@@ -172,13 +172,13 @@ def nearest_forward(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
 
 
 def stochastic_everywhere(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
-    """(forward, backward): stochastic elements, scales rounded up, as in arXiv 2509.00404."""
+    """Return (forward, backward): stochastic, scales rounded up, as in arXiv 2509.00404."""
     forward = quantizer(config, rounding="stochastic", scale_rounding="up")
     return forward, quantizer(config, rounding="stochastic", scale_rounding="up", backward=True)
 
 
 def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
-    """The dynamic split of activations and gradients."""
+    """Return the dynamic split of activations and gradients."""
     return Spectral(
         rank=rank,
         sample_frac=config.sample_frac,
@@ -189,7 +189,7 @@ def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
 
 
 def in_mode(scheme: Scheme, mode: str) -> Scheme:
-    """A scheme with three operands, in one of the operand modes.
+    """Return a scheme with three operands, in one of the operand modes.
 
     "shared" leaves it as it is: one copy of each tensor for all its GEMMs. "contraction" gives
     each GEMM its own copy, blocked along its contraction dimension, and square tiles to the
@@ -209,7 +209,7 @@ def in_mode(scheme: Scheme, mode: str) -> Scheme:
 
 
 def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
-    """`in_mode` for weights too: in contraction mode dgrad quantizes a copy of its own."""
+    """Return `in_mode` for weights too: in contraction mode dgrad quantizes a copy of its own."""
     if mode == "shared":
         return scheme
     return replace(

@@ -50,7 +50,7 @@ class SchemeInfo:
         return getattr(self.builder, "__module__", None) or "an unknown module"
 
     def build(self, config: MetisConfig, rank: int) -> Scheme:
-        """Returns the scheme of layers whose splits keep `rank` directions.
+        """Return the scheme of layers whose splits keep `rank` directions.
 
         Raises:
             ValueError: the scheme does not take what the config asks for.
@@ -83,7 +83,7 @@ def register_scheme(
     rank_multiple: int | None = None,
     formats: Sequence[str] | None = None,
 ) -> Callable[[Builder], Builder]:
-    """Registers a function (config, rank) -> Scheme under `name`.
+    """Register a function (config, rank) -> Scheme under `name`.
 
     Args:
         name: what `MetisConfig.scheme` says.
@@ -111,18 +111,18 @@ def register_scheme(
 
 
 def registered() -> dict[str, SchemeInfo]:
-    """Returns what is registered so far by name; nothing is looked for."""
+    """Return what is registered so far by name; nothing is looked for."""
     return dict(_REGISTRY)
 
 
 def scheme_names() -> list[str]:
-    """Returns the registered names, in order of registration; installed packages come last."""
+    """Return the registered names, in order of registration; installed packages come last."""
     _find_installed()
     return list(_REGISTRY)
 
 
 def scheme_info(name: str) -> SchemeInfo:
-    """Looks a scheme up.
+    """Look a scheme up.
 
     Raises:
         ValueError: not registered; the message lists the names and the nearest one, and the
@@ -143,7 +143,7 @@ def scheme_info(name: str) -> SchemeInfo:
 
 
 def _find_installed() -> None:
-    """Imports the modules that installed packages name, the first time it is called.
+    """Import the modules that installed packages name, the first time it is called.
 
     A module that cannot be imported is a warning, not an error: nobody may have asked for it.
     """
@@ -167,7 +167,7 @@ def _find_installed() -> None:
 
 
 def forget_since(before: set[str]) -> None:
-    """Takes out the schemes that an import registered before it failed, so that it can be retried.
+    """Take out the schemes that an import registered before it failed, so that it can be retried.
 
     Args:
         before: the names that were registered when it began.
@@ -177,7 +177,7 @@ def forget_since(before: set[str]) -> None:
 
 
 def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:
-    """rank, or rank_frac of a layer's smaller side, rounded up; before rank_multiple."""
+    """Return rank, or rank_frac of a layer's smaller side, rounded up; before rank_multiple."""
     if config.rank is not None:
         return config.rank
     scaled = round(config.rank_frac * min(in_features, out_features) * 1e6)
@@ -185,7 +185,7 @@ def kept_directions(config: MetisConfig, in_features: int, out_features: int) ->
 
 
 def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
-    """k of a layer: an absolute rank as it is, a share rounded up; at most the smaller side."""
+    """Return k of a layer: an absolute rank, or a share rounded up; at most the smaller side."""
     smaller = min(in_features, out_features)
     kept = kept_directions(config, in_features, out_features)
     if config.rank is not None:
@@ -196,7 +196,7 @@ def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
 
 
 def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Scheme:
-    """Returns the scheme of one layer, with the form and the rank in which its weight is stored.
+    """Return the scheme of one layer, with the form and the rank in which its weight is stored.
 
     Raises:
         ValueError: no such scheme or format, or the scheme does not take what the config asks for.

@@ -20,7 +20,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2211.10438",
 )
 def smoothquant(config: MetisConfig, rank: int) -> Scheme:
-    """x_hat = s Q(x / s) and w_hat = Q(w s) / s, s from running activation maxima.
+    """Return x_hat = s Q(x / s) and w_hat = Q(w s) / s, s from running activation maxima.
 
     Its authors quantize trained models for inference, to INT8. Run here as a training-time
     conditioner of NVFP4: nearest rounding forward, stochastic backward, gradients quantized

@@ -1,4 +1,4 @@
-"""What schemes keep of a layer from step to step: the base class, and the states there are.
+"""States that schemes keep of a layer from step to step: the base class, and those there are.
 
 Running ranges of input channels with the scales and shifts made of them, and the paths of weights
 that oscillate. A scheme names its state; layers hold the buffers, and call the hooks.
@@ -26,20 +26,20 @@ class StatefulLayer(Protocol):
 
     @property
     def is_split(self) -> bool:
-        """Whether the weight is stored as factors and a residual."""
+        """Return whether the weight is stored as factors and a residual."""
 
     def weight(self) -> Tensor:
-        """Returns the stored matrix [o i], in fp32, gathered where it is sharded."""
+        """Return the stored matrix [o i], in fp32, gathered where it is sharded."""
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Returns a matrix [o i] as the forward pass quantizes the weight in evaluation, fp32."""
+        """Return a matrix [o i] as the forward pass quantizes the weight in evaluation, fp32."""
 
     def write(self, weight: Tensor) -> None:
-        """Gives the stored matrix another value [o i], the same on every process."""
+        """Give the stored matrix another value [o i], the same on every process."""
 
 
 class LayerState:
-    """What a scheme keeps of a layer beside its weight, in buffers that are saved with the model.
+    """A scheme's memory of a layer beside its weight, in buffers that are saved with the model.
 
     Every method has a default that does nothing; subclasses are frozen dataclasses, which hold
     settings and no tensors. Layers whose states are equal are handled together.
@@ -59,18 +59,18 @@ class LayerState:
     writes_weights: ClassVar[str] = ""
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
-        """Returns the buffers by name, as they are before the first call."""
+        """Return the buffers by name, as they are before the first call."""
         return {}
 
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
-        """Takes note of the input x [t i] of a call in training, in place, without host sync."""
+        """Take note of the input x [t i] of a call in training, in place, without host sync."""
 
     def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Any:
-        """Returns what a call with input x [t i] takes for weight [o i]; None: nothing."""
+        """Return what a call with input x [t i] takes for weight [o i]; None: nothing."""
         return None
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
-        """Makes the processes agree on the buffers of these layers; only where there are several.
+        """Make the processes agree on the buffers of these layers; only where there are several.
 
         All processes call it together, with the same layers in the same order.
         """
@@ -78,7 +78,7 @@ class LayerState:
     def after_step(
         self, layers: Mapping[str, StatefulLayer], step: int, max_steps: int
     ) -> dict[str, dict[str, float]]:
-        """Does what has to be done between two optimizer steps. All processes call it together.
+        """Do what has to be done between two optimizer steps. All processes call it together.
 
         Args:
             layers: those that keep this state, by name.
@@ -134,7 +134,7 @@ class RunningRange(LayerState):
             each.copy_(part.view_as(each))
 
     def range(self, buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest value of each channel [i], for a call with input x."""
+        """Return the smallest and largest value of each channel [i], for a call with input x."""
         running = buffers["running_range"]
         high, low = torch.where(running.isinf(), _extremes(x), running)
         return -low, high
@@ -209,7 +209,7 @@ class Oscillation(LayerState):
     def after_step(
         self, layers: Mapping[str, StatefulLayer], step: int, max_steps: int
     ) -> dict[str, dict[str, float]]:
-        """Measures paths, and resets oscillating weights at the end of a window.
+        """Measure paths, and resets oscillating weights at the end of a window.
 
         Returns:
             "oscillation_reset": the share of each layer's weights that was reset.
@@ -258,7 +258,7 @@ class Oscillation(LayerState):
 
 
 def _extremes(x: Tensor) -> Tensor:
-    """The largest x and -x of each column of x [t i], fp32 [2 i]; -inf where not finite."""
+    """Return the largest x and -x of each column of x [t i], fp32 [2 i]; -inf where not finite."""
     if x.shape[0] == 0:
         return x.new_full((2, x.shape[1]), -torch.inf, dtype=torch.float32)
     extremes = torch.stack([x.amax(0), -x.amin(0)]).float()
@@ -266,7 +266,7 @@ def _extremes(x: Tensor) -> Tensor:
 
 
 def _usable(scale: Tensor) -> Tensor:
-    """Scales; 1 where a channel has none: its x or its weight is zero, or not finite."""
+    """Return scales; 1 where a channel has none: its x or its weight is zero, or not finite."""
     return _finite_or(scale.masked_fill(scale <= 0, torch.inf), 1.0)
 
 

@@ -15,7 +15,7 @@ from metis_hf.schemes.smoothquant import smoothquant
     rank_multiple=RANK_MULTIPLE,
 )
 def svdquant(config: MetisConfig, rank: int) -> Scheme:
-    """w_hat = (u * s) @ vh + Q(residual c) / c with smoothing scales c; x_hat as in "smoothquant".
+    """Take w_hat = (u * s) @ vh + Q(residual c) / c with smoothing scales c; x as `smoothquant`.
 
     The factors stay in high precision and train. Its authors quantize trained models for inference
     and differ in three things: they decompose the smoothed weight, where here c moves during

@@ -1,4 +1,4 @@
-"""Which checkpoint of a Trainer's output directory is whole, and why another is not.
+"""Whole and damaged checkpoints of a Trainer's output directory.
 
 A process that is killed while it saves leaves a directory that lacks its last files or holds one
 cut short. Only what is cheap is looked at: names, sizes, headers, JSON; no tensor is read.

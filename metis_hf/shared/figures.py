@@ -1,4 +1,4 @@
-"""What every figure shares: axes without a display, a palette, styles of many curves."""
+"""Parts of every figure: axes without a display, a palette, styles of many curves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def figure_axes(rows: int, columns: int, size: tuple[float, float], **kwargs):
 
 @dataclass(frozen=True)
 class Style:
-    """How a scheme is drawn; no two of a picture share all three."""
+    """Color, line and marker of a scheme; no two of a picture share all three."""
 
     color: str
     line: str = "-"
@@ -34,7 +34,7 @@ class Style:
 
 
 def scheme_styles(names: Sequence[str], control: str) -> dict[str, Style]:
-    """A style for each scheme or variant, in their order; black for the control.
+    """Return a style for each scheme or variant, in their order; black for the control.
 
     Raises:
         ValueError: more than the 28 others that can be told apart.
@@ -58,7 +58,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def spread(places: Sequence[float], distance: float) -> list[float]:
-    """Moves label positions apart, upwards from the lowest, in their order by height."""
+    """Move label positions apart, upwards from the lowest, in their order by height."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for below, above in itertools.pairwise(order):

@@ -37,7 +37,7 @@ _REFUSED = {
 
 
 class Matcher(Protocol):
-    """What `name_pattern` gives: the truth of the results is what counts."""
+    """The result of `name_pattern`: of what its methods return the truth counts."""
 
     def match(self, name: str, /) -> object:
         """Return something true if the pattern fits the beginning of a name."""

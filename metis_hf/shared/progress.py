@@ -72,14 +72,14 @@ class ExperimentProgress:
         self._progress.stop()
 
     def begin(self, scheme: str) -> None:
-        """A scheme starts."""
+        """Return a scheme starts."""
         self._current, self._paces[scheme] = scheme, StepPace()
         self._next_line = 0.0
         self._progress.start_task(self._tasks[scheme])
         self._update(status="preparing")
 
     def step(self, step: int, loss: float | None) -> None:
-        """An optimizer step of the running scheme is done."""
+        """Return an optimizer step of the running scheme is done."""
         self._paces[self._current].step(step, time.monotonic())
         left = self._time_left(step)
         eta = "" if left is None else "  ETA {}:{:02}".format(*divmod(round(left), 60))
@@ -91,11 +91,11 @@ class ExperimentProgress:
             self.console.print(f"{self._current}: step {step}/{self.steps}, {shown}{eta}")
 
     def evaluating(self) -> None:
-        """The running scheme is trained and being evaluated."""
+        """Return the running scheme is trained and being evaluated."""
         self._update(completed=self.steps, status="evaluating")
 
     def finish(self, scheme: str, status: str) -> None:
-        """A scheme has its result."""
+        """Return a scheme has its result."""
         self._progress.update(self._tasks[scheme], completed=self.steps, status=status)
         self._progress.stop_task(self._tasks[scheme])
         if not self.console.is_terminal:
@@ -105,7 +105,7 @@ class ExperimentProgress:
         self._progress.update(self._tasks[self._current], **kwargs)
 
     def _time_left(self, step: int) -> float | None:
-        """Seconds until the last scheme is trained, at the pace of each scheme's normal steps."""
+        """Return seconds until the last scheme is trained, at each scheme's normal pace."""
         pace = self._paces[self._current].seconds
         if pace is None:
             return None

@@ -55,7 +55,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def claim_directory(out: Path, settings: dict[str, Any]) -> None:
-    """Claims `out` for an experiment, or goes on with the same one.
+    """Claim `out` for an experiment, or goes on with the same one.
 
     Raises:
         ValueError: it holds another experiment; the message names the settings that differ.
@@ -76,7 +76,7 @@ def claim_directory(out: Path, settings: dict[str, Any]) -> None:
 
 
 def bf16_units() -> bool:
-    """Whether the device multiplies bf16 natively; else a bf16 run is an fp32 run, only slower."""
+    """Return whether the device multiplies bf16 natively; else bf16 is fp32, only slower."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available():
@@ -86,7 +86,7 @@ def bf16_units() -> bool:
 
 
 def device_name() -> str:
-    """What the experiment ran on."""
+    """Return what the experiment ran on."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     units = "with" if bf16_units() else "without"
@@ -94,7 +94,7 @@ def device_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Return versions of what a result depends on."""
     found = {}
     for package in PACKAGES:
         try:
@@ -105,7 +105,7 @@ def package_versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device and commit."""
+    """Return versions, device and commit."""
     return {
         "versions": package_versions(),
         "python": platform.python_version(),
@@ -116,7 +116,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of a checkout, or None."""
+    """Return the commit of a checkout, or None."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         git = subprocess.run(

@@ -1,1 +1,1 @@
-"""What a quantized model needs of Trainer: callback, schedules, refresh, resume."""
+"""Training of a quantized model by Trainer: callback, schedules, refresh, resume."""

@@ -81,12 +81,12 @@ class MetisCallback(ResumeGuard):
         self._precision: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes into trainer_state.json."""
+        """Return what Trainer writes into trainer_state.json."""
         args = {"health_interval": self.health_interval, "refresh_interval": self.refresh_interval}
         return {**super().state(), "args": args}
 
     def bind(self, trainer: Any) -> MetisCallback:
-        """Moves this callback before the reporters of `trainer`, so that they see health too.
+        """Move this callback before the reporters of `trainer`, so that they see health too.
 
         MetisTrainer does it by itself. Trainer calls its reporters before any callback of a user's,
         and gives callbacks no way to reach it.
@@ -108,7 +108,7 @@ class MetisCallback(ResumeGuard):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        """Checks the model and the optimizer, and reads the schedule.
+        """Check the model and the optimizer, and reads the schedule.
 
         Raises:
             ValueError: no converted layer, an optimizer that does not own their parameters,
@@ -197,7 +197,7 @@ class MetisCallback(ResumeGuard):
     def on_log(
         self, args, state, control, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Adds what was measured to the log entry of the running step, and records the entry."""
+        """Add what was measured to the log entry of the running step, and records the entry."""
         if logs and "loss" in logs:
             self._complete(state, logs)
         if logs and state.log_history and self.health_interval and state.is_world_process_zero:
@@ -229,7 +229,7 @@ class MetisCallback(ResumeGuard):
             )
 
     def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Refreshes, and where health is recorded at all notes what it changed."""
+        """Refresh, and note what changed where health is recorded at all."""
         layers = {name: m for name, m in self._layers.items() if m.weight_form.is_split}
         measured = layers if self.health_interval else {}
         before = {name: split_health(layer) for name, layer in measured.items()}
@@ -277,7 +277,7 @@ class _ConsoleSummary(TrainerCallback):
 
 
 def summary(measured: dict[str, float]) -> dict[str, float]:
-    """What a person watches: the mean SQNR of weights, activations and gradients, and alarms.
+    """Return what a person watches: mean SQNR of weights, activations, gradients, and alarms.
 
     Args:
         measured: "metis/<tensor>/<group>/<statistic>" -> mean over the group's layers, and

@@ -20,7 +20,7 @@ from metis_hf.training.refresh import check_engine, reshard, write
 
 @torch.no_grad()
 def after_step(model: nn.Module, step: int, max_steps: int) -> dict[str, dict[str, float]]:
-    """Does what schemes with a state need after an optimizer step; MetisCallback calls it.
+    """Do what schemes with a state need after an optimizer step; MetisCallback calls it.
 
     All processes have to call it together. Without it each process (under DDP: the first) goes by
     what it has seen, and weights that oscillate are left alone.
@@ -52,7 +52,7 @@ def after_step(model: nn.Module, step: int, max_steps: int) -> dict[str, dict[st
 
 
 def check_states(model: nn.Module) -> None:
-    """Refuses engines that would undo what states write to weights.
+    """Refuse engines that would undo what states write to weights.
 
     Raises:
         NotImplementedError: such a state, under DeepSpeed or FSDP1.
@@ -67,7 +67,7 @@ def check_states(model: nn.Module) -> None:
 
 
 def _layers_by_state(model: nn.Module) -> dict[LayerState, Mapping[str, _Layer]]:
-    """The layers that keep a state, those with equal ones together, in the order of the model."""
+    """Return the layers that keep a state, equal ones together, in the order of the model."""
     groups: dict[LayerState, dict[str, _Layer]] = {}
     for name, layer in metis_layers(model):
         if layer.scheme.state is not None:

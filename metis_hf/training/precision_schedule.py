@@ -34,7 +34,7 @@ CHANGEABLE = (
 
 
 def set_precision(model: nn.Module, **changes: Any) -> None:
-    """Changes how the layers of a converted model compute; its parameters stay as they are.
+    """Change how the layers of a converted model compute; its parameters stay as they are.
 
     The model's config changes with it, so a checkpoint saved afterwards loads as the model is now.
 
@@ -67,7 +67,7 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
 
 
 def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
-    """One scheme for all layers from now on, or the schemes that there are."""
+    """Return one scheme for all layers from now on, or the schemes that there are."""
     if changes.get("scheme_pattern"):
         raise ValueError(
             "scheme_pattern can only be emptied (scheme_pattern={}, with a scheme for all layers): "
@@ -81,7 +81,7 @@ def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
 
 
 def _check_form(name: str, layer: MetisLayer, config: MetisConfig) -> None:
-    """Refuses a scheme for which a checkpoint of the stored parameters could not be loaded."""
+    """Refuse a scheme for which a checkpoint of the stored parameters could not be loaded."""
     try:
         layer.check_config(config)
     except ValueError as error:

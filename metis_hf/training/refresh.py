@@ -18,7 +18,7 @@ from metis_hf.layers.linear import MetisLayer, full_tensor
 
 @torch.no_grad()
 def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Decomposes every split weight of a model anew. All processes have to call it together.
+    """Decompose every split weight of a model anew. All processes have to call it together.
 
     The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
     to the old factors and are cleared in place, the step count with them, so that the optimizer's
@@ -52,7 +52,7 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2's units show their own parameters, for writing.
+    """Make FSDP2's units show their own parameters, for writing.
 
     After a forward pass without backward some units stay whole: what they then show as parameters
     are copies, and what is written to those is lost.
@@ -63,7 +63,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_split(model: nn.Module, asked: str) -> None:
-    """Refuses models that have nothing to decompose anew.
+    """Refuse models that have nothing to decompose anew.
 
     Args:
         model: converted.
@@ -83,7 +83,7 @@ def check_split(model: nn.Module, asked: str) -> None:
 
 
 def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interval=0") -> None:
-    """Refuses engines that train copies of the parameters, which would undo what is written.
+    """Refuse engines that train copies of the parameters, which would undo what is written.
 
     Args:
         model: as the engine prepared it.
@@ -103,7 +103,7 @@ def check_engine(model: nn.Module, asked: str, advice: str = "Set refresh_interv
 
 
 def is_deepspeed(model: nn.Module) -> bool:
-    """Whether DeepSpeed trains the model, by accelerate's state or by what it did to parameters."""
+    """Return whether DeepSpeed trains the model, by accelerate's state or its parameters' marks."""
     # The shared dictionary, not AcceleratorState(): that would set up a state where none is.
     engine = AcceleratorState._shared_state.get("distributed_type")
     return engine is DistributedType.DEEPSPEED or any(
@@ -113,7 +113,7 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def refresh_layer(layer: MetisLayer) -> float:
-    """Decomposes one weight anew, in place; returns its relative drift."""
+    """Decompose one weight anew, in place; returns its relative drift."""
     params = [full_tensor(param) for param in layer.weight_params()]
     before = layer.weight_form.dense(params).float()
     factors = layer.weight_form.decompose(before, layer.key)
@@ -125,7 +125,7 @@ def refresh_layer(layer: MetisLayer) -> float:
 
 
 def _agreed(value: Tensor) -> Tensor:
-    """The first process's value on every process: an SVD may differ in signs between machines."""
+    """Broadcast the first process's value: an SVD may differ in signs between machines."""
     value = value.contiguous()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(value, src=0)
@@ -133,7 +133,7 @@ def _agreed(value: Tensor) -> Tensor:
 
 
 def write(param: Tensor, value: Tensor) -> None:
-    """Gives a parameter, perhaps sharded by FSDP2, a new value (whole, the same everywhere)."""
+    """Give a parameter, perhaps sharded by FSDP2, a new value (whole, the same everywhere)."""
     if hasattr(param, "full_tensor"):  # a DTensor: sharded by FSDP2
         from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""What resuming a run needs beyond Trainer: the right checkpoint, and none of another scheme.
+"""Resuming beyond Trainer: the right checkpoint, and none of another scheme.
 
 Which checkpoint is whole is found in `shared.checkpoints`, which evaluation asks too.
 
@@ -53,7 +53,7 @@ class ResumeGuard(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Compares the model's config with the one that wrote the checkpoint.
+        """Compare the model's config with the one that wrote the checkpoint.
 
         Raises:
             ValueError: they differ in something that decides what the parameters mean.
@@ -72,12 +72,12 @@ class ResumeGuard(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(name, self.state())
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes into trainer_state.json."""
+        """Return what Trainer writes into trainer_state.json."""
         return {"args": {}, "attributes": {"trained_config": self.trained_config}}
 
 
 def guard_loading(model: nn.Module) -> None:
-    """Makes `model.load_state_dict` refuse weights that were stored in another form.
+    """Make `model.load_state_dict` refuse weights that were stored in another form.
 
     Trainer and accelerate load through it, without insisting that the names match.
     """
@@ -89,7 +89,7 @@ def guard_loading(model: nn.Module) -> None:
 def _refuse_other_form(
     module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *args: Any
 ) -> None:
-    """Raises if the tensors are of a model that stores its weights in another form.
+    """Raise if the tensors are of a model that stores its weights in another form.
 
     A shard of a checkpoint holds a part of them, so that what is missing says nothing.
     """

@@ -50,7 +50,7 @@ class MetisTrainerMixin:
 
 
 def factor_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone: u and vh of split weights."""
+    """Return names of the parameters that weight decay leaves alone: u and vh of split weights."""
     return {
         f"{name}.{key}"
         for name, layer in metis_layers(model)

@@ -37,7 +37,7 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 
 
 def hold(model: nn.Module) -> None:
-    """Begins to keep what is quantized of weights, except of those that are sharded.
+    """Begin to keep what is quantized of weights, except of those that are sharded.
 
     Their whole copies would outlive the moment for which they are gathered.
     """
@@ -47,7 +47,7 @@ def hold(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Forgets it; before parameters change."""
+    """Forget it; before parameters change."""
     for _, layer in metis_layers(model):
         layer.held_weight = None
 

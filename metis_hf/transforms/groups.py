@@ -42,7 +42,7 @@ def unrotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
 
 
 def _by_group(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
-    """matrix [group group] times every group along `dim` of x [t c]."""
+    """Return matrix [group group] times every group along `dim` of x [t c]."""
     if dim % 2:
         return (x.reshape(-1, len(matrix)) @ matrix.T).view(x.shape)
     return (matrix @ x.reshape(-1, len(matrix), x.shape[1])).flatten(0, 1)

@@ -36,7 +36,7 @@ def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
-    """Rotates every block of 16 along `dim`, zero-padded to whole blocks.
+    """Rotate every block of 16 along `dim`, zero-padded to whole blocks.
 
     Returns:
         `x` rotated; its size along `dim` rounded up to a multiple of 16.

@@ -115,7 +115,7 @@ def make_rotation(
 
 
 def rotation_of(kind: str, n: int, seed: int, like: Tensor) -> Rotation:
-    """`make_rotation` for tensors like one."""
+    """Return `make_rotation` for tensors like one."""
     return make_rotation(kind, n, seed, like.device, like.dtype)
 
 
@@ -162,7 +162,7 @@ def _along(values: Tensor, dim: int) -> Tensor:
 
 
 def _apply_factors(x: Tensor, factors: Sequence[tuple[int, Tensor | None]], dim: int) -> Tensor:
-    """Each factor along its own axis of the dimension cut into their sizes."""
+    """Return each factor along its own axis of the dimension cut into their sizes."""
     shape = x.shape
     before, after = (shape[0], 1) if dim % 2 else (1, shape[1])
     after *= shape[dim]

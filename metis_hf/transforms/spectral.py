@@ -171,7 +171,7 @@ def spectral_split(
 
 
 def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates of x [t c] in the basis v [c k], as unit columns [t k] and their lengths [k]."""
+    """Return coordinates of x [t c] in the basis v [c k]: unit columns [t k], lengths [k]."""
     p = x @ v  # [t c] @ [c k] -> [t k]
     # In units of each column's largest entry, whose square stays in the fp32 range.
     largest = p.abs().amax(0)

@@ -67,7 +67,7 @@ def _compress(axis) -> None:
 
 
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
-    """Writes each name (x, y, name) where it covers neither a point nor another name."""
+    """Write each name (x, y, name) where it covers neither a point nor another name."""
     scale = 72 / axis.figure.dpi
     places = [tuple(scale * v for v in axis.transData.transform((x, y))) for x, y, _ in points]
     half = _MARKER / 2 + 1
@@ -87,7 +87,7 @@ def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
 def _free(
     x: float, y: float, name: str, taken: Sequence[Box]
 ) -> Iterator[tuple[tuple[float, float], Box]]:
-    """(offset, box) of places for a name beside a point that nothing is in; the last anyway."""
+    """Return (offset, box) of free places for a name beside a point, and of the last anyway."""
     width, height = 0.58 * _FONT * len(name), 1.25 * _FONT
     for distance, (right, up) in itertools.product(_DISTANCES, _DIRECTIONS):
         dx, dy = distance * right, distance * up

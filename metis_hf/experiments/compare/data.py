@@ -20,7 +20,7 @@ EMBEDDED_TRAIN, EMBEDDED_VALIDATION = "train", "validation"
 
 
 def embed(directory: Path, *, vocab_size: int, sequence_length: int) -> None:
-    """Chunks the standard library's sources into `directory`, if it does not hold them yet.
+    """Chunk the standard library's sources into `directory`, if it does not hold them yet.
 
     Writes `train`, `validation` (other files) and `tokenizer`, which is trained on `train`.
     """
@@ -49,7 +49,7 @@ def load_data(
     eval_sequences: int,
     seed: int,
 ) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase]:
-    """(training sequences in the seed's order, held-out sequences, tokenizer).
+    """Return (training sequences in the seed's order, held-out sequences, tokenizer).
 
     Args:
         data: what `embed` or recipes/prepare_data.py wrote.

@@ -30,7 +30,7 @@ OWN_ARGUMENTS = {
 
 @dataclass(kw_only=True)
 class Options:
-    """What `make_plan` takes, as a YAML file or a command line gives it; checked when made.
+    """Input of `make_plan`, as a YAML file or a command line gives it; checked when made.
 
     Raises:
         ValueError: a value that is out of range or of another kind; the message names its key.

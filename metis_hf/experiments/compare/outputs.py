@@ -1,4 +1,4 @@
-"""What a comparison leaves in its directory: the record, the table in four formats, three plots."""
+"""Files that a comparison leaves: the record, the table in four formats, three plots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png
 def write_outputs(
     plan: ComparisonPlan, results: Sequence[SchemeResult], out: Path, *, jobs: int, console: Console
 ) -> list[Summary]:
-    """Writes FILES into `out`, prints table and findings, and returns the summaries.
+    """Write FILES into `out`, prints table and findings, and returns the summaries.
 
     Args:
         plan: what was compared.
@@ -75,7 +75,7 @@ def write_outputs(
 
 
 def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
-    """The comparison in a line: size, tokens, seeds, data."""
+    """Return the comparison in a line: size, tokens, seeds, data."""
     parameters = results[0].parameters
     data = "Python's standard library" if plan.data is None else Path(plan.data).name
     count = len({result.seed for result in results})
@@ -94,7 +94,7 @@ def _human(count: float) -> str:
 
 
 def _compact(result: SchemeResult) -> dict[str, Any]:
-    """A run without what fills pages: curves rounded, health and lm-eval's raw results left out."""
+    """Return a run without what fills pages: curves rounded, health and raw results left out."""
     return {
         "scheme": result.scheme,
         "seed": result.seed,

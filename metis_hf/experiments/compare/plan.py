@@ -1,4 +1,4 @@
-"""What a comparison trains: variants x seeds of one experiment, from presets, YAML and options."""
+"""Plans of comparisons: variants x seeds of one experiment, from presets, YAML and options."""
 
 from __future__ import annotations
 

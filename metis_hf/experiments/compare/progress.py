@@ -1,4 +1,4 @@
-"""What a comparison shows while it runs: a bar for all steps, a line for each run at work."""
+"""Progress of a comparison: a bar for all steps, a line for each run at work."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class RunProgress:
             yield
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Return a line that stays."""
         self.console.print(text, soft_wrap=True)
 
     def begin(self, run: Any) -> None:
-        """A run starts."""
+        """Return a run starts."""
         assert self._bars is not None
         with self._lock:
             self._tasks[run.name] = self._bars.add_task(
@@ -70,7 +70,7 @@ class RunProgress:
             self._begun[run.name] = time.monotonic()
 
     def step(self, run: Any, step: int, loss: float | None) -> None:
-        """An optimizer step of a run is done."""
+        """Return an optimizer step of a run is done."""
         assert self._bars is not None
         with self._lock:
             self._reached[run.name] = step
@@ -85,13 +85,13 @@ class RunProgress:
             )
 
     def status(self, run: Any, status: str) -> None:
-        """A run does something else than training."""
+        """Return a run does something else than training."""
         assert self._bars is not None
         with self._lock:
             self._bars.update(self._tasks[run.name], status=status)
 
     def finish(self, run: Any, result: SchemeResult | None) -> None:
-        """A run has ended, with a result or without."""
+        """Return a run has ended, with a result or without."""
         assert self._bars is not None
         with self._lock:
             self._done += 1
@@ -105,7 +105,7 @@ class RunProgress:
         self.note(f"[{self._done}/{self._runs}] {run.name}: {shown}, {seconds:.0f} s")
 
     def _time_left(self) -> int | None:
-        """Seconds: normal steps at each run's pace, and for runs to come what goes beside them."""
+        """Return seconds left: steps at each run's pace, and what goes beside runs to come."""
         paces = {name: p.seconds for name, p in self._paces.items() if p.seconds is not None}
         if not paces:
             return None

@@ -130,7 +130,7 @@ def _run_plan(
 
 
 def _check_data(plan: ComparisonPlan, data: Path) -> None:
-    """Opens the data once: errors come early, and the runs share the cache that this makes."""
+    """Open the data once: errors come early, and the runs share the cache that this makes."""
     load_data(
         data,
         None if plan.validation is None else Path(plan.validation),
@@ -148,7 +148,7 @@ def remembered_imports(out: Path) -> list[str]:
 
 
 def load_results(plan: ComparisonPlan, out: Path) -> list[SchemeResult]:
-    """The finished runs of a plan, seed by seed."""
+    """Return the finished runs of a plan, seed by seed."""
     found = (load_result(_run_directory(out, v, s)) for v, s in plan.runs())
     return [result for result in found if result is not None]
 
@@ -158,7 +158,7 @@ def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
 
 
 def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
-    """Whether a run has its result; a file that is not whole is named, and the run done again."""
+    """Return whether a run has its result; a damaged file is named, and the run done again."""
     try:
         result = load_result(run.directory)
     except ValueError as error:
@@ -205,19 +205,19 @@ def _write_spec(run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[st
 
 
 def default_jobs(runs: int) -> int:
-    """Runs side by side where nothing else is asked for."""
+    """Return runs side by side where nothing else is asked for."""
     return max(1, min(_devices(), runs))
 
 
 def _devices() -> int:
-    """Runs that a machine can hold: one for each accelerator, else one for each CPU core."""
+    """Return runs that a machine can hold: one for each accelerator, else one for each CPU core."""
     if torch.accelerator.is_available():
         return torch.accelerator.device_count()
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _slot_environment(slot: int, slots: int) -> dict[str, str]:
-    """A run's share of the machine: its accelerator, or its part of the CPU's threads."""
+    """Return a run's share of the machine: its accelerator, or its part of the CPU's threads."""
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(_devices())]
@@ -232,7 +232,7 @@ def _slot_environment(slot: int, slots: int) -> dict[str, str]:
 def _train_all(
     runs: Sequence[Run], slots: int, launcher: list[str], progress: RunProgress
 ) -> list[str]:
-    """Trains runs side by side; returns an error text for each that failed."""
+    """Train runs side by side; returns an error text for each that failed."""
     free: queue.Queue[int] = queue.Queue()
     for slot in range(slots):
         free.put(slot)

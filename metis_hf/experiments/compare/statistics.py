@@ -1,4 +1,4 @@
-"""What several seeds say about a variant: mean, spread, and the paired difference to the control.
+"""Statistics of a variant over seeds: mean, spread, and the paired difference to the control.
 
 Runs of one seed share initialization and data order with the control's run of that seed, so their
 difference has less noise than either loss; the interval is Student's t interval of those
@@ -35,7 +35,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether zero lies outside; False where the interval is not known."""
+        """Return whether zero lies outside; False where the interval is not known."""
         return abs(self.mean) > self.half_width
 
 

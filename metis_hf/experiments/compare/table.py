@@ -14,7 +14,7 @@ from metis_hf.shared.tables import latex_table, latex_text, markdown_table
 
 
 def ordered(summaries: Sequence[Summary]) -> list[Summary]:
-    """As they are; by loss where they are many, the control first and diverged ones last."""
+    """Order summaries as given; many of them by loss, the control first, diverged ones last."""
     if len(summaries) <= CROWDED:
         return list(summaries)
     return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
@@ -59,7 +59,7 @@ def _row(summary: Summary, control: Summary | None, above: bool) -> list[str]:
 
 
 def format_gap(gap: Interval | None) -> str:
-    """A difference with its interval: "+1.20 ± 0.30"; empty for the control."""
+    """Return a difference with its interval: "+1.20 ± 0.30"; empty for the control."""
     if gap is None:
         return ""
     width = "" if math.isnan(gap.half_width) else f" ± {gap.half_width:.2f}"
@@ -94,7 +94,7 @@ def _with_bold(cells: list[list[str]], summaries: Sequence[Summary], bold: str) 
 
 
 def as_csv(summaries: Sequence[Summary]) -> str:
-    """Every number in full, one line for each variant."""
+    """Return every number in full, one line for each variant."""
     seeds = sorted({seed for summary in summaries for seed in summary.losses})
     tasks = list(summaries[0].tasks)
     out = io.StringIO()
@@ -138,7 +138,7 @@ def findings(summaries: Sequence[Summary], reference: str | None = None) -> list
 
 
 def _told_apart(gaps: Mapping[str, Interval | None], base: str) -> list[str]:
-    """Which variants lie above or below one of them by more than their interval, and which not."""
+    """Return which variants differ from one of them by more than their interval, which not."""
     told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
     for name, gap in gaps.items():
         if gap is not None and gap.count > 1 and math.isfinite(gap.mean):

@@ -30,7 +30,7 @@ WARM_UP, ROUNDS = 3, 9  # steps of each variant
 
 
 def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
-    """Seconds of an optimizer step of each variant, written to `out/times.json`.
+    """Return seconds of an optimizer step of each variant, written to `out/times.json`.
 
     Medians over rounds in which every variant takes one step on the same batch: forward and
     backward passes of the micro-batches, clipping, AdamW. All models are in memory at once.
@@ -54,13 +54,13 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
 
 
 def load_times(out: Path) -> dict[str, float]:
-    """What `measure_times` found, or nothing."""
+    """Return what `measure_times` found, or nothing."""
     path = out / TIMES_FILE
     return read_json(path)["seconds"] if path.exists() else {}
 
 
 def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
-    """The micro-batches of one step, [sequences tokens]."""
+    """Return the micro-batches of one step, [sequences tokens]."""
     experiment = plan.experiment
     dataset, _, _ = load_data(
         Path(plan.data) if plan.data is not None else out / "data",
@@ -76,7 +76,7 @@ def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
 
 
 def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
-    """One optimizer step of a variant, as a call."""
+    """Return one optimizer step of a variant, as a call."""
     args = training_arguments(plan.experiment, Path("unused"))
     config = transformers.AutoConfig.for_model(**plan.experiment.model)
     model: Any = new_model(config, plan.seeds[0], args.device)

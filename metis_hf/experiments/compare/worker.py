@@ -80,7 +80,7 @@ def run(directory: Path) -> None:
 
 
 def task_specs(tasks: Sequence[str], tasks_dir: str | None, **_: Any) -> list[TaskSpec]:
-    """What lm-eval is asked: its own tasks, on local data where there is a directory."""
+    """Return what lm-eval is asked: its own tasks, on local data where there is a directory."""
     if tasks_dir is None:
         return list(tasks)
     from metis_hf.evaluation.local_tasks import local_group, read_task
@@ -89,7 +89,7 @@ def task_specs(tasks: Sequence[str], tasks_dir: str | None, **_: Any) -> list[Ta
 
 
 def _with_accumulation(experiment: Experiment, global_batch: int) -> Experiment:
-    """The experiment with the gradient accumulation that makes up the global batch.
+    """Return the experiment with the gradient accumulation that makes up the global batch.
 
     Raises:
         ValueError: the processes cannot divide the batch.

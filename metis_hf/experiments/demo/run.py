@@ -73,7 +73,7 @@ def run_demo(
     quick: bool = False,
     console: Console | None = None,
 ) -> list[SchemeResult]:
-    """Runs the demo, or the part of it that `out` does not hold yet.
+    """Run the demo, or the part of it that `out` does not hold yet.
 
     Args:
         out: directory for checkpoints, `results.json`, `table.md`, `loss.png`, `spectra.png`.
@@ -191,5 +191,5 @@ def _report(
 
 
 def control_label(where: dict) -> str:
-    """The control's name in the table, which says so where a lack of bf16 units made it fp32."""
+    """Return the control's name in the table, which says where lacking bf16 units made it fp32."""
     return CONTROL if where["precision"] == "bf16" else f"{CONTROL} (run in fp32)"

@@ -157,7 +157,7 @@ def write_tasks(
 
 
 def loss_items(documents: Sequence[Document]) -> list[dict[str, str]]:
-    """The first documents, each cut at the last line end before `LOSS_CHARACTERS`.
+    """Return the first documents, each cut at the last line end before `LOSS_CHARACTERS`.
 
     Returns:
         Rows with `path` and `text`. Texts keep their start, since a document's start after the
@@ -175,7 +175,7 @@ def loss_items(documents: Sequence[Document]) -> list[dict[str, str]]:
 def cloze_items(
     documents: Sequence[Document], reference: Sequence[Document], items: int, seed: int
 ) -> list[dict[str, str]]:
-    """Passages whose last word a reader of `reference` can guess, after LAMBADA's filter.
+    """Return passages whose last word a reader of `reference` can guess, after LAMBADA's filter.
 
     A word counts as guessable by how often it follows the two words before it in the reference.
     The most guessable places are taken, each word and each pair before it a few times only, so
@@ -236,7 +236,7 @@ def _following_words(reference: Sequence[Document]) -> dict[tuple[str, ...], Cou
 
 
 def choice_items(documents: Sequence[Document], items: int, seed: int) -> list[dict[str, Any]]:
-    """Contexts with four continuations, of which one is the real one.
+    """Return contexts with four continuations, of which one is the real one.
 
     The distractors come from three other files. They too begin at a line start and are about as
     long, so that neither gives the answer away; their indentation is what it is in their file.
@@ -282,7 +282,7 @@ class _Passage:
 
     @property
     def length_class(self) -> int:
-        """What the four choices of an item have in common.
+        """Return what the four choices of an item have in common.
 
         Classes make the four exchangeable. Were distractors drawn around the right length instead,
         the right one would be the shortest too rarely, because long continuations are commoner.
@@ -322,7 +322,7 @@ def _lines_before(lines: list[str], index: int, first_free: int) -> str | None:
 
 
 def _lines_after(lines: list[str], index: int) -> str | None:
-    """As many lines as fit, ending at the first blank one, or `None` if they are too short."""
+    """Return the lines that fit, up to the first blank one, or None if they are too short."""
     low, high = CHOICE_CHARACTERS
     chosen: list[str] = []
     for line in lines[index : index + CHOICE_LINES]:

@@ -61,7 +61,7 @@ def fake_quantize(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantizes and back with the kernels in force: plus + Q(x - minus).
+    """Quantize and back with the kernels in force: plus + Q(x - minus).
 
     Args:
         x: any shape and float dtype, not empty.
@@ -115,7 +115,7 @@ def pack(
     key: noise.Key | int | None = None,
     minus: Tensor | None = None,
 ) -> Packed:
-    """Quantizes a matrix to codes and scales: Q(x - minus), for `unpack`.
+    """Quantize a matrix to codes and scales: Q(x - minus), for `unpack`.
 
     Args:
         x: [t c], not empty.
@@ -182,7 +182,7 @@ def unpack(
 def store(
     x: Tensor, quantizer: QuantizerDefinition, *, dim: int = -1, key: noise.Key | int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Quantizes to what files hold, with the Triton kernels.
+    """Quantize to what files hold, with the Triton kernels.
 
     Args:
         x, quantizer, dim, key: as in `fake_quantize`.

@@ -36,7 +36,7 @@ def stored(x: Tensor) -> Tensor:
 
 
 def _inverse(x: Tensor) -> Tensor:
-    """1 / x as a division, which compilers for GPUs can be told to round correctly."""
+    """Return 1 / x as a division, which compilers for GPUs can be told to round correctly."""
     return torch.ones_like(x) / x
 
 
@@ -46,13 +46,13 @@ def by_range(magnitude: Tensor, low: float, middle: float, high: float) -> Tenso
 
 
 def nearest(magnitude: Tensor) -> Tensor:
-    """Values in [0, 6] to the nearest E2M1 value, ties to even."""
+    """Round values in [0, 6] to the nearest E2M1 value, ties to even."""
     magic = by_range(magnitude, 0.5 * _MAGIC, _MAGIC, 2 * _MAGIC)
     return (magnitude + magic) - magic
 
 
 def _round_e4m3(value: Tensor, up: bool) -> Tensor:
-    """fp32 in [0, 448] or NaN to an E4M3 value, still fp32: nearest with ties to even, or up."""
+    """Round fp32 in [0, 448] or NaN to E4M3, still fp32: nearest with ties to even, or up."""
     bits = value.view(torch.int32)
     if up:
         normal = bits + ((1 << _DROPPED) - 1)
@@ -107,7 +107,7 @@ def _four_over_six(
     encode: Tensor | None,
     decode: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`scaling.four_over_six`."""
+    """Compute `scaling.four_over_six`."""
     wanted = magnitude = x.abs()
     base = amax / torch.full_like(amax, MAX_CODE)
     if encode is not None:
@@ -130,7 +130,7 @@ def _four_over_six(
 
 
 def corrected(y: Tensor, scale: Tensor, dims: tuple[int, ...], uniform: Tensor) -> Tensor:
-    """`scaling.corrected_scale`.
+    """Compute `scaling.corrected_scale`.
 
     Args:
         y: elements in units of the scales, not clamped; `dims` are inside a block.

@@ -32,7 +32,7 @@ _failed: set[str] = set()  # types of devices for which a compilation failed
 
 @contextlib.contextmanager
 def use_kernels(kernels: str | None) -> Iterator[None]:
-    """Chooses the implementation inside a `with` block, for all threads of the process.
+    """Choose the implementation inside a `with` block, for all threads of the process.
 
     Args:
         kernels: "reference", "compiled", "triton", or None for the automatic choice.

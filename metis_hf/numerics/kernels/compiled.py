@@ -99,7 +99,7 @@ def _cpp_compiler() -> str | None:
 def run(
     variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """One of the functions of `formulation`, compiled.
+    """Return one of the functions of `formulation`, compiled.
 
     Args:
         variant: which, and what it does.

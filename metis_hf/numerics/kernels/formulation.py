@@ -71,7 +71,7 @@ class Noise(NamedTuple):
 
 
 def _stochastic(magnitude: Tensor, uniform: Tensor) -> Tensor:
-    """Values in [0, 6] to one of the neighbouring E2M1 values; see `rounding.round_stochastic`."""
+    """Round values in [0, 6] to a neighbouring E2M1 value, as `rounding.round_stochastic`."""
     steps = magnitude * by_range(magnitude, 2.0, 1.0, 0.5)
     lower = steps.floor()
     up = ((steps - lower) - uniform).ceil()
@@ -133,7 +133,7 @@ def fake_quantize(
     minus: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Quantizes to NVFP4 and back: plus + Q(x - minus).
+    """Quantize to NVFP4 and back: plus + Q(x - minus).
 
     Args:
         x: fp32, bf16 or fp16, contiguous, in one of the forms above.
@@ -190,7 +190,7 @@ def _half_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 def pack(
     x: Tensor, variant: Specialization, source: Noise | None = None, minus: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Quantizes x - minus to codes and scales.
+    """Quantize x - minus to codes and scales.
 
     Args:
         x: as in `fake_quantize`, row blocks as [p 2 16].
@@ -219,7 +219,7 @@ def unpack(
     decode: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """plus + the values of what `pack` gives.
+    """Return plus + the values of what `pack` gives.
 
     Args:
         codes: uint8 [p 16] or [g 8 c 16].

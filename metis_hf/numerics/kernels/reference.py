@@ -39,7 +39,7 @@ def fake_quantize(
 
 
 def add_back(values: Tensor, plus: Tensor | None) -> Tensor:
-    """values + plus; a value that rounding has carried beyond the fp32 range counts as the largest.
+    """Add values and plus; a value beyond the fp32 range counts as the largest.
 
     That bound is all the same to everything but a tensor with entries at the end of the range. It
     keeps compilers from contracting the product that `values` are with the sum.
@@ -96,7 +96,7 @@ def unpack(
 
 
 def _encode_e2m1(values: Tensor) -> Tensor:
-    """`E2M1.encode`, several times faster.
+    """Compute `E2M1.encode`, several times faster.
 
     The code of an E2M1 value is what its fp16 bit pattern starts with, once 1.0 is scaled down to
     fp16's smallest normal number, so that 0.5 is subnormal in both: sign, two bits of exponent
@@ -108,7 +108,7 @@ def _encode_e2m1(values: Tensor) -> Tensor:
 
 
 def _decode_e2m1(codes: Tensor) -> Tensor:
-    """`E2M1.decode`, the same way back."""
+    """Compute `E2M1.decode`, the same way back."""
     codes = codes.to(torch.int16)
     bits = (codes & 7).bitwise_left_shift_(9).bitwise_or_((codes & 8) << 12)
     return bits.view(torch.float16).float().mul_(1 / _SMALLEST_HALF)

@@ -55,7 +55,7 @@ _E4M3_NAN = tl.constexpr(0x7F)
 
 @triton.jit
 def _hash(h):
-    """`noise._hash`."""
+    """Compute `noise._hash`."""
     h = tl.mul(h ^ ((h >> 16) & 0xFFFF), _M1, sanitize_overflow=False)
     h = tl.mul(h ^ ((h >> 15) & 0x1FFFF), _M2, sanitize_overflow=False)
     return h ^ ((h >> 16) & 0xFFFF)
@@ -63,7 +63,7 @@ def _hash(h):
 
 @triton.jit
 def _uniform(index, lane, source):
-    """`formulation._uniform` of the elements `lane` of the blocks `index`."""
+    """Compute `formulation._uniform` of the elements `lane` of the blocks `index`."""
     data_ptr, word0, word1 = source
     if data_ptr is None:
         first = _hash(word0)
@@ -90,7 +90,7 @@ def _bits(x):
 
 @triton.jit
 def _cast(value, dtype: tl.constexpr):
-    """fp32 to `dtype`, nearest, ties to even."""
+    """Round fp32 to `dtype`, nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         # The interpreter's own cast truncates.
         bits = value.to(tl.int32, bitcast=True)
@@ -104,7 +104,7 @@ def _cast(value, dtype: tl.constexpr):
 
 @triton.jit
 def _place(rows, columns, GR: tl.constexpr, GC: tl.constexpr):
-    """Where this program's tile lies: indices of blocks and of elements."""
+    """Return where this program's tile lies: indices of blocks and of elements."""
     across = tl.cdiv(columns, 16 * GC)
     tile = tl.program_id(0)
     row_block = (tile // across) * GR + tl.arange(0, GR)[:, None, None, None]
@@ -165,7 +165,7 @@ def _tensor_scale(amax_ptr):
 
 @triton.jit
 def _round_e4m3(value, UP: tl.constexpr):
-    """`block_scales._round_e4m3`."""
+    """Compute `block_scales._round_e4m3`."""
     bits = value.to(tl.int32, bitcast=True)
     if UP:
         normal = tl.add(bits, _BELOW_ONE, sanitize_overflow=False)
@@ -225,7 +225,7 @@ def _scales(amax, amax_ptr, TWO_LEVEL: tl.constexpr, UP: tl.constexpr):
 
 @triton.jit
 def _codes(bits, inverse, index, lane, source, STOCHASTIC: tl.constexpr):
-    """Elements in E2M1 from their bits in fp32."""
+    """Return elements in E2M1 from their bits in fp32."""
     scaled = (bits.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
     magnitude = (scaled & _MAGNITUDE).to(tl.float32, bitcast=True)
     magnitude = tl.where(magnitude > _MAX_CODE, _MAX_CODE, magnitude)
@@ -299,7 +299,7 @@ def quantize(
     SCALED: tl.constexpr,
     SAME: tl.constexpr,
 ):
-    """plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
+    """Return plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
 
     Values go to `out_ptr`; where there is a `scale_ptr`, codes go there and scales to it. With SAME
     `minus` is what is added too.

@@ -20,7 +20,7 @@ from metis_hf.operands.conditioner import AroundQuantizer, Work
 
 
 class Channels(NamedTuple):
-    """What one call moves from x [t i] to w [o i]; fp32, frozen for its backward pass."""
+    """Scales and shifts that one call moves from x [t i] to w [o i]; fp32, frozen for backward."""
 
     scale: Tensor  # s [i], positive and finite
     shift: Tensor | None = None  # z [i], finite
@@ -45,7 +45,7 @@ class PerChannel(AroundQuantizer):
         return ChannelAffine(state.scale, state.shift)
 
     def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        """Extremes of the columns, a division and a multiplication; a shift adds two more."""
+        """Count extremes of columns, a division and a multiplication; a shift adds two more."""
         t, c = shape
         call, encode, decode = ({"elementwise": passes * t * c} for passes in (4.0, 3.0, 1.0))
         return Work(call, encode, decode, (shape,))

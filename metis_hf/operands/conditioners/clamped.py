@@ -30,7 +30,7 @@ class Sparse(NamedTuple):
 
     @classmethod
     def difference(cls, a: Tensor, b: Tensor, mask: Tensor, room: int) -> Sparse:
-        """a - b [t c] where `mask` is, which is at most `room` times."""
+        """Return a - b [t c] where `mask` is, which is at most `room` times."""
         width, size = a.shape[1], a.numel()
         # The number of entries stays on the device.
         at = torch.nonzero_static(mask.view(-1), size=room, fill_value=size)[:, 0]
@@ -41,7 +41,7 @@ class Sparse(NamedTuple):
         return cls(values, columns, mask.sum(1).cumsum(0, dtype=torch.int32))
 
     def add_to(self, dense: Tensor) -> Tensor:
-        """dense [t c] + this, in place."""
+        """Add this to dense [t c], in place."""
         places = torch.arange(len(self.values), dtype=torch.int32, device=dense.device)
         rows = torch.searchsorted(self.row_ends, places, right=True).clamp_(max=len(dense) - 1)
         flat = rows * dense.shape[1] + self.columns
@@ -83,11 +83,11 @@ class Clamped(Conditioner):
         return sparse.add_to(quantized.contiguous()).to(dtype)
 
     def outliers(self, size: int) -> int:
-        """How many of `size` elements are beyond each threshold, at most."""
+        """Return how many of `size` elements are beyond each threshold, at most."""
         return int((1 - self.alpha) * size + 1e-6)
 
     def _separate(self, x: Tensor) -> tuple[Tensor, Sparse]:
-        """clamp(x, lo, hi), fp32 or fp64, and what is missing of x [t c]."""
+        """Return clamp(x, lo, hi), fp32 or fp64, and what is missing of x [t c]."""
         count = self.outliers(x.numel())
         x, kind = x.contiguous(), _SPARSE_DTYPES.get(x.dtype, torch.bfloat16)
         x32 = x.float()
@@ -101,7 +101,7 @@ class Clamped(Conditioner):
 
 
 def thresholds(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values beyond which lie at most `count` elements of x (fp32, contiguous), on either side.
+    """Return thresholds beyond which at most `count` elements of x (fp32) lie, on either side.
 
     From a histogram over the upper 16 bits of the elements, whose bins are between 1/256 and 1/128
     of their values wide: one pass, no sorting, and the host does not wait. Every element beyond the
@@ -122,7 +122,7 @@ def thresholds(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _edge(place: Tensor, *, upward: bool) -> Tensor:
-    """The largest (smallest) number of a bin, by its place among the bins; 0-dim fp32."""
+    """Return the largest (smallest) number of a bin, by its place among the bins; 0-dim fp32."""
     order = place - 0x8000
     upper = order ^ (order >> 15 & 0x7FFF)
     outward = (order >= 0) == upward  # the lower bits are of the magnitude

@@ -1,4 +1,4 @@
-"""What a weight's gradient is multiplied by in place of the straight-through 1: DGE."""
+"""DGE: a factor of the weight's gradient in place of the straight-through 1."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class DifferentiableEstimator(Identity):
     cap: float = 3.0
 
     def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
-        """dL/dw [o i] of dw = dL/dw_hat [o i], for a weight quantized along its rows."""
+        """Return dL/dw [o i] of dw = dL/dw_hat [o i], for a weight quantized along its rows."""
         if not isinstance(quantizer, Quantizer) or w.numel() == 0:
             return dw  # nothing is rounded to codes
         return dw * self.derivative(quantizer.in_code_units(w), quantizer).to(dw.dtype)
 
     def derivative(self, y: Tensor, quantizer: Quantizer) -> Tensor:
-        """f'(y), fp32; at the largest code beyond it."""
+        """Return f'(y), fp32; at the largest code beyond it."""
         codes = torch.tensor(quantizer.fmt.element.grid, device=y.device)
         magnitude = y.abs().clamp(max=quantizer.fmt.element.max)
         above = torch.searchsorted(codes, magnitude.contiguous()).clamp(1, len(codes) - 1)

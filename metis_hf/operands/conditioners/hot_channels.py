@@ -59,7 +59,7 @@ class HotChannels(Conditioner):
         return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)))
 
     def channels(self, n: int) -> int:
-        """How many of n channels are patched."""
+        """Return how many of n channels are patched."""
         return min(n, 16 * max(1, -(-round(self.share * n * 1e6) // 16_000_000)))
 
     def _residual(self, x, quantizer, dim, key) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ class HotChannels(Conditioner):
         return quantized, *self._hot(x - quantized, dim)
 
     def _hot(self, error: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """(indices, in order; their columns or rows of `error`)."""
+        """Return (indices, in order; their columns or rows of `error`)."""
         score = error.abs().mean(1 - dim % 2)
         channels = score.topk(self.channels(len(score)), sorted=False).indices.sort().values
         return channels, error.index_select(dim, channels)

@@ -62,7 +62,7 @@ class MeanRemoved(Conditioner):
 
 
 def row_mean(x: Tensor, row_mask: Tensor | None = None) -> Tensor:
-    """[1 c], the mean of the rows of x [t c] that `row_mask` [t] keeps; fp32, fp64 for fp64.
+    """Return [1 c], the mean of the rows of x [t c] that `row_mask` [t] keeps; fp32, fp64 for fp64.
 
     Without a single such row the mask is ignored.
     """

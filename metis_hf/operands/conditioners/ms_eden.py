@@ -89,7 +89,7 @@ class RandomHadamard(AroundQuantizer):
         return torch.full((), key.static >> 1, dtype=torch.int32, device=x.device)
 
     def _signs(self, n: int) -> Tensor:
-        """+-1 [group], fp32, for groups of n entries, padded or not."""
+        """Return +-1 [group], fp32, for groups of n entries, padded or not."""
         assert self.content is not None
         bits = random_bits(group_size(n), Key(self.seed, self.content), self.content.device)
         return 1.0 - 2.0 * (bits < 0)

@@ -43,7 +43,7 @@ class Spectral(Conditioner):
     def with_factors(
         self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
     ) -> tuple[Tensor, LowRank | None]:
-        """Returns the result of a call and its low-rank part; None for a matrix without entries."""
+        """Return the result of a call and its low-rank part; None for a matrix without entries."""
         if x.numel() == 0:
             return x.to(dtype), None
         low, dense, exact, _, _ = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
@@ -78,7 +78,7 @@ class Spectral(Conditioner):
     def decode_with_factors(
         self, encoded, quantizer, *, dim, shape, dtype=torch.float32
     ) -> tuple[Tensor, LowRank | None]:
-        """The other half of `with_factors`."""
+        """Return the other half of `with_factors`."""
         residual, low, dense = Packed(*encoded.tensors[:3]), encoded.low, encoded.dense
         if low is None:
             low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
@@ -122,7 +122,7 @@ class Spectral(Conditioner):
         return LowRank(a_hat.to(lam.dtype), lam, vh_hat.to(lam.dtype))
 
     def _split(self, x, quantizer, *, dim, key, row_mask):
-        """(quantized low-rank part, its product, what x is taken against, exact a, exact v^T)"""
+        """Return (quantized low-rank part, its product, what x is taken against, a, v^T)."""
         a, lam, v = self.split(x, key=key, row_mask=row_mask)
         # Row blocks of every part run along the dimension that the GEMM contracts.
         a_hat = quantizer(a, dim=dim, key=key.fold(1)).to(v.dtype)
@@ -133,7 +133,7 @@ class Spectral(Conditioner):
         return low, dense, exact, a, v.T
 
     def split(self, x, *, key, row_mask=None) -> tuple[Tensor, Tensor, Tensor]:
-        """(a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
+        """Return (a [t k], lam [k], v [c k]), not quantized: x ~ a diag(lam) v^T.
 
         v from sampled rows, a and lam by projecting every row.
         """

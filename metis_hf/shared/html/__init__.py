@@ -33,7 +33,7 @@ class Cell:
 
 
 def number(value: float, spec: str = ".3g", *, shade: float = 0.0, note: str = "") -> Cell:
-    """A numeric cell; NaN and infinity are shown as such and flagged."""
+    """Return a numeric cell; NaN and infinity are shown as such and flagged."""
     if not math.isfinite(value):
         return Cell(str(value), value, 1.0, note or "not finite")
     return Cell(format(value, spec), value, shade, note)
@@ -53,18 +53,18 @@ class Page:
     _blocks: list[dict[str, Any]] = field(default_factory=list)
 
     def section(self, title: str, *paragraphs: str) -> Page:
-        """A heading, which the table of contents lists, and plain-text paragraphs."""
+        """Return a heading, which the table of contents lists, and plain-text paragraphs."""
         anchor = f"s{sum(block['kind'] == 'section' for block in self._blocks)}"
         self._blocks.append({"kind": "section", "title": title, "anchor": anchor})
         return self.text(*paragraphs)
 
     def text(self, *paragraphs: str) -> Page:
-        """Paragraphs of plain text."""
+        """Return paragraphs of plain text."""
         self._blocks += [{"kind": "text", "text": text} for text in paragraphs]
         return self
 
     def notice(self, text: str) -> Page:
-        """A line that must not be overlooked: something is missing or broken."""
+        """Return a line that must not be overlooked: something is missing or broken."""
         self._blocks.append({"kind": "notice", "text": text})
         return self
 
@@ -74,7 +74,7 @@ class Page:
         return self
 
     def figure(self, picture: bytes | Path, caption: str, *, wide: bool = True) -> Page:
-        """A PNG picture, as bytes or as a file; `wide=False` lets two share a line."""
+        """Return a PNG picture, as bytes or as a file; `wide=False` lets two share a line."""
         data = picture if isinstance(picture, bytes) else picture.read_bytes()
         encoded = base64.b64encode(data).decode()
         self._blocks.append({"kind": "figure", "data": encoded, "caption": caption, "wide": wide})
@@ -83,7 +83,7 @@ class Page:
     def table(
         self, header: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = ""
     ) -> Page:
-        """A table that sorts by a click on a column's head."""
+        """Return a table that sorts by a click on a column's head."""
         cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
         for row in cells:
             if len(row) != len(header):
@@ -96,7 +96,7 @@ class Page:
         return self
 
     def render(self) -> str:
-        """The whole page as HTML."""
+        """Return the whole page as HTML."""
         try:
             import jinja2
         except ImportError as error:  # pragma: no cover
@@ -110,7 +110,7 @@ class Page:
         return template.render(title=self.title, subtitle=self.subtitle, blocks=self._blocks)
 
     def save(self, path: Path) -> None:
-        """Writes the page, whole or not at all."""
+        """Write the page, whole or not at all."""
         temporary = path.with_suffix(".tmp")
         # What UTF-8 cannot hold, half a surrogate pair out of a broken record, becomes "?".
         temporary.write_text(self.render(), encoding="utf-8", errors="replace")
