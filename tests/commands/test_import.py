@@ -20,7 +20,7 @@ from metis_hf.cli import app
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.experiments.recipe import parse_arguments
-from metis_hf.schemes import base, import_schemes, scheme_info, source_digest
+from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digest
 
 NAME = "two-nearest"
 SCHEME = f"""
@@ -56,6 +56,17 @@ COMPARISON = {
 def metis_hf(*arguments):
     """Run `metis-hf ...` in this process, where the file may be imported already."""
     return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "100"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_before():
+    """Take the schemes of these tests out again: other files' tests go through all there are."""
+    tables = registry._REGISTRY, discovery._imported
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before):
+        table.clear()
+        table.update(entries)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +105,7 @@ def test_reloaded_as_it_was_saved(folder):
 
 
 def test_unknown_scheme_of_a_checkpoint_says_how_to_import_it(folder, monkeypatch):
-    monkeypatch.delitem(base._REGISTRY, NAME)
+    monkeypatch.delitem(registry._REGISTRY, NAME)
     message = rf"scheme '{NAME}' is not registered.* --import .*import_schemes"
     with pytest.raises(ValueError, match=message):
         transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
