@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing
 from dataclasses import replace
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -313,7 +313,7 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
     def run():
         torch.manual_seed(0)
         made = transformers.Trainer(
-            get_metis_model(llama(), MetisConfig(scheme=scheme)),
+            get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme)),
             transformers.TrainingArguments(
                 str(tmp_path),
                 max_steps=8,
@@ -358,13 +358,11 @@ def test_resume_is_exact(scheme, tmp_path, monkeypatch):
 def test_processes_agree(engine, tmp_path):
     """Every step ends with the maxima over all processes, and with the same weights on each."""
     schemes = ("smoothquant", "tetrajet2")
-    # One process imports what takes seconds, for all ranks of both engines.
-    multiprocessing.set_forkserver_preload([stateful_run.__name__])
     torch.multiprocessing.start_processes(
         stateful_run.run,
         (engine, schemes, str(tmp_path)),
         stateful_run.RANKS,
-        start_method="forkserver",
+        start_method=forked.CONTEXT.get_start_method(),
     )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(stateful_run.RANKS))
     for scheme in schemes:
