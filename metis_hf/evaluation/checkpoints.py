@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 import warnings
 from collections import Counter
@@ -21,16 +22,20 @@ import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format wi
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.schemes import scheme_info
+from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+CONFIG_FILE = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
 COMPRESSED = "compressed-tensors"
 DENSE = "dense"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """SHA-256 over config and weights: names, sizes and contents."""
         digest = hashlib.sha256()
-        for file in [self.path / "config.json", *self.weight_files()]:
+        for file in [self.path / CONFIG_FILE, *self.weight_files()]:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
             with open(file, "rb") as stream:
                 while block := stream.read(1 << 24):
@@ -175,31 +180,58 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory: itself, else its `model/`, else its last `checkpoint-<step>`.
+    """Return the checkpoint in a directory: itself, its `model/`, or its last `checkpoint-<step>`.
+
+    A `model/` or a `checkpoint-<step>` that is not whole is passed over with a warning: the run
+    was interrupted while it saved.
 
     Raises:
         FileNotFoundError: no such directory.
-        ValueError: there is no checkpoint in it, or one without weights.
+        ValueError: there is no checkpoint in it, one without weights, or one cut short.
     """
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is not a directory; name a checkpoint (a directory with config.json) or a "
             "run that holds model/ or checkpoint-<step>"
         )
-    steps = [p for p in path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    steps.sort(key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
-    places = [path, path / "model", *steps]
-    place = next((p for p in places if (p / "config.json").is_file()), None)
+    place = _place(path)
     if place is None:
         raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
-    config = json.loads((place / "config.json").read_text())
+    config = json.loads((place / CONFIG_FILE).read_text())
     checkpoint = Checkpoint(place, _label(place, 0), config.get("quantization_config") or {})
     if not checkpoint.weight_files():
         raise ValueError(
             f"{place} has a config.json but no weights (*.safetensors); a run on several devices "
             "writes them with trainer.save_model under a full state dict"
         )
+    for file in checkpoint.weight_files():
+        if (reason := file_damage(file)) is not None:
+            raise ValueError(
+                f"{place}: {reason}, as a process that ends while it saves leaves it; train on "
+                "from an older checkpoint, or copy the file again"
+            )
     return checkpoint
+
+
+def _place(path: Path) -> Path | None:
+    """Return which directory of a run is its checkpoint, or None."""
+    saved = [p for p in (path, path / "model") if (p / CONFIG_FILE).is_file()]
+    damage = {place: model_damage(place) for place in saved}
+    for place, reason in damage.items():
+        if reason is None:
+            return place
+    last = last_checkpoint(path, _damage)
+    if last is None:
+        return saved[0] if saved else None
+    for place, reason in damage.items():
+        logger.warning("%s is not whole (%s); %s is taken instead", place, reason, last)
+    return Path(last)
+
+
+def _damage(directory: Path) -> str | None:
+    if not (directory / CONFIG_FILE).is_file():
+        return f"no {CONFIG_FILE}"
+    return model_damage(directory)
 
 
 def download(name: str) -> Path:

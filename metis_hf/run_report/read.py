@@ -15,11 +15,10 @@ from metis_hf.monitoring.gradient_noise import GradientNoise
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
 from metis_hf.run_report import checks
 from metis_hf.run_report.run import Run
+from metis_hf.shared.checkpoints import STATE_FILE, last_checkpoint, state_damage
 from metis_hf.shared.records import SETTINGS_FILE
-from metis_hf.training.resume import last_checkpoint
 
 RESULT_FILE = "result.json"
-STATE_FILE = "trainer_state.json"
 # What Trainer logs at the end of a run: one entry of the whole run, not of a step.
 _END = "train_runtime"
 _SHOWN_FAULTS = 6  # of a file; a note says how many more there are
@@ -172,7 +171,7 @@ def _read_log(run: Run) -> bool:
 def _read_state(run: Run) -> bool:
     """Trainer's state: that of the directory or of the last checkpoint, whichever went further."""
     files = [run.path / STATE_FILE]
-    checkpoint = last_checkpoint(run.path)
+    checkpoint = last_checkpoint(run.path, state_damage)
     if checkpoint is not None:
         files.append(Path(checkpoint) / STATE_FILE)
     states = [(file, state) for file in files if (state := _load_json(run, file)) is not None]

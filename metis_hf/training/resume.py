@@ -1,14 +1,14 @@
 """What resuming a run needs beyond Trainer: the right checkpoint, and none of another scheme.
 
+Which checkpoint is whole is found in `shared.checkpoints`, which evaluation asks too.
+
 Trainer loads weights without insisting on their names, so a checkpoint of another scheme would be
 taken in parts, or read in other units, without an error.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from transformers.trainer_callback import ExportableState
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLinear
+from metis_hf.shared.checkpoints import last_checkpoint
 
-# Written last, when everything else of a checkpoint is on disk.
-_STATE_FILE = "trainer_state.json"
+__all__ = ["ResumeGuard", "guard_loading", "last_checkpoint"]
+
 # What a resumed run may change: it decides neither the parameters nor what they stand for.
 _FREE = {
     "high_precision",
@@ -32,29 +33,6 @@ _FREE = {
 }
 _FACTORS = ("u", "s", "vh")
 _RESIDUAL = ".weight_residual"
-
-
-def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest complete checkpoint of a Trainer's output directory, None if there is none.
-
-    A process killed while it saves leaves a directory without its last files, which
-    `resume_from_checkpoint=True` would choose and fail on:
-    `trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))` starts from the one before.
-    """
-    found = []
-    for path in Path(output_dir).glob("checkpoint-*"):
-        step = path.name.rpartition("-")[2]
-        if step.isdigit() and _is_complete(path):
-            found.append((int(step), str(path)))
-    return max(found)[1] if found else None
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        json.loads((path / _STATE_FILE).read_text())
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 class ResumeGuard(TrainerCallback, ExportableState):

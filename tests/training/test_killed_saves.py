@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -107,14 +105,3 @@ def test_killed_while_overwriting(tmp_path):
     assert factor[0, 0].item() in (2.0, 3.0)
     assert torch.equal(factor, factor[0, 0].expand_as(factor))
     assert torch.equal(head, factor[0, 0].expand_as(head))
-
-
-def test_last_checkpoint(tmp_path):
-    assert last_checkpoint(tmp_path) is None
-    assert last_checkpoint(tmp_path / "nowhere") is None
-    trainer(tmp_path, converted(), max_steps=4).train()
-    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-10")
-    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-    state = tmp_path / "checkpoint-10/trainer_state.json"
-    os.truncate(state, state.stat().st_size // 2)
-    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")

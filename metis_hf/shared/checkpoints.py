@@ -1,0 +1,141 @@
+"""Which checkpoint of a Trainer's output directory is whole, and why another is not.
+
+A process that is killed while it saves leaves a directory that lacks its last files or holds one
+cut short. Only what is cheap is looked at: names, sizes, headers, JSON; no tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+STATE_FILE = "trainer_state.json"  # written last, when everything else of a checkpoint is on disk
+_PREFIX = "checkpoint-"
+_ARGUMENTS = "training_args.bin"
+_TORCH_FILES = (".pt", ".pth", ".bin")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+_ZIP = b"PK"  # begins what torch.save writes
+
+logger = logging.getLogger(__name__)
+
+
+def last_checkpoint(
+    output_dir: str | Path, damage: Callable[[Path], str | None] | None = None
+) -> str | None:
+    """Return the newest whole checkpoint of a Trainer's output directory, or None without one.
+
+    `resume_from_checkpoint=True` would choose the newest directory and fail on a half-written one:
+    `trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))` starts from the one before.
+    A warning names each newer directory that is passed over, and the reason.
+
+    Args:
+        output_dir: directory that holds `checkpoint-<step>`.
+        damage: returns why a checkpoint will not do, or None; default: `checkpoint_damage`, which
+            asks for all that training resumes from.
+    """
+    passed = []
+    chosen = None
+    for path in _newest_first(Path(output_dir)):
+        reason = (damage or checkpoint_damage)(path)
+        if reason is None:
+            chosen = path
+            break
+        passed.append(f"{path} is not whole ({reason})")
+    if passed:
+        instead = "there is no older one" if chosen is None else f"{chosen.name} is taken instead"
+        logger.warning("%s; %s", "; ".join(passed), instead)
+    return None if chosen is None else str(chosen)
+
+
+def _newest_first(output_dir: Path) -> list[Path]:
+    """Return the directories `checkpoint-<step>`, the largest step first."""
+    found = []
+    for path in output_dir.glob(f"{_PREFIX}*"):
+        step = path.name.removeprefix(_PREFIX)
+        if step.isdecimal() and path.is_dir():
+            found.append((int(step), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def checkpoint_damage(directory: Path) -> str | None:
+    """Return what a checkpoint lacks that Trainer resumes from; None if it is whole."""
+    entries = sorted(directory.iterdir())
+    reason = state_damage(directory) or model_damage(directory) or _file_damage(entries)
+    if reason is not None:
+        return reason
+    together = {"optimizer.pt", "scheduler.pt"}
+    missing = together - {path.name for path in entries}
+    sharded = any(path.is_dir() for path in entries)  # FSDP, DeepSpeed: the optimizer is in there
+    return f"no {missing.pop()}" if len(missing) == 1 and not sharded else None
+
+
+def state_damage(directory: Path) -> str | None:
+    """Return why Trainer's state cannot be read from a checkpoint; None if it can."""
+    path = directory / STATE_FILE
+    return file_damage(path) if path.is_file() else f"no {STATE_FILE}"
+
+
+def model_damage(directory: Path) -> str | None:
+    """Return what a directory of a saved model lacks, or what is cut short; None if it is whole."""
+    weights = [path for path in sorted(directory.iterdir()) if _may_hold_weights(path)]
+    if not weights:
+        return "no weights"
+    configs = [*directory.glob("config.json"), *sorted(directory.glob("*.index.json"))]
+    return _file_damage([*weights, *configs]) or _missing_shard(directory)
+
+
+def _file_damage(paths: Iterable[Path]) -> str | None:
+    """Return the first damage of some files, or None."""
+    reasons = (file_damage(path) for path in paths if path.is_file())
+    return next(filter(None, reasons), None)
+
+
+def _missing_shard(directory: Path) -> str | None:
+    """Return which part of a model that is saved in several files is missing, or None."""
+    names = {path.name for path in directory.iterdir()}
+    indices = [name for name in names if name.endswith(".index.json")]
+    if not indices and any(_SHARD.search(name) for name in names):
+        return "no index of its weights"
+    wanted: set[str] = set()
+    for name in indices:
+        wanted |= set(json.loads((directory / name).read_text()).get("weight_map", {}).values())
+    missing = sorted(wanted - names)
+    return f"no {missing[0]}" if missing else None
+
+
+def file_damage(path: Path) -> str | None:
+    """Return why a file of a checkpoint cannot be read; None for a whole file or another kind."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):  # compares the header with the file's length
+                return None
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        if path.suffix in _TORCH_FILES:
+            return _torch_file_damage(path)
+    except (SafetensorError, ValueError):
+        return f"{path.name} is cut short"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    return None
+
+
+def _torch_file_damage(path: Path) -> str | None:
+    with open(path, "rb") as file:
+        start = file.read(len(_ZIP))
+    # The directory of a zip file stands at its end. Other files are of a format that has no length.
+    whole = zipfile.is_zipfile(path) if start == _ZIP else len(start) == len(_ZIP)
+    return None if whole else f"{path.name} is cut short"
+
+
+def _may_hold_weights(path: Path) -> bool:
+    """Return whether an entry of a checkpoint may hold weights, sharded ones in a directory too."""
+    if path.is_dir():
+        return True
+    return path.suffix == ".safetensors" or (path.suffix == ".bin" and path.name != _ARGUMENTS)

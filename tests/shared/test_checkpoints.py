@@ -1,0 +1,125 @@
+"""Which checkpoint is whole: every file of a real one cut short or removed, and the fallback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conversion.test_checkpoints import converted, trainer
+
+from metis_hf.evaluation.checkpoints import open_checkpoint
+from metis_hf.shared.checkpoints import checkpoint_damage, file_damage, last_checkpoint
+from metis_hf.training import resume
+
+CUT = [
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+    "training_args.bin",
+    "config.json",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    trainer(directory, converted(), max_steps=4).train()  # saves every second step
+    return directory
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def cut(path, left=0.5):
+    os.truncate(path, int(left * path.stat().st_size))
+
+
+def test_the_newest_by_its_step(run, copied):
+    assert last_checkpoint(run) == resume.last_checkpoint(run) == str(run / "checkpoint-4")
+    shutil.copytree(copied / "checkpoint-4", copied / "checkpoint-10")
+    (copied / "checkpoint-11").write_text("a file")
+    (copied / "checkpoint-last").mkdir()
+    assert last_checkpoint(copied) == str(copied / "checkpoint-10")
+    assert last_checkpoint(copied / "nowhere") is None
+    assert last_checkpoint(copied / "checkpoint-last") is None
+
+
+@pytest.mark.parametrize("left", [0, 0.5, 0.99])
+@pytest.mark.parametrize("name", CUT)
+def test_a_file_cut_short(name, left, copied, caplog):
+    """The checkpoint before is taken, and a warning says why."""
+    path = copied / "checkpoint-4" / name
+    cut(path, left)
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(copied) == str(copied / "checkpoint-2")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{copied}/checkpoint-4 is not whole ({name} is cut short); checkpoint-2 is taken instead"
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_a_missing_file(name, copied):
+    (copied / "checkpoint-4" / name).unlink()
+    assert checkpoint_damage(copied / "checkpoint-4") in (f"no {name}", "no weights")
+    assert last_checkpoint(copied) == str(copied / "checkpoint-2")
+
+
+def test_no_older_one(copied, caplog):
+    cut(copied / "checkpoint-4/optimizer.pt")
+    shutil.rmtree(copied / "checkpoint-2")
+    assert last_checkpoint(copied) is None
+    assert caplog.records[0].getMessage().endswith("; there is no older one")
+
+
+def test_a_shard_is_missing(copied):
+    checkpoint = copied / "checkpoint-4"
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00002.safetensors")
+    assert checkpoint_damage(checkpoint) == "no index of its weights"
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(
+        '{"weight_map": {"a": "model-00001-of-00002.safetensors", '
+        '"b": "model-00002-of-00002.safetensors"}}'
+    )
+    assert checkpoint_damage(checkpoint) == "no model-00002-of-00002.safetensors"
+
+
+def test_files_of_other_kinds_are_taken_as_they_are(tmp_path):
+    """A pickle of old PyTorch has no length to compare with."""
+    for name, content in (("merges.txt", b""), ("old.bin", b"\x80\x02legacy"), ("a.json", b"{}")):
+        (tmp_path / name).write_bytes(content)
+        assert file_damage(tmp_path / name) is None
+
+
+class TestEvaluation:
+    """`open_checkpoint` asks for weights and config alone, and falls back as resuming does."""
+
+    def test_falls_back(self, copied, caplog):
+        cut(copied / "checkpoint-4/model.safetensors")
+        assert open_checkpoint(copied).path == copied / "checkpoint-2"
+        assert "checkpoint-2 is taken instead" in caplog.text
+
+    def test_needs_no_optimizer(self, copied):
+        (copied / "checkpoint-4/optimizer.pt").unlink()
+        assert open_checkpoint(copied).path == copied / "checkpoint-4"
+
+    @pytest.mark.parametrize("place", [".", "model"])
+    def test_a_final_model_cut_short(self, place, copied, caplog):
+        """As a process leaves it that ends while it saves the trained model."""
+        shutil.copytree(copied / "checkpoint-4", copied / place, dirs_exist_ok=True)
+        assert open_checkpoint(copied).path == copied / place
+        cut(copied / place / "model.safetensors")
+        assert open_checkpoint(copied).path == copied / "checkpoint-4"
+        assert "model.safetensors is cut short" in caplog.text
+
+    def test_a_named_checkpoint_cut_short_is_refused(self, copied):
+        cut(copied / "checkpoint-4/model.safetensors")
+        with pytest.raises(ValueError, match=r"checkpoint-4: model.safetensors is cut short"):
+            open_checkpoint(copied / "checkpoint-4")
