@@ -15,6 +15,7 @@ class MetisTrainerMixin:
     """For Trainer and its subclasses: `class MySFTTrainer(MetisTrainerMixin, SFTTrainer)`.
 
     - Spectral health reaches every reporter (TensorBoard, W&B, ...) in the record of its step.
+    - A run that is resumed from its last checkpoint is at its end, and makes no further step.
     - Weight decay applies to s and the residual, which is decay of the represented weight; u and vh
       are left out, since their decay would shrink the low-rank part three times as fast.
     """
@@ -29,6 +30,18 @@ class MetisTrainerMixin:
         for callback in list(handler.callbacks):
             if isinstance(callback, MetisCallback):
                 callback.bind(self)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch; none where the last step is done already.
+
+        Trainer asks whether that step is done only after a step: a run that is resumed from its
+        last checkpoint would make one more.
+        """
+        state, control = self.state, self.control  # type: ignore[attr-defined]
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)  # type: ignore[misc]

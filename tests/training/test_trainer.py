@@ -270,6 +270,18 @@ def test_resume_is_exact(scheme, tmp_path):
         assert all(torch.equal(state[key], other[key]) for key in state)
 
 
+def test_a_run_at_its_end_makes_no_further_step(tmp_path):
+    """Trainer would: it asks for the last step after a step."""
+    options = {"cls": MetisTrainer, "save_strategy": "steps", "save_steps": 4}
+    whole = trainer(tmp_path, converted(), **options)
+    whole.train()
+    again = trainer(tmp_path, converted(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.state.global_step == 4
+    assert losses(again) == losses(whole)
+    assert states_equal(again.model, whole.model)
+
+
 class TestCheckpoints:
     def test_save_only_model(self, tmp_path, token_ids):
         model = converted()
