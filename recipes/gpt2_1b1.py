@@ -19,10 +19,10 @@ from metis_hf.experiments.recipe import (
     parse_arguments,
     train_and_evaluate,
 )
-from metis_hf.experiments.sizes import SCALES
+from metis_hf.experiments.sizes import SIZES
 
-SCALE = SCALES["1b1"]
-MODEL = SCALE.config
+SIZE = SIZES["1b1"]
+MODEL = SIZE.config
 SMOKE_MODEL = MODEL | {
     "vocab_size": 512,
     "n_positions": 64,
@@ -35,10 +35,10 @@ SMOKE_MODEL = MODEL | {
 DEFAULTS = {
     "output_dir": "runs/gpt2_1b1",
     "tokens": 100e9,
-    "sequence_length": SCALE.sequence_length,
-    "global_batch": SCALE.global_batch,
+    "sequence_length": SIZE.sequence_length,
+    "global_batch": SIZE.global_batch,
     "seed": 42,
-    **SCALE.training,
+    **SIZE.training,
 }
 SMOKE = {
     "output_dir": "runs/smoke-gpt2_1b1",

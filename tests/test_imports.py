@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"shared"},
     "noise": set(),
     "shared": set(),
-    "data": set(),
+    "data": {"shared"},
     "numerics": {"noise"},
     "transforms": {"noise"},
     "operands": {"noise", "numerics", "transforms"},

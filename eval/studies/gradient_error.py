@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
-from metis_hf.data.packed import load_packed
+from metis_hf.data.chunked import load_chunked
 
 SEQUENCES, BATCH = 512, 32
 MARK = "gradient error"
@@ -70,7 +70,7 @@ def gradients(model: nn.Module, names: list[str], ids: Tensor) -> Tensor:
 def measure(model_dir: Path, data_dir: Path) -> dict[str, Any]:
     """{"schemes": name -> {"batch", "mean", "loss"}} and what was measured on."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    held_out = load_packed(data_dir)
+    held_out = load_chunked(data_dir)
     ids = torch.as_tensor(held_out[: min(SEQUENCES, len(held_out))]["input_ids"])
     names = [name for name, _ in metis_layers(model)]
     dense = copy.deepcopy(model)

@@ -19,7 +19,7 @@ def arguments(description: str, out: str) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="packed held-out tokens")
+    parser.add_argument("--data", type=Path, required=True, help="chunked held-out tokens")
     parser.add_argument("--out", type=Path, default=Path(out))
     return parser.parse_args()
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
 from metis_hf.analysis.capture import Capture
-from metis_hf.data.packed import load_packed
+from metis_hf.data.chunked import load_chunked
 from metis_hf.layers.linear import convert_linear
 from metis_hf.numerics import relative_error
 from metis_hf.operands import (
@@ -274,7 +274,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> float:
 def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
     """question -> variant -> KEYS, the loss as percent above the control's; adds to `out`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    held_out = load_packed(data_dir)
+    held_out = load_chunked(data_dir)
     ids = torch.as_tensor(held_out[: min(SEQUENCES, len(held_out))]["input_ids"])
     layers = capture(model, ids[:BATCH], before=ids[BATCH : 2 * BATCH])
     dense = copy.deepcopy(model)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from metis_hf.analysis.source import WeightSource
-from metis_hf.shared.progress import quiet
+from metis_hf.shared.quiet import quiet
 
 MICRO_BATCH = 8  # sequences
 MIN_LENGTH = 8  # tokens of a sequence

@@ -11,8 +11,9 @@ import numpy as np
 
 from metis_hf.analysis import figures
 from metis_hf.analysis.alignment import at_ratio
-from metis_hf.analysis.run import KINDS, Analysis, write_csv, write_json
+from metis_hf.analysis.run import KINDS, Analysis, figure_data, write_csv
 from metis_hf.shared.html import Cell, Page, number
+from metis_hf.shared.records import write_json
 
 RISK = (
     "Risk is the largest share, over a layer's weight, activation and gradient, of singular "
@@ -29,7 +30,7 @@ def write_report(result: Analysis, out: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def draw(name: str, make: Callable[[Any], bytes], data: Any) -> bytes:
-        write_json(folder / f"{name}.json", data)
+        write_json(folder / f"{name}.json", figure_data(data), indent=None)
         picture = make(data)
         (folder / f"{name}.png").write_bytes(picture)
         return picture

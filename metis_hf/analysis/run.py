@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -253,18 +252,12 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all; NaN becomes null."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(_finite(data), allow_nan=False))
-    temporary.replace(path)
-
-
-def _finite(data: Any) -> Any:
+def figure_data(data: Any) -> Any:
+    """Return data as a figure's file holds it: six digits, NaN and infinity as null."""
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: figure_data(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
+        return [figure_data(value) for value in data]
     if isinstance(data, float):
         value = float(f"{data:.6g}")  # enough for any figure, and a third of the size
         return value if math.isfinite(value) else None

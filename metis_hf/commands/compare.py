@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from metis_hf.commands.options import Imports, import_sources
+from metis_hf.experiments.compare.presets import PRESETS
+from metis_hf.experiments.sizes import SIZES
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 def compare(
     preset: Annotated[
         str | None,
-        typer.Option(help="main, ablations, ablations-metis, nvidia, rank, rank-metis or split."),
+        typer.Option(help=f"{_either(PRESETS)}; docs/compare.md says what they train."),
     ] = None,
     schemes: Annotated[
         str | None,
         typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Variant that the others are compared with beside the control; default: metis, "
+            "if it takes part."
+        ),
+    ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
-    scale: Annotated[str | None, typer.Option(help="tiny (default), 130m, 1b1 or 8b.")] = None,
+    size: Annotated[str | None, typer.Option(help=f"{_either(SIZES)}; default tiny.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Packed tokens of recipes/prepare_data.py; default at scale tiny: the "
+            help="Chunked tokens of recipes/prepare_data.py; default at size tiny: the "
             "standard library's sources."
         ),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Packed held-out tokens; default: those of --data.")
+        Path | None, typer.Option(help="Chunked held-out tokens; default: those of --data.")
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="Training tokens of each run.")] = None,
     tasks: Annotated[
@@ -40,7 +55,7 @@ def compare(
     ] = None,
     tasks_dir: Annotated[Path | None, typer.Option(help="Local data of these tasks.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<scale>.")
+        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<size>.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs side by side; default: one per device or CPU core.")
@@ -76,24 +91,26 @@ def compare(
         run_plan,
     )
     from metis_hf.experiments.compare.timing import measure_times
-    from metis_hf.shared.progress import quiet
+    from metis_hf.shared.locks import hold_directory
+    from metis_hf.shared.quiet import quiet
 
     # Before the plan, which looks schemes up. A directory's sources hold until others are given.
-    directory = out or _default_directory(preset, scale or "tiny")
+    directory = out or _default_directory(preset, size or "tiny")
     sources = import_sources(imports or remembered_imports(directory))
     plan = make_plan(
         config,
         preset=preset,
         schemes=_split(schemes),
+        reference=reference,
         seeds=_seeds(seeds),
-        scale=scale,
+        size=size,
         data=None if data is None else str(data),
         validation=None if validation is None else str(validation),
         tokens=tokens,
         tasks=_split(tasks),
         tasks_dir=None if tasks_dir is None else str(tasks_dir),
     )
-    out = out or _default_directory(preset, plan.scale)
+    out = out or _default_directory(preset, plan.size)
     console = Console()
     failure: RunsFailed | None = None
     with quiet():
@@ -109,18 +126,18 @@ def compare(
         except RunsFailed as error:
             failure, results = error, load_results(plan, out)
     if results:
-        if times:
-            with quiet():
-                measure_times(plan, out)
         used = 1 if launcher else jobs or default_jobs(len(plan.runs()))
-        write_outputs(plan, results, out, jobs=used, console=console)
+        with hold_directory(out), quiet():
+            if times:
+                measure_times(plan, out)
+            write_outputs(plan, results, out, jobs=used, console=console)
     if failure is not None:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1)
 
 
-def _default_directory(preset: str | None, scale: str) -> Path:
-    return Path("runs") / f"compare-{preset or 'custom'}-{scale}"
+def _default_directory(preset: str | None, size: str) -> Path:
+    return Path("runs") / f"compare-{preset or 'custom'}-{size}"
 
 
 def _split(text: str | None) -> list[str] | None:

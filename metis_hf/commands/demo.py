@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from metis_hf.commands.options import Imports, import_sources, split_names
+from metis_hf.experiments.demo import QUICK_TIME
 
 
 def demo(
@@ -18,7 +19,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Under a minute, for a first look.")
+        bool, typer.Option("--quick", help=f"The mechanics only: {QUICK_TIME}.")
     ] = False,
     imports: Imports = None,
 ) -> None:

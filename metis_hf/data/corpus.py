@@ -1,7 +1,7 @@
 """A training corpus that every Python installation already has: its standard library.
 
 Here: finding the documents, splitting them by path so that every machine agrees, training a
-byte-level BPE tokenizer on them, and packing token ids into equal sequences. Nothing is downloaded.
+byte-level BPE tokenizer on them, and cutting token ids into equal sequences. Nothing is downloaded.
 The evaluation tasks built from held-out documents live in `metis_hf.experiments.demo.tasks`.
 """
 
@@ -167,7 +167,7 @@ def train_tokenizer(
     )
 
 
-def pack(
+def chunk(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,

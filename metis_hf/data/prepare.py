@@ -1,4 +1,4 @@
-"""The pipeline: read and filter, measure perplexity, pack; resumable, and equal however often.
+"""The pipeline: read and filter, measure perplexity, chunk; resumable, and equal however often.
 
 Three stages leave their results in `work/`, one file per part of the source. Each file is renamed
 into place when it is whole, so that a run which was killed goes on with the next file, and every
@@ -7,7 +7,6 @@ file is a function of the source and the arguments alone.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,18 +19,17 @@ import numpy as np
 from transformers.utils import logging
 
 from metis_hf.data.arguments import PrepareArguments
-from metis_hf.data.filters import KEPT, TextFilter, detector
-from metis_hf.data.packed import (
+from metis_hf.data.chunked import (
     ARGUMENTS,
     META,
     TOKENIZER,
-    write_atomically,
-    write_json,
     write_shards,
 )
+from metis_hf.data.filters import KEPT, TextFilter, detector
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, local_files, open_source
+from metis_hf.shared.records import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +43,7 @@ _VALIDATION = "validation"
 
 
 def prepare(arguments: PrepareArguments) -> dict[str, Any]:
-    """Turn a source of documents into packed sequences.
+    """Turn a source of documents into chunked sequences.
 
     Run again with the same arguments after an interruption, it continues; after the end, it only
     returns the report.
@@ -63,7 +61,7 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
     work = output / "work"
     if (output / META).exists():
         shutil.rmtree(work, ignore_errors=True)
-        return json.loads((output / "report.json").read_text())
+        return read_json(output / "report.json")
     tokenizer = _load_tokenizer(arguments.tokenizer)
     if arguments.perplexity_filter:
         check_context(arguments.reference_model, arguments.perplexity_tokens)
@@ -85,7 +83,7 @@ def _claim(output: Path, arguments: PrepareArguments) -> None:
         settings["reference_device"] = device_type()
     path = output / ARGUMENTS
     if path.exists():
-        differences = list(_differences(json.loads(path.read_text()), settings))
+        differences = list(_differences(read_json(path), settings))
         if differences:
             raise ValueError(
                 f"{output} holds a preparation with other settings: {'; '.join(differences)}. Run "
@@ -126,7 +124,7 @@ def _read_stage(
     folder.mkdir(parents=True, exist_ok=True)
     tallies: list[Tally] = []
     while (marker := folder / f"part-{len(tallies):05}.json").exists():
-        tallies.append(Tally.from_json(json.loads(marker.read_text())))
+        tallies.append(Tally.from_json(read_json(marker)))
     finished = folder / "finished.json"
     if finished.exists():
         return tallies
@@ -277,12 +275,12 @@ def _write_split(
         sequences = write_shards(
             folder, tokens, counts, arguments.seq_len, arguments.sequences_per_shard, update
         )
-    packed = sequences * arguments.seq_len
+    chunked = sequences * arguments.seq_len
     report[name] |= {
         "tokens": sum(counts),
         "sequences": sequences,
-        "packed_tokens": packed,
-        "tail_tokens_dropped": sum(counts) - packed,
+        "chunked_tokens": chunked,
+        "tail_tokens_dropped": sum(counts) - chunked,
     }
     if validation and not sequences and arguments.validation_share:
         logger.warning(
@@ -312,7 +310,7 @@ def _meta(
         "tokenizer": arguments.tokenizer,
         "seq_len": arguments.seq_len,
         "num_sequences": split["sequences"],
-        "num_tokens": split["packed_tokens"],
+        "num_tokens": split["chunked_tokens"],
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "source": arguments.files or arguments.dataset,

@@ -23,7 +23,7 @@ from metis_hf.evaluation.results import EvalResult
 from metis_hf.evaluation.run import evaluate_model, held_out_loss
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
 from metis_hf.schemes import scheme_info
-from metis_hf.shared.progress import quiet
+from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import environment
 
 if TYPE_CHECKING:

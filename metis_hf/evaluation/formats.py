@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 
 from rich import box
 from rich.console import Console
@@ -13,25 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from metis_hf.evaluation.table import Comparison, Row, Score, digits
+from metis_hf.shared.tables import latex_text, markdown_table
 
 FIRST = "Model, method"
-LATEX = str.maketrans(
-    {
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "\\": r"\textbackslash{}",
-        "±": r"$\pm$",
-        "<": r"$<$",
-        ">": r"$>$",
-    }
-)
 
 
 def number(score: Score | None, column: str, *, sign: bool = False) -> str:
@@ -81,14 +64,14 @@ def markdown(comparison: Comparison) -> str:
     head = [FIRST, *comparison.columns]
     parts = []
     for block in comparison.blocks:
-        lines = [head, ["---"] + ["---:"] * len(comparison.columns)]
+        lines = []
         for row in block.rows:
             cells = [_cell(comparison, block.kind, row, column) for column in comparison.columns]
             shown = [f"**{value}** {spread}" if best else f"{value} {spread}"
                      for value, spread, best in cells]  # fmt: skip
             lines.append([row.name.replace("|", r"\|"), *(cell.strip() for cell in shown)])
         heading = f"**{block.title}**\n\n" if block.title else ""
-        parts.append(heading + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+        parts.append(heading + markdown_table(head, lines))
     if comparison.notes:
         parts.append("".join(f"- {note}\n" for note in comparison.notes))
     return "\n".join(parts)
@@ -102,21 +85,21 @@ def latex(comparison: Comparison) -> str:
         "% \\usepackage{booktabs}",
         rf"\begin{{tabular}}{{l{'c' * count}}}",
         r"\toprule",
-        " & ".join(_latex(title) for title in [FIRST, *comparison.columns]) + r" \\",
+        " & ".join(latex_text(title) for title in [FIRST, *comparison.columns]) + r" \\",
     ]
     for block in comparison.blocks:
         lines.append(r"\midrule")
         if block.title:
             lines.append(
-                rf"\multicolumn{{{count + 1}}}{{l}}{{\textit{{{_latex(block.title)}}}}} \\"
+                rf"\multicolumn{{{count + 1}}}{{l}}{{\textit{{{latex_text(block.title)}}}}} \\"
             )
         for row in block.rows:
             cells = []
             for column in comparison.columns:
                 value, spread, best = _cell(comparison, block.kind, row, column)
-                shown = rf"\textbf{{{_latex(value)}}}" if best else _latex(value)
-                cells.append(shown + (rf" {{\tiny {_latex(spread)}}}" if spread else ""))
-            lines.append(" & ".join([_latex(row.name), *cells]) + r" \\")
+                shown = rf"\textbf{{{latex_text(value)}}}" if best else latex_text(value)
+                cells.append(shown + (rf" {{\tiny {latex_text(spread)}}}" if spread else ""))
+            lines.append(" & ".join([latex_text(row.name), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
@@ -159,8 +142,3 @@ def _rich(comparison: Comparison, kind: str, row: Row, column: str) -> Text:
     style = "bold red" if "(!)" in value else "bold" if best else ""
     text = Text(value, style=style)
     return text.append(f"\n{spread}", style="dim") if spread else text
-
-
-def _latex(text: str) -> str:
-    """Escaped text; a hyphen before a number is a minus sign."""
-    return re.sub(r"^-(?=\d)", "$-$", text.translate(LATEX))

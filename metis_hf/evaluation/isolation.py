@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from metis_hf.shared.quiet import quiet_datasets
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,12 +70,11 @@ def preserve_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 @contextlib.contextmanager
-def quiet(progress: bool) -> Iterator[None]:
+def quiet_harness(progress: bool) -> Iterator[None]:
     """Errors only from lm-eval's loggers, no prints, and progress bars only if asked for.
 
     Of the bars those are kept that say what they count; they go when they are full.
     """
-    import datasets
     from lm_eval import evaluator
     from tqdm import std
 
@@ -86,11 +87,10 @@ def quiet(progress: bool) -> Iterator[None]:
 
     harness = logging.getLogger("lm_eval")
     level = harness.level
-    bars = not datasets.are_progress_bars_disabled()
     harness.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet_datasets())
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             # Outside a repository git complains on the terminal, and the hash is not used here.
             stack.enter_context(_replaced(evaluator, "get_git_commit_hash", lambda: ""))
@@ -98,8 +98,6 @@ def quiet(progress: bool) -> Iterator[None]:
             yield
     finally:
         harness.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def evaluate_model(
         # Every rank computes everything, yet lm-eval keeps the result on local rank 0 alone, and it
         # forks a process per core for the bootstrap unless told otherwise.
         stack.enter_context(isolation.environment(DISABLE_MULTIPROC="1", LOCAL_RANK="0"))
-        stack.enter_context(isolation.quiet(progress))
+        stack.enter_context(isolation.quiet_harness(progress))
         stack.enter_context(isolation.preserve_random_state(device_type))
         stack.enter_context(isolation.preserve_model(model, tokenizer))
         manager = _task_manager(tasks, include_path)

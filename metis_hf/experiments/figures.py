@@ -1,15 +1,17 @@
-"""Pictures of a comparison: loss curves with the gap to the control, spectral health over time."""
+"""Pictures of an experiment: loss curves with the gap to the control, spectral health over time."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.monitoring.health import TENSORS
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import CROWDED, figure_axes, scheme_styles, smooth, spread
+from metis_hf.shared.figures import CROWDED, Style, figure_axes, scheme_styles, smooth, spread
 
 HEALTH_PANELS = (
     ("stable_rank", "stable rank"),
@@ -20,30 +22,53 @@ HEALTH_PANELS = (
 )
 
 
-def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
-    """Training loss by step, and below it the gap to the control in percent, on equal batches."""
-    figure, axes = figure_axes(2, 1, (8, 7), sharex=True, height_ratios=[3, 2])
-    (top,), (bottom,) = axes
-    styles = scheme_styles([r.scheme for r in results], CONTROL)
-    control = next((r for r in results if r.scheme == CONTROL), None)
-    span = max(1, len(results[0].history) // 20)
-    ends, labels = [], []
+def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[list[float]]]]:
+    """Return variant -> (steps, the training losses of each seed at these steps)."""
+    found: dict[str, tuple[list[int], list[list[float]]]] = {}
     for result in results:
-        steps = [entry["step"] for entry in result.history]
-        losses = [entry["loss"] for entry in result.history]
-        style = styles[result.scheme]
-        look = {"color": style.color, "ls": style.line, "lw": 1.5}
-        top.plot(steps, smooth(losses, span), label=result.scheme, **look)
-        ends += smooth(losses, span)[len(losses) // 10 :]
-        if control is not None and result is not control:
-            pairs = zip(losses, (entry["loss"] for entry in control.history))
-            gaps = smooth([100 * (loss / base - 1) for loss, base in pairs], 2 * span)
-            bottom.plot(steps[: len(gaps)], gaps, **look)
-            labels.append((gaps[-1], steps[len(gaps) - 1], result.scheme))
-    margin = 0.05 * (max(ends) - min(ends))
-    top.set_ylim(min(ends) - margin, max(ends) + margin)
+        steps = [int(entry["step"]) for entry in result.history]
+        found.setdefault(result.scheme, (steps, []))[1].append([e["loss"] for e in result.history])
+    return found
+
+
+def paired_gaps(
+    results: Sequence[SchemeResult], name: str, span: int
+) -> tuple[list[int], list[list[float]]]:
+    """Return (steps, smoothed gap to the control in percent, for each seed that both have)."""
+    control = {r.seed: r for r in results if r.scheme == CONTROL}
+    gaps, steps = [], []
+    for result in results:
+        if result.scheme != name or result.seed not in control:
+            continue
+        base = control[result.seed].history
+        steps = [int(entry["step"]) for entry in result.history][: len(base)]
+        pairs = zip(result.history, base)
+        gaps.append(smooth([100 * (x["loss"] / y["loss"] - 1) for x, y in pairs], span))
+    return steps, gaps
+
+
+def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None:
+    """Draw training loss by step, and the paired gap to the control; bands span the seeds."""
+    figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
+    (top,), (bottom,) = axes
+    by_name = curves(results)
+    styles = scheme_styles(list(by_name), CONTROL)
+    span = max(1, max(len(steps) for steps, _ in by_name.values()) // 20)
+    labels, ends = [], []
+    for name, (steps, losses) in by_name.items():
+        smoothed = [smooth(values, span) for values in losses]
+        _band(top, steps, smoothed, styles[name], name)
+        ends += [v for values in smoothed for v in values[len(values) // 8 :] if math.isfinite(v)]
+        if name != CONTROL and CONTROL in by_name:
+            steps, gaps = paired_gaps(results, name, 2 * span)
+            mean = _band(bottom, steps, gaps, styles[name], name)
+            if mean and math.isfinite(mean[-1]):
+                labels.append((mean[-1], steps[-1], name))
+    if ends:
+        margin = 0.05 * (max(ends) - min(ends))
+        top.set_ylim(min(ends) - margin, max(ends) + margin)
     top.set_ylabel("training loss (nats per token)")
-    if len(results) > CROWDED:
+    if len(by_name) > CROWDED:
         labels = []
         figure.legend(*top.get_legend_handles_labels(), loc="outside right center", frameon=False)
     else:
@@ -51,15 +76,47 @@ def plot_loss(results: Sequence[SchemeResult], path: Path, title: str) -> None:
     top.set_title(title)
     bottom.axhline(0, color="black", lw=1)
     bottom.set_ylabel(f"gap to {CONTROL} (%)")
-    bottom.set_xlabel(f"optimizer step (moving averages of {span} and {2 * span} steps)")
+    several = any(len(losses) > 1 for _, losses in by_name.values())
+    bands = "; bands: smallest to largest seed" if several else ""
+    bottom.set_xlabel(f"optimizer step (moving averages{bands})")
+    _clip_start(bottom, results, span)
     low, high = bottom.get_ylim()
-    for (_, step, scheme), place in zip(labels, spread([x[0] for x in labels], (high - low) / 18)):
-        bottom.annotate(f" {scheme}", (step, place), color=styles[scheme].color, fontsize=8,
+    places = spread([label[0] for label in labels], (high - low) / 15)
+    for (_, step, name), place in zip(labels, places):
+        bottom.annotate(f" {name}", (step, place), color=styles[name].color, fontsize=8,
                         va="center", annotation_clip=False)  # fmt: skip
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def _band(
+    axis, steps: list[int], series: list[list[float]], style: Style, label: str
+) -> list[float]:
+    """Draws mean and range of some curves; returns the mean."""
+    if not series:
+        return []
+    columns = list(zip(*series))
+    mean = [statistics.fmean(column) for column in columns]
+    steps = steps[: len(mean)]
+    axis.plot(steps, mean, color=style.color, ls=style.line, lw=1.5, label=label)
+    if len(series) > 1:
+        low, high = [min(c) for c in columns], [max(c) for c in columns]
+        axis.fill_between(steps, low, high, color=style.color, alpha=0.15, lw=0)
+    return mean
+
+
+def _clip_start(axis, results: Sequence[SchemeResult], span: int) -> None:
+    """The gap's scale leaves out the first tenth, where losses fall fast and gaps are wild."""
+    values = []
+    for name in {r.scheme for r in results} - {CONTROL}:
+        for gaps in paired_gaps(results, name, 2 * span)[1]:
+            values += [v for v in gaps[len(gaps) // 10 :] if math.isfinite(v)]
+    if values:
+        low, high = min(0.0, *values), max(0.0, *values)
+        margin = 0.06 * (high - low) or 1.0
+        axis.set_ylim(low - margin, high + margin)
 
 
 def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[int], list[float]]:

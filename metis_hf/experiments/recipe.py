@@ -12,6 +12,7 @@ import json
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.packed import causal_batch
+from metis_hf.data.chunked import causal_batch
+from metis_hf.experiments.runner import new_model
 from metis_hf.planning.plan import Plan, Workload, plan_run
 from metis_hf.schemes import import_schemes, scheme_names
+from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.shared.locks import hold_directory
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.trainer import MetisTrainer
 
@@ -42,7 +45,7 @@ class RecipeArguments:
 
     data: str | None = field(
         default=None,
-        metadata={"help": "Directory of packed tokens, made by recipes/prepare_data.py."},
+        metadata={"help": "Directory of chunked tokens, made by recipes/prepare_data.py."},
     )
     scheme: str = field(
         default="metis", metadata={"help": f"How GEMMs compute: {', '.join(scheme_names())}."}
@@ -212,23 +215,23 @@ def dry_run(
 def load_data(
     arguments: RecipeArguments, training: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase | None]:
-    """Packed sequences to train on and to hold out, and the tokenizer if it is at hand.
+    """Chunked sequences to train on and to hold out, and the tokenizer if it is at hand.
 
-    `--data` wins; without it, `--smoke` packs text of the standard library.
+    `--data` wins; without it, `--smoke` chunks text of the standard library.
 
     Raises:
-        FileNotFoundError: `--data` is no directory of packed tokens, or an unfinished one.
+        FileNotFoundError: `--data` is no directory of chunked tokens, or an unfinished one.
         ValueError: no data, or data that do not fit the arguments or the model.
     """
     if arguments.data is not None:
-        dataset, evaluation = _packed_data(Path(arguments.data), arguments, config)
+        dataset, evaluation = _chunked_data(Path(arguments.data), arguments, config)
         tokenizer = None
     elif arguments.smoke:
         dataset, tokenizer = _embedded_text(arguments, config)
         evaluation = None
     else:
         raise ValueError(
-            "no data: give --data DIR, a directory of packed tokens as recipes/prepare_data.py "
+            "no data: give --data DIR, a directory of chunked tokens as recipes/prepare_data.py "
             "writes it (its --help says how), or try --smoke"
         )
     if evaluation is None:
@@ -250,34 +253,34 @@ def _hold_out(dataset: datasets.Dataset, count: int) -> tuple[datasets.Dataset, 
     return dataset.select(range(rest, len(dataset))), dataset.select(range(rest))
 
 
-def _packed_data(
+def _chunked_data(
     path: Path, arguments: RecipeArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """What recipes/prepare_data.py wrote: training sequences, and its validation split if any."""
-    from metis_hf.data.packed import META, load_packed, read_meta
+    from metis_hf.data.chunked import META, load_chunked, read_meta
 
     length = read_meta(path)["seq_len"]
     if length != arguments.sequence_length:
         raise ValueError(
             f"--data {path} holds sequences of {length} tokens, and the run wants "
-            f"{arguments.sequence_length}; pass --sequence_length {length} or pack again"
+            f"{arguments.sequence_length}; pass --sequence_length {length} or chunk again"
         )
-    dataset = load_packed(path, vocab_size=config.vocab_size)
+    dataset = load_chunked(path, vocab_size=config.vocab_size)
     validation = path / "validation"
     if not (validation / META).is_file():
         return dataset, None
-    held_out = load_packed(validation, vocab_size=config.vocab_size)
+    held_out = load_chunked(validation, vocab_size=config.vocab_size)
     return dataset, held_out.select(range(min(arguments.eval_sequences, len(held_out))))
 
 
 def _embedded_text(
     arguments: RecipeArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, PreTrainedTokenizerBase]:
-    from metis_hf.data.corpus import pack, stdlib_documents, train_tokenizer
+    from metis_hf.data.corpus import chunk, stdlib_documents, train_tokenizer
 
     documents = stdlib_documents()[:_SMOKE_TEXT]
     tokenizer = train_tokenizer(documents, config.vocab_size)
-    dataset = pack(documents, tokenizer, arguments.sequence_length)
+    dataset = chunk(documents, tokenizer, arguments.sequence_length)
     return dataset.select_columns(["input_ids"]), tokenizer
 
 
@@ -288,9 +291,7 @@ def build_model(
 
     The same on every process: initialization depends on the seed alone.
     """
-    transformers.set_seed(training.seed)
-    with training.device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = new_model(config, training.seed, training.device)
     get_metis_model(model, arguments.metis_config(training.seed))
     if training.process_index == 0:
         print(model.metis_report, flush=True)
@@ -339,20 +340,28 @@ def build_trainer(
 
 
 def train_and_evaluate(trainer: MetisTrainer, arguments: RecipeArguments) -> dict[str, float]:
-    """Trains, saves the model into output_dir, evaluates the held-out loss.
+    """Train, save the model into output_dir, evaluate the held-out loss.
 
     Raises:
-        ValueError: output_dir has checkpoints and `--resume` was not given.
+        ValueError: output_dir has checkpoints and `--resume` was not given, or it is in use by
+            another process.
     """
+    directory = Path(str(trainer.args.output_dir))
+    first = trainer.args.process_index == 0
+    with hold_directory(directory, "--output_dir") if first else nullcontext():
+        return _train_and_evaluate(trainer, arguments, directory)
+
+
+def _train_and_evaluate(
+    trainer: MetisTrainer, arguments: RecipeArguments, directory: Path
+) -> dict[str, float]:
     training = trainer.args
-    directory = str(training.output_dir)
-    checkpoint = get_last_checkpoint(directory) if Path(directory).is_dir() else None
-    if checkpoint is not None and not arguments.resume:
+    if not arguments.resume and (present := sorted(directory.glob("checkpoint-*"))):
         raise ValueError(
-            f"output_dir {directory} has checkpoints ({Path(checkpoint).name}); go on with "
+            f"output_dir {directory} has checkpoints ({present[-1].name}); go on with "
             "--resume, or choose another --output_dir"
         )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=last_checkpoint(directory))
     trainer.save_model()
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)

@@ -1,185 +1,56 @@
 """Training and evaluating one model under several schemes, so that only the scheme differs.
 
-Same initialization, batches, order and schedule for each; MetisTrainer with MetisCallback; every
-checkpoint loaded again and evaluated through lm-eval. Each variant has its own directory and a
-`result.json` written last, so an interrupted experiment goes on where it stopped. What is trained
-on which text is the caller's choice: the demo and `compare` are two.
+Same initialization, batches, order and schedule for each; MetisTrainer with MetisCallback. Each
+run has its own directory and a `result.json` written last, so an interrupted experiment goes on
+where it stopped. What is trained on which text, and how it is evaluated, is the caller's choice:
+the demo and `compare` are two; recipes take their model from here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers.trainer_utils import get_last_checkpoint
 
-from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.packed import causal_batch
-from metis_hf.shared.records import bf16_units, read_json, write_json
+from metis_hf.data.chunked import causal_batch
+from metis_hf.experiments.memory import PeakMemory
+from metis_hf.experiments.results import SchemeResult, load_result, save_result
+from metis_hf.experiments.variants import Experiment, Variant
+from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.shared.records import bf16_units
 from metis_hf.training.callback import MetisCallback
-from metis_hf.training.precision_schedule import PrecisionSchedule
 from metis_hf.training.trainer import MetisTrainer
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from metis_hf.evaluation import EvalResult, TaskSpec
 
-RESULT_FILE = "result.json"
-_SCHEDULE = "precision_schedule"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """What all variants of a comparison share; any difference makes it another experiment.
-
-    Args:
-        model: keyword arguments of a transformers config, with its `model_type`.
-        training: keyword arguments of TrainingArguments, `max_steps` among them; what every run
-            shares (output directory, seed, device, logging) is set here.
-        sequence_length: tokens per sequence.
-        health_interval: steps between measurements of spectral health; 0 never measures.
-        seed: of initialization, data order and noise.
-    """
-
-    model: dict[str, Any]
-    training: dict[str, Any]
-    sequence_length: int
-    health_interval: int
-    seed: int
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of a run."""
-        return int(self.training["max_steps"])
+OnStep = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What differs between the runs of a comparison.
-
-    Args:
-        name: of its directory and table row.
-        config: fields of MetisConfig, `scheme` among them.
-        precision_schedule: arguments of PrecisionSchedule; None keeps one precision throughout.
-    """
-
-    name: str
-    config: dict[str, Any]
-    precision_schedule: dict[str, Any] | None = None
-
-    @classmethod
-    def of_scheme(cls, scheme: str) -> Variant:
-        """A scheme as it is registered."""
-        return cls(scheme, {"scheme": scheme})
-
-    @classmethod
-    def of_fields(cls, name: str, fields: Mapping[str, Any]) -> Variant:
-        """From fields of MetisConfig and, it may be, `precision_schedule`, in one mapping."""
-        config = dict(fields)
-        schedule = config.pop(_SCHEDULE, None)
-        return cls(name, config, None if schedule is None else dict(schedule))
-
-    def fields(self) -> dict[str, Any]:
-        """What `of_fields` takes."""
-        schedule = self.precision_schedule
-        return self.config if schedule is None else {**self.config, _SCHEDULE: schedule}
-
-    def callbacks(self) -> list[transformers.TrainerCallback]:
-        """What the variant adds to the Trainer.
-
-        Raises:
-            ValueError: PrecisionSchedule does not take these arguments.
-        """
-        if self.precision_schedule is None:
-            return []
-        try:
-            return [PrecisionSchedule(**self.precision_schedule)]
-        except TypeError as error:
-            raise ValueError(
-                f"variant {self.name!r}: precision_schedule is {{at, high_precision}}; {error}"
-            ) from None
-
-    def metis_config(self, seed: int) -> MetisConfig:
-        """The conversion; noise takes the run's seed."""
-        return MetisConfig.from_dict({**self.config, "seed": seed})
-
-
-@dataclass(frozen=True)
-class SchemeResult:
-    """What one variant gave.
+class Evaluated:
+    """What the evaluation of a trained model gave.
 
     Attributes:
-        scheme: the variant's name.
-        config: its MetisConfig as a dict.
-        summary: the conversion report, as text.
         loss: held-out loss, nats per token.
         tasks: task -> {"metric", "value", "stderr"}.
-        seconds_per_step: median over normal (not measured) steps.
-        history: Trainer's log entries, one a logged step.
-        evaluation: lm-eval's results as they came.
-        seed: of the run.
-        peak_memory: bytes, the most in use beyond what was in use before the model was built.
-        parameters: of the model as transformers builds it, before the conversion.
-        precision_schedule: of the variant.
+        record: results of lm-eval as they came.
     """
 
-    scheme: str
-    config: dict[str, Any]
-    summary: str
     loss: float
-    tasks: dict[str, dict[str, Any]]
-    seconds_per_step: float
-    history: list[dict[str, float]]
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    peak_memory: int = 0
-    parameters: int = 0
-    precision_schedule: dict[str, Any] | None = None
-
-
-def load_result(directory: Path) -> SchemeResult | None:
-    """The result of a finished run, or None.
-
-    Raises:
-        ValueError: the file is not whole, or not a result.
-    """
-    path = directory / RESULT_FILE
-    if not path.exists():
-        return None
-    try:
-        return SchemeResult(**read_json(path))
-    except TypeError as error:
-        raise ValueError(f"{path} is not a result of this version ({error}); delete it") from None
-
-
-class StepClock(transformers.TrainerCallback):
-    """Adds `step_seconds` to each log entry; calls `on_step(step, loss)` after it."""
-
-    def __init__(self, on_step: Callable[[int, float | None], None]) -> None:
-        self.on_step = on_step
-        self._start = self._seconds = 0.0
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._start = time.perf_counter()
-
-    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self._seconds = time.perf_counter() - self._start
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if logs and "loss" in logs:
-            state.log_history[-1]["step_seconds"] = self._seconds
-            self.on_step(state.global_step, logs["loss"])
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -205,8 +76,59 @@ class Trained:
     parameters: int
 
 
+def run_variant(
+    experiment: Experiment,
+    variant: Variant,
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Path,
+    evaluate: Callable[[Trained], Evaluated],
+    *,
+    on_step: OnStep = lambda step, loss: None,
+    on_evaluate: Callable[[], None] = lambda: None,
+) -> SchemeResult | None:
+    """Train and evaluate one variant in `run`, or return its finished result.
+
+    A run that was interrupted resumes from its last whole checkpoint. Its checkpoints are dropped
+    once it has its result: `run/model` has the weights.
+
+    Args:
+        experiment: what all variants share.
+        variant: what is trained.
+        dataset: chunked sequences, rows of `input_ids` in torch format.
+        tokenizer: saved beside the model.
+        run: directory of the run.
+        evaluate: called with the trained model on every process of the run.
+        on_step: called with (step, training loss) after each log entry.
+        on_evaluate: called before the evaluation.
+
+    Returns:
+        The result; None on the processes of a run beside its first.
+    """
+    done = load_result(run)
+    if done is not None:
+        return done
+    trained = train(experiment, variant, dataset, tokenizer, run, on_step)
+    on_evaluate()
+    evaluated = evaluate(trained)
+    if not trained.trainer.is_world_process_zero():
+        return None
+    result = _finished(experiment, variant, trained, evaluated)
+    save_result(run, result)
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return result
+
+
+def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
+    """Return a causal model from scratch with fp32 weights, which depend on the seed alone."""
+    transformers.set_seed(seed)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def training_arguments(experiment: Experiment, run: Path) -> transformers.TrainingArguments:
-    """What every run shares, below what the experiment says.
+    """Return what every run shares, and over it what the experiment says.
 
     Raises:
         ValueError: the experiment's training arguments are not those of transformers.
@@ -236,21 +158,13 @@ def train(
     dataset: datasets.Dataset,
     tokenizer: PreTrainedTokenizerBase,
     run: Path,
-    on_step: Callable[[int, float | None], None] = lambda step, loss: None,
+    on_step: OnStep,
 ) -> Trained:
-    """Trains one variant, resuming from its last checkpoint if it has one.
-
-    Args:
-        dataset: packed sequences, rows of `input_ids` in torch format.
-        run: directory of checkpoints and, in `run/model`, of the trained model.
-        on_step: called with (step, training loss) after each log entry.
-    """
+    """Train one variant, from its last whole checkpoint if it has one; see `run_variant`."""
     args = training_arguments(experiment, run)
     memory = PeakMemory()
-    transformers.set_seed(experiment.seed)
     config = transformers.AutoConfig.for_model(**experiment.model)
-    with args.device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = new_model(config, experiment.seed, args.device)
     parameters = sum(p.numel() for p in model.parameters())
     get_metis_model(model, variant.metis_config(experiment.seed))
     trainer = MetisTrainer(
@@ -266,8 +180,7 @@ def train(
         ],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    checkpoint = get_last_checkpoint(str(run)) if run.exists() else None
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=last_checkpoint(run))
     directory = run / "model"
     trainer.save_model(str(directory))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -284,102 +197,49 @@ def train(
     )
 
 
-class PeakMemory:
-    """The most memory in use since this was made, in bytes, beyond what was in use then.
+class StepClock(transformers.TrainerCallback):
+    """Adds `step_seconds` to each log entry; calls `on_step(step, loss)` after it."""
 
-    On an accelerator what is allocated there, else the size of the process.
-    """
+    def __init__(self, on_step: Callable[[int, float | None], None]) -> None:
+        self.on_step = on_step
+        self._start = self._seconds = 0.0
 
-    def __init__(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        with contextlib.suppress(OSError):  # Linux resets the process's peak on this
-            Path("/proc/self/clear_refs").write_text("5")
-        self._start = self._peak()
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._start = time.perf_counter()
 
-    def bytes(self) -> int:
-        """The peak so far."""
-        return self._peak() - self._start
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self._seconds = time.perf_counter() - self._start
 
-    @staticmethod
-    def _peak() -> int:
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
-        try:
-            status = Path("/proc/self/status").read_text()
-            return int(status.split("VmHWM:")[1].split()[0]) * 1024
-        except (OSError, IndexError):
-            import psutil  # accelerate needs it too
-
-            return psutil.Process().memory_info().rss
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "loss" in logs:
+            state.log_history[-1]["step_seconds"] = self._seconds
+            self.on_step(state.global_step, logs["loss"])
 
 
-def run_scheme(
-    experiment: Experiment,
-    scheme: str,
-    dataset: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    out: Path,
-    tasks: Sequence[str],
-    tasks_dir: Path,
-    loss_task: str,
-    on_step: Callable[[int, float | None], None] = lambda step, loss: None,
-    on_evaluate: Callable[[], None] = lambda: None,
+def _finished(
+    experiment: Experiment, variant: Variant, trained: Trained, evaluated: Evaluated
 ) -> SchemeResult:
-    """Trains and evaluates one scheme in `out/scheme`, or returns its finished result.
-
-    The held-out loss is that of `loss_task`, a rolling log-likelihood task.
-    """
-    run = out / scheme
-    done = load_result(run)
-    if done is not None:
-        return done
-    variant = Variant.of_scheme(scheme)
-    trained = train(experiment, variant, dataset, tokenizer, run, on_step)
-    on_evaluate()
-    from metis_hf.evaluation import held_out_loss
-
-    result = evaluate_checkpoint(trained.directory, [loss_task, *tasks], tasks_dir)
-    loss = held_out_loss(result, loss_task, tokenizer, tasks_dir / f"{loss_task}.jsonl")
-    scores = headlines(result, tasks)
-    return finish(run, experiment, variant, trained, loss, scores, result.to_dict())
-
-
-def finish(
-    run: Path,
-    experiment: Experiment,
-    variant: Variant,
-    trained: Trained,
-    loss: float,
-    tasks: dict[str, dict[str, Any]],
-    evaluation: dict[str, Any],
-) -> SchemeResult:
-    """Writes a run's result, and drops its checkpoints: the model directory has the weights."""
-    result = SchemeResult(
+    """Return the result of a run from its parts."""
+    return SchemeResult(
         scheme=variant.name,
         config=variant.metis_config(experiment.seed).to_dict(),
         summary=trained.summary,
-        loss=loss,
-        tasks=tasks,
+        loss=evaluated.loss,
+        tasks=evaluated.tasks,
         seconds_per_step=trained.seconds_per_step,
         history=trained.history,
-        evaluation=evaluation,
+        evaluation=evaluated.record,
         seed=experiment.seed,
         peak_memory=trained.peak_memory,
         parameters=trained.parameters,
         precision_schedule=variant.precision_schedule,
     )
-    write_json(run / RESULT_FILE, asdict(result))
-    for checkpoint in run.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    return result
 
 
 def evaluate_checkpoint(
     directory: Path, tasks: Sequence[TaskSpec], include_path: Path | None = None
 ) -> EvalResult:
-    """Loads a checkpoint as anyone would and evaluates it through lm-eval.
+    """Load a checkpoint as anyone would and evaluate it through lm-eval.
 
     Args:
         directory: of model and tokenizer.
@@ -397,12 +257,3 @@ def evaluate_checkpoint(
         tasks,
         include_path=include_path,
     )
-
-
-def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """task -> {"metric", "value", "stderr"}: what a table shows."""
-    found = {}
-    for task in tasks:
-        metric, value, stderr = result.headline(task)
-        found[task] = {"metric": metric, "value": value, "stderr": stderr}
-    return found

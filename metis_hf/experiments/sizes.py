@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Scale:
+class Size:
     """A model and how it is trained.
 
     Attributes:
@@ -74,10 +74,10 @@ def _training(learning_rate: float, device_batch: int) -> dict[str, Any]:
 
 
 _TINY_WIDTH = 96
-SCALES = {
+SIZES = {
     # 0.3M parameters, 10 tokens each; the learning rate is the control's best of those tried,
     # eval/results/tiny-learning-rate.json.
-    "tiny": Scale(
+    "tiny": Size(
         model_type="llama",
         config={
             "vocab_size": 1024,
@@ -109,7 +109,7 @@ SCALES = {
         eval_sequences=1024,
         health_interval=0,
     ),
-    "130m": Scale(
+    "130m": Size(
         model_type="gpt2",
         config=_gpt2(768, 12, 12),
         training=_training(1e-4, 32),
@@ -119,7 +119,7 @@ SCALES = {
         eval_sequences=1024,
         health_interval=500,
     ),
-    "1b1": Scale(
+    "1b1": Size(
         model_type="gpt2",
         config=_gpt2(1600, 32, 25),
         training=_training(1e-4, 8),
@@ -129,7 +129,7 @@ SCALES = {
         eval_sequences=1024,
         health_interval=500,
     ),
-    "8b": Scale(
+    "8b": Size(
         model_type="llama",
         config={
             "vocab_size": 128256,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 
 TASK_TITLES = {"demo_cloze": "Cloze", "demo_choice": "Choice"}
@@ -50,13 +50,6 @@ def rows(results: Sequence[SchemeResult], control_label: str = CONTROL) -> list[
             ]
         )
     return table
-
-
-def markdown(results: Sequence[SchemeResult], control_label: str = CONTROL) -> str:
-    """The table in markdown."""
-    head = header(results)
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows(results, control_label)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def verdict(results: Sequence[SchemeResult], parameters: int, tokens: int) -> str:

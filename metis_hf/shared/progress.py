@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -114,24 +113,3 @@ class ExperimentProgress:
         later = self.schemes[self.schemes.index(self._current) + 1 :]
         mean = sum(known) / len(known)
         return pace * (self.steps - step) + mean * self.steps * len(later)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences the progress bars and notices of transformers and datasets."""
-    import datasets
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars[0]:
-            logging.enable_progress_bar()
-        if not bars[1]:
-            datasets.enable_progress_bars()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -15,21 +17,30 @@ SETTINGS_FILE = "settings.json"
 PACKAGES = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_eval")
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    temporary.replace(path)
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file under a temporary name and rename it: it exists whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
+    """Write a JSON file whole or not at all."""
+    text = json.dumps(data, indent=indent, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file.
+    """Return what a JSON file holds.
 
     Raises:
         ValueError: it is cut short or otherwise no JSON; the message names it.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a whole JSON file ({error})") from None
 

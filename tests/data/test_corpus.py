@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from metis_hf.data import corpus
-from metis_hf.data.corpus import Document, pack, split_documents, stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import Document, chunk, split_documents, stdlib_documents, train_tokenizer
 
 VOCAB = 512
 
@@ -124,33 +124,33 @@ def test_pack_is_exactly_the_joined_stream(documents, tokenizer):
     stream = []
     for document in few:
         stream += [*tokenizer.encode(document.text), tokenizer.eos_token_id]
-    packed = pack(few, tokenizer, 32)
-    assert len(packed) == len(stream) // 32
-    assert packed.column_names == ["input_ids", "labels"]
-    assert torch.cat(list(packed["input_ids"])).tolist() == stream[: len(packed) * 32]
-    row = packed[3]
+    chunked = chunk(few, tokenizer, 32)
+    assert len(chunked) == len(stream) // 32
+    assert chunked.column_names == ["input_ids", "labels"]
+    assert torch.cat(list(chunked["input_ids"])).tolist() == stream[: len(chunked) * 32]
+    row = chunked[3]
     assert row["input_ids"].dtype == torch.int64
     assert row["input_ids"].shape == (32,)
     assert torch.equal(row["input_ids"], row["labels"])
-    assert not packed.cache_files
+    assert not chunked.cache_files
 
 
 def test_pack_stops_at_max_tokens(documents, tokenizer):
-    packed = pack(documents, tokenizer, 100, max_tokens=10_050)
-    assert len(packed) == 100
-    full = pack(documents[:30], tokenizer, 100)
-    assert torch.equal(packed[99]["input_ids"], full[99]["input_ids"])
+    chunked = chunk(documents, tokenizer, 100, max_tokens=10_050)
+    assert len(chunked) == 100
+    full = chunk(documents[:30], tokenizer, 100)
+    assert torch.equal(chunked[99]["input_ids"], full[99]["input_ids"])
 
 
 def test_pack_errors(documents, tokenizer):
     text = Document("a.py", "x = 1\n")
     tokens = len(tokenizer.encode(text.text)) + 1
     with pytest.raises(ValueError, match=rf"sequence_length=64 .* {tokens} tokens"):
-        pack([text], tokenizer, 64)
+        chunk([text], tokenizer, 64)
     with pytest.raises(ValueError, match="there are 0 tokens"):
-        pack([], tokenizer, 64)
+        chunk([], tokenizer, 64)
     with pytest.raises(ValueError, match=r"there are 50 tokens .*max_tokens=50"):
-        pack(documents, tokenizer, 64, max_tokens=50)
+        chunk(documents, tokenizer, 64, max_tokens=50)
 
 
 def test_imports_stay_light():

@@ -19,7 +19,7 @@ from metis_hf.cli import main
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
 CONFIG = {
-    "scale": "tiny",
+    "size": "tiny",
     "model": {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -184,11 +184,18 @@ def test_a_directory_of_another_comparison_is_refused(finished, tmp_path):
     assert "another variant of the name 'nvfp4'" in done.stderr
 
 
+def with_data_of(finished, out):
+    """A new directory that has the data already: making them is the longest part."""
+    shutil.copytree(finished[0] / "data", out / "data")
+    return out
+
+
 @pytest.mark.slow
-def test_a_failed_run_is_shown_and_the_others_go_on(tmp_path):
+def test_a_failed_run_is_shown_and_the_others_go_on(finished, tmp_path):
     variants = {"broken": {"scheme": "nvfp4", "target_modules": ["nowhere"]}}
     config = write_config(tmp_path, schemes=["bf16"], variants=variants, seeds=[0])
-    done = run("--config", config, "--out", tmp_path / "out", "--jobs", 1)
+    out = with_data_of(finished, tmp_path / "out")
+    done = run("--config", config, "--out", out, "--jobs", 1)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "1 of 2 runs failed; 1 are done" in done.stderr
@@ -202,7 +209,7 @@ def test_interrupted_comparison_goes_on_to_the_same_numbers(finished, tmp_path):
     """Stopped in the middle of a run and started again: the numbers of an undisturbed one."""
     whole, _, _ = finished
     config = write_config(tmp_path, schemes=["nvfp4"], seeds=[1])
-    out = tmp_path / "out"
+    out = with_data_of(finished, tmp_path / "out")
     command = [*METIS_HF, "compare", "--config", str(config), "--out", str(out), "--jobs", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -232,7 +239,7 @@ def test_several_processes_train_one_run(finished, tmp_path):
     whole, _, _ = finished
     config = write_config(tmp_path, schemes=["bf16"], seeds=[0])
     launcher = f"{sys.executable} -m accelerate.commands.launch --cpu --num_processes 2"
-    out = tmp_path / "out"
+    out = with_data_of(finished, tmp_path / "out")
     done = run("--config", config, "--out", out, "--launcher", launcher)
     assert done.returncode == 0, done.stderr
     spec = json.loads((out / "runs/bf16/seed-0/result.json").read_text())
@@ -248,10 +255,10 @@ def test_several_processes_train_one_run(finished, tmp_path):
     [
         (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
         (["--preset", "table9"], "preset 'table9' is not known; choose from main, ablations"),
-        (["--scale", "70b"], "scale '70b' is not known; choose from tiny, 130m, 1b1, 8b"),
+        (["--size", "70b"], "size '70b' is not known; choose from tiny, 130m, 1b1, 8b"),
         (["--seeds", "0,one"], "--seeds 0,one: expected whole numbers"),
         (["--seeds", "0,0"], "seed 0 is given more than once"),
-        (["--scale", "130m"], "scale 130m needs data"),
+        (["--size", "130m"], "size 130m needs data"),
         (["--schemes", "bf16", "--jobs", "2", "--launcher", "accelerate launch"], "one run at a"),
         (["--data", "nowhere"], "nowhere has no meta.json"),
     ],

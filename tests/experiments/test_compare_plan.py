@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
+import typing
 
 import pytest
 import scipy.stats
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from metis_hf import MetisConfig, scheme_names
+from metis_hf.commands import compare as command
 from metis_hf.experiments.compare import cost_figure, table
-from metis_hf.experiments.compare.figures import paired_gaps
-from metis_hf.experiments.compare.plan import PRESETS, directory_name, make_plan
+from metis_hf.experiments.compare.plan import directory_name, make_plan
+from metis_hf.experiments.compare.presets import PRESETS
 from metis_hf.experiments.compare.statistics import Interval, summarize, t_interval
-from metis_hf.experiments.figures import figure_axes
-from metis_hf.experiments.runner import SchemeResult, Variant
-from metis_hf.experiments.sizes import SCALES
+from metis_hf.experiments.figures import paired_gaps
+from metis_hf.experiments.results import SchemeResult
+from metis_hf.experiments.sizes import SIZES
+from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import build_scheme
+from metis_hf.shared.figures import figure_axes
 
 
 def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1):
@@ -31,15 +37,15 @@ def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1):
 
 
 class TestPlan:
-    def test_defaults_are_the_main_table_at_tiny_scale(self):
+    def test_defaults_are_the_main_table_at_tiny_size(self):
         plan = make_plan()
         names = [variant.name for variant in plan.variants]
         assert names == ["bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"]
         assert plan.seeds == (0, 1, 2)
-        assert plan.tokens == SCALES["tiny"].tokens
+        assert plan.tokens == SIZES["tiny"].tokens
 
     def test_ablations_switch_off_one_part_each(self):
-        by_name = {v.name: v.metis_config(0) for v in PRESETS["ablations"]}
+        by_name = {v.name: v.metis_config(0) for v in PRESETS["ablations"]()}
         full = by_name["metis-paper"]
         assert set(full.decompose) == {"weight", "activation", "gradient"}
         for tensor in full.decompose:
@@ -49,7 +55,7 @@ class TestPlan:
         assert by_name["metis-paper w/o sampling"].sample_frac == 1.0
 
     def test_rank_sweep_has_the_paper_range(self):
-        shares = [v.metis_config(0).rank_frac for v in PRESETS["rank"][1:]]
+        shares = [v.metis_config(0).rank_frac for v in PRESETS["rank"]()[1:]]
         assert shares == [0.015, 0.03, 0.0625, 0.125]
 
     def test_all_schemes_are_those_of_the_registry(self):
@@ -135,6 +141,79 @@ class TestPlan:
         assert directory_name("metis-paper w/o weight split") == "metis-paper-wo-weight-split"
         assert directory_name("rank 1.5%") == "rank-1.5"
 
+    @pytest.mark.parametrize("name", ["", ".", "..", "...", "/", "%", "../..", " "])
+    def test_a_name_that_leaves_its_folder(self, name):
+        """ "../.." and the like lose their slashes; what is left of them names no run either."""
+        with pytest.raises(ValueError, match="gives its runs no directory; choose a name"):
+            make_plan(variants={name: {"scheme": "metis"}})
+
+    @pytest.mark.parametrize(
+        ("names", "message"),
+        [
+            (("a b", "a-b"), "variants 'a b' and 'a-b' would share the directory a-b"),
+            (("a%", "a"), "variants 'a%' and 'a' would share"),
+            (("Rank", "rank"), "variants 'Rank' and 'rank' would share"),
+            (("bf16",), "variant 'bf16' is given more than once"),
+        ],
+    )
+    def test_names_that_would_share_a_directory(self, names, message):
+        variants = {name: {"scheme": "metis"} for name in names}
+        with pytest.raises(ValueError, match=message):
+            make_plan(schemes=["bf16"], variants=variants)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"training": {"seed": 99}}, "training: seed is not for you .* key seeds, or --seeds"),
+            ({"training": {"output_dir": "X"}}, "training: output_dir is not .* below --out"),
+            ({"training": {"gradient_accumulation_steps": 2}}, "it follows from global_batch"),
+            ({"training": {"num_train_epochs": 2}}, "say tokens, or training: {max_steps"),
+            (
+                {"training": {"max_steps": -1}},
+                "training: max_steps: -1; expected a whole number, at",
+            ),
+            ({"training": {"max_steps": 1.5}}, "training: max_steps: 1.5; expected a whole"),
+            ({"global_batch": -4}, "global_batch: -4; expected a whole number, at least 1"),
+            ({"global_batch": 0}, "global_batch: 0; expected"),
+            ({"sequence_length": True}, "sequence_length: True; expected"),
+            ({"eval_sequences": 0}, "eval_sequences: 0; expected"),
+            ({"health_interval": -1}, "health_interval: -1; expected a whole number, at least 0"),
+            ({"tokens": "many"}, "tokens: 'many'; expected a positive number"),
+            ({"tokens": -1}, "tokens: -1; expected a positive number"),
+            ({"seeds": [-1]}, "seeds: -1; expected a whole number, from 0 to 4294967295"),
+            ({"seeds": 3}, "seeds: 3 is not a list; write seeds:"),
+            ({"schemes": "bf16"}, "schemes: 'bf16' is not a list"),
+            ({"training": [1]}, r"training: \[1\] is not a mapping"),
+            ({"variants": {"a": None}}, "variants: a: None is not a mapping"),
+            ({"variants": {"a": {"scheme": "metis", "seed": 5}}}, "variant 'a' sets seed, which"),
+            (
+                {"reference": "metsi"},
+                "'metsi' is none of the variants; choose from bf16,",
+            ),
+            ({"reference": "bf16"}, "reference 'bf16' is the control"),
+        ],
+    )
+    def test_what_a_comparison_sets_itself_or_cannot_be(self, options, message, tmp_path):
+        with pytest.raises(ValueError, match=message):
+            make_plan(**options)
+        file = tmp_path / "x.yaml"
+        file.write_text(yaml.safe_dump(options))
+        with pytest.raises(ValueError, match=message):
+            make_plan(file)
+
+    def test_the_reference_is_metis_where_it_takes_part(self):
+        assert make_plan().reference == "metis"
+        assert make_plan(schemes=["bf16", "nvfp4"]).reference is None
+        plan = make_plan(schemes=["bf16", "nvfp4", "metis"], reference="nvfp4")
+        assert plan.reference == "nvfp4"
+        assert plan.settings() == make_plan(schemes=["bf16"]).settings()  # decides no run
+
+    def test_help_lists_every_preset_and_size(self):
+        hints = typing.get_type_hints(command.compare, include_extras=True)
+        for name, known in (("preset", PRESETS), ("size", SIZES)):
+            (option,) = typing.get_args(hints[name])[1:]
+            assert set(re.split(", | or |; ", option.help)) >= set(known)
+
 
 class TestInterval:
     @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8, unique=True))
@@ -178,25 +257,26 @@ class TestSummaries:
         assert x.gap.count == 1
         assert x.gap.mean == pytest.approx(10.0)
 
-    def test_what_is_above_metis_is_paired_too(self):
-        """Schemes with the same mean gap differ by how surely they are above metis."""
-        losses = {"bf16": (2.0, 3.0, 4.0), "metis": (2.1, 3.2, 4.1), "wild": (2.4, 3.1, 4.2)}
-        losses["sure"] = tuple(1.02 * loss for loss in losses["metis"])
+    @pytest.mark.parametrize("name", ["metis", "mine"])
+    def test_what_is_above_the_reference_is_paired_too(self, name):
+        """Schemes with the same mean gap differ by how surely they are above the reference."""
+        losses = {"bf16": (2.0, 3.0, 4.0), name: (2.1, 3.2, 4.1), "wild": (2.4, 3.1, 4.2)}
+        losses["sure"] = tuple(1.02 * loss for loss in losses[name])
         by_name = {
             s.name: s
             for s in summarize(
-                [result(n, i, v) for n, vs in losses.items() for i, v in enumerate(vs)]
+                [result(n, i, v) for n, vs in losses.items() for i, v in enumerate(vs)], name
             )
         }
-        assert by_name["bf16"].above_metis is None
-        assert by_name["metis"].above_metis is None
-        assert by_name["sure"].above_metis.mean == pytest.approx(2.0)
-        assert by_name["sure"].above_metis.excludes_zero
-        assert not by_name["wild"].above_metis.excludes_zero
-        found = table.findings(list(by_name.values()))
-        assert "Above metis, paired by seed: sure." in found
-        assert "Not told apart from metis, paired by seed: wild." in found
-        assert table.header(list(by_name.values()))[3] == "Above metis, %"
+        assert by_name["bf16"].above_reference is None
+        assert by_name[name].above_reference is None
+        assert by_name["sure"].above_reference.mean == pytest.approx(2.0)
+        assert by_name["sure"].above_reference.excludes_zero
+        assert not by_name["wild"].above_reference.excludes_zero
+        found = table.findings(list(by_name.values()), name)
+        assert f"Above {name}, paired by seed: sure." in found
+        assert f"Not told apart from {name}, paired by seed: wild." in found
+        assert table.header(list(by_name.values()), name)[3] == f"Above {name}, %"
         assert table.rows(list(by_name.values()))[3][3] == "+2.00 ± 0.00"
 
     def test_a_diverged_seed_is_named_not_averaged_away(self):

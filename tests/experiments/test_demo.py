@@ -13,11 +13,13 @@ import time
 import pytest
 import transformers
 from conftest import hear_interrupts
+from paths import ROOT
 
 from metis_hf.experiments import tables
+from metis_hf.experiments.demo import QUICK_TIME
 from metis_hf.experiments.demo import run as demo
 from metis_hf.experiments.demo.run import SCHEMES
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
 
@@ -139,6 +141,13 @@ def test_bad_input_is_one_line(args, message, tmp_path):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_help_says_how_long_the_quick_demo_takes():
+    """In the words of the documentation."""
+    assert QUICK_TIME in " ".join((ROOT / "docs/quickstart.md").read_text().split())
+    shown = run("demo", "--help").stdout
+    assert QUICK_TIME in " ".join(shown.split())
 
 
 def test_schemes_lists_the_registry():

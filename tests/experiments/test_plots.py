@@ -4,7 +4,7 @@ import pytest
 
 from metis_hf import scheme_names
 from metis_hf.experiments.figures import health_series
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import scheme_styles, smooth, spread
 

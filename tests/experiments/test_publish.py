@@ -13,9 +13,15 @@ from conftest import llama
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model
+from metis_hf.experiments import tables
+from metis_hf.experiments.compare import table
+from metis_hf.experiments.compare.statistics import summarize
+from metis_hf.experiments.demo.run import control_label
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
 from metis_hf.schemes import Scheme, base, build_scheme
+from metis_hf.shared.tables import markdown_table
 
 RESULTS = sorted(
     table.parent.with_suffix(".json")
@@ -44,7 +50,7 @@ def test_a_comparison_goes_between_its_markers(publish, tmp_path):
     for name in ("loss.png", "gap.png", "cost.png"):
         (run / name).write_bytes(b"png")
     (run / "table.md").write_text("| new |\n")
-    plan = {"data": "/home/me/prose", "validation": None, "tasks_dir": None, "scale": "tiny"}
+    plan = {"data": "/home/me/prose", "validation": None, "tasks_dir": None, "size": "tiny"}
     (run / "compare.json").write_text(json.dumps({"plan": plan}))
     publish.publish_compare(run, "x")
     expected = "a\n<!-- compare x -->\n| new |\n<!-- end -->\nb\n"
@@ -81,6 +87,34 @@ def test_committed_tables_are_their_records(path, publish):
     marked = [text for text in shown if f"<!-- compare {path.stem} -->" in text]
     assert all(table in text for text in marked)
     assert marked or path.stem in UNSHOWN
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_the_renderer_gives_the_committed_tables(path):
+    """From the runs alone: statistics, order, cells and findings."""
+    record = json.loads(path.read_text())
+    runs = [
+        SchemeResult(
+            run["scheme"], run["config"], "", run["loss"], run["tasks"], run["seconds_per_step"],
+            [], seed=run["seed"], peak_memory=run["peak_memory"],
+        )
+        for run in record["runs"]
+    ]  # fmt: skip
+    reference = record.get("reference")
+    summaries = table.ordered(summarize(runs, reference))
+    findings = [record["findings"][0], *table.findings(summaries, reference)]
+    assert findings == record["findings"]
+    text = table.markdown(summaries, reference) + "\n" + "".join(f"- {x}\n" for x in findings)
+    assert text == (path.with_suffix("") / "table.md").read_text()
+
+
+def test_the_renderer_gives_the_demo_table():
+    record = json.loads((ROOT / "eval/results/demo/results.json").read_text())
+    results = [SchemeResult(**result) for result in record["results"]]
+    rows = tables.rows(results, control_label(record))
+    text = f"{markdown_table(tables.header(results), rows)}\n{record['verdict']}\n"
+    assert text == (ROOT / "eval/results/demo/table.md").read_text()
+    assert tables.verdict(results, record["parameters"], record["tokens"]) == record["verdict"]
 
 
 @pytest.fixture(autouse=True)
@@ -186,8 +220,8 @@ def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
     model = get_metis_model(llama(), MetisConfig(scheme="bf16"))
     model.save_pretrained(tmp_path / "model")
     rows = token_ids.reshape(-1, token_ids.shape[-1]).tolist() * 40
-    packed = datasets.Dataset.from_dict({"input_ids": rows})
-    monkeypatch.setattr(study, "load_packed", lambda directory: packed)
+    chunked = datasets.Dataset.from_dict({"input_ids": rows})
+    monkeypatch.setattr(study, "load_chunked", lambda directory: chunked)
     configs = {
         "exact": MetisConfig(scheme="bf16"),
         "split": MetisConfig(scheme="bf16-split"),
@@ -204,7 +238,7 @@ def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
 
 def test_split_effect_pairs_by_seed():
     study = script("split_effect")
-    plan = {"scale": "tiny"}
+    plan = {"size": "tiny"}
 
     def record(**losses):
         summaries = [{"name": n.replace("_", ", "), "losses": v} for n, v in losses.items()]
@@ -218,8 +252,8 @@ def test_split_effect_pairs_by_seed():
         "| b |  | +1.00 | -3.81 |  | 1 |",  # stored split by itself: nothing to compare with
         "| a | +11.00 ± 12.71 | +10.00 | +10.00 | -1.79 | 1 |",
     ]
-    with pytest.raises(ValueError, match="differ in scale; train both alike"):
-        study.table(dense, split | {"plan": {"scale": "130m"}})
+    with pytest.raises(ValueError, match="differ in size; train both alike"):
+        study.table(dense, split | {"plan": {"size": "130m"}})
 
 
 def test_table_of_the_split_effect_is_that_of_its_records():

@@ -23,7 +23,7 @@ from layers.layer_tools import of_each_kind
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.data.packed import write_shards
+from metis_hf.data.chunked import write_shards
 from metis_hf.experiments.recipe import (
     build_model,
     build_trainer,

@@ -1,6 +1,6 @@
 """The data of a comparison, on disk, so that every process reads the same.
 
-`embed` packs the standard library's sources once; `load_data` opens them, or what
+`embed` chunks the standard library's sources once; `load_data` opens them, or what
 recipes/prepare_data.py wrote, for a run.
 """
 
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metis_hf.data.packed import META, TOKENIZER, load_packed, read_meta
+from metis_hf.data.chunked import META, TOKENIZER, load_chunked, read_meta
 
 if TYPE_CHECKING:
     import datasets
@@ -20,11 +20,11 @@ EMBEDDED_TRAIN, EMBEDDED_VALIDATION = "train", "validation"
 
 
 def embed(directory: Path, *, vocab_size: int, sequence_length: int) -> None:
-    """Packs the standard library's sources into `directory`, if it does not hold them yet.
+    """Chunks the standard library's sources into `directory`, if it does not hold them yet.
 
     Writes `train`, `validation` (other files) and `tokenizer`, which is trained on `train`.
     """
-    from metis_hf.data.corpus import pack, split_documents, stdlib_documents, train_tokenizer
+    from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
 
     if directory.is_dir():
         return
@@ -35,8 +35,8 @@ def embed(directory: Path, *, vocab_size: int, sequence_length: int) -> None:
     tokenizer.save_pretrained(temporary / TOKENIZER)
     held_out = [*splits.validation, *splits.test]
     for name, documents in ((EMBEDDED_TRAIN, splits.train), (EMBEDDED_VALIDATION, held_out)):
-        packed = pack(documents, tokenizer, sequence_length)
-        packed.select_columns(["input_ids"]).save_to_disk(temporary / name)
+        chunked = chunk(documents, tokenizer, sequence_length)
+        chunked.select_columns(["input_ids"]).save_to_disk(temporary / name)
     temporary.rename(directory)
 
 
@@ -60,7 +60,7 @@ def load_data(
         seed: of the order.
 
     Raises:
-        FileNotFoundError: no packed tokens, or no held-out ones.
+        FileNotFoundError: no chunked tokens, or no held-out ones.
         ValueError: sequences of another length, or tokens that the model does not embed.
     """
     import datasets
@@ -71,13 +71,13 @@ def load_data(
         held_out = datasets.load_from_disk(data / EMBEDDED_VALIDATION)
     else:
         folder = validation or data / "validation"
-        train = _packed(data, vocab_size, sequence_length)
+        train = _chunked(data, vocab_size, sequence_length)
         if validation is None and not (folder / META).is_file():
             raise FileNotFoundError(
                 f"{data} holds no held-out tokens ({folder / META} is missing); prepare it with "
                 "--validation-share above 0, or give --validation DIR"
             )
-        held_out = _packed(folder, vocab_size, sequence_length)
+        held_out = _chunked(folder, vocab_size, sequence_length)
     tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER)
     step = max(1, len(held_out) // eval_sequences)
     held_out = held_out.select(range(0, len(held_out), step)[:eval_sequences])
@@ -85,12 +85,12 @@ def load_data(
     return train.with_format("torch"), held_out.with_format("torch"), tokenizer
 
 
-def _packed(directory: Path, vocab_size: int, sequence_length: int) -> datasets.Dataset:
+def _chunked(directory: Path, vocab_size: int, sequence_length: int) -> datasets.Dataset:
     length = read_meta(directory)["seq_len"]
     if length != sequence_length:
         raise ValueError(
             f"{directory} holds sequences of {length} tokens, and the experiment wants "
-            f"{sequence_length}; pack again with --seq-len {sequence_length}, or set "
+            f"{sequence_length}; chunk again with --seq-len {sequence_length}, or set "
             "sequence_length in --config"
         )
-    return load_packed(directory, vocab_size=vocab_size)
+    return load_chunked(directory, vocab_size=vocab_size)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from metis_hf.experiments.compare import cost_figure, figures, table
 from metis_hf.experiments.compare.plan import Plan
 from metis_hf.experiments.compare.statistics import Summary, summarize
 from metis_hf.experiments.compare.timing import load_times
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.figures import plot_curves
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.records import environment, write_json
+from metis_hf.shared.tables import terminal_table
 
 RECORD_FILE = "compare.json"
 FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png", "cost.png")
@@ -39,12 +42,13 @@ def write_outputs(
         replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
         for result in results
     ]
-    summaries = table.ordered(summarize(results))
-    sentences = [describe(plan, results), *table.findings(summaries)]
+    summaries = table.ordered(summarize(results, plan.reference))
+    sentences = [describe(plan, results), *table.findings(summaries, plan.reference)]
     record = {
         "plan": plan.settings(),
         "variants": {variant.name: variant.fields() for variant in plan.variants},
         "seeds": list(plan.seeds),
+        "reference": plan.reference,
         "tokens": plan.tokens,
         "jobs": jobs,
         **environment(),
@@ -53,15 +57,18 @@ def write_outputs(
         "runs": [_compact(result) for result in results],
     }
     write_json(out / RECORD_FILE, record)
-    body = table.markdown(summaries) + "\n" + "".join(f"- {text}\n" for text in sentences)
+    body = table.markdown(summaries, plan.reference) + "\n"
+    body += "".join(f"- {text}\n" for text in sentences)
     (out / "table.md").write_text(body)
-    (out / "table.tex").write_text(table.latex(summaries))
+    (out / "table.tex").write_text(table.latex(summaries, plan.reference))
     (out / "table.csv").write_text(table.as_csv(summaries))
-    figures.plot_curves(results, out / "loss.png", describe(plan, results))
+    plot_curves(results, out / "loss.png", describe(plan, results))
     if any(summary.gap is not None for summary in summaries):
         figures.plot_gaps(summaries, results, out / "gap.png")
         cost_figure.plot_costs(summaries, out / "cost.png", describe(plan, results))
-    _print(summaries, sentences, console)
+    console.print(_terminal(summaries, plan.reference))
+    for sentence in sentences:
+        console.print(f"- {sentence}")
     names = ", ".join(name for name in FILES if (out / name).exists())
     console.print(f"Written to {out}/: {names}", soft_wrap=True)
     return summaries
@@ -105,14 +112,16 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
     }
 
 
-def _print(summaries: Sequence[Summary], sentences: Sequence[str], console: Console) -> None:
-    shown = Table(title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval")
-    for index, title in enumerate(table.header(summaries)):
-        shown.add_column(title, justify="right" if index else "left")
+def _terminal(summaries: Sequence[Summary], reference: str | None) -> RichTable:
+    """Return the table for a terminal: the lowest loss in bold, diverged variants in red."""
     winner = table.best(summaries)
-    for row in table.rows(summaries):
-        style = "red" if "nan" in row[1] else "bold" if row[0] == winner != CONTROL else None
-        shown.add_row(*row, style=style)
-    console.print(shown)
-    for sentence in sentences:
-        console.print(f"- {sentence}")
+    styles = [
+        "red" if math.isnan(s.mean) else "bold" if s.name == winner != CONTROL else None
+        for s in summaries
+    ]
+    return terminal_table(
+        table.header(summaries, reference),
+        table.rows(summaries),
+        title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval",
+        styles=styles,
+    )

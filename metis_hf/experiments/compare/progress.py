@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.shared.progress import StepPace
 
 

@@ -8,7 +8,6 @@ import queue
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,8 +19,11 @@ import torch
 from metis_hf.experiments.compare.data import embed, load_data
 from metis_hf.experiments.compare.plan import SPEC_FILE, Plan, directory_name, with_seed
 from metis_hf.experiments.compare.progress import RunProgress
-from metis_hf.experiments.runner import RESULT_FILE, SchemeResult, Variant, load_result
+from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
+from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import source_digest
+from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.processes import Children, sigterm_raises
 from metis_hf.shared.records import claim_directory, read_json, write_json
 
 LOG_FILE = "worker.log"
@@ -62,31 +64,43 @@ def run_plan(
     imports: Sequence[str] = (),
     progress: RunProgress | None = None,
 ) -> list[SchemeResult]:
-    """Trains what `out` does not hold yet, and returns all results, seed by seed.
+    """Train what `out` does not hold yet, and return all results, seed by seed.
 
     Interrupted, it goes on where it stopped: finished runs are not repeated, and others resume from
-    their last checkpoint. Variants and seeds can be added to a directory later. A run that fails
-    does not stop the others.
+    their last whole checkpoint. Variants and seeds can be added to a directory later. A run that
+    fails does not stop the others. The runs end when this process does, however it ends.
 
     Args:
         plan: what to compare.
         out: directory of the comparison; a run's own is `out/runs/<variant>/seed-<seed>`.
         jobs: runs side by side; None takes the number of accelerators, or of CPU cores.
         launcher: command that starts a run on several devices, as in
-            "accelerate launch --config_file recipes/accelerate/fsdp2.yaml"; one run at a time.
+            "accelerate launch --config_file recipes/accelerate/8gpu_fsdp2.yaml"; one run at a time.
         imports: sources of schemes, as `absolute_source` gives them, for the processes of the
             runs; `out` remembers them.
         progress: shows what happens; None is silent.
 
     Raises:
         ValueError: `out` holds another comparison, or a run of a scheme whose file has changed
-            since; or `jobs` contradicts the launcher.
+            since, or is in use by another process; or `jobs` contradicts the launcher.
         RunsFailed: some runs failed; the others have their results.
     """
     if launcher and jobs not in (None, 1):
         raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
+    with hold_directory(out):
+        return _run_plan(plan, out, jobs, launcher, imports, progress or RunProgress(None))
+
+
+def _run_plan(
+    plan: Plan,
+    out: Path,
+    jobs: int | None,
+    launcher: str,
+    imports: Sequence[str],
+    progress: RunProgress,
+) -> list[SchemeResult]:
     claim_directory(out, plan.settings())
     if imports:
         write_json(out / IMPORTS_FILE, list(imports))
@@ -98,7 +112,6 @@ def run_plan(
             sequence_length=plan.experiment.sequence_length,
         )
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
-    progress = progress or RunProgress(None)
     for run in runs:
         _check_source(run)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
@@ -223,27 +236,24 @@ def _train_all(
     free: queue.Queue[int] = queue.Queue()
     for slot in range(slots):
         free.put(slot)
-    children: set[subprocess.Popen] = set()
-    stopped = threading.Event()
+    children = Children()
 
     def train(run: Run) -> str | None:
         slot = free.get()
         try:
-            if stopped.is_set():
+            if children.ended:
                 return None
             environment = {} if launcher else _slot_environment(slot, slots)
             return _train_one(run, environment, launcher, children, progress)
         finally:
             free.put(slot)
 
-    with ThreadPoolExecutor(slots) as pool:
+    with sigterm_raises(), ThreadPoolExecutor(slots) as pool:
         futures = [pool.submit(train, run) for run in runs]
         try:
             errors = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C: the children stop too, and keep their checkpoints
-            stopped.set()
-            for child in list(children):
-                child.terminate()
+        except BaseException:  # Ctrl-C, SIGTERM: the runs end too, and keep their checkpoints
+            children.end()
             raise
     return [error for error in errors if error is not None]
 
@@ -252,15 +262,17 @@ def _train_one(
     run: Run,
     environment: dict[str, str],
     launcher: list[str],
-    children: set[subprocess.Popen],
+    children: Children,
     progress: RunProgress,
 ) -> str | None:
     start = launcher or [sys.executable]
     command = [*start, "-m", "metis_hf.experiments.compare.worker", str(run.directory)]
+    command.append("--with-parent")
     progress.begin(run)
     with open(run.directory / LOG_FILE, "w") as log:
         child = subprocess.Popen(
             command,
+            stdin=subprocess.PIPE,  # ends with this process, and the run with it
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -272,6 +284,8 @@ def _train_one(
             _follow(line, run, progress)
         code = child.wait()
         children.discard(child)
+        assert child.stdin is not None
+        child.stdin.close()
     result = load_result(run.directory) if code == 0 else None
     progress.finish(run, result)
     if result is not None:
@@ -289,3 +303,5 @@ def _follow(line: str, run: Run, progress: RunProgress) -> None:
         progress.step(run, values["step"], values["loss"])
     elif isinstance(values, dict) and "status" in values:
         progress.status(run, values["status"])
+    elif isinstance(values, dict) and "note" in values:
+        progress.note(f"{run.name}: {values['note']}")

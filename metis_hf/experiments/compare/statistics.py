@@ -13,11 +13,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from metis_hf.experiments.runner import SchemeResult
+from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 
 CONFIDENCE = 0.95
-REFERENCE = "metis"  # what the other schemes are compared with, beside the control
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Summary:
         deviation: sample standard deviation of the losses; NaN for a single one.
         gap: paired difference to the control, percent of the control's loss; None for the control
             itself or without one.
-        above_metis: the same to `metis`; None for `metis` itself, for the control, or without it.
+        above_reference: the same to the plan's reference; None for the reference itself, for the
+            control, or without a reference.
         diverged: seeds whose loss is not finite.
         tasks: task -> mean of its metric over the seeds.
         average: mean over the tasks; NaN without tasks.
@@ -78,7 +78,7 @@ class Summary:
     mean: float
     deviation: float
     gap: Interval | None
-    above_metis: Interval | None
+    above_reference: Interval | None
     diverged: tuple[int, ...]
     tasks: dict[str, float]
     average: float
@@ -86,19 +86,27 @@ class Summary:
     peak_memory: int
 
 
-def summarize(results: Sequence[SchemeResult], control: str = CONTROL) -> list[Summary]:
-    """One summary for each variant, in the order of first appearance."""
+def summarize(
+    results: Sequence[SchemeResult], reference: str | None = None, control: str = CONTROL
+) -> list[Summary]:
+    """Return a summary of each variant, in the order of first appearance.
+
+    Args:
+        results: of all runs.
+        reference: variant that the others are compared with, beside the control.
+        control: variant that all others are compared with.
+    """
     by_name: dict[str, list[SchemeResult]] = {}
     for result in results:
         by_name.setdefault(result.scheme, []).append(result)
     base = {result.seed: result.loss for result in by_name.get(control, [])}
-    metis = {result.seed: result.loss for result in by_name.get(REFERENCE, [])}
+    other = {result.seed: result.loss for result in by_name.get(reference or "", [])}
     return [
         _summary(
             name,
             runs,
             {} if name == control else base,
-            {} if name in (control, REFERENCE) else metis,
+            {} if name in (control, reference) else other,
         )
         for name, runs in by_name.items()
     ]
@@ -113,7 +121,7 @@ def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None
 
 
 def _summary(
-    name: str, runs: Sequence[SchemeResult], base: dict[int, float], metis: dict[int, float]
+    name: str, runs: Sequence[SchemeResult], base: dict[int, float], reference: dict[int, float]
 ) -> Summary:
     losses = {run.seed: run.loss for run in runs}
     values = list(losses.values())
@@ -129,7 +137,7 @@ def _summary(
         mean=statistics.fmean(values) if finite else math.nan,
         deviation=statistics.stdev(values) if finite and len(values) > 1 else math.nan,
         gap=_paired(losses, base),
-        above_metis=_paired(losses, metis),
+        above_reference=_paired(losses, reference),
         diverged=tuple(seed for seed, loss in losses.items() if not math.isfinite(loss)),
         tasks=tasks,
         average=statistics.fmean(tasks.values()) if tasks else math.nan,

@@ -7,9 +7,10 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 
-from metis_hf.experiments.compare.statistics import REFERENCE, Interval, Summary
-from metis_hf.experiments.figures import CROWDED
+from metis_hf.experiments.compare.statistics import Interval, Summary
 from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import CROWDED
+from metis_hf.shared.tables import latex_table, latex_text, markdown_table
 
 
 def ordered(summaries: Sequence[Summary]) -> list[Summary]:
@@ -19,23 +20,23 @@ def ordered(summaries: Sequence[Summary]) -> list[Summary]:
     return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
 
 
-def header(summaries: Sequence[Summary]) -> list[str]:
-    """Column titles."""
+def header(summaries: Sequence[Summary], reference: str | None = None) -> list[str]:
+    """Return the titles of the columns; `reference` is that of the summaries."""
     tasks = list(summaries[0].tasks)
     average = ["Avg"] if tasks else []
-    above = ["Above metis, %"] if _has_metis(summaries) else []
+    above = [f"Above {reference}, %"] if _has_reference(summaries) else []
     gaps = ["Gap to control, %", *above]
     return ["Variant", "Loss", *gaps, *tasks, *average, "s/step", "x control", "MB"]
 
 
-def _has_metis(summaries: Sequence[Summary]) -> bool:
-    return any(summary.above_metis is not None for summary in summaries)
+def _has_reference(summaries: Sequence[Summary]) -> bool:
+    return any(summary.above_reference is not None for summary in summaries)
 
 
 def rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """One row of plain cells for each variant."""
+    """Return a row of plain cells for each variant."""
     control = next((s for s in summaries if s.name == CONTROL), None)
-    above = _has_metis(summaries)
+    above = _has_reference(summaries)
     return [_row(summary, control, above) for summary in summaries]
 
 
@@ -49,7 +50,7 @@ def _row(summary: Summary, control: Summary | None, above: bool) -> list[str]:
         summary.name,
         f"{summary.mean:.4f}{deviation}",
         format_gap(summary.gap),
-        *([format_gap(summary.above_metis)] if above else []),
+        *([format_gap(summary.above_reference)] if above else []),
         *tasks,
         f"{summary.seconds_per_step:.3f}",
         ratio,
@@ -71,33 +72,25 @@ def best(summaries: Sequence[Summary]) -> str | None:
     return min(finite, key=lambda s: s.mean).name if finite else None
 
 
-def markdown(summaries: Sequence[Summary]) -> str:
-    """The table in markdown, the lowest loss in bold."""
-    head = header(summaries)
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    for row in rows(summaries):
-        if row[0] == best(summaries):
-            row[1] = f"**{row[1]}**"
-        lines.append(row)
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def markdown(summaries: Sequence[Summary], reference: str | None = None) -> str:
+    """Return the table in markdown, the lowest loss in bold."""
+    cells = _with_bold(rows(summaries), summaries, "**{}**")
+    return markdown_table(header(summaries, reference), cells)
 
 
-def latex(summaries: Sequence[Summary]) -> str:
-    """The table for LaTeX with booktabs, the lowest loss in bold."""
-    lines = [f"\\begin{{tabular}}{{l{'r' * (len(header(summaries)) - 1)}}}", "\\toprule"]
-    lines += [" & ".join(map(_tex, header(summaries))) + " \\\\", "\\midrule"]
-    for row in rows(summaries):
-        cells = [_tex(cell) for cell in row]
-        if row[0] == best(summaries):
-            cells[1] = f"\\textbf{{{cells[1]}}}"
-        lines.append(" & ".join(cells) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+def latex(summaries: Sequence[Summary], reference: str | None = None) -> str:
+    """Return the table for LaTeX with booktabs, the lowest loss in bold."""
+    cells = [[latex_text(cell) for cell in row] for row in rows(summaries)]
+    titles = [latex_text(title) for title in header(summaries, reference)]
+    return latex_table(titles, _with_bold(cells, summaries, "\\textbf{{{}}}"))
 
 
-def _tex(text: str) -> str:
-    for character in "%_&#":
-        text = text.replace(character, f"\\{character}")
-    return text.replace("±", "$\\pm$")
+def _with_bold(cells: list[list[str]], summaries: Sequence[Summary], bold: str) -> list[list[str]]:
+    """Return the rows with the loss of the best variant in bold."""
+    for row, summary in zip(cells, summaries, strict=True):
+        if summary.name == best(summaries):
+            row[1] = bold.format(row[1])
+    return cells
 
 
 def as_csv(summaries: Sequence[Summary]) -> str:
@@ -108,11 +101,12 @@ def as_csv(summaries: Sequence[Summary]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         ["variant", "mean_loss", "sd_loss", *(f"loss_seed_{seed}" for seed in seeds),
-         "gap_percent", "gap_half_width_95", "above_metis_percent", "above_metis_half_width_95",
+         "gap_percent", "gap_half_width_95",
+         "above_reference_percent", "above_reference_half_width_95",
          *tasks, "seconds_per_step", "peak_memory_bytes"]
     )  # fmt: skip
     for s in summaries:
-        gap, above = (g or Interval(math.nan, math.nan, 0) for g in (s.gap, s.above_metis))
+        gap, above = (g or Interval(math.nan, math.nan, 0) for g in (s.gap, s.above_reference))
         writer.writerow(
             [s.name, s.mean, s.deviation, *(s.losses.get(seed, "") for seed in seeds),
              gap.mean, gap.half_width, above.mean, above.half_width,
@@ -122,8 +116,8 @@ def as_csv(summaries: Sequence[Summary]) -> str:
     return out.getvalue()
 
 
-def findings(summaries: Sequence[Summary]) -> list[str]:
-    """What the numbers allow to say, a sentence each."""
+def findings(summaries: Sequence[Summary], reference: str | None = None) -> list[str]:
+    """Return what the numbers allow to say, a sentence each."""
     sentences = []
     for s in summaries:
         if s.diverged:
@@ -135,7 +129,8 @@ def findings(summaries: Sequence[Summary]) -> list[str]:
         sentences.append("One seed: differences have no interval, and small ones mean nothing.")
     elif len(counts) > 1:
         sentences.append("Variants have different numbers of seeds; gaps use those they share.")
-    sentences += _told_apart({s.name: s.above_metis for s in summaries}, REFERENCE)
+    if reference is not None:
+        sentences += _told_apart({s.name: s.above_reference for s in summaries}, reference)
     by_name = {s.name: s for s in summaries}
     if "bf16-split" in by_name and (gap := by_name["bf16-split"].gap) is not None:
         sentences.append(_split_sentence(gap))

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.experiments.compare.data import load_data
 from metis_hf.experiments.compare.plan import Plan
-from metis_hf.experiments.runner import Variant, training_arguments
+from metis_hf.experiments.runner import new_model, training_arguments
+from metis_hf.experiments.variants import Variant
 from metis_hf.shared.records import environment, read_json, write_json
 from metis_hf.training.weight_reuse import reuse_weights
 
@@ -77,10 +78,8 @@ def _batches(plan: Plan, out: Path) -> list[Tensor]:
 def _step(plan: Plan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
     """One optimizer step of a variant, as a call."""
     args = training_arguments(plan.experiment, Path("unused"))
-    transformers.set_seed(plan.seeds[0])
     config = transformers.AutoConfig.for_model(**plan.experiment.model)
-    with args.device:
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = new_model(config, plan.seeds[0], args.device)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

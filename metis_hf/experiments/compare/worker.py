@@ -2,14 +2,16 @@
 
 `python -m metis_hf.experiments.compare.worker RUN_DIR`. RUN_DIR holds `run.json`, what to train.
 Progress goes to standard output as JSON lines; the result to `result.json`. Several processes
-(accelerate launch) train one run together.
+(accelerate launch) train one run together. With `--with-parent` the process ends as soon as the one
+that started it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from metis_hf.experiments.compare.data import load_data
 from metis_hf.experiments.compare.plan import SPEC_FILE
-from metis_hf.experiments.runner import (
-    Experiment,
-    Variant,
-    evaluate_checkpoint,
-    finish,
-    headlines,
-    train,
-)
+from metis_hf.experiments.results import headlines
+from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
+from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import import_schemes
-from metis_hf.shared.progress import quiet
+from metis_hf.shared import checkpoints
+from metis_hf.shared.processes import end_with_parent
+from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import read_json
 
 if TYPE_CHECKING:
@@ -34,18 +33,24 @@ if TYPE_CHECKING:
 
 
 def say(**values: Any) -> None:
-    """One line of progress for the process that started this one; from the first rank only."""
+    """Print a line of progress for the process that started this one; from the first rank only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(values), flush=True)
 
 
+class Forwarded(logging.Handler):
+    """Hands what is logged to the process that started this one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(note=record.getMessage())
+
+
 def run(directory: Path) -> None:
-    """Trains and evaluates what `directory/run.json` says."""
+    """Train and evaluate what `directory/run.json` says."""
     spec = read_json(directory / SPEC_FILE)
     for source in spec["imports"]:
         import_schemes(source)
     experiment = _with_accumulation(Experiment(**spec["experiment"]), spec["global_batch"])
-    variant = Variant(**spec["variant"])
     dataset, held_out, tokenizer = load_data(
         Path(spec["data"]),
         None if spec["validation"] is None else Path(spec["validation"]),
@@ -54,24 +59,24 @@ def run(directory: Path) -> None:
         eval_sequences=spec["eval_sequences"],
         seed=experiment.seed,
     )
-    trained = train(
+
+    def evaluate(trained: Trained) -> Evaluated:
+        loss = trained.trainer.evaluate(held_out)["eval_loss"]
+        if not spec["tasks"] or not trained.trainer.is_world_process_zero():
+            return Evaluated(loss)
+        result = evaluate_checkpoint(trained.directory, task_specs(**spec))
+        return Evaluated(loss, headlines(result, spec["tasks"]), result.to_dict())
+
+    run_variant(
         experiment,
-        variant,
+        Variant(**spec["variant"]),
         dataset,
         tokenizer,
         directory,
-        lambda step, loss: say(step=step, loss=loss),
+        evaluate,
+        on_step=lambda step, loss: say(step=step, loss=loss),
+        on_evaluate=lambda: say(status="evaluating"),
     )
-    say(status="evaluating")
-    loss = trained.trainer.evaluate(held_out)["eval_loss"]
-    if not trained.trainer.is_world_process_zero():
-        return
-    tasks: dict[str, Any] = {}
-    evaluation: dict[str, Any] = {}
-    if spec["tasks"]:
-        result = evaluate_checkpoint(trained.directory, task_specs(**spec))
-        tasks, evaluation = headlines(result, spec["tasks"]), result.to_dict()
-    finish(directory, experiment, variant, trained, loss, tasks, evaluation)
 
 
 def task_specs(tasks: Sequence[str], tasks_dir: str | None, **_: Any) -> list[TaskSpec]:
@@ -108,8 +113,16 @@ def _with_accumulation(experiment: Experiment, global_batch: int) -> Experiment:
 
 def main() -> None:
     """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--with-parent", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.with_parent:
+        end_with_parent()
+    for handler in (Forwarded(), logging.StreamHandler()):  # for people now, and in the log
+        checkpoints.logger.addHandler(handler)
     with quiet():
-        run(Path(sys.argv[1]))
+        run(arguments.directory)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,26 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from metis_hf.data.corpus import pack, split_documents, stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
 from metis_hf.experiments import figures, tables
 from metis_hf.experiments.demo.tasks import write_tasks
-from metis_hf.experiments.runner import Experiment, SchemeResult, run_scheme
+from metis_hf.experiments.results import SchemeResult, headlines
+from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
+from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info
-from metis_hf.shared.progress import ExperimentProgress, quiet
+from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.progress import ExperimentProgress
+from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import claim_directory, environment, write_json
+from metis_hf.shared.tables import markdown_table, terminal_table
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
 STEPS, QUICK_STEPS = 450, 12
 
 
 def demo_experiment(steps: int | None, seed: int, quick: bool) -> Experiment:
-    """The demo's settings: 10 minutes on two cores, or a minute with `quick`."""
+    """Return the demo's settings; `quick` shows the mechanics only."""
     steps = steps or (QUICK_STEPS if quick else STEPS)
     width, layers = (64, 2) if quick else (128, 3)
     return Experiment(
@@ -76,11 +80,12 @@ def run_demo(
         steps: optimizer steps per scheme; None takes the default.
         schemes: registered schemes, in the order of the table.
         seed: of everything random.
-        quick: a minute instead of ten: a smaller model, few steps, few items.
+        quick: a smaller model, few steps, few items; `QUICK_TIME` says how long that takes.
         console: where progress and table are shown.
 
     Raises:
-        ValueError: an unknown scheme, or `out` holds a run with other settings.
+        ValueError: an unknown scheme, or `out` holds a run with other settings or is in use by
+            another process.
     """
     console = console or Console()
     if steps is not None and steps < 1:
@@ -90,8 +95,8 @@ def run_demo(
     for scheme in schemes:
         scheme_info(scheme)
     experiment = demo_experiment(steps, seed, quick)
-    claim_directory(out, asdict(experiment))
-    with quiet():
+    with hold_directory(out), quiet():
+        claim_directory(out, asdict(experiment))
         return _run(experiment, list(schemes), out, quick, console)
 
 
@@ -107,7 +112,7 @@ def _run(
     tokenizer.save_pretrained(out / "tokenizer")
     batch = experiment.training["per_device_train_batch_size"]
     tokens = experiment.steps * batch * experiment.sequence_length
-    dataset = pack(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
+    dataset = chunk(splits.train, tokenizer, experiment.sequence_length, max_tokens=tokens)
     tasks_dir = out / "tasks"
     task_names = write_tasks(
         splits.test,
@@ -124,22 +129,28 @@ def _run(
         f"out. {tokens / 1e3:.0f}k tokens per scheme, {where['device']}, {where['precision']}."
     )
 
+    def evaluate(trained: Trained) -> Evaluated:
+        from metis_hf.evaluation import held_out_loss
+
+        result = evaluate_checkpoint(trained.directory, task_names, tasks_dir)
+        loss = held_out_loss(result, loss_task, tokenizer, tasks_dir / f"{loss_task}.jsonl")
+        return Evaluated(loss, headlines(result, tasks), result.to_dict())
+
     results = []
     with ExperimentProgress(console, schemes, experiment.steps) as progress:
         for scheme in schemes:
             progress.begin(scheme)
-            result = run_scheme(
+            result = run_variant(
                 experiment,
-                scheme,
+                Variant.of_scheme(scheme),
                 dataset,
                 tokenizer,
-                out=out,
-                tasks=tasks,
-                tasks_dir=tasks_dir,
-                loss_task=loss_task,
+                out / scheme,
+                evaluate,
                 on_step=progress.step,
                 on_evaluate=progress.evaluating,
             )
+            assert result is not None
             results.append(result)
             progress.finish(scheme, f"held-out loss {result.loss:.4f}")
     _report(experiment, results, out, where, tokens, console)
@@ -157,20 +168,14 @@ def _report(
     label = control_label(where)
     parameters = results[0].parameters
     sentence = tables.verdict(results, parameters, tokens)
-    shown = Table(
-        title="Loss: nats per held-out token. Tasks: %, by chance 5 (cloze) and 25 (choice)."
-    )
-    for i, title in enumerate(tables.header(results)):
-        shown.add_column(title, justify="right" if i else "left")
-    for row in tables.rows(results, label):
-        shown.add_row(*row)
-    console.print(shown)
+    header, rows = tables.header(results), tables.rows(results, label)
+    title = "Loss: nats per held-out token. Tasks: %, by chance 5 (cloze) and 25 (choice)."
+    console.print(terminal_table(header, rows, title=title))
     console.print(sentence)
 
-    markdown = tables.markdown(results, label)
-    (out / "table.md").write_text(f"{markdown}\n{sentence}\n")
+    (out / "table.md").write_text(f"{markdown_table(header, rows)}\n{sentence}\n")
     title = f"Llama, {parameters / 1e6:.1f}M parameters, Python's standard library"
-    figures.plot_loss(results, out / "loss.png", title)
+    figures.plot_curves(results, out / "loss.png", title)
     figures.plot_spectra(results, out / "spectra.png", f"Spectral health: {title}")
     record = {
         "experiment": asdict(experiment),

@@ -105,7 +105,7 @@ def tokens_of(folder: str | Path) -> list[int]:
 
 
 def documents_of(folder: str | Path, tokenizer) -> list[str]:
-    """Decode the packed tokens and split them at end-of-text; the last one may be cut short."""
+    """Decode the chunked tokens and split them at end-of-text; the last one may be cut short."""
     found: list[list[int]] = [[]]
     for token in tokens_of(folder):
         if token == tokenizer.eos_token_id:
@@ -115,7 +115,7 @@ def documents_of(folder: str | Path, tokenizer) -> list[str]:
     return [tokenizer.decode(ids) for ids in found]
 
 
-def is_packed(found: list[str], texts: list[str]) -> bool:
+def are_chunks_of(found: list[str], texts: list[str]) -> bool:
     """Whether `found` is `texts`, but for a tail shorter than a sequence."""
     whole, tail = found[:-1], found[-1]
     following = "".join(f"{text}\n" for text in texts[len(whole) :])

@@ -1,4 +1,4 @@
-"""Reading packed data back."""
+"""Reading chunked data back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from transformers import AutoTokenizer
 
 from data.preparation.sources import SEQ_LEN, VOCAB, tokens_of
-from metis_hf.data import load_packed
+from metis_hf.data import load_chunked
 
 
-def test_load_packed(plain, reference):
+def test_load_chunked(plain, reference):
     output, report = plain
-    dataset = load_packed(output, vocab_size=VOCAB)
+    dataset = load_chunked(output, vocab_size=VOCAB)
     assert len(dataset) == report["train"]["sequences"]
     assert dataset.column_names == ["input_ids"]
     assert dataset[0]["input_ids"].shape == (SEQ_LEN,)
@@ -30,30 +30,30 @@ def test_load_packed(plain, reference):
     assert schema.field("input_ids").type == pa.list_(pa.int32(), SEQ_LEN)
 
 
-def test_load_packed_errors(tmp_path, plain):
-    with pytest.raises(FileNotFoundError, match="so it is no packed dataset"):
-        load_packed(tmp_path)
+def test_load_chunked_errors(tmp_path, plain):
+    with pytest.raises(FileNotFoundError, match="so it is no chunked dataset"):
+        load_chunked(tmp_path)
     with pytest.raises(ValueError, match=f"{VOCAB} tokens, but the model embeds 100"):
-        load_packed(plain[0], vocab_size=100)
+        load_chunked(plain[0], vocab_size=100)
     copy = tmp_path / "copy"
     shutil.copytree(plain[0], copy)
     (copy / "shard-00001.parquet").unlink()  # 60 of 256 sequences
     with pytest.raises(
         ValueError, match=r"has \d+ sequences in \d shards, but .*; copy the missing"
     ):
-        load_packed(copy)
+        load_chunked(copy)
     pq.write_table(pa.table({"input_ids": [[1, 2]]}), copy / "shard-00001.parquet")
     with pytest.raises(ValueError, match="expected only input_ids, lists of 64"):
-        load_packed(copy)
+        load_chunked(copy)
     (copy / "shard-00001.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match="is not parquet"):
-        load_packed(copy)
+        load_chunked(copy)
     (copy / "meta.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks tokenizer, seq_len"):
-        load_packed(copy)
+        load_chunked(copy)
     (copy / "meta.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        load_packed(copy)
+        load_chunked(copy)
     (copy / "meta.json").unlink()
     with pytest.raises(FileNotFoundError, match="not finished"):
-        load_packed(copy)
+        load_chunked(copy)

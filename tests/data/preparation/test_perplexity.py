@@ -9,7 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.preparation.sources import SCORED, documents_of, english_texts, expected_texts, is_packed
+from data.preparation.sources import (
+    SCORED,
+    are_chunks_of,
+    documents_of,
+    english_texts,
+    expected_texts,
+)
 from metis_hf.data import prepare
 from metis_hf.data.perplexity import Outliers, Scorer
 
@@ -44,7 +50,7 @@ def test_perplexity_filter_decides_as_an_independent_computation(
     assert found["too_high"] == (values > mean + 2 * std).sum()
     tokenizer = AutoTokenizer.from_pretrained(reference)
     assert report["train"]["documents"] == len(kept)
-    assert is_packed(documents_of(tmp_path / "out", tokenizer), kept)
+    assert are_chunks_of(documents_of(tmp_path / "out", tokenizer), kept)
 
 
 def test_a_score_does_not_depend_on_the_rest_of_its_batch(reference):

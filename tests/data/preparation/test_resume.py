@@ -17,7 +17,8 @@ import pytest
 from paths import ROOT
 
 from data.preparation.sources import contents, json_line, write_source
-from metis_hf.data import load_packed, packed, prepare
+from metis_hf.data import load_chunked, prepare
+from metis_hf.shared import records
 
 
 class Killed(BaseException):
@@ -35,7 +36,7 @@ def test_stopped_before_and_in_the_middle_of_any_write(tmp_path, arguments, monk
         complete(old, new)
 
     output = tmp_path / "again"
-    monkeypatch.setattr(packed.os, "replace", counted)
+    monkeypatch.setattr(records.os, "replace", counted)
     prepare(arguments(output_dir=str(output)))
     writes = len(renames)
     assert writes > 15
@@ -49,7 +50,7 @@ def test_stopped_before_and_in_the_middle_of_any_write(tmp_path, arguments, monk
         Path(old).write_bytes(Path(old).read_bytes()[:10])  # half written, never renamed
         raise Killed
 
-    monkeypatch.setattr(packed.os, "replace", stop_once)
+    monkeypatch.setattr(records.os, "replace", stop_once)
     stops = 0
     for _ in range(writes + 1):
         try:
@@ -91,7 +92,7 @@ def test_killed_processes_leave_nothing_wrong(tmp_path, arguments, source):
         process = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         assert process.returncode == -signal.SIGKILL, process.stderr
         with pytest.raises(FileNotFoundError, match="not finished"):
-            load_packed(output)
+            load_chunked(output)
     command = [sys.executable, recipe, *options]
     assert "perplexity   dropped" in subprocess.check_output(command, text=True)
     assert contents(output) == wanted

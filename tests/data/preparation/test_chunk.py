@@ -1,4 +1,4 @@
-"""Packing of real text: every kept token, every format, the report, the validation split."""
+"""Chunking of real text: every kept token, every format, the report, the validation split."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from transformers import AutoTokenizer
 from data.preparation.sources import (
     JUNK,
     SEQ_LEN,
+    are_chunks_of,
     contents,
     documents_of,
     english_texts,
     expected_texts,
-    is_packed,
     is_text,
     tokens_of,
     write_source,
 )
-from metis_hf.data import load_packed, prepare
+from metis_hf.data import load_chunked, prepare
 from metis_hf.data.filters import is_clean_unicode
 
 ENGLISH_KEPT = 0.9  # of sources cut short, most are English prose and code
@@ -34,7 +34,7 @@ def test_packing_keeps_every_token_of_every_kept_document(plain, raw, reference)
     stream = [i for t in texts for i in [*tokenizer(t)["input_ids"], tokenizer.eos_token_id]]
     kept = len(stream) // SEQ_LEN * SEQ_LEN
     assert tokens_of(output) == stream[:kept]
-    assert is_packed(documents_of(output, tokenizer), texts)
+    assert are_chunks_of(documents_of(output, tokenizer), texts)
     assert report["train"]["tail_tokens_dropped"] == len(stream) - kept
     assert max(map(len, (tokenizer(t)["input_ids"] for t in texts))) > 2 * SEQ_LEN  # one was split
 
@@ -146,7 +146,7 @@ def test_validation_is_a_split_of_documents_by_their_text(tmp_path, raw, referen
         arguments(files=files, perplexity_filter=False, output_dir=str(tmp_path / "other"))
     )
     assert other["validation"]["characters"] == report["validation"]["characters"]
-    assert len(load_packed(tmp_path / "out" / "validation")) == report["validation"]["sequences"]
+    assert len(load_chunked(tmp_path / "out" / "validation")) == report["validation"]["sequences"]
 
 
 def test_max_tokens_reads_no_further_than_needed(tmp_path, raw, reference, arguments):

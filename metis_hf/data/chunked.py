@@ -1,4 +1,4 @@
-"""The output format: packed sequences in parquet shards, `meta.json`, and how to load them.
+"""The output format: chunked sequences in parquet shards, `meta.json`, and how to load them.
 
 A directory holds `shard-00000.parquet`, ... with one column `input_ids`, a fixed-size list of
 int32, and `meta.json`, which is written last: a directory that has it is finished.
@@ -7,13 +7,14 @@ int32, and `meta.json`, which is written last: a directory that has it is finish
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from metis_hf.shared.records import write_atomically
 
 if TYPE_CHECKING:
     import datasets
@@ -25,8 +26,8 @@ _REQUIRED = ("tokenizer", "seq_len", "num_sequences", "num_tokens", "vocab_size"
 _ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
 
 
-def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
-    """Packed sequences that `prepare` wrote.
+def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
+    """Chunked sequences that `prepare` wrote.
 
     The first load converts the shards to datasets' Arrow cache, which needs their size again
     (`HF_DATASETS_CACHE` says where); later loads map that cache.
@@ -39,7 +40,7 @@ def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> data
         A dataset in torch format with one column, `input_ids`: int64 `[seq_len]` per row.
 
     Raises:
-        FileNotFoundError: If there is no packed dataset, or its preparation is not finished.
+        FileNotFoundError: If there is no chunked dataset, or its preparation is not finished.
         ValueError: If the files are not what `meta.json` says, or the tokenizer's vocabulary is
             larger than the model's.
     """
@@ -60,13 +61,13 @@ def load_packed(directory: str | Path, *, vocab_size: int | None = None) -> data
 
 
 def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Packed sequences as a batch; labels are the inputs, which causal models shift themselves."""
+    """Chunked sequences as a batch; labels are the inputs, which causal models shift themselves."""
     ids = torch.stack([row["input_ids"] for row in rows]).long()
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """`meta.json` of a packed dataset; raises as `load_packed` does."""
+    """`meta.json` of a chunked dataset; raises as `load_chunked` does."""
     path = directory / META
     if not path.is_file():
         if (directory / ARGUMENTS).is_file() or (directory.parent / ARGUMENTS).is_file():
@@ -75,7 +76,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
                 "here; run the same prepare_data.py command again to finish it"
             )
         raise FileNotFoundError(
-            f"{directory} has no {META}, so it is no packed dataset; make one with "
+            f"{directory} has no {META}, so it is no chunked dataset; make one with "
             "recipes/prepare_data.py"
         )
     try:
@@ -184,19 +185,3 @@ def _write_parquet(file: Any, tokens: np.ndarray, seq_len: int) -> None:
     column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=_field(seq_len).type)
     table = pa.table([column], schema=pa.schema([_field(seq_len)]))
     pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
-
-
-def write_atomically(path: Path, write: Callable[[Any], Any]) -> None:
-    """Write a file under a temporary name and rename it: it exists whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))

@@ -1,0 +1,154 @@
+"""A comparison in a user's words: the keys of the YAML file, read and checked one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from metis_hf.experiments.compare.presets import PRESETS
+from metis_hf.experiments.sizes import SIZES
+
+DEFAULT_SEEDS = (0, 1, 2)
+_LARGEST_SEED = 2**32 - 1  # that numpy takes
+# Arguments of TrainingArguments that a comparison sets for every run, and what sets them.
+OWN_ARGUMENTS = {
+    "output_dir": "every run has a directory below --out",
+    "seed": "name the seeds with the key seeds, or --seeds",
+    "data_seed": "the order of the data follows from seeds",
+    "gradient_accumulation_steps": "it follows from global_batch",
+    "train_sampling_strategy": "the order of the data follows from seeds",
+    "num_train_epochs": "say tokens, or training: {max_steps: N}",
+    "resume_from_checkpoint": "the same command resumes by itself",
+}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What `make_plan` takes, as a YAML file or a command line gives it; checked when made.
+
+    Raises:
+        ValueError: a value that is out of range or of another kind; the message names its key.
+    """
+
+    preset: str | None = None
+    schemes: Sequence[str] = ()
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reference: str | None = None
+    seeds: Sequence[int] = DEFAULT_SEEDS
+    size: str = "tiny"
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    tokens: float | None = None
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    health_interval: int | None = None
+    eval_sequences: int | None = None
+    data: str | None = None
+    validation: str | None = None
+    tasks: Sequence[str] = ()
+    tasks_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            _one_of("preset", self.preset, PRESETS)
+        _one_of("size", self.size, SIZES)
+        for name, example in (("schemes", "[bf16, metis]"), ("seeds", "[0, 1]"), ("tasks", "[a]")):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
+        for name in ("variants", "model", "training"):
+            _mapping(name, getattr(self, name))
+        for name, fields in self.variants.items():
+            _mapping(f"variants: {name}", fields)
+            if "seed" in fields:
+                raise ValueError(
+                    f"variant {name!r} sets seed, which every run takes from the key seeds; "
+                    "leave it out"
+                )
+        for name in ("sequence_length", "global_batch", "eval_sequences"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "health_interval", self.health_interval)
+        self.tokens = None if self.tokens is None else _positive("tokens", self.tokens)
+        for seed in self.seeds:
+            _at_least(0, "seeds", seed, _LARGEST_SEED)
+        self.training = _training(self.training)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file that have a value.
+
+    Raises:
+        ValueError: it is no mapping, or has a key that is not one of `Options`.
+    """
+    import yaml
+
+    keys = [field.name for field in dataclasses.fields(Options)]
+    values = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a mapping; its keys are {', '.join(keys)}")
+    for key in values:
+        if key not in keys:
+            hint = _near(key, keys) or f"; keys: {', '.join(keys)}"
+            raise ValueError(f"{path}: there is no key {key!r}{hint}")
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _training(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of TrainingArguments; numbers that YAML 1.1 takes for text as numbers."""
+    known = [field.name for field in dataclasses.fields(TrainingArguments)]
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            hint = _near(key, known)
+            raise ValueError(f"training: transformers' TrainingArguments has no {key!r}{hint}")
+        if key in OWN_ARGUMENTS:
+            raise ValueError(
+                f"training: {key} is not for you to set in a comparison: {OWN_ARGUMENTS[key]}"
+            )
+        try:
+            values[key] = float(value) if isinstance(value, str) else value
+        except ValueError:  # text that means text
+            values[key] = value
+    for key in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
+        _at_least(1, f"training: {key}", values.get(key))
+    return values
+
+
+def _one_of(what: str, name: Any, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what} {name!r} is not known; choose from {', '.join(known)}")
+
+
+def _mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: {value!r} is not a mapping of names to values")
+
+
+def _at_least(least: int, name: str, value: Any, most: int | None = None) -> None:
+    if value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limit = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: {value!r}; expected a whole number, {limit}")
+
+
+def _positive(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name}: {value!r}; expected a positive number")
+    return number
+
+
+def _near(key: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

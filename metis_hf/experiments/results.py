@@ -1,0 +1,77 @@
+"""The result of a run: what it holds, and its file in the run's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metis_hf.shared.records import read_json, write_json
+
+if TYPE_CHECKING:
+    from metis_hf.evaluation import EvalResult
+
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True)
+class SchemeResult:
+    """What one variant gave.
+
+    Attributes:
+        scheme: the variant's name.
+        config: its MetisConfig as a dict.
+        summary: the conversion report, as text.
+        loss: held-out loss, nats per token.
+        tasks: task -> {"metric", "value", "stderr"}.
+        seconds_per_step: median over normal (not measured) steps.
+        history: Trainer's log entries, one a logged step.
+        evaluation: lm-eval's results as they came.
+        seed: of the run.
+        peak_memory: bytes, the most in use beyond what was in use before the model was built.
+        parameters: of the model as transformers builds it, before the conversion.
+        precision_schedule: of the variant.
+    """
+
+    scheme: str
+    config: dict[str, Any]
+    summary: str
+    loss: float
+    tasks: dict[str, dict[str, Any]]
+    seconds_per_step: float
+    history: list[dict[str, float]]
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    peak_memory: int = 0
+    parameters: int = 0
+    precision_schedule: dict[str, Any] | None = None
+
+
+def load_result(directory: Path) -> SchemeResult | None:
+    """Return the result of a finished run, or None.
+
+    Raises:
+        ValueError: the file is not whole, or not a result.
+    """
+    path = directory / RESULT_FILE
+    if not path.exists():
+        return None
+    try:
+        return SchemeResult(**read_json(path))
+    except TypeError as error:
+        raise ValueError(f"{path} is not a result of this version ({error}); delete it") from None
+
+
+def save_result(directory: Path, result: SchemeResult) -> None:
+    """Write the result of a run, which makes it a finished one."""
+    write_json(directory / RESULT_FILE, asdict(result))
+
+
+def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return task -> {"metric", "value", "stderr"}, which a table shows."""
+    found = {}
+    for task in tasks:
+        metric, value, stderr = result.headline(task)
+        found[task] = {"metric": metric, "value": value, "stderr": stderr}
+    return found

@@ -1,0 +1,69 @@
+"""One table, a header and rows of cells as text, in markdown, for LaTeX, and for a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Cells = Sequence[str]
+_LATEX = str.maketrans(
+    {
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\\": r"\textbackslash{}",
+        "±": r"$\pm$",
+        "<": r"$<$",
+        ">": r"$>$",
+    }
+)
+
+
+def markdown_table(header: Cells, rows: Sequence[Cells]) -> str:
+    """Return a table in GitHub's dialect; all columns but the first are aligned to the right."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (header, rule, *rows))
+
+
+def latex_table(header: Cells, rows: Sequence[Cells]) -> str:
+    """Return a `tabular` with booktabs rules; cells are LaTeX already (`latex_text`)."""
+    lines = [f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", "\\toprule"]
+    lines += [" & ".join(header) + " \\\\", "\\midrule"]
+    lines += [" & ".join(cells) + " \\\\" for cells in rows]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def latex_text(text: str) -> str:
+    """Return text with LaTeX's characters escaped; a hyphen before a number is a minus sign."""
+    return re.sub(r"^-(?=\d)", "$-$", text.translate(_LATEX))
+
+
+def terminal_table(
+    header: Cells, rows: Sequence[Cells], *, title: str, styles: Sequence[str | None] = ()
+) -> Table:
+    """Return a table for `Console.print`.
+
+    Args:
+        header: titles of the columns.
+        rows: cells of each row.
+        title: above the table.
+        styles: of each row, such as "bold"; none for rows beyond them.
+    """
+    from rich.table import Table
+
+    table = Table(title=title)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left")
+    for index, cells in enumerate(rows):
+        table.add_row(*cells, style=styles[index] if index < len(styles) else None)
+    return table
