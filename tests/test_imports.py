@@ -184,3 +184,14 @@ def test_a_peft_that_we_do_not_know_stays_usable():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert out.stdout.strip() == "2", out.stderr
+
+
+@pytest.mark.parametrize("name", ["Plan", "Variant", "Run", "Packed", "Quantized", "LowRank"])
+def test_a_word_names_one_class(name):
+    found = [
+        path
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    assert len(found) == 1

@@ -43,7 +43,7 @@ _NVIDIA_ROLES = {"activation": Role.WGRAD_INPUT, "gradient": Role.WGRAD_GRAD_OUT
 
 
 @dataclass(frozen=True)
-class Quantized:
+class OperandValues:
     """A matrix as a scheme's GEMM gets it.
 
     Attributes:
@@ -77,7 +77,7 @@ class Quantizers:
         """Directions that `metis` keeps apart in this layer."""
         return layer_rank(self.config(COMPENSATED), self.shape[1], self.shape[0])
 
-    def weight(self, stored: StoredWeight, scheme: str) -> Quantized:
+    def weight(self, stored: StoredWeight, scheme: str) -> OperandValues:
         """A weight under a scheme: as stored if the checkpoint was trained in it, else converted
         as `get_metis_model` would.
 
@@ -101,14 +101,14 @@ class Quantizers:
             if isinstance(form, DenseWeight) and isinstance(conditioner, Spectral):
                 key = keys[Role.FPROP_WEIGHT]
                 last = conditioner.parts(last, quantizer, dim=-1, key=key)[-1].before
-        return Quantized(values, float(element_fates(last, quantizer)[0]))
+        return OperandValues(values, float(element_fates(last, quantizer)[0]))
 
     def _is_trained(self, stored: StoredWeight, scheme: str) -> bool:
         """Whether the parts on disk are those that the scheme would train."""
         assert stored.parts is not None
         return stored.scheme == scheme and self.rank in (None, len(stored.parts[1]))
 
-    def rows(self, x: Tensor, kind: str, scheme: str) -> Quantized:
+    def rows(self, x: Tensor, kind: str, scheme: str) -> OperandValues:
         """An activation or gradient [t c] under a scheme.
 
         Raises:
@@ -123,7 +123,7 @@ class Quantizers:
         values = operand(x, dim=dim, key=key, dtype=torch.float32)[0][: x.shape[0], : x.shape[1]]
         part = operand.conditioner.parts(x, operand.quantizer, dim=dim, key=key, row_mask=None)[-1]
         lost = ((part.after == 0) & (part.before != 0)).sum()
-        return Quantized(values, float(lost / (part.before != 0).sum().clamp_min(1)))
+        return OperandValues(values, float(lost / (part.before != 0).sum().clamp_min(1)))
 
 
 def _check_needs_no_call(scheme: str, operand: Operand) -> None:
@@ -152,7 +152,7 @@ class Sample:
     quantizers: Quantizers
     stored: StoredWeight | None = None
 
-    def quantize(self, scheme: str) -> Quantized:
+    def quantize(self, scheme: str) -> OperandValues:
         """This tensor under a scheme."""
         if self.stored is not None:
             return self.quantizers.weight(self.stored, scheme)

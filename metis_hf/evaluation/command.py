@@ -18,7 +18,13 @@ from metis_hf.evaluation import formats, store
 from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.models import choose_models, own_schemes
 from metis_hf.evaluation.paper import PAPER_TASKS, published_rows
-from metis_hf.evaluation.plan import CPU_BATCH_SIZE, LOSS_TASK, Plan, make_plan, probe_batch_size
+from metis_hf.evaluation.plan import (
+    CPU_BATCH_SIZE,
+    LOSS_TASK,
+    EvaluationPlan,
+    make_plan,
+    probe_batch_size,
+)
 from metis_hf.evaluation.results import EvalResult
 from metis_hf.evaluation.run import evaluate_model, held_out_loss
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
@@ -211,7 +217,7 @@ def run_eval(
 
 
 def _jobs(
-    checkpoints: Sequence[Checkpoint], options: Options, plan: Plan, console: Console
+    checkpoints: Sequence[Checkpoint], options: Options, plan: EvaluationPlan, console: Console
 ) -> list[Job]:
     jobs = []
     for checkpoint in checkpoints:
@@ -245,7 +251,7 @@ def _batch_size(jobs: Sequence[Job], options: Options) -> int:
 
 
 def _evaluate(
-    job: Job, plan: Plan, options: Options, settings: dict[str, Any], console: Console
+    job: Job, plan: EvaluationPlan, options: Options, settings: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     start = time.time()
     with quiet():

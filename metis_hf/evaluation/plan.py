@@ -108,7 +108,7 @@ def read_text(path: Path) -> HeldOutText:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """Tasks with their data, read once for all checkpoints.
 
     Attributes:
@@ -142,7 +142,7 @@ class Plan:
         return self.directory if self.own else None
 
 
-def make_plan(tasks: Sequence[str], directory: Path | None, text: Path | None) -> Plan:
+def make_plan(tasks: Sequence[str], directory: Path | None, text: Path | None) -> EvaluationPlan:
     """Reads all local data.
 
     Args:
@@ -174,7 +174,7 @@ def make_plan(tasks: Sequence[str], directory: Path | None, text: Path | None) -
         fingerprints |= _own_files(own, directory)
     if held_out is not None:
         fingerprints["loss_text"] = held_out.sha256
-    return Plan(list(tasks), local, own, directory, held_out, fingerprints)
+    return EvaluationPlan(list(tasks), local, own, directory, held_out, fingerprints)
 
 
 def _own_files(tasks: Sequence[str], directory: Path) -> dict[str, str | None]:

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers, to_dense
 from metis_hf.export.compressed_tensors import (
-    LowRank,
-    Packed,
+    CompressedFactors,
+    CompressedMatrix,
     is_split,
     load_low_rank,
     quantization_config,
@@ -236,15 +236,15 @@ def _write_packed(
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
     """Writes the packed model; returns the packed layers and the errors."""
     errors = WeightErrors()
-    folded: dict[str, Packed] = {}
-    residuals: dict[str, Packed] = {}
-    factors: dict[str, LowRank] = {}
+    folded: dict[str, CompressedMatrix] = {}
+    residuals: dict[str, CompressedMatrix] = {}
+    factors: dict[str, CompressedFactors] = {}
     for name, layer in metis_layers(model):
         quantizer = weight_quantizer(layer)
         if quantizer is None:
             continue  # a layer that its scheme leaves in high precision stays so
         weight = _represented(layer)
-        folded[name] = Packed.of(weight, quantizer)
+        folded[name] = CompressedMatrix.of(weight, quantizer)
         errors.add("fold", name, weight, folded[name].dequantize())
         if is_split(layer):
             residuals[name], factors[name] = split_layer(layer, quantizer)
@@ -267,7 +267,7 @@ def _write_packed(
 
 
 def _save_packed(
-    model: PreTrainedModel, out: Path, packed: Mapping[str, Packed], dtype: torch.dtype
+    model: PreTrainedModel, out: Path, packed: Mapping[str, CompressedMatrix], dtype: torch.dtype
 ) -> None:
     """`model` as a compressed-tensors checkpoint: packed layers, everything else in `dtype`."""
     nn.Module.to(model, dtype)
@@ -295,7 +295,9 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _with_weights(
-    model: PreTrainedModel, packed: Mapping[str, Packed], low: Mapping[str, LowRank]
+    model: PreTrainedModel,
+    packed: Mapping[str, CompressedMatrix],
+    low: Mapping[str, CompressedFactors],
 ) -> PreTrainedModel:
     """The model with the weights that packed layers and their factors represent, in place."""
     for name, weight in packed.items():

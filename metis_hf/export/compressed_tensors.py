@@ -36,7 +36,7 @@ _PARTS = ("packed", "scale", "global_scale")
 
 
 @dataclass(frozen=True)
-class Packed:
+class CompressedMatrix:
     """One packed matrix [rows columns].
 
     Attributes:
@@ -52,7 +52,7 @@ class Packed:
     columns: int
 
     @classmethod
-    def of(cls, weight: Tensor, quantizer: Quantizer) -> Packed:
+    def of(cls, weight: Tensor, quantizer: Quantizer) -> CompressedMatrix:
         """Packs a matrix, rounding elements to nearest; blocks run along the columns."""
         q = quantize(
             weight,
@@ -89,14 +89,14 @@ class Packed:
         return {f"{prefix}_{part}": getattr(self, part) for part in _PARTS}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Tensor], prefix: str, columns: int) -> Packed:
+    def from_state(cls, state: Mapping[str, Tensor], prefix: str, columns: int) -> CompressedMatrix:
         """The inverse of `state`."""
         packed, scale, global_scale = (state[f"{prefix}_{part}"] for part in _PARTS)
         return cls(packed, scale, global_scale, columns)
 
 
 @dataclass(frozen=True)
-class LowRank:
+class CompressedFactors:
     """The low-rank part of a weight [o i]: (u * s) @ vh, factors quantized as in training.
 
     Attributes:
@@ -105,9 +105,9 @@ class LowRank:
         vh: [k i], blocks along i.
     """
 
-    u: Packed
+    u: CompressedMatrix
     s: Tensor
-    vh: Packed
+    vh: CompressedMatrix
 
     def dense(self) -> Tensor:
         """The matrix [o i], fp32."""
@@ -181,7 +181,9 @@ def quantization_config(ignore: Iterable[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def split_layer(layer: MetisLayer, quantizer: Quantizer) -> tuple[Packed, LowRank]:
+def split_layer(
+    layer: MetisLayer, quantizer: Quantizer
+) -> tuple[CompressedMatrix, CompressedFactors]:
     """The residual and the factors of a split weight as they enter its GEMM in evaluation.
 
     With a compensated scheme the residual is taken against the quantized factors, so that residual
@@ -200,13 +202,15 @@ def split_layer(layer: MetisLayer, quantizer: Quantizer) -> tuple[Packed, LowRan
         u, s, v = split.split(weight, key=layer.call_keys(weight)[Role.FPROP_WEIGHT])
         vh, compensated = v.T, split.compensated
         residual = weight - (u * s) @ vh
-    low = LowRank(Packed.of(u, quantizer), s, Packed.of(vh, quantizer))
+    low = CompressedFactors(
+        CompressedMatrix.of(u, quantizer), s, CompressedMatrix.of(vh, quantizer)
+    )
     if compensated:
         residual = weight - low.dense()
-    return Packed.of(residual, quantizer), low
+    return CompressedMatrix.of(residual, quantizer), low
 
 
-def save_low_rank(directory: Path, factors: Mapping[str, LowRank]) -> None:
+def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> None:
     """Writes `metis_low_rank.safetensors` and its description."""
     tensors: dict[str, Tensor] = {}
     layers = {}
@@ -257,7 +261,7 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
     factors = load_file(directory / LOW_RANK_FILE)
     for name in [k.removesuffix(".weight_packed") for k in state if k.endswith(".weight_packed")]:
         packed = {key: state.pop(f"{name}.{key}") for key in [f"weight_{part}" for part in _PARTS]}
-        weight = Packed.from_state(packed, "weight", 2 * packed["weight_packed"].shape[1])
+        weight = CompressedMatrix.from_state(packed, "weight", 2 * packed["weight_packed"].shape[1])
         values = weight.dequantize()
         if name in description["layers"]:
             values = values + _low_rank_of(name, description["layers"][name], factors).dense()
@@ -282,11 +286,13 @@ def _description(directory: Path) -> dict[str, Any]:
     return description
 
 
-def _low_rank_of(name: str, shape: Mapping[str, int], state: Mapping[str, Tensor]) -> LowRank:
+def _low_rank_of(
+    name: str, shape: Mapping[str, int], state: Mapping[str, Tensor]
+) -> CompressedFactors:
     mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
     try:
-        u = Packed.from_state(mine, "u", shape["rank"])
-        vh = Packed.from_state(mine, "vh", shape["in_features"])
-        return LowRank(u, mine["s"], vh)
+        u = CompressedMatrix.from_state(mine, "u", shape["rank"])
+        vh = CompressedMatrix.from_state(mine, "vh", shape["in_features"])
+        return CompressedFactors(u, mine["s"], vh)
     except KeyError as error:
         raise ValueError(f"{LOW_RANK_FILE} lacks {name}.{error.args[0]}") from None

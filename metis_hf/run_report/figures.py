@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from metis_hf.monitoring.gradient_noise import Crossing, find_crossing
 from metis_hf.monitoring.reference_values import ORTHOGONAL, RELATIVE_ERROR
-from metis_hf.run_report.run import Run
+from metis_hf.run_report.run import RunRecord
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import (
     COLORS,
@@ -57,7 +57,9 @@ def _span(count: int) -> int:
     return max(1, count // 20) | 1
 
 
-def _curve(axis: Axes, run: Run, name: str, style: Style, label: str, *, raw: bool = True) -> None:
+def _curve(
+    axis: Axes, run: RunRecord, name: str, style: Style, label: str, *, raw: bool = True
+) -> None:
     """One figure of the log, raw (or not) and smoothed; steps that are not finite are marked."""
     steps, values = run.series(name)
     if not steps:
@@ -84,7 +86,7 @@ def _limit(axis: Axes, values: Sequence[float]) -> None:
     axis.set_ylim(max(low - margin, 0 if low >= 0 else -math.inf), high + margin)
 
 
-def _mark_switches(axes: Sequence[Axes], run: Run) -> None:
+def _mark_switches(axes: Sequence[Axes], run: RunRecord) -> None:
     for step in run.switches:
         for axis in axes:
             axis.axvline(step, color="gray", lw=1, ls=":")
@@ -92,7 +94,7 @@ def _mark_switches(axes: Sequence[Axes], run: Run) -> None:
                          fontsize=8, color="gray", ha="center", va="bottom")  # fmt: skip
 
 
-def curves(run: Run) -> bytes:
+def curves(run: RunRecord) -> bytes:
     """Training and evaluation loss; below it gradient norm and learning rate."""
     figure, axes = figure_axes(3, 1, (10, 7.6), sharex=True, height_ratios=[3, 1.5, 1])
     loss, norm, rate = (row[0] for row in axes)
@@ -115,7 +117,7 @@ def curves(run: Run) -> bytes:
     return as_png(figure)
 
 
-def noise(run: Run) -> tuple[bytes, Crossing]:
+def noise(run: RunRecord) -> tuple[bytes, Crossing]:
     """|G| / (sqrt(3) noise) of the weight gradients by step, and where it crosses 1."""
     series = run.noise_series()
     figure, axes = figure_axes(1, 1, (10, 4.2))
@@ -150,7 +152,7 @@ def noise(run: Run) -> tuple[bytes, Crossing]:
     return as_png(figure), crossing
 
 
-def refreshes(run: Run) -> bytes:
+def refreshes(run: RunRecord) -> bytes:
     """What each refresh changed: median and range over the layers, before and after."""
     figure, axes = figure_axes(1, len(_REFRESHED), (12, 3.6))
     for axis, (stat, label, log) in zip(axes[0], _REFRESHED):
@@ -179,7 +181,7 @@ def refreshes(run: Run) -> bytes:
     return as_png(figure)
 
 
-def overlay(runs: Sequence[Run]) -> bytes:
+def overlay(runs: Sequence[RunRecord]) -> bytes:
     """Loss and gradient norm of several runs, the control in black; of many, smoothed alone.
 
     Raises:

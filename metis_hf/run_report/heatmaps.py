@@ -23,7 +23,7 @@ from metis_hf.monitoring.reference_values import (
     ZEROED,
 )
 from metis_hf.run_report.figures import ALARM, as_png
-from metis_hf.run_report.run import Run
+from metis_hf.run_report.run import RunRecord
 from metis_hf.shared.figures import figure_axes, plain_text
 
 _MISSING = "#e6e8eb"
@@ -106,7 +106,7 @@ def short_names(names: list[str]) -> list[str]:
     return [plain_text(f"{group_of(n)} {'.'.join(i)}".strip()) for n, i in zip(names, indices)]
 
 
-def grid(run: Run, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
+def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
     """([layer step] values, NaN where not measured; [layer step] whether it is not finite)."""
     layers = order_layers(layer_names(run))
     values = np.full((len(layers), len(run.layers)), np.nan)
@@ -123,12 +123,12 @@ def grid(run: Run, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
     return values, bad
 
 
-def layer_names(run: Run) -> list[str]:
+def layer_names(run: RunRecord) -> list[str]:
     """All layers of the run, in model order."""
     return list(dict.fromkeys(name for measured in run.layers.values() for name in measured))
 
 
-def heatmap(run: Run, panel: Panel) -> bytes | None:
+def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
     """One picture of a statistic: weights, activations and gradients side by side.
 
     Returns:

@@ -19,7 +19,7 @@ from metis_hf.monitoring.reference_values import (
 from metis_hf.run_report import figures
 from metis_hf.run_report.heatmaps import PANELS, heatmap, layer_names
 from metis_hf.run_report.read import read_runs
-from metis_hf.run_report.run import Run, events
+from metis_hf.run_report.run import RunRecord, events
 from metis_hf.shared.figures import CROWDED
 from metis_hf.shared.html import Cell, Page, number
 
@@ -55,7 +55,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     return target
 
 
-def run_page(run: Run) -> Page:
+def run_page(run: RunRecord) -> Page:
     """The page of one run."""
     planned = f" of {run.max_steps:,}" if run.max_steps else ""
     tokens = f" · {run.tokens:,} tokens" if run.tokens else ""
@@ -81,7 +81,7 @@ def _format(value: float | None, spec: str = ".4g") -> str:
     return "unknown" if value is None else format(value, spec)
 
 
-def _losses(run: Run) -> tuple[float | None, float | None, int | None]:
+def _losses(run: RunRecord) -> tuple[float | None, float | None, int | None]:
     """(last, best finite loss, its step)."""
     steps, losses = run.series("loss")
     finite = [(loss, step) for step, loss in zip(steps, losses) if math.isfinite(loss)]
@@ -89,11 +89,11 @@ def _losses(run: Run) -> tuple[float | None, float | None, int | None]:
     return (losses[-1] if losses else None), best, step
 
 
-def _nonfinite(run: Run) -> int:
+def _nonfinite(run: RunRecord) -> int:
     return len({step for step, what, _ in events(run) if what == "not finite"})
 
 
-def _cards(run: Run) -> list[tuple[str, str, str]]:
+def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     last, best, best_step = _losses(run)
     share = run.fp4_share
     seconds = run.seconds_per_step
@@ -119,7 +119,7 @@ def _cards(run: Run) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _add_curves(page: Page, run: Run) -> None:
+def _add_curves(page: Page, run: RunRecord) -> None:
     page.section("Loss")
     if not run.history:
         page.text("No losses were recorded.")
@@ -138,7 +138,7 @@ def _add_curves(page: Page, run: Run) -> None:
     page.figure(figures.curves(run), caption)
 
 
-def _add_noise(page: Page, run: Run) -> None:
+def _add_noise(page: Page, run: RunRecord) -> None:
     page.section(
         "Gradient against quantization noise",
         "The gradient of each weight as its layer computes it from quantized operands, against the "
@@ -179,7 +179,7 @@ def crossing_text(crossing: Crossing) -> str:
     )
 
 
-def _add_layers(page: Page, run: Run) -> None:
+def _add_layers(page: Page, run: RunRecord) -> None:
     if not run.layers:
         return
     step = max(run.layers)
@@ -198,7 +198,7 @@ def _add_layers(page: Page, run: Run) -> None:
     page.table(header, [row for _, row in sorted(_layer_rows(run, step), key=lambda r: r[0])])
 
 
-def _layer_rows(run: Run, step: int) -> list[tuple[tuple[float, float], Row]]:
+def _layer_rows(run: RunRecord, step: int) -> list[tuple[tuple[float, float], Row]]:
     """((risk order), cells) of each layer."""
     names = layer_names(run)
     measured = run.layers[step]
@@ -239,7 +239,7 @@ def _maybe(value: float | None, spec: str = ".3g") -> Cell:
     return Cell("n/a", math.nan, 0.0, "not measured") if value is None else number(value, spec)
 
 
-def _add_heatmaps(page: Page, run: Run) -> None:
+def _add_heatmaps(page: Page, run: RunRecord) -> None:
     if not run.layers:
         return
     page.section(
@@ -256,7 +256,7 @@ def _add_heatmaps(page: Page, run: Run) -> None:
             page.figure(picture, f"{panel.title}. {panel.explanation}", wide=wide)
 
 
-def _add_refreshes(page: Page, run: Run) -> None:
+def _add_refreshes(page: Page, run: RunRecord) -> None:
     if not run.refreshes:
         return
     page.section(
@@ -275,7 +275,7 @@ def _add_refreshes(page: Page, run: Run) -> None:
     )
 
 
-def _add_events(page: Page, run: Run) -> None:
+def _add_events(page: Page, run: RunRecord) -> None:
     found = events(run)
     page.section("Events")
     if not found:
@@ -288,7 +288,7 @@ def _add_events(page: Page, run: Run) -> None:
     page.table(["event", "step", "details"], rows)
 
 
-def _add_setup(page: Page, run: Run) -> None:
+def _add_setup(page: Page, run: RunRecord) -> None:
     page.section("Setup", *(line.strip() for line in run.summary.splitlines()))
     defaults = MetisConfig().to_dict()
     settings = {
@@ -312,7 +312,7 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def comparison_page(runs: Sequence[Run], left_out: Sequence[str] = ()) -> Page:
+def comparison_page(runs: Sequence[RunRecord], left_out: Sequence[str] = ()) -> Page:
     """Losses and gradient norms of several runs in one picture, and a table of them.
 
     Args:
@@ -341,7 +341,7 @@ def comparison_page(runs: Sequence[Run], left_out: Sequence[str] = ()) -> Page:
     return page
 
 
-def _comparison_row(run: Run) -> Row:
+def _comparison_row(run: RunRecord) -> Row:
     last, best, _ = _losses(run)
     series = run.noise_series()
     crossing = find_crossing(*series["all"]) if series else Crossing(None)
@@ -363,7 +363,7 @@ def _comparison_row(run: Run) -> Row:
     ]
 
 
-def _make_names_unique(runs: Sequence[Run]) -> None:
+def _make_names_unique(runs: Sequence[RunRecord]) -> None:
     """Two runs of one scheme are told apart by their directories."""
     names = [run.name for run in runs]
     for run in runs:

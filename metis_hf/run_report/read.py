@@ -14,7 +14,7 @@ from typing import Any
 from metis_hf.monitoring.gradient_noise import GradientNoise
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
 from metis_hf.run_report import checks
-from metis_hf.run_report.run import Run
+from metis_hf.run_report.run import RunRecord
 from metis_hf.shared.checkpoints import STATE_FILE, last_checkpoint, state_damage
 from metis_hf.shared.records import SETTINGS_FILE
 
@@ -24,7 +24,7 @@ _END = "train_runtime"
 _SHOWN_FAULTS = 6  # of a file; a note says how many more there are
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Reads a run's directory: a Trainer's output_dir, or a scheme's of an experiment.
 
     Raises:
@@ -33,7 +33,7 @@ def read_run(path: Path) -> Run:
     """
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
-    run = Run(path)
+    run = RunRecord(path)
     found = [_read_result(run), _read_log(run), _read_state(run), _read_health(run)]
     if not any(found):
         raise FileNotFoundError(_nothing_found(run))
@@ -54,7 +54,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
     """Read several runs, and leave out those that have no record.
 
     Returns:
@@ -76,7 +76,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     return runs, left_out
 
 
-def _nothing_found(run: Run) -> str:
+def _nothing_found(run: RunRecord) -> str:
     looked = f"{LOG_FILE}, {STATE_FILE}, checkpoint-*/{STATE_FILE}, {RESULT_FILE}, {HEALTH_FILE}"
     message = f"{run.path} has no record of a run; looked for {looked}"
     if run.notes:
@@ -88,7 +88,7 @@ def _nothing_found(run: Run) -> str:
     return message
 
 
-def _load_json(run: Run, file: Path) -> dict[str, Any] | None:
+def _load_json(run: RunRecord, file: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(file.read_bytes().decode())
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def _load_json(run: Run, file: Path) -> dict[str, Any] | None:
     return data
 
 
-def _part(run: Run, file: Path, data: dict[str, Any], name: str, kind: type) -> Any:
+def _part(run: RunRecord, file: Path, data: dict[str, Any], name: str, kind: type) -> Any:
     """Return a field of a JSON file; an empty one of its kind where it is missing or malformed."""
     value = data.get(name)
     if isinstance(value, kind) and not (kind is str and value and not checks.is_text(value)):
@@ -112,7 +112,7 @@ def _part(run: Run, file: Path, data: dict[str, Any], name: str, kind: type) -> 
     return kind()
 
 
-def _count(run: Run, file: Path, data: dict[str, Any], name: str) -> int | None:
+def _count(run: RunRecord, file: Path, data: dict[str, Any], name: str) -> int | None:
     """Return a field that counts something; None where it is missing, zero or malformed."""
     value = data.get(name)
     if value is not None and not (isinstance(value, int) and 0 <= value <= 2**63):
@@ -121,7 +121,7 @@ def _count(run: Run, file: Path, data: dict[str, Any], name: str) -> int | None:
     return value or None
 
 
-def _note_faults(run: Run, file: Path, faults: dict[str, str]) -> None:
+def _note_faults(run: RunRecord, file: Path, faults: dict[str, str]) -> None:
     """Name what was left out of a file: place -> what is wrong there."""
     if faults:
         shown = [f"{place} ({fault})" for place, fault in list(faults.items())[:_SHOWN_FAULTS]]
@@ -130,7 +130,7 @@ def _note_faults(run: Run, file: Path, faults: dict[str, str]) -> None:
         run.notes.append(f"{file.name}: left out {', '.join(shown)}{rest}.")
 
 
-def _take_log(run: Run, file: Path, log: list[Any], place: str = "entry") -> None:
+def _take_log(run: RunRecord, file: Path, log: list[Any], place: str = "entry") -> None:
     """Add the well-formed entries of a log to the run's history, evaluations and time."""
     faults: dict[str, str] = {}
     for index, raw in enumerate(log, start=1):
@@ -148,7 +148,7 @@ def _take_log(run: Run, file: Path, log: list[Any], place: str = "entry") -> Non
     _note_faults(run, file, faults)
 
 
-def _read_result(run: Run) -> bool:
+def _read_result(run: RunRecord) -> bool:
     """The `result.json` of an experiment's run."""
     file = run.path / RESULT_FILE
     result = _load_json(run, file)
@@ -160,7 +160,7 @@ def _read_result(run: Run) -> bool:
     return True
 
 
-def _read_log(run: Run) -> bool:
+def _read_log(run: RunRecord) -> bool:
     """Trainer's log as MetisCallback has written it down, which no checkpoint has to save."""
     file = run.path / LOG_FILE
     records = _read_lines(run, file)
@@ -168,7 +168,7 @@ def _read_log(run: Run) -> bool:
     return file.is_file()
 
 
-def _read_state(run: Run) -> bool:
+def _read_state(run: RunRecord) -> bool:
     """Trainer's state: that of the directory or of the last checkpoint, whichever went further."""
     files = [run.path / STATE_FILE]
     checkpoint = last_checkpoint(run.path, state_damage)
@@ -190,7 +190,7 @@ def _read_state(run: Run) -> bool:
     return True
 
 
-def _read_lines(run: Run, file: Path) -> dict[int, dict[str, Any]]:
+def _read_lines(run: RunRecord, file: Path) -> dict[int, dict[str, Any]]:
     """Return the records of a file by line, and note which lines are none."""
     try:
         data = file.read_bytes()
@@ -210,7 +210,7 @@ def _read_lines(run: Run, file: Path) -> dict[int, dict[str, Any]]:
     return records
 
 
-def _read_health(run: Run) -> bool:
+def _read_health(run: RunRecord) -> bool:
     """`metis_health.jsonl`; with several processes' files, the first that has a step counts."""
     files = sorted(run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl"))
     for file in files:
@@ -238,7 +238,7 @@ def _read_health(run: Run) -> bool:
     return bool(files)
 
 
-def _drop_repeated_switches(run: Run) -> None:
+def _drop_repeated_switches(run: RunRecord) -> None:
     """A resumed run makes its switch again, at its first step; the run switched once."""
     last: dict[str, Any] | None = None
     kept = {}
@@ -248,7 +248,7 @@ def _drop_repeated_switches(run: Run) -> None:
     run.switches = kept
 
 
-def _read_description(run: Run) -> None:
+def _read_description(run: RunRecord) -> None:
     """`metis_run.json`, for what the other files do not say."""
     file = run.path / RUN_FILE
     description = _load_json(run, file) or {}
@@ -267,7 +267,7 @@ def _read_description(run: Run) -> None:
         run.tokens = batch * length * run.last_step
 
 
-def _sequence_length(run: Run) -> int | None:
+def _sequence_length(run: RunRecord) -> int | None:
     """Tokens of a sequence, as the settings of the experiment that the run belongs to have it."""
     for folder in run.path.resolve().parents[:2]:
         file = folder / SETTINGS_FILE
@@ -277,7 +277,7 @@ def _sequence_length(run: Run) -> int | None:
     return None
 
 
-def _one_entry_a_step(run: Run) -> None:
+def _one_entry_a_step(run: RunRecord) -> None:
     """An interrupted and resumed run may have logged a step twice: the later entry counts."""
     by_step = {entry["step"]: entry for entry in run.history}
     run.history = [by_step[step] for step in sorted(by_step)]

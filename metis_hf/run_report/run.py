@@ -15,7 +15,7 @@ LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statis
 
 
 @dataclass
-class Run:
+class RunRecord:
     """One run as its files tell it.
 
     Attributes:
@@ -110,7 +110,7 @@ class Run:
         return found if found["all"][0] else {}
 
 
-def events(run: Run) -> list[tuple[int, str, str]]:
+def events(run: RunRecord) -> list[tuple[int, str, str]]:
     """(step, what, details) of everything out of the ordinary, by step."""
     found: list[tuple[int, str, str]] = []
     for entry in run.history:

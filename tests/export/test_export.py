@@ -24,7 +24,7 @@ from metis_hf import (
 )
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
-from metis_hf.export.compressed_tensors import LowRank, Packed
+from metis_hf.export.compressed_tensors import CompressedFactors, CompressedMatrix
 from metis_hf.schemes import Role
 
 FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
@@ -232,7 +232,7 @@ class TestCompressedTensors:
             expected = self.quantized(layer)
             # The library's own order, fp32 and then bf16: code * (scale / global scale).
             one = torch.ones(1)
-            codes = Packed(
+            codes = CompressedMatrix(
                 stored["weight_packed"],
                 torch.ones_like(stored["weight_scale"].float()).to(torch.float8_e4m3fn),
                 one,
@@ -394,7 +394,9 @@ def test_low_rank_by_hand():
     u = 448 * torch.tensor([[6.0, -3.0], [0.5, -6.0]])
     vh = 448 * torch.tensor([[1.0, 2.0, 6.0], [-6.0, 1.5, 0.0]])
     s = torch.tensor([2.0, 0.25])
-    low = LowRank(Packed.of(u, Quantizer()), s, Packed.of(vh, Quantizer()))
+    low = CompressedFactors(
+        CompressedMatrix.of(u, Quantizer()), s, CompressedMatrix.of(vh, Quantizer())
+    )
     assert torch.equal(low.dense(), (u * s) @ vh)
 
 

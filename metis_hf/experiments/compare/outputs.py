@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from metis_hf.experiments.compare import cost_figure, figures, table
-from metis_hf.experiments.compare.plan import Plan
+from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.compare.statistics import Summary, summarize
 from metis_hf.experiments.compare.timing import load_times
 from metis_hf.experiments.figures import plot_curves
@@ -26,7 +26,7 @@ FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png
 
 
 def write_outputs(
-    plan: Plan, results: Sequence[SchemeResult], out: Path, *, jobs: int, console: Console
+    plan: ComparisonPlan, results: Sequence[SchemeResult], out: Path, *, jobs: int, console: Console
 ) -> list[Summary]:
     """Writes FILES into `out`, prints table and findings, and returns the summaries.
 
@@ -74,7 +74,7 @@ def write_outputs(
     return summaries
 
 
-def describe(plan: Plan, results: Sequence[SchemeResult]) -> str:
+def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
     """The comparison in a line: size, tokens, seeds, data."""
     parameters = results[0].parameters
     data = "Python's standard library" if plan.data is None else Path(plan.data).name

@@ -19,7 +19,7 @@ DEFAULT_REFERENCE = "metis"  # what others are compared with, beside the control
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ComparisonPlan:
     """A comparison.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan:
         return self.experiment.steps * self.global_batch * self.experiment.sequence_length
 
 
-def make_plan(file: Path | None = None, **options: Any) -> Plan:
+def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
     """Return the plan of a YAML file and options, which win over the file; None means not given.
 
     Args:
@@ -77,7 +77,7 @@ def make_plan(file: Path | None = None, **options: Any) -> Plan:
             `reference` (a variant, default "metis" if it takes part) what the others are compared
             with beside the control; `seeds`; `size` (a name in SIZES) with `model`, `training`,
             `tokens`, `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to
-            change it; `data`, `validation`, `tasks`, `tasks_dir` as in `Plan`.
+            change it; `data`, `validation`, `tasks`, `tasks_dir` as in `ComparisonPlan`.
 
     Raises:
         ValueError: an unknown key, preset, scheme, size or field; a value out of range, or one that
@@ -99,7 +99,7 @@ def make_plan(file: Path | None = None, **options: Any) -> Plan:
         seed=0,
     )
     variants = _variants(given)
-    plan = Plan(
+    plan = ComparisonPlan(
         variants=variants,
         seeds=tuple(given.seeds),
         experiment=experiment,
@@ -159,7 +159,7 @@ def _reference(given: str | None, names: Sequence[str]) -> str | None:
     return given
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: ComparisonPlan) -> None:
     for variant in plan.variants:
         if "scheme" not in variant.config:
             raise ValueError(f"variant {variant.name!r} names no scheme, as in 'scheme: metis'")

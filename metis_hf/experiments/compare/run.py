@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metis_hf.experiments.compare.data import embed, load_data
-from metis_hf.experiments.compare.plan import SPEC_FILE, Plan, directory_name, with_seed
+from metis_hf.experiments.compare.plan import SPEC_FILE, ComparisonPlan, directory_name, with_seed
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.experiments.variants import Variant
@@ -56,7 +56,7 @@ class Run:
 
 
 def run_plan(
-    plan: Plan,
+    plan: ComparisonPlan,
     out: Path,
     *,
     jobs: int | None = None,
@@ -94,7 +94,7 @@ def run_plan(
 
 
 def _run_plan(
-    plan: Plan,
+    plan: ComparisonPlan,
     out: Path,
     jobs: int | None,
     launcher: str,
@@ -129,7 +129,7 @@ def _run_plan(
     return load_results(plan, out)
 
 
-def _check_data(plan: Plan, data: Path) -> None:
+def _check_data(plan: ComparisonPlan, data: Path) -> None:
     """Opens the data once: errors come early, and the runs share the cache that this makes."""
     load_data(
         data,
@@ -147,7 +147,7 @@ def remembered_imports(out: Path) -> list[str]:
     return read_json(path) if path.is_file() else []
 
 
-def load_results(plan: Plan, out: Path) -> list[SchemeResult]:
+def load_results(plan: ComparisonPlan, out: Path) -> list[SchemeResult]:
     """The finished runs of a plan, seed by seed."""
     found = (load_result(_run_directory(out, v, s)) for v, s in plan.runs())
     return [result for result in found if result is not None]
@@ -157,7 +157,7 @@ def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
     return out / "runs" / directory_name(variant.name) / f"seed-{seed}"
 
 
-def _finished(run: Run, plan: Plan, progress: RunProgress) -> bool:
+def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
     """Whether a run has its result; a file that is not whole is named, and the run done again."""
     try:
         result = load_result(run.directory)
@@ -187,7 +187,7 @@ def _check_source(run: Run) -> None:
         )
 
 
-def _write_spec(run: Run, plan: Plan, data: Path, imports: Sequence[str]) -> None:
+def _write_spec(run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[str]) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
     spec = {
         "experiment": asdict(with_seed(plan.experiment, run.seed)),

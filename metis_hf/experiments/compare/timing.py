@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.experiments.compare.data import load_data
-from metis_hf.experiments.compare.plan import Plan
+from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.runner import new_model, training_arguments
 from metis_hf.experiments.variants import Variant
 from metis_hf.shared.records import environment, read_json, write_json
@@ -29,7 +29,7 @@ TIMES_FILE = "times.json"
 WARM_UP, ROUNDS = 3, 9  # steps of each variant
 
 
-def measure_times(plan: Plan, out: Path) -> dict[str, float]:
+def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
     """Seconds of an optimizer step of each variant, written to `out/times.json`.
 
     Medians over rounds in which every variant takes one step on the same batch: forward and
@@ -59,7 +59,7 @@ def load_times(out: Path) -> dict[str, float]:
     return read_json(path)["seconds"] if path.exists() else {}
 
 
-def _batches(plan: Plan, out: Path) -> list[Tensor]:
+def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
     """The micro-batches of one step, [sequences tokens]."""
     experiment = plan.experiment
     dataset, _, _ = load_data(
@@ -75,7 +75,7 @@ def _batches(plan: Plan, out: Path) -> list[Tensor]:
     return list(ids.split(experiment.training["per_device_train_batch_size"]))
 
 
-def _step(plan: Plan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
+def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
     """One optimizer step of a variant, as a call."""
     args = training_arguments(plan.experiment, Path("unused"))
     config = transformers.AutoConfig.for_model(**plan.experiment.model)

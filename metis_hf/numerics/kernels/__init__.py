@@ -32,7 +32,7 @@ from metis_hf.numerics.kernels.choice import (
     use_kernels,
     worth_it,
 )
-from metis_hf.numerics.kernels.formulation import BLOCK, Variant
+from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import (
     Form,
     Packed,
@@ -166,7 +166,7 @@ def unpack(
         kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
         if kernels != "reference":
             form, scale = packed_form(codes, packed.scale, shape, tile, dim)
-            variant = Variant(
+            variant = Specialization(
                 "unpack", form.dims, two_level, scaled=scaled, dtype=dtype, plus=plus is not None
             )
             added = None if plus is None else form_of(plus, tile, dim, paired=True).x
@@ -236,8 +236,10 @@ def _covers_rule(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
     return quantizer.rounding is Rounding.NEAREST and whole
 
 
-def _variant(task: str, quantizer: QuantizerDefinition, form: Form, **options: Any) -> Variant:
-    return Variant(
+def _variant(
+    task: str, quantizer: QuantizerDefinition, form: Form, **options: Any
+) -> Specialization:
+    return Specialization(
         task,
         form.dims,
         bool(quantizer.two_level),
@@ -250,7 +252,7 @@ def _variant(task: str, quantizer: QuantizerDefinition, form: Form, **options: A
 
 def _run(
     kernels: str,
-    variant: Variant,
+    variant: Specialization,
     key: noise.Key | int | None,
     x: Tensor,
     *others: Tensor | None,

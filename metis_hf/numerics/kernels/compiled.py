@@ -22,7 +22,7 @@ from torch import Tensor
 
 from metis_hf import noise
 from metis_hf.numerics.kernels import formulation
-from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Variant
+from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Specialization
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -39,7 +39,7 @@ _EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 class Program(NamedTuple):
     """The key of one compilation: what it is for."""
 
-    variant: Variant
+    variant: Specialization
     ndim: int  # of the first tensor
     dtype: torch.dtype
     device: torch.device
@@ -97,7 +97,7 @@ def _cpp_compiler() -> str | None:
 
 
 def run(
-    variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
+    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
     """One of the functions of `formulation`, compiled.
 
@@ -115,7 +115,7 @@ def run(
     return kernel(x, *([] if key is None else noise_of(key, x.device)), *rest)
 
 
-def program_of(variant: Variant, x: Tensor) -> Program:
+def program_of(variant: Specialization, x: Tensor) -> Program:
     """Make the program that `run` takes."""
     threads = torch.get_num_threads() if x.device.type == "cpu" else 0
     return Program(variant, x.dim(), x.dtype, x.device, threads)
@@ -127,14 +127,14 @@ def is_compiled(program: Program) -> bool:
 
 
 def traced(
-    variant: Variant, key: noise.Key | None, x: Tensor, *others: Tensor | None
+    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Run a program inside a graph that is being traced for another compilation."""
     source = [] if key is None else traced_noise(key, x.device)
     return call(variant, [x, *source, *(other for other in others if other is not None)])
 
 
-def call(variant: Variant, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def call(variant: Specialization, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Wrap a function of `formulation`, whose arguments then stand in a row without any None."""
     x, *rest = arguments
     source = None

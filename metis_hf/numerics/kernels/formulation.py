@@ -41,7 +41,7 @@ from metis_hf.numerics.kernels.block_scales import (
 from metis_hf.numerics.scaling import ScaleRule
 
 
-class Variant(NamedTuple):
+class Specialization(NamedTuple):
     """The choices that a compiled kernel is specialized for."""
 
     task: str  # "quantize": `fake_quantize`; "pack"; "unpack"
@@ -95,7 +95,9 @@ class _Scaled(NamedTuple):
     uniform: Tensor | None  # of stochastic rounding
 
 
-def _scaled(x: Tensor, variant: Variant, source: Noise | None, minus: Tensor | None) -> _Scaled:
+def _scaled(
+    x: Tensor, variant: Specialization, source: Noise | None, minus: Tensor | None
+) -> _Scaled:
     x = x.float()
     if minus is not None:
         x = x - minus
@@ -126,7 +128,7 @@ def _finished(values: Tensor, plus: Tensor | None, dtype: torch.dtype) -> Tensor
 
 def fake_quantize(
     x: Tensor,
-    variant: Variant,
+    variant: Specialization,
     source: Noise | None = None,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
@@ -186,7 +188,7 @@ def _half_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(
-    x: Tensor, variant: Variant, source: Noise | None = None, minus: Tensor | None = None
+    x: Tensor, variant: Specialization, source: Noise | None = None, minus: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Quantizes x - minus to codes and scales.
 
@@ -212,7 +214,7 @@ def pack(
 
 def unpack(
     codes: Tensor,
-    variant: Variant,
+    variant: Specialization,
     scale: Tensor,
     decode: Tensor | None = None,
     plus: Tensor | None = None,

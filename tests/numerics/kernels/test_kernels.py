@@ -17,7 +17,7 @@ from torch._inductor.codecache import cache_dir
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
 from metis_hf.numerics.kernels import choice, compiled, use_kernels
-from metis_hf.numerics.kernels.formulation import BLOCK, Variant
+from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import form_of, has_form
 from metis_hf.numerics.scaling import SCALE_NOISE
 from numerics.cases import assert_same_bits
@@ -87,7 +87,7 @@ def both(quantizer: Quantizer, x: Tensor, kernel: str = "compiled", **options) -
 def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) -> Tensor:
     """The formulation run operation by operation: what compilers start from."""
     form = form_of(x, quantizer.tile, dim)
-    variant = Variant(
+    variant = Specialization(
         "quantize",
         form.dims,
         bool(quantizer.two_level),
@@ -309,7 +309,7 @@ def test_automatic_choice(monkeypatch) -> None:
     assert chosen(large) == "compiled"
     assert chosen(small) == "reference"
     for two_level in (True, False):  # what is compiled already serves small tensors too
-        variant = Variant("quantize", (1,), two_level)
+        variant = Specialization("quantize", (1,), two_level)
         compiled._kernels[compiled.program_of(variant, small)] = lambda *args: None
     assert chosen(small) == "compiled"
     assert chosen(large, Quantizer("mxfp4")) == "reference"
@@ -373,7 +373,7 @@ def test_a_long_compilation_says_so_once(monkeypatch, caplog) -> None:
     monkeypatch.setattr(compiled, "_noticed", False)
     monkeypatch.setattr(compiled.logger, "handlers", [Listener()])
     one, two, three = (
-        compiled.program_of(Variant("quantize", dims, True), torch.ones(2, BLOCK))
+        compiled.program_of(Specialization("quantize", dims, True), torch.ones(2, BLOCK))
         for dims in ((0,), (1,), (0, 1))
     )
     compile_for(one, 1e6, lambda program: len)
