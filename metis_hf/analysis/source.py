@@ -179,7 +179,7 @@ class WeightSource:
             except FileNotFoundError as error:
                 raise FileNotFoundError(
                     f"{self.checkpoint} has neither {SINGLE} nor {INDEX}; weights are streamed "
-                    "from safetensors. Save it anew with save_pretrained"
+                    "from safetensors. Save it again with save_pretrained"
                 ) from error
             with safe_open(path, "pt") as tensors:
                 return dict.fromkeys(tensors.keys(), path)

@@ -56,7 +56,7 @@ def why_not_plain(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class LinearOrigin:
-    """A converted layer's former self, where its class was not nn.Linear or Conv1D itself.
+    """The module that a converted layer replaced, where that was a subclass.
 
     Args:
         cls: its class.

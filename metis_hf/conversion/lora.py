@@ -41,7 +41,7 @@ class MetisLoraLinear(LoraLinear):
     """PEFT's LoRA layer around a frozen quantized layer: y = base(x) + scaling B A x.
 
     Merging adds scaling B A to the dense weight or to `weight_residual`: the represented weight is
-    then W + scaling B A, decomposed as before (`metis_hf.refresh` decomposes it anew).
+    then W + scaling B A, decomposed as before (`metis_hf.refresh` decomposes it again).
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs):

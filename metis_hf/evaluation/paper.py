@@ -58,7 +58,7 @@ def published_method(quantization: dict[str, Any]) -> str | None:
 
 
 def published_rows(model: str) -> dict[str, dict[str, Any]]:
-    """Method -> row of a model, over the three tables.
+    """Collect method -> row of a model over the three tables.
 
     The ablation's row "Metis" is left out: its scores are those of BF16 (see the notes).
 

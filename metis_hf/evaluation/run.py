@@ -243,7 +243,7 @@ def _task_manager(
 
 
 def _names(spec: TaskSpec) -> Iterator[str]:
-    """Registered names that a task or group refers to; inline definitions refer to none."""
+    """Collect registered names that a task or group refers to; inline definitions have none."""
     if isinstance(spec, str):
         yield spec
     elif isinstance(spec.get("task"), list):

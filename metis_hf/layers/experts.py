@@ -57,7 +57,7 @@ def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> Non
         module._dense_config = module.config
         module.config = copy.deepcopy(module.config)
         module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
-    module._is_hf_initialized = True  # type: ignore[assignment]  # its initializer wants the fused
+    module._is_hf_initialized = True  # type: ignore[assignment]  # its own initializer would look for the fused weight
 
 
 def fuse_again(module: nn.Module, name: str) -> None:

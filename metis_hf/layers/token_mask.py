@@ -76,7 +76,7 @@ class TokenMask:
         self._calls: tuple[weakref.ref[_Call], ...] = ()  # oldest first; replaced under the lock
 
     def register(self, model: nn.Module) -> None:
-        """Hook into the model's forward pass."""
+        """Add hooks to the model's forward pass."""
         model.register_forward_pre_hook(_Begin(self), with_kwargs=True)
         model.register_forward_hook(_End(self), always_call=True)
 

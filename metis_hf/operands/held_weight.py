@@ -45,7 +45,7 @@ class HeldWeight:
         """Return the codes of these parameters, made if missing; None where there are none."""
         if not form.encodes(params, operand) or params[-1].is_inference():
             return None
-        # Storage and version guard against most changes that should not have happened.
+        # A parameter that was written to or moved has another storage or version.
         seen = tuple((param.data_ptr(), param._version) for param in params)
         name = (operand, dim, key.static, seen)
         if name not in self._encoded:

@@ -261,7 +261,7 @@ def _add_refreshes(page: Page, run: RunRecord) -> None:
         return
     page.section(
         "Refreshes",
-        "A refresh decomposes every split weight anew; the weight itself stays. What it changes is "
+        "A refresh decomposes every split weight again; the weight itself stays. It changes "
         "how orthonormal the factors are, and how much of the weight and of its range the low-rank "
         "part holds.",
     )

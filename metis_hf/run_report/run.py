@@ -124,7 +124,7 @@ def events(run: RunRecord) -> list[tuple[int, str, str]]:
             shown = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
             found.append((step, "not finite", f"NaN or inf in {shown} (likely origin first)"))
     for step, layers in run.refreshes.items():
-        found.append((step, "refresh", f"{len(layers)} weights decomposed anew"))
+        found.append((step, "refresh", f"{len(layers)} weights decomposed again"))
     for step, switch in run.switches.items():
         passes = switch.get("high_precision") or []
         how = (

@@ -19,7 +19,7 @@ def hot_channel(config: MetisConfig, rank: int) -> Scheme:
     The paper's variant is S-O2-B: one GEMM with appended channels, both operands compensated. What
     it leaves open, or what differs here:
     - Every operand ranks its own channels by its own error; the paper adds the errors of both.
-    - They are ranked anew in every call, so that nothing has to be kept; the paper does it
+    - Every call ranks them for itself, so that nothing has to be kept; the paper does it
       periodically.
     - 1/16 of the channels are patched, at least one block of 16.
     - Residuals are NVFP4 too: a single FP4 GEMM takes nothing else.

@@ -106,7 +106,7 @@ def conditioner_name(conditioner: Conditioner) -> str:
 
 
 def _bits(scheme: Scheme, operand: Operand, role: Role) -> float:
-    """Stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means."""
+    """Count stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means."""
     dim = -1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
     whole = (WIDTH, WIDTH)
     form = scheme.weight

@@ -35,12 +35,12 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
 
     - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
       up for the rounding of the factors, at the same number of bits.
-    - The weight is one dense matrix, split anew whenever it is quantized. Trained factors
+    - The weight is one dense matrix, split whenever it is quantized. Trained factors
       (`split_weight=True`) are another parametrization, with another optimum.
     - What rounding took off inputs (fprop) and weights (fprop, dgrad) is added in the dominant
       directions of the other operand, in FP4 and as k more channels of the same GEMM (`gemm` has
       the equations): their rounding meets only the residual of the other operand. That of output
-      gradients is unbiased, and is left.
+      gradients is unbiased, so it is not added.
     - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
       stay unbiased.
     - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the

@@ -34,7 +34,7 @@ def tetrajet2(config: MetisConfig, rank: int) -> Scheme:
 
     Q is the nearest copy of fprop, whatever `forward_rounding` says. The outer scale is one per
     tensor, where the authors have one per 128 elements; signs of the rotation are fixed by the
-    config's seed, where they draw them anew. OsciReset runs from MetisCallback, or by
+    config's seed, where they draw new ones. OsciReset runs from MetisCallback, or by
     `layer_states.after_step`, with the settings of the authors' 150M run. OutControl (a
     tenth of the input channels in MXFP8) is left out: it would not keep operands in FP4.
 

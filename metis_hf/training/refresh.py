@@ -18,11 +18,11 @@ from metis_hf.layers.linear import MetisLayer, full_tensor
 
 @torch.no_grad()
 def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Decompose every split weight of a model anew. All processes have to call it together.
+    """Decompose every split weight of a model again. All processes have to call it together.
 
     The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
-    to the old factors and are cleared in place, the step count with them, so that the optimizer's
-    state keeps its keys and Adam's bias correction starts anew. Call it between optimizer steps,
+    to the old factors and are cleared in place, the step count with them: the optimizer's state
+    keeps its keys, and Adam's bias correction starts from zero. Call it between optimizer steps,
     when no gradient is accumulated.
 
     Args:
@@ -63,7 +63,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_split(model: nn.Module, asked: str) -> None:
-    """Refuse models that have nothing to decompose anew.
+    """Refuse models that have nothing to decompose again.
 
     Args:
         model: converted.
@@ -76,7 +76,7 @@ def check_split(model: nn.Module, asked: str) -> None:
     if not any(layer.weight_form.is_split for layer in layers):
         schemes = sorted({layer.config.scheme for layer in layers})
         raise ValueError(
-            f"{asked} decomposes stored u, s, vh and weight_residual anew, and no layer of this "
+            f"{asked} decomposes stored u, s, vh and weight_residual again, and no layer of this "
             f"model has them (scheme {', '.join(map(repr, schemes)) or 'none'} stores one matrix). "
             "Leave it out, or convert with MetisConfig(split_weight=True)"
         )
@@ -113,7 +113,7 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def refresh_layer(layer: MetisLayer) -> float:
-    """Decompose one weight anew, in place; returns its relative drift."""
+    """Decompose one weight again, in place; return its relative drift."""
     params = [full_tensor(param) for param in layer.weight_params()]
     before = layer.weight_form.dense(params).float()
     factors = layer.weight_form.decompose(before, layer.key)

@@ -145,7 +145,7 @@ class TestPage:
         assert f"{min(e['loss'] for e in history):.4g}" in text
         assert "12 of 12 steps" in text
         assert "scheme metis, high precision in the forward pass" in text
-        assert text.count("14 weights decomposed anew") == len(REFRESHED)
+        assert text.count("14 weights decomposed again") == len(REFRESHED)
         assert "refresh_interval" in text
         assert transformers.__version__ in text
         share = trained[1].model.metis_report.flops_share

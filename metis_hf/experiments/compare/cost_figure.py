@@ -25,7 +25,7 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top in points
 
 
 def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
-    """Final held-out gap against what a step takes beyond the control's, of finite gaps."""
+    """Draw final held-out gaps against what a step takes beyond the control's."""
     control = next((s for s in summaries if s.name == CONTROL), None)
     shown = [s for s in summaries if s.gap is not None and math.isfinite(s.gap.mean)]
     if control is None or not shown:

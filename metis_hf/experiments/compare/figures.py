@@ -13,7 +13,7 @@ from metis_hf.shared.figures import figure_axes, scheme_styles
 
 
 def plot_gaps(summaries: Sequence[Summary], results: Sequence[SchemeResult], path: Path) -> None:
-    """Final held-out gaps: a dot for each seed, mean and 95 % interval for each variant."""
+    """Draw final held-out gaps: a dot for each seed, mean and 95 % interval of each variant."""
     shown = [s for s in summaries if s.gap is not None]
     figure, axes = figure_axes(1, 1, (8, 1.3 + 0.42 * len(shown)))
     axis = axes[0][0]

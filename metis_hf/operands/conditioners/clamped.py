@@ -51,7 +51,7 @@ class Sparse(NamedTuple):
 
 @dataclass(frozen=True)
 class Clamped(Conditioner):
-    """x_hat = Q(clamp(x, lo, hi)) + (x - clamp(x, lo, hi)), the latter sparse, in high precision.
+    """x_hat = Q(clamp(x, lo, hi)) + rest: the rest is x - clamp(x, lo, hi), sparse and not rounded.
 
     Outlier clamping and compensation, arXiv 2501.17116, section 3.2. lo and hi are the quantiles
     1 - alpha and alpha of the whole matrix, up to 1 % of their magnitude: see `thresholds`. The

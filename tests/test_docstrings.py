@@ -1,0 +1,43 @@
+"""Docstrings open with a verb and a noun, and no word sends the reader back."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from paths import ROOT
+
+FILES = sorted((ROOT / "metis_hf").rglob("*.py"))
+QUESTIONS = {"What", "Whether", "How", "Which", "Why"}
+NO_VERBS = {"The", "A", "An", "Of", "That", "Those", "This", "These", "One", "Its", "As", "In"}
+RIDDLES = re.compile(r"\b(anew|the latter|the former)\b")
+
+
+def docstrings():
+    """Yield (place, node, docstring) of everything that has one."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+                yield place, node, text
+
+
+def test_no_docstring_opens_with_a_question():
+    assert not [place for place, _, text in docstrings() if text.split()[0] in QUESTIONS]
+
+
+def test_functions_open_with_a_verb():
+    functions = [
+        (place, text)
+        for place, node, text in docstrings()
+        if isinstance(node, ast.FunctionDef)
+        and not any("property" in ast.unparse(each) for each in node.decorator_list)
+    ]
+    assert len(functions) > 500
+    assert not [place for place, text in functions if text.split()[0] in NO_VERBS]
+    assert not [place for place, text in functions if not text[0].isupper()]
+
+
+def test_no_word_sends_the_reader_back():
+    assert not [place for place, _, text in docstrings() if RIDDLES.search(text)]
