@@ -1,11 +1,11 @@
 """MetisCallback: what a quantized run needs from Trainer besides the training itself.
 
 At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
-steps it decomposes split weights again; after each step it does what schemes with a state need;
-every `health_interval` steps it measures spectral health and quantization noise and puts the means into
-Trainer's own logs (a summary on the console) and the figures of each layer into
-`metis_health.jsonl`. Trainer's log entries go to `metis_log.jsonl`, whatever is saved: from these
-files `metis-hf report` makes a page.
+steps it decomposes split weights again. After each step it does what schemes with a state need.
+Every `health_interval` steps it measures spectral health and quantization noise: the means go to
+Trainer's own logs (a summary to the console), the figures of each layer to `metis_health.jsonl`.
+Trainer's log entries go to `metis_log.jsonl`, whatever is saved. `metis-hf report` makes a page of
+these files.
 """
 
 from __future__ import annotations
