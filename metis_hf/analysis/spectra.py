@@ -1,8 +1,8 @@
 """Singular values and vectors, the elbow of a spectrum, and the spectrum that noise would have.
 
-Cost decides the algorithm: up to `EXACT_SIDE` on the short side a QR and the SVD of r; above
-it the Gram matrix of the short side and its eigenvalues, all GEMM but for one tridiagonalization.
-Where both sides exceed `MAX_SIDE`, rows are sampled first.
+Singular values are the roots of the eigenvalues of the short side's Gram matrix, all GEMM but for
+one tridiagonalization: in fp64 up to `EXACT_SIDE` on the short side, in fp32 above it. Where both
+sides exceed `MAX_SIDE`, rows are sampled first.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def limit_rows(x: Tensor, limit: int = MAX_SIDE) -> Tensor:
 class Svd:
     """x = u diag(s) v^T with r = min(t, c) components, in fp32; the vectors are made on demand.
 
-    Above EXACT_SIDE the squares s^2 are eigenvalues of the fp32 Gram matrix, off by at most
-    about eps sqrt(l) s_0^2 (l the long side), so that values below s_0 (eps sqrt(l))^(1/2), a
-    thousandth of the largest, drown.
+    The squares s^2 are eigenvalues of the Gram matrix, off by at most about eps sqrt(l) s_0^2 (l
+    the long side), so that values below s_0 (eps sqrt(l))^(1/2) drown: below the rounding of x
+    itself with a Gram matrix in fp64, below a thousandth of the largest above EXACT_SIDE, where it
+    is in fp32.
     """
 
     x: Tensor  # [t c]
@@ -45,16 +46,10 @@ class Svd:
     def of(cls, x: Tensor) -> Svd:
         """Decompose x [t c]."""
         x = x.detach().float()
-        wide = x.shape[0] <= x.shape[1]
-        if min(x.shape) <= EXACT_SIDE:
-            # x^T = q r, so r has the singular values and the short side's vectors of x; the long
-            # side's are x times those. Ten times as fast as an SVD of a 1024 x 14336 matrix.
-            r = torch.linalg.qr(x.T if wide else x, mode="r").R
-            _, s, vh = torch.linalg.svd(r, full_matrices=False)
-            return cls(x, s, vh.T.contiguous())
-        scale = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        values, vectors = torch.linalg.eigh(_gram(x / scale))
-        return cls(x, values.flip(0).clamp_min(0).sqrt() * scale, vectors.flip(1))
+        gram, scale = _gram(x)
+        values, vectors = torch.linalg.eigh(gram)
+        s = values.flip(0).clamp_min(0).sqrt() * scale
+        return cls(x, s.float(), vectors.flip(1).float())
 
     def left(self, index: list[int] | slice) -> Tensor:
         """Left singular vectors [t n] of some components."""
@@ -78,20 +73,38 @@ class Svd:
         return columns / length.clamp_min(torch.finfo(columns.dtype).tiny)
 
 
-def _gram(x: Tensor) -> Tensor:
-    """Return x x^T or x^T x, whichever is smaller."""
-    return x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
+def _gram(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x x^T or x^T x, whichever is smaller, of x divided by its largest entry; and that."""
+    scale = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    x = (x.double() if min(x.shape) <= EXACT_SIDE else x) / scale
+    return (x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x), scale
 
 
 def singular_values(x: Tensor) -> Tensor:
     """Return all min(t, c) singular values of x [t c], descending, fp32; accuracy as in `Svd`."""
-    x = x.detach().float()
-    if min(x.shape) <= EXACT_SIDE:
-        x = x.T if x.shape[0] < x.shape[1] else x
-        return torch.linalg.svdvals(torch.linalg.qr(x, mode="r").R)
-    scale = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-    values = torch.linalg.eigvalsh(_gram(x / scale))
-    return values.flip(0).clamp_min(0).sqrt() * scale
+    gram, scale = _gram(x.detach().float())
+    return (torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt() * scale).float()
+
+
+class LastSpectrum:
+    """Singular values of the matrix asked for last: layers one after the other share their input.
+
+    It keeps that matrix alive, so that no other takes its place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._x: Tensor | None = None
+        self._version = -1
+        self._sigma = torch.empty(0)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the singular values of x [t c] (of rows of it, if large), see `limit_rows`."""
+        last = self._x
+        same = last is not None and last.data_ptr() == x.data_ptr() and last.shape == x.shape
+        if not same or self._version != x._version:
+            self._x, self._version = x, x._version
+            self._sigma = singular_values(limit_rows(x))
+        return self._sigma
 
 
 def elbow(values: Tensor | np.ndarray) -> int | None:

@@ -18,7 +18,7 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.analysis import analyze, capture, figures
 from metis_hf.analysis.distortion import SCHEMES, Quantizers, Sample, distortion_data
 from metis_hf.analysis.portrait import residual_spectra
-from metis_hf.analysis.run import KINDS
+from metis_hf.analysis.result import KINDS
 from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn, portrait_layers
 from metis_hf.cli import app
 from metis_hf.data.corpus import Document, train_tokenizer

@@ -1,0 +1,90 @@
+"""Results of an analysis, and its files for other programs: JSON of figures, layers.csv."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KINDS = ("weight", "activation", "gradient")
+_COLUMNS = ("fraction", "energy", "noise_fraction", "stable_rank", "nvfp4_sqnr_db", "nvfp4_zeroed",
+            "nvfp4_swamped", "metis_sqnr_db", "metis_zeroed", "metis_swamped", "note")  # fmt: skip
+
+
+@dataclass
+class Analysis:
+    """Results so far; JSON-ready but for the paths.
+
+    Attributes:
+        model: what is analyzed.
+        lines: layer -> kind -> the figures of the table (`tensor_line`).
+        portraits: layer -> kind -> everything (`tensor_portrait`).
+        residuals: layer -> curves (`residual_spectra`).
+        universality: model -> layer, shape and spectrum of its last FFN's weight.
+        ranks: layer -> directions that Metis keeps apart.
+        text: file, sequences and length of the batch; empty without one.
+        control: the other checkpoint, if any.
+        notes: what could not be measured, and why.
+        missing: what is still to be measured; empty once the analysis is complete.
+    """
+
+    model: str
+    lines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    portraits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    residuals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    universality: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
+    control: str = ""
+    notes: list[str] = field(default_factory=list)
+    missing: str = ""
+
+    def risk(self, layer: str) -> float:
+        """Return the largest share of singular directions that direct NVFP4 swamps, else NaN."""
+        shares = [line.get("nvfp4_swamped", float("nan")) for line in self.lines[layer].values()]
+        known = [share for share in shares if share == share]
+        return max(known) if known else float("nan")
+
+    def sort(self, names: Sequence[str], chosen: Sequence[str]) -> None:
+        """Bring lines into the order of `names`, portraits and residuals into that of `chosen`."""
+        for part, order in (
+            (self.lines, names),
+            (self.portraits, chosen),
+            (self.residuals, chosen),
+        ):
+            for name in [name for name in order if name in part]:
+                part[name] = part.pop(name)
+
+
+def json_text(data: Any) -> str:
+    """Return the data of a figure as JSON, six digits a number; NaN becomes null."""
+    return json.dumps(_finite(data), allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    if isinstance(data, float):
+        value = float(f"{data:.6g}")  # enough for any figure, and a third of the size
+        return value if math.isfinite(value) else None
+    return data
+
+
+def write_csv(path: Path, result: Analysis) -> None:
+    """Write the table of layers, whole or not at all: one line per layer and tensor."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("layer", "tensor", "rows", "columns", "risk", *_COLUMNS))
+        for name in sorted(result.lines, key=result.risk, reverse=True):
+            for kind, line in result.lines[name].items():
+                risk = f"{result.risk(name):.4f}"
+                cells = (line.get(column, "") for column in _COLUMNS)
+                writer.writerow((name, kind, *line["shape"], risk, *cells))
+    temporary.replace(path)

@@ -1,0 +1,78 @@
+"""Measurements on disk while an analysis runs: what is there already is not measured again.
+
+`measured.jsonl` has a line for each measurement, written when it is made. A measurement is found
+again under its name and a digest of all that it depends on: the weights' files, the text, the
+settings, the code. A line that a killed process left half-written is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import metis_hf
+
+FILE = "measured.jsonl"
+FIGURE = "figure"  # of lines that say from which data a picture was drawn
+
+_Key = tuple[str, str, str]  # part, name, kind
+
+
+def digest(*parts: Any) -> str:
+    """Return a short digest of JSON-ready values."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of this package's code and of torch's version, which figures depend on."""
+    assert metis_hf.__file__ is not None
+    root = Path(metis_hf.__file__).parent
+    files = [(str(path.relative_to(root)), path.read_text()) for path in sorted(root.rglob("*.py"))]
+    return digest(files, torch.__version__)
+
+
+class Store:
+    """The measurements of one output directory.
+
+    Args:
+        folder: the directory; it is made if it is not there.
+        current: digests of what may be measured now. Other measurements are dropped.
+    """
+
+    def __init__(self, folder: Path, current: Collection[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        self._found: dict[_Key, tuple[str, Any]] = {}
+        data = self.path.read_bytes() if self.path.exists() else b""
+        kept: dict[_Key, bytes] = {}  # what was measured twice counts as it was measured last
+        for line in data.splitlines(keepends=True):
+            try:
+                part, name, kind, depends, value = json.loads(line)
+            except (ValueError, TypeError):
+                continue
+            if line.endswith(b"\n") and (depends in current or part == FIGURE):
+                self._found[part, name, kind] = depends, value
+                kept[part, name, kind] = line
+        if b"".join(kept.values()) != data:
+            temporary = self.path.with_name(f"{FILE}.tmp")
+            temporary.write_bytes(b"".join(kept.values()))
+            temporary.replace(self.path)
+
+    def get(self, part: str, name: str, kind: str, depends: str) -> Any:
+        """Return a measurement, or None where there is none of these circumstances."""
+        found, value = self._found.get((part, name, kind), ("", None))
+        return value if found == depends else None
+
+    def put(self, part: str, name: str, kind: str, depends: str, value: Any) -> None:
+        """Keep a measurement, in memory and on disk."""
+        self._found[part, name, kind] = depends, value
+        with self.path.open("a") as file:
+            file.write(json.dumps((part, name, kind, depends, value)) + "\n")
