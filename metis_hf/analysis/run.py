@@ -52,7 +52,7 @@ def analyze(
         rank: directions that Metis keeps apart; None takes 1.5 % rounded up to a multiple of 16.
         sequences: at most so many of the text.
         length: tokens of each.
-        console: where progress goes.
+        console: where progress goes; None shows none.
 
     Raises:
         FileNotFoundError: a file of a checkpoint, or its tokenizer, is missing.
@@ -78,7 +78,7 @@ def analyze(
     chosen = portrait_layers(names)
     for name in chosen:
         _check_control(reference, source, name)
-    console = console or Console()
+    console = console or Console(quiet=True)
     work = Measurements(source, reference, [source, *others], names, chosen, rank, ids, result)
     with _kernels(source, names), work.progress(console):
         try:

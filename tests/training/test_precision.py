@@ -288,7 +288,7 @@ def test_another_scheme_of_the_same_form(scheme, token_ids, tmp_path):
 
 
 def _dense_twin(model):
-    plain = llama()
+    plain = llama(num_hidden_layers=1)
     plain.load_state_dict(model.state_dict())
     return plain
 
@@ -338,7 +338,9 @@ class TestErrors:
             model = converted("metis", split_weight=split)
             before = {name: p.clone() for name, p in model.named_parameters()}
             set_precision(model, scheme="nvidia")
-            expected = get_metis_model(llama(), MetisConfig(scheme="nvidia", split_weight=split))
+            expected = get_metis_model(
+                llama(num_hidden_layers=1), MetisConfig(scheme="nvidia", split_weight=split)
+            )
             expected.load_state_dict(model.state_dict())
             _same_logits(model, expected, token_ids)
             assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
