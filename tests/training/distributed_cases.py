@@ -263,8 +263,8 @@ def _train_blocks(engine, out, models, **options):
     seen = {}
     for block, model in models.items():
         fsdp_config = {"transformer_layer_cls_to_wrap": [block]}
-        options = {"fsdp_config": fsdp_config, "max_steps": 2} | options
-        trainer = make_trainer(engine, out, model, **options)
+        given = {"fsdp_config": fsdp_config, "max_steps": 2} | options
+        trainer = make_trainer(engine, out, model, **given)
         trainer.train()
         seen[block] = {"loss": history(trainer), "state": full_state(trainer.model)}
     return seen
