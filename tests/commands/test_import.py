@@ -37,7 +37,7 @@ def build(config, rank):
 """
 LOSS = ("--tasks", "none", "--loss-text")
 COMPARISON = {
-    "scale": "tiny",
+    "size": "tiny",
     "model": {
         "vocab_size": 300,
         "hidden_size": 32,
