@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +18,25 @@ def _either(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
+def _one_of(what: str, names: Iterable[str]) -> Callable[[str | None], str | None]:
+    """Return what refuses other names before anything is imported."""
+    known = tuple(names)
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            raise ValueError(f"{what} {value!r} is not known; choose from {', '.join(known)}")
+        return value
+
+    return check
+
+
 def compare(
     preset: Annotated[
         str | None,
-        typer.Option(help=f"{_either(PRESETS)}; docs/compare.md says what they train."),
+        typer.Option(
+            help=f"{_either(PRESETS)}; docs/compare.md says what they train.",
+            callback=_one_of("preset", PRESETS),
+        ),
     ] = None,
     schemes: Annotated[
         str | None,
@@ -35,7 +50,10 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
-    size: Annotated[str | None, typer.Option(help=f"{_either(SIZES)}; default tiny.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help=f"{_either(SIZES)}; default tiny.", callback=_one_of("size", SIZES)),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
     ] = None,
