@@ -380,3 +380,12 @@ def test_a_copied_quantizer_is_the_same(options) -> None:
     for again in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer))):
         assert again == quantizer
         assert_same_bits(again(x), quantizer(x))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8-e4m3"])
+def test_a_sum_takes_the_largest_number_for_one_beyond_the_range(fmt) -> None:
+    """Scales rounded up carry FLT_MAX to infinity, which a sum would not come back from."""
+    quantizer = Quantizer(fmt, scale_rounding="up")
+    x = torch.full((2, 32), FLT_MAX)
+    assert quantizer(x).isinf().all()
+    assert_same_bits(quantizer(x, plus=-x), torch.zeros_like(x))
