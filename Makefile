@@ -32,7 +32,7 @@ demo: $(VENV)/.demo
 	$(BIN)/metis-hf demo $(ARGS)
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -37,7 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the part that was asked for: a fixed one, whatever else is selected."""
+    """Put files with slow tests first, so that the last ones are short; keep the part asked for.
+
+    A part is fixed, whatever else is selected.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if part := config.getoption("--part"):
         number, count = map(int, part.split("/"))
         kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
