@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from conftest import VOCAB, llama
+from design import cases
 from torch import nn
 
 from layers.layer_tools import FP4_SCHEME_MODES, layer_of
@@ -45,8 +46,8 @@ def x():
     return torch.randn(3, 64)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("scheme", "mode"), FP4_SCHEME_MODES)
+# The dtype is that of what is made of the codes.
+@cases({"scheme, mode": FP4_SCHEME_MODES}, rotated={"autocast": [False, True]})
 def test_holding_changes_no_bit(scheme, mode, autocast):
     layer = layer_of(scheme, mode, i=64, o=48)[1].eval()
     for rows in (40, 1, 1):  # a prompt and two tokens

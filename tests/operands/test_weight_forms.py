@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from design import cases
 from layers.layer_tools import layer_of
 
 from metis_hf import MetisConfig, scheme_names
@@ -72,8 +73,7 @@ def test_units_of_factors():
             torch.testing.assert_close(gram, torch.eye(RANK), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
-@pytest.mark.parametrize("split", [None, True, False])
+@cases({"scheme": scheme_names()}, rotated={"split": [None, True, False]})
 def test_a_layer_has_the_parameters_of_its_scheme(scheme, split):
     """The form is decided by `build_scheme` alone; layers and their checkpoints follow it."""
     config = MetisConfig(scheme=scheme, split_weight=split, rank=RANK)
