@@ -43,9 +43,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines to append to; those there are kept")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one mutant")
     parser.add_argument("--check", action="store_true", help="only look for the mutants' places")
+    parser.add_argument("--table", nargs=2, type=Path, metavar=("FULL", "SHORT"),
+                        help="write the table of two files of results")  # fmt: skip
     options = parser.parse_args()
 
     mutants = load_mutants()
+    if options.table:
+        print(table(mutants, *options.table))
+        return
     known = {mutant.name for mutant in mutants}
     if unknown := set(options.only) - known:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
@@ -77,11 +82,30 @@ def load_mutants():
     return MUTANTS
 
 
-def read_results(out: Path | None) -> set[str]:
-    """Return the names of the mutants that a file of results has."""
+def read_results(out: Path | None) -> dict[str, Result]:
+    """Return the results in a file by the names of the mutants."""
     if out is None or not out.exists():
-        return set()
-    return {json.loads(line)["name"] for line in out.read_text().splitlines()}
+        return {}
+    results = [Result(**json.loads(line)) for line in out.read_text().splitlines()]
+    return {result.name: result for result in results}
+
+
+def table(mutants, full: Path, short: Path) -> str:
+    """Return a table of all mutants in Markdown, with what the two suites made of them."""
+    found = [read_results(full), read_results(short)]
+    lines = [
+        "| mutant | what is wrong | full suite | short suite | the test that failed |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for mutant in mutants:
+        results = [results.get(mutant.name) for results in found]
+        states = [result.state if result else "not run" for result in results]
+        by = re.sub(r"\[.*", "", results[1].by) if results[1] else ""
+        lines.append(f"| {mutant.name} | {mutant.breaks} | {states[0]} | {states[1]} | {by} |")
+    for name, results in zip(("full", "short"), found):
+        caught = sum(result.state == "caught" for result in results.values())
+        lines.append(f"\nThe {name} suite caught {caught} of the {len(results)} that ran with it.")
+    return "\n".join(lines)
 
 
 def copy_tree(source: Path, target: Path) -> None:
