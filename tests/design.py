@@ -28,6 +28,9 @@ def full() -> bool:
     return bool(os.environ.get(FULL))
 
 
+full_only = pytest.mark.skipif(not full(), reason="takes long; runs with --full")
+
+
 def cases(
     crossed: Factors, *, rotated: Factors, ids: Callable[[Any], str] = str
 ) -> pytest.MarkDecorator:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from design import thinned
 from paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -63,7 +64,7 @@ def check(record: dict, script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", RECORDS)
+@pytest.mark.parametrize("script", thinned(RECORDS, ("quantizers", "layer").__contains__))
 def test_quick_run_writes_record_table_and_plot(script, tmp_path):
     printed = run(script, tmp_path)
     assert printed.startswith("| ")

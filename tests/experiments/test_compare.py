@@ -14,6 +14,7 @@ import time
 import pytest
 import yaml
 from conftest import hear_interrupts
+from design import full_only
 
 from metis_hf.cli import main
 
@@ -134,6 +135,7 @@ def test_times_measured_side_by_side(finished, tmp_path):
     assert all(r["loss"] == losses[r["scheme"], r["seed"]] for r in after["runs"])
 
 
+@full_only
 @pytest.mark.slow
 def test_half_a_result_is_named_and_the_run_evaluated_again(finished):
     out, config, _ = finished
@@ -146,6 +148,7 @@ def test_half_a_result_is_named_and_the_run_evaluated_again(finished):
     assert json.loads(path.read_text())["loss"] == json.loads(whole)["loss"]
 
 
+@full_only
 @pytest.mark.slow
 def test_precision_schedule_of_a_variant(finished, tmp_path):
     """Step for step the scheme until the switch; another switch is another variant."""
@@ -204,6 +207,7 @@ def test_a_failed_run_is_shown_and_the_others_go_on(finished, tmp_path):
     assert "bf16" in (tmp_path / "out/table.md").read_text()  # what there is
 
 
+@full_only
 @pytest.mark.slow
 def test_interrupted_comparison_goes_on_to_the_same_numbers(finished, tmp_path):
     """Stopped in the middle of a run and started again: the numbers of an undisturbed one."""
@@ -238,7 +242,7 @@ def test_several_processes_train_one_run(finished, tmp_path):
     """Two processes with half the batch each give the losses of one process."""
     whole, _, _ = finished
     config = write_config(tmp_path, schemes=["bf16"], seeds=[0])
-    launcher = f"{sys.executable} -m accelerate.commands.launch --cpu --num_processes 2"
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
     out = with_data_of(finished, tmp_path / "out")
     done = run("--config", config, "--out", out, "--launcher", launcher)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import time
 import pytest
 import transformers
 from conftest import hear_interrupts
+from design import full, full_only
 from paths import ROOT
 
 from metis_hf.experiments import tables
@@ -22,6 +23,8 @@ from metis_hf.experiments.demo.run import SCHEMES
 from metis_hf.experiments.results import SchemeResult
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
+# All schemes of the demo take a minute and a half on two idle cores.
+CHOSEN = SCHEMES if full() else ("bf16", "metis")
 
 
 def run(*args, **kwargs):
@@ -35,7 +38,7 @@ def run(*args, **kwargs):
 def quick(tmp_path_factory):
     """The directory and printed text of one quick demo."""
     out = tmp_path_factory.mktemp("demo") / "quick"
-    done = run("demo", "--quick", "--out", str(out))
+    done = run("demo", "--quick", "--out", str(out), "--schemes", ",".join(CHOSEN))
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -44,7 +47,7 @@ def quick(tmp_path_factory):
 def test_quick_demo_writes_what_it_says(quick):
     out, printed = quick
     record = json.loads((out / "results.json").read_text())
-    assert [result["scheme"] for result in record["results"]] == list(SCHEMES)
+    assert [result["scheme"] for result in record["results"]] == list(CHOSEN)
     assert record["experiment"]["seed"] == 0
     assert {"torch", "transformers", "lm_eval"} <= set(record["versions"])
     for result in record["results"]:
@@ -61,7 +64,7 @@ def test_quick_demo_writes_what_it_says(quick):
     # operands that are wrong by 10 % or so change the loss of an untrained model little.
     first = {r["scheme"]: r["history"][0]["loss"] for r in record["results"]}
     assert max(first.values()) < 1.03 * min(first.values())
-    assert len({r["loss"] for r in record["results"]}) == len(SCHEMES)
+    assert len({r["loss"] for r in record["results"]}) == len(CHOSEN)
 
 
 @pytest.mark.slow
@@ -69,7 +72,7 @@ def test_checkpoints_are_hugging_face_directories(quick):
     import metis_hf
 
     out, _ = quick
-    for scheme in SCHEMES:
+    for scheme in CHOSEN:
         model = transformers.AutoModelForCausalLM.from_pretrained(out / scheme / "model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(out / scheme / "model")
         assert next(metis_hf.metis_layers(model))[1].config.scheme == scheme
@@ -83,7 +86,7 @@ def test_checkpoints_are_hugging_face_directories(quick):
 def test_a_finished_demo_is_shown_again_without_training(quick):
     out, printed = quick
     before = {p: p.stat().st_mtime_ns for p in out.glob("*/result.json")}
-    again = run("demo", "--quick", "--out", str(out))
+    again = run("demo", "--quick", "--out", str(out), "--schemes", ",".join(CHOSEN))
     assert again.returncode == 0, again.stderr
     assert "step 1/" not in again.stdout
     assert before == {p: p.stat().st_mtime_ns for p in out.glob("*/result.json")}
@@ -93,6 +96,7 @@ def test_a_finished_demo_is_shown_again_without_training(quick):
     ]
 
 
+@full_only
 @pytest.mark.slow
 def test_interrupted_demo_resumes_to_the_same_result(quick, tmp_path):
     """Killed in the middle of a scheme and run again: the numbers of an undisturbed run."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from conftest import gpt2, llama
-from design import cases
+from design import cases, full_only
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -144,7 +144,7 @@ def test_state_of_schemes(scheme):
         ("bf16", True, False),
         ("nvidia", True, False),
         ("metis", False, False),
-        pytest.param("metis", True, True, marks=pytest.mark.slow),
+        pytest.param("metis", True, True, marks=[pytest.mark.slow, full_only]),
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

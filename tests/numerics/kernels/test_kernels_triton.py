@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from design import full_only, thinned
 from paths import ROOT
 
 from metis_hf import noise
@@ -35,6 +36,7 @@ AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 
 @needs_triton
+@full_only
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     """triton_cases.py, in a process of its own: the choice is made when triton is imported."""
@@ -114,7 +116,7 @@ def vector_loads(kernel) -> int:
 @needs_triton
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("capability", thinned([AMPERE, HOPPER, BLACKWELL], HOPPER.__eq__))
 def test_compiled_for_gpus(compile_for, capability) -> None:
     """The arithmetic that the interpreter checks is what the compiler makes of it."""
     from metis_hf.numerics.kernels.triton_launch import fake_quantize, store
