@@ -31,8 +31,10 @@ $(VENV)/.installed: $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/metis-hf demo $(ARGS)
 
+# Slow are those that train or launch whole programs: make test ARGS="-m slow"; everything: ARGS=--full.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+	  $(if $(findstring --full,$(ARGS)),,-m "not slow") $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

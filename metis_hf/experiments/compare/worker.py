@@ -91,13 +91,16 @@ def task_specs(tasks: Sequence[str], tasks_dir: str | None, **_: Any) -> list[Ta
 def _with_accumulation(experiment: Experiment, global_batch: int) -> Experiment:
     """Return the experiment with the gradient accumulation that makes up the global batch.
 
+    A process takes at most its share of the batch at a time, whatever the plan allows.
+
     Raises:
         ValueError: the processes cannot divide the batch.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    device_batch = min(experiment.training["per_device_train_batch_size"], global_batch)
+    asked = experiment.training["per_device_train_batch_size"]
+    device_batch = max(1, min(asked, global_batch // processes))
     accumulation, rest = divmod(global_batch, device_batch * processes)
-    if rest or not accumulation:
+    if rest:
         raise ValueError(
             f"global_batch={global_batch} is no multiple of {processes} processes x "
             f"per_device_train_batch_size={device_batch}; choose another batch"

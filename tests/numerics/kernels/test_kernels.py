@@ -269,6 +269,7 @@ def test_gradients_threads_and_checkpointing() -> None:
         assert sum(r.shape == x.shape and torch.equal(r, wanted) for r in results) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_inside_a_compiled_function(rounding) -> None:
     """One graph, the formulation in it: no kernel of its own, and no break for the key."""
