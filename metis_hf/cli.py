@@ -14,6 +14,7 @@ from metis_hf.commands.compare import compare
 from metis_hf.commands.demo import demo
 from metis_hf.commands.evaluate import evaluate
 from metis_hf.commands.export import export
+from metis_hf.commands.fidelity import fidelity
 from metis_hf.commands.report import report
 from metis_hf.commands.schemes import schemes
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(compare)
 app.command("eval")(evaluate)
+app.command()(fidelity)
 app.command()(analyze)
 app.command()(report)
 app.command()(export)

@@ -15,7 +15,7 @@ ROOT = Path(metis_hf.__file__).parent
 
 # Which rooms of metis_hf each room may import: downwards only. A file at the top is a room too.
 SPINE = ("noise", "config", "numerics", "transforms", "operands", "schemes", "layers")
-WINGS = ("training", "export", "planning", "evaluation", "analysis")
+WINGS = ("training", "export", "planning", "evaluation", "fidelity", "analysis")
 HELPERS = {"shared", "data"}
 ALLOWED: dict[str, set[str]] = {
     "config": {"shared"},
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "export": {*SPINE, *HELPERS, "conversion"},
     "planning": {*SPINE, *HELPERS, "conversion"},
     "evaluation": {*SPINE, *HELPERS, "conversion"},
+    "fidelity": {*SPINE, *HELPERS, "conversion", "monitoring", "planning", "evaluation"},
     "analysis": {*SPINE, *HELPERS, "conversion", "monitoring"},
     "run_report": {*SPINE, *HELPERS, "monitoring", "training", "experiments"},
     "experiments": {*SPINE, *HELPERS, *WINGS, "conversion", "monitoring"},

@@ -20,11 +20,11 @@ from metis_hf.analysis import capture, figures
 from metis_hf.analysis.distortion import Quantizers, Sample
 from metis_hf.analysis.page import ReportWriter
 from metis_hf.analysis.portrait import residual_spectra, tensor_line, tensor_portrait, unusable
-from metis_hf.analysis.progress import AnalysisProgress
 from metis_hf.analysis.result import KINDS, Analysis
 from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn
 from metis_hf.analysis.spectra import LastSpectrum, limit_rows, singular_values, spectrum_data
-from metis_hf.analysis.store import Store, code_digest, digest
+from metis_hf.shared.measured import Store, code_digest, digest
+from metis_hf.shared.phases import PhaseProgress
 
 WEIGHTS, LINES, TEXT, PORTRAITS, FIGURES = (
     "weights", "activations and gradients", "text", "portraits", "figures",
@@ -74,7 +74,7 @@ class Measurements:
         self.kinds: tuple[str, ...] = ()  # of what the text gives: known once the model is
         self.first_batch = True
 
-    def progress(self, console: Console) -> AnalysisProgress:
+    def progress(self, console: Console) -> PhaseProgress:
         """Make and keep the display of the phases."""
         batches = 0 if self.ids is None else -(-len(self.ids) // capture.MICRO_BATCH)
         kinds = 0 if self.ids is None else len(KINDS) - 1
@@ -85,7 +85,7 @@ class Measurements:
             PORTRAITS: kinds * len(self.chosen),
             FIGURES: len(self.chosen) * len(figures.PORTRAIT) + _SHARED_FIGURES,
         }
-        self.bars = AnalysisProgress(console, {k: (n, _COSTS[k]) for k, n in items.items()})
+        self.bars = PhaseProgress(console, {k: (n, _COSTS[k]) for k, n in items.items()})
         return self.bars
 
     def run(self, out: Path) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from metis_hf.analysis import figures
 from metis_hf.analysis.alignment import at_ratio
 from metis_hf.analysis.result import KINDS, Analysis, json_text, write_csv
-from metis_hf.analysis.store import FIGURE, Store, code_digest, digest
 from metis_hf.monitoring.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC, ZEROED
 from metis_hf.shared.html import Cell, Page, number
+from metis_hf.shared.measured import FIGURE, Store, code_digest, digest
 
 RISK = (
     "Risk is the largest share, over a layer's weight, activation and gradient, of singular "

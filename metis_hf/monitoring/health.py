@@ -213,7 +213,7 @@ class _ProbeHook:
         x = args[0]
         mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
         mask = layer.row_mask(x) if mask is None else mask
-        plan = _plan(layer, x, mask, output.dtype)
+        plan = plan_of_call(layer, x, mask, output.dtype)
         if "activation" not in self.stats:
             self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, plan)
         if not output.requires_grad:
@@ -272,7 +272,7 @@ class _Held(torch.autograd.Function):
         return None, None
 
 
-def _plan(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
+def plan_of_call(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
     """Return the plan of the call that just took x [... i], noise keys included."""
     weight = layer.weight_params()[-1]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]

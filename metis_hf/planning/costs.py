@@ -80,7 +80,7 @@ def forward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
         return cost + _dense_weight_cost(layer)
     cost += _operand_cost(scheme.fprop_input, (tokens, i), -1)
     cost += _weight_cost(layer, scheme.fprop_weight)
-    return cost + _corrections_cost(layer, tokens, (Role.FPROP_INPUT, Role.FPROP_WEIGHT))
+    return cost + corrections_cost(layer, tokens, (Role.FPROP_INPUT, Role.FPROP_WEIGHT))
 
 
 def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
@@ -99,10 +99,10 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     cost += LayerCost(**work.gradients)
     cost += _quantizers_cost(scheme.fprop_weight.quantizer, *work.quantized_again)
     backward = (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT)
-    return cost + _corrections_cost(layer, tokens, backward)
+    return cost + corrections_cost(layer, tokens, backward)
 
 
-def _corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -> LayerCost:
+def corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) -> LayerCost:
     """Return `gemm`: the error [m n] of an operand along k directions, quantized, times [k p]."""
     t, i, o = tokens, layer.in_features, layer.out_features
     sizes = {  # the corrected operand [m n] of a GEMM [m n] @ [n p]

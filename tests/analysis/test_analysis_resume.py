@@ -15,11 +15,11 @@ from conftest import llama
 from rich.console import Console
 
 import metis_hf.analysis
-from metis_hf.analysis import analyze, capture, figures, measure, portrait, run, spectra, store
-from metis_hf.analysis.progress import AnalysisProgress
-from metis_hf.analysis.store import Store
+from metis_hf.analysis import analyze, capture, figures, measure, portrait, run, spectra
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
+from metis_hf.shared.measured import FILE, Store
+from metis_hf.shared.phases import PhaseProgress
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(99))
 LAYERS = "layers.1.mlp"
@@ -112,7 +112,7 @@ class TestInterrupted:
         assert said in page
         assert "the same command goes on from here" in page
         assert page.count("data:image/png") >= 5
-        with (tmp_path / "cut" / store.FILE).open("ab") as file:
+        with (tmp_path / "cut" / FILE).open("ab") as file:
             file.write(b'["line", "x\xff')  # as a killed process leaves it
         calls |= dict.fromkeys(calls, 0)
         same(analyzed(checkpoint, tmp_path / "cut"), whole[0])
@@ -175,7 +175,7 @@ class TestRepeated:
         assert again.get("line", "x", "weight", "a") == {"value": [0.2]}
         assert again.get("line", "x", "weight", "b") is None
         assert again.get("line", "y", "weight", "b") is None
-        assert len((tmp_path / store.FILE).read_text().splitlines()) == 1
+        assert len((tmp_path / FILE).read_text().splitlines()) == 1
 
 
 def test_layers_with_one_input_share_its_spectrum(monkeypatch):
@@ -197,14 +197,14 @@ def test_layers_with_one_input_share_its_spectrum(monkeypatch):
 class TestProgress:
     def watched(self, monkeypatch, terminal):
         clock = [0.0]
-        monkeypatch.setattr("metis_hf.analysis.progress.time.monotonic", lambda: clock[0])
+        monkeypatch.setattr("metis_hf.shared.phases.time.monotonic", lambda: clock[0])
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
         return clock, console
 
     def test_time_left_is_that_of_each_phase(self, monkeypatch):
         """A phase's own time where it has one, else its cost beside the others'."""
         clock, console = self.watched(monkeypatch, terminal=False)
-        with AnalysisProgress(console, {"a": (4, 1.0), "b": (2, 10.0), "none": (0, 1.0)}) as bars:
+        with PhaseProgress(console, {"a": (4, 1.0), "b": (2, 10.0), "none": (0, 1.0)}) as bars:
             bars.advance("a", reused=True)
             clock[0] = 2.0
             bars.advance("a")
@@ -220,7 +220,7 @@ class TestProgress:
 
     def test_a_bar_for_each_phase(self, monkeypatch):
         clock, console = self.watched(monkeypatch, terminal=True)
-        with AnalysisProgress(console, {"weights": (4, 1.0), "figures": (2, 1.0)}) as bars:
+        with PhaseProgress(console, {"weights": (4, 1.0), "figures": (2, 1.0)}) as bars:
             clock[0] = 60.0
             bars.advance("weights")
         shown = console.file.getvalue()
@@ -291,4 +291,4 @@ def test_json_of_the_store_is_what_was_measured(tmp_path):
     kept = Store(tmp_path, {"a"})
     kept.put("line", "layer", "activation", "a", line)
     assert Store(tmp_path, {"a"}).get("line", "layer", "activation", "a") == line
-    assert json.loads((tmp_path / store.FILE).read_text())[4] == line
+    assert json.loads((tmp_path / FILE).read_text())[4] == line

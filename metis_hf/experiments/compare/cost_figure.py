@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from metis_hf.experiments.compare.statistics import Summary
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import figure_axes, scheme_styles
-
-_FONT = 8  # points
-_MARKER = 7  # points
-# Where a name may stand: distances from its point, in points, nearest first.
-_DISTANCES = (9, 16, 26, 38, 52, 70)
-_DIRECTIONS = ((1, 0), (1, 0.7), (1, -0.7), (-1, 0), (0, 1), (0, -1), (-1, 0.7), (-1, -0.7))
+from metis_hf.shared.labels import MARKER, name_points
 
 _FAR = 4.0  # times the median gap: beyond, a linear scale would show little else
 _TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-
-Box = tuple[float, float, float, float]  # left, bottom, right, top in points
 
 
 def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
@@ -39,7 +31,7 @@ def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
         cost = 100 * (summary.seconds_per_step / control.seconds_per_step - 1)
         width, style = summary.gap.half_width, styles[summary.name]
         axis.errorbar(cost, summary.gap.mean, yerr=None if math.isnan(width) else width,
-                      fmt=style.marker, color=style.color, ms=_MARKER, capsize=3, lw=1.2,
+                      fmt=style.marker, color=style.color, ms=MARKER, capsize=3, lw=1.2,
                       elinewidth=0.8, markeredgecolor="black", markeredgewidth=0.4)  # fmt: skip
         points.append((cost, summary.gap.mean, summary.name))
     axis.axhline(0, color="black", lw=1)
@@ -64,39 +56,3 @@ def _compress(axis) -> None:
     axis.set_yticks([tick for tick in _TICKS if axis.get_ylim()[0] <= tick <= axis.get_ylim()[1]])
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(NullLocator())
-
-
-def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each name (x, y, name) where it covers neither a point nor another name."""
-    scale = 72 / axis.figure.dpi
-    places = [tuple(scale * v for v in axis.transData.transform((x, y))) for x, y, _ in points]
-    half = _MARKER / 2 + 1
-    taken: list[Box] = [(x - half, y - half, x + half, y + half) for x, y in places]
-    for (x, y, name), (px, py) in zip(points, places):
-        offset, box = next(_free(px, py, name, taken))
-        taken.append(box)
-        far = math.hypot(*offset) > 1.5 * _DISTANCES[0]
-        axis.annotate(
-            name, (x, y), offset, textcoords="offset points", fontsize=_FONT, va="center",
-            ha="left" if offset[0] > 0 else "right" if offset[0] < 0 else "center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6"} if far else None,
-        )  # fmt: skip
-
-
-def _free(
-    x: float, y: float, name: str, taken: Sequence[Box]
-) -> Iterator[tuple[tuple[float, float], Box]]:
-    """Return (offset, box) of free places for a name beside a point, and of the last anyway."""
-    width, height = 0.58 * _FONT * len(name), 1.25 * _FONT
-    for distance, (right, up) in itertools.product(_DISTANCES, _DIRECTIONS):
-        dx, dy = distance * right, distance * up
-        left = x + dx - (0 if right > 0 else width if right < 0 else width / 2)
-        box = (left, y + dy - height / 2, left + width, y + dy + height / 2)
-        if not any(_overlap(box, other) for other in taken):
-            yield (dx, dy), box
-    yield (dx, dy), box
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -1,4 +1,4 @@
-"""Progress of an analysis: a bar for each phase and the time left; plain lines off a terminal."""
+"""Progress of a command in phases: a bar for each and the time left; plain lines off a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Phase:
     next_line: float = 0.0
 
 
-class AnalysisProgress:
+class PhaseProgress:
     """One line per phase; use it as a context manager.
 
     Args:
@@ -48,7 +48,7 @@ class AnalysisProgress:
         }
         self._last = time.monotonic()
 
-    def __enter__(self) -> AnalysisProgress:
+    def __enter__(self) -> PhaseProgress:
         self._bars.start()
         self._last = time.monotonic()
         return self

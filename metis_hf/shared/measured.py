@@ -1,4 +1,4 @@
-"""Measurements on disk while an analysis runs: what is there already is not measured again.
+"""Measurements on disk while a command runs: what is there already is not measured again.
 
 `measured.jsonl` has a line for each measurement, written when it is made. A measurement is found
 again under its name and a digest of all that it depends on: the weights' files, the text, the

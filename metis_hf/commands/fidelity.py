@@ -1,0 +1,95 @@
+"""`metis-hf fidelity`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from metis_hf.commands.options import Imports, import_sources, split_names
+
+
+def fidelity(
+    model: Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text that the model has not been trained on.")],
+    schemes: Annotated[
+        str, typer.Option(help='Comma-separated names, or "all".')
+    ] = "metis,nvfp4-rne,nvidia,quartet2,four-over-six",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory.", show_default="runs/fidelity-MODEL")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Measure metis at these ranks too, as 8,16,64.")] = "",
+    alone: Annotated[
+        str | None,
+        typer.Option(
+            help='Schemes whose layers are also quantized one at a time, or "none".',
+            show_default="the first",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Sequences of the text: two thirds for the loss, one for gradients.")
+    ] = 18,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = 2,
+    tokens_per_step: Annotated[
+        int, typer.Option(help="Tokens that the cost of a training step is counted for.")
+    ] = 8192,
+    dtype: Annotated[str, typer.Option(help="Of the weights and the exact model.")] = "float32",
+    device: Annotated[
+        str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    imports: Imports = None,
+) -> None:
+    """Measure what four-bit schemes do to a model, nothing trained.
+
+    Writes loss, divergence, gradient errors and cost of each scheme, and which layers suffer. An
+    interrupted measurement goes on where it stopped.
+    """
+    import_sources(imports)
+    import torch
+    from rich.console import Console
+
+    from metis_hf.fidelity.result import HEADER, cells, narrow
+    from metis_hf.fidelity.run import Settings
+    from metis_hf.fidelity.run import fidelity as run
+    from metis_hf.shared.tables import terminal_table
+
+    chosen = split_names(schemes)
+    if device is None:
+        found = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
+        device = "cpu" if found is None else found.type
+    settings = Settings(
+        model=model,
+        text=text,
+        schemes=None if chosen == ["all"] else tuple(chosen),
+        ranks=tuple(_numbers(ranks)),
+        alone=None if alone is None else tuple(split_names(alone) if alone != "none" else ()),
+        sequences=limit,
+        length=length,
+        batch=batch,
+        tokens_per_step=tokens_per_step,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    out = out or Path("runs") / f"fidelity-{Path(model).name}"
+    console = Console()
+    results = run(settings, out, console)
+    rows = [narrow(cells(result)) for result in results if not result.note]
+    console.print(terminal_table(narrow(HEADER), rows, title=f"Fidelity of {model}"))
+    for result in results:
+        if result.note:
+            console.print(f"{result.name} was not measured: {result.note}", highlight=False)
+    console.print(str(out / "index.html"), soft_wrap=True, highlight=False)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return comma-separated positive whole numbers."""
+    names = split_names(text)
+    if not all(name.isdigit() and int(name) > 0 for name in names):
+        raise ValueError(f"--ranks {text}: expected whole numbers from 1, separated by commas")
+    return [int(name) for name in names]

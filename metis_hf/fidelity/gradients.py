@@ -1,0 +1,138 @@
+"""How far a scheme's gradient is from the exact one: of one batch, and of the mean over batches.
+
+Everything is read off the inner products of all batches' gradients, exact and in the scheme. The
+gradients themselves lie in files, fp32, 4 bytes for each weight, batch and side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
+
+
+class GradientFile:
+    """The gradients of some weights for each of some batches, fp32, on disk.
+
+    Args:
+        path: the file; it is made anew.
+        batches: rows.
+        weights: the parameters, in order.
+    """
+
+    def __init__(self, path: Path, batches: int, weights: Sequence[nn.Parameter]) -> None:
+        self.path = path
+        self.bounds = np.cumsum([0, *(weight.numel() for weight in weights)])
+        shape = (batches, int(self.bounds[-1]))
+        self.rows = np.memmap(path, dtype=np.float32, mode="w+", shape=shape)
+
+    def put(self, batch: int, weights: Sequence[nn.Parameter]) -> None:
+        """Store the weights' `.grad` as the row of a batch; a weight without one has zeros."""
+        for weight, start, end in zip(weights, self.bounds, self.bounds[1:]):
+            grad = weight.grad
+            self.rows[batch, start:end] = (
+                0.0 if grad is None else grad.detach().float().cpu().flatten().numpy()
+            )
+
+    def remove(self) -> None:
+        """Delete the file."""
+        del self.rows
+        self.path.unlink(missing_ok=True)
+
+
+def run_batches(
+    model: PreTrainedModel,
+    weights: Sequence[nn.Parameter],
+    batches: Sequence[Tensor],
+    done: Callable[[int], None],
+) -> None:
+    """Run forward and backward over batches [b length], training rounding, `.grad` of each alone.
+
+    Args:
+        model: with its converted layers.
+        weights: the only parameters that get a gradient.
+        batches: token ids.
+        done: called with the number of each batch while its gradients are there.
+    """
+    wanted = {id(weight) for weight in weights}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in wanted)
+    model.train()
+    for number, rows in enumerate(batches):
+        rows = rows.to(model.device)
+        model.zero_grad()
+        model(input_ids=rows, labels=rows).loss.backward()
+        done(number)
+    model.zero_grad()
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Inner products of gradients: rows and columns are the exact batches, then the scheme's.
+
+    Attributes:
+        products: [groups 2b 2b], fp64; a group of weights each.
+    """
+
+    products: np.ndarray
+
+    @classmethod
+    def of(cls, exact: GradientFile, scheme: GradientFile) -> Gram:
+        """Multiply out two files, a group for each weight."""
+        groups = []
+        for start, end in zip(exact.bounds, exact.bounds[1:]):
+            total = np.zeros((2 * len(exact.rows), 2 * len(exact.rows)))
+            for low in range(start, end, _CHUNK):
+                part = slice(low, min(low + _CHUNK, end))
+                both = np.concatenate([exact.rows[:, part], scheme.rows[:, part]])
+                total += both.astype(np.float64) @ both.T
+            groups.append(total)
+        return cls(np.array(groups))
+
+    @property
+    def whole(self) -> np.ndarray:
+        """The products of all weights together [2b 2b]."""
+        return self.products.sum(0)
+
+
+def errors(products: np.ndarray) -> tuple[list[float], list[float]]:
+    """Return (relative error, cosine) of each batch's gradient, from products [2b 2b]."""
+    batches = len(products) // 2
+    pairs = [_pair(products, np.eye(batches)[number]) for number in range(batches)]
+    return [error for error, _ in pairs], [cosine for _, cosine in pairs]
+
+
+def mean_errors(products: np.ndarray) -> dict[str, float]:
+    """Return relative error and cosine of the gradient's mean over batches.
+
+    Their standard errors are the jackknife's: of the same over all batches but one.
+    """
+    batches = len(products) // 2
+    error, cosine = _pair(products, np.ones(batches))
+    left_out = [_pair(products, 1 - np.eye(batches)[n]) for n in range(batches)]
+    found = {"error": error, "cosine": cosine}
+    for place, name in enumerate(("error", "cosine")):
+        values = np.array([pair[place] for pair in left_out])
+        spread = (batches - 1) / batches * ((values - values.mean()) ** 2).sum()
+        found[f"{name}_se"] = math.sqrt(spread) if batches > 1 else math.nan
+    return found
+
+
+def _pair(products: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Return (relative error, cosine) of a weighted sum of batches."""
+    zero = np.zeros_like(weights)
+    exact, scheme = np.concatenate([weights, zero]), np.concatenate([zero, weights])
+    difference = scheme - exact
+    length = exact @ products @ exact
+    if not length > 0:
+        return math.nan, math.nan
+    other = scheme @ products @ scheme
+    error = math.sqrt(max(difference @ products @ difference, 0.0) / length)
+    return error, float(exact @ products @ scheme / math.sqrt(length * other)) if other else 0.0

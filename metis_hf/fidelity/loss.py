@@ -1,0 +1,78 @@
+"""What a scheme does to a model's predictions: loss, divergence from the exact model, agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from metis_hf.fidelity.subject import running
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes import Scheme
+
+Batch = dict[str, float]  # statistics of a batch by name
+_ROWS = 1024  # of logits that are turned into fp32 probabilities at a time
+
+
+@torch.no_grad()
+def predictions(
+    model: PreTrainedModel,
+    layers: dict[str, MetisLayer],
+    ids: Tensor,
+    batch: int,
+    scheme: dict[str, Scheme],
+    advance: Callable[[], None] = lambda: None,
+) -> list[Batch]:
+    """Compare the next-token distributions of a scheme with the exact model's, batch by batch.
+
+    Evaluation rounding. The exact model runs beside the scheme, on the same batch, so that no
+    logits are kept.
+
+    Args:
+        model: with its converted layers.
+        layers: those layers.
+        ids: [n length]
+        batch: sequences of a batch.
+        scheme: of each layer; layers that are not named run exactly.
+        advance: called after each batch.
+
+    Returns:
+        For each batch: "loss" and "exact", nats per token; "kl", of the exact distribution from the
+        scheme's, nats per token; "top1", the share of tokens with the same likeliest successor.
+    """
+    model.eval()
+    found = []
+    for rows in ids.split(batch):
+        rows = rows.to(model.device)
+        with running(layers):
+            exact = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
+        with running(layers, scheme):
+            logits = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
+        found.append(_compare(exact, logits, rows[:, 1:].flatten()))
+        advance()
+    return found
+
+
+def _compare(exact: Tensor, logits: Tensor, labels: Tensor) -> Batch:
+    """Return the statistics of logits [t v] against exact ones, with labels [t]."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    parts = zip(exact.split(_ROWS), logits.split(_ROWS), labels.split(_ROWS))
+    for p, q, label in parts:
+        p, q = F.log_softmax(p.float(), -1), F.log_softmax(q.float(), -1)
+        sums += (
+            torch.stack(
+                (
+                    F.nll_loss(q, label, reduction="sum"),
+                    F.nll_loss(p, label, reduction="sum"),
+                    F.kl_div(q, p, reduction="sum", log_target=True),
+                    (p.argmax(-1) == q.argmax(-1)).sum(),
+                )
+            )
+            .double()
+            .cpu()
+        )
+    loss, exact_loss, kl, top1 = (sums / len(labels)).tolist()
+    return {"loss": loss, "exact": exact_loss, "kl": kl, "top1": top1}

@@ -1,0 +1,280 @@
+"""`fidelity`: one scheme after the other on one model, kept as it is measured, then the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from metis_hf.config import MetisConfig
+from metis_hf.fidelity.gradients import GradientFile, Gram, errors, mean_errors, run_batches
+from metis_hf.fidelity.loss import predictions
+from metis_hf.fidelity.operands import KINDS, layer_errors, only
+from metis_hf.fidelity.page import write_outputs
+from metis_hf.fidelity.result import SchemeResult
+from metis_hf.fidelity.subject import Subject, converted, converts, open_subject, running, trainable
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.planning.overhead import TOKENS, overhead
+from metis_hf.schemes import CONTROL, scheme_info, scheme_names, source_digest
+from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.measured import Store, code_digest, digest
+from metis_hf.shared.phases import PhaseProgress
+from metis_hf.shared.records import environment, write_json
+
+LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
+# What one item costs, against a forward pass over a batch, for the time left.
+_COSTS = {LOSS: 3.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 2.0}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for.
+
+    Attributes:
+        model: directory or hub name.
+        text: UTF-8 file.
+        schemes: names; None: all but the control.
+        ranks: further ranks at which `metis` is measured.
+        alone: schemes whose layers are quantized one at a time; None: the first.
+        sequences: of the text, at most.
+        length: tokens of each.
+        batch: sequences of a batch.
+        tokens_per_step: that costs are counted for.
+        dtype: of weights and exact computation.
+        device: to run on.
+        seed: of all noise.
+    """
+
+    model: str
+    text: Path
+    schemes: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] = ()
+    alone: tuple[str, ...] | None = None
+    sequences: int = 18
+    length: int = 256
+    batch: int = 2
+    tokens_per_step: int = TOKENS
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def candidates(self) -> list[tuple[str, MetisConfig]]:
+        """Return (name in tables, config) of everything to measure.
+
+        Raises:
+            ValueError: a scheme is not registered, or named twice; a rank is not positive.
+        """
+        names = self.schemes or tuple(name for name in scheme_names() if name != CONTROL)
+        for name in names:
+            scheme_info(name)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"scheme named twice: {', '.join(twice)}")
+        found = [(name, MetisConfig(scheme=name, seed=self.seed)) for name in names]
+        return found + [
+            (f"metis, rank {rank}", MetisConfig(rank=rank, seed=self.seed)) for rank in self.ranks
+        ]
+
+
+def fidelity(settings: Settings, out: Path, console: Console | None = None) -> list[SchemeResult]:
+    """Measure what schemes do to a model, and write results.json, table.md, cost.png, index.html.
+
+    What `out` holds already of the same model, text, settings and code is not measured again. The
+    page is rewritten after each scheme.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_subject` and `Settings.candidates`.
+    """
+    candidates = settings.candidates()
+    if settings.tokens_per_step < 1:
+        raise ValueError(f"tokens_per_step={settings.tokens_per_step}; choose at least 1")
+    console = console or Console(quiet=True)
+    subject = open_subject(
+        settings.model,
+        settings.text,
+        sequences=settings.sequences,
+        length=settings.length,
+        batch=settings.batch,
+        dtype=settings.dtype,
+        device=settings.device,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    with hold_directory(out):
+        return _Measurements(settings, subject, out, console).run(candidates)
+
+
+class _Measurements:
+    """The measurements of one model, in the order in which they are made."""
+
+    def __init__(self, settings: Settings, subject: Subject, out: Path, console: Console) -> None:
+        self.settings, self.subject, self.out, self.console = settings, subject, out, console
+        self.batches = list(subject.training.split(settings.batch))
+        self.exact: GradientFile | None = None
+        common = digest(code_digest(), subject.identity, settings.batch, settings.device)
+        self.depends = {
+            name: digest(common, config.to_dict(), source_digest(config.scheme))
+            for name, config in settings.candidates()
+        }
+        self.store = Store(out, set(self.depends.values()))
+
+    def run(self, candidates: Sequence[tuple[str, MetisConfig]]) -> list[SchemeResult]:
+        """Measure all candidates."""
+        alone = self.settings.alone
+        alone = (candidates[0][0],) if alone is None else alone
+        loss = len(self.subject.held_out.split(self.settings.batch))
+        with converted(self.subject.model, MetisConfig()) as layers:
+            count = len(layers)
+        phases = {
+            LOSS: (3 * loss * len(candidates), _COSTS[LOSS]),
+            GRADIENTS: ((len(self.batches) + len(KINDS)) * len(candidates), _COSTS[GRADIENTS]),
+            OPERANDS: (len(candidates), _COSTS[OPERANDS]),
+            ALONE: ((count + 1) * len(alone), _COSTS[ALONE]),
+        }
+        results: list[SchemeResult] = []
+        try:
+            with PhaseProgress(self.console, phases) as self.bars:
+                for name, config in candidates:
+                    results.append(self._measure(name, config, name in alone))
+                    write_outputs(self.out, self._record(results, len(candidates)), results)
+        except KeyboardInterrupt:
+            self.console.print(f"interrupted: the same command goes on from {self.out}")
+            raise
+        finally:
+            shutil.rmtree(self.out / "gradients", ignore_errors=True)
+        return results
+
+    def _record(self, results: Sequence[SchemeResult], expected: int) -> dict[str, Any]:
+        settings = dataclasses.asdict(self.settings) | {"text": self.settings.text.name}
+        record = {
+            "settings": settings,
+            "held_out_tokens": self.subject.held_out.numel(),
+            "gradient_batches": len(self.batches),
+            "missing": expected - len(results),
+            "environment": environment(),
+            "schemes": [dataclasses.asdict(result) for result in results],
+        }
+        write_json(self.out / "results.json", record)
+        return record
+
+    def _measure(self, name: str, config: MetisConfig, alone: bool) -> SchemeResult:
+        result = SchemeResult(name, config.scheme, config.rank)
+        parts = [LOSS, GRADIENTS, OPERANDS, "overhead", *([ALONE] if alone else [])]
+        found = {part: self.store.get(part, name, "", self.depends[name]) for part in parts}
+        missing = [part for part, value in found.items() if value is None]
+        if missing:
+            refused = converts(self.subject.model, config)
+            if refused:
+                result.note = refused
+                return result
+            with converted(self.subject.model, config) as layers:
+                weights = trainable(layers)
+                for part in missing:
+                    value = self._part(part, layers, weights)
+                    self.store.put(part, name, "", self.depends[name], value)
+                    found[part] = value
+        result.overhead, result.weight_bits = found["overhead"]
+        result.batches, result.kinds = found[LOSS]["batches"], found[LOSS]["kinds"]
+        for kind, values in found[GRADIENTS]["kinds"].items():
+            result.kinds.setdefault(kind, {}).update(values)
+        result.gradients = {k: v for k, v in found[GRADIENTS].items() if k != "kinds"}
+        result.layers, result.alone = found[OPERANDS], found.get(ALONE) or {}
+        return result
+
+    def _part(
+        self, part: str, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
+    ) -> Any:
+        if part == "overhead":
+            shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+            cost = overhead(shapes, self.settings.tokens_per_step)
+            return dict(cost.parts), cost.weight_bits
+        if part == LOSS:
+            return self._loss(layers)
+        if part == GRADIENTS:
+            return self._gradients(layers, weights)
+        if part == OPERANDS:
+            errors = layer_errors(self.subject.model, layers, weights, self.batches[0])
+            self.bars.advance(OPERANDS)
+            return errors
+        return self._alone(layers)
+
+    def _predict(self, layers: dict[str, MetisLayer], scheme, phase: str, ids=None) -> list:
+        batch = self.settings.batch
+        ids = self.subject.held_out if ids is None else ids
+        done = (lambda: self.bars.advance(LOSS)) if phase == LOSS else lambda: None
+        return predictions(self.subject.model, layers, ids, batch, scheme, done)
+
+    def _loss(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
+        schemes = {name: layer.scheme for name, layer in layers.items()}
+        kinds = {}
+        for kind in ("input", "weight"):
+            alone = {name: only(scheme, kind) for name, scheme in schemes.items()}
+            rows = self._predict(layers, alone, LOSS)
+            kinds[kind] = {"loss": _rise(rows), "kl": _mean(rows, "kl")}
+        return {"batches": self._predict(layers, schemes, LOSS), "kinds": kinds}
+
+    def _gradients(
+        self, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
+    ) -> dict[str, Any]:
+        parameters = list(weights.values())
+        folder = self.out / "gradients"
+        folder.mkdir(exist_ok=True)
+        model, done = self.subject.model, lambda _: self.bars.advance(GRADIENTS)
+        exact = GradientFile(folder / "exact", len(self.batches), parameters)
+        with running(layers):
+            run_batches(model, parameters, self.batches, lambda n: exact.put(n, parameters))
+        file = GradientFile(folder / "scheme", len(self.batches), parameters)
+
+        def keep(number: int) -> None:
+            file.put(number, parameters)
+            self.bars.advance(GRADIENTS)
+
+        run_batches(model, parameters, self.batches, keep)
+        gram = Gram.of(exact, file)
+        error, cosine = errors(gram.whole)
+        found: dict[str, Any] = {
+            "error": error,
+            "cosine": cosine,
+            "mean": mean_errors(gram.whole),
+            "layers": {n: errors(p)[0][0] for n, p in zip(weights, gram.products)},
+            "kinds": {},
+        }
+        schemes = {name: layer.scheme for name, layer in layers.items()}
+        for kind in KINDS:
+            alone = {name: only(scheme, kind) for name, scheme in schemes.items()}
+            with running(layers, alone):
+                run_batches(model, parameters, self.batches[:1], lambda n: file.put(n, parameters))
+            done(0)
+            error, cosine = errors(Gram.of(exact, file).whole)
+            found["kinds"][kind] = {"gradient_error": error[0], "gradient_cosine": cosine[0]}
+        exact.remove()
+        file.remove()
+        return found
+
+    def _alone(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
+        """Quantize one layer at a time, on the first batch of the held-out text."""
+        ids = self.subject.held_out[: self.settings.batch]
+        found: dict[str, Any] = {"layers": {}}
+        for name, layer in layers.items():
+            rows = self._predict(layers, {name: layer.scheme}, ALONE, ids)
+            found["layers"][name] = {"loss": _rise(rows), "kl": _mean(rows, "kl")}
+            self.bars.advance(ALONE)
+        rows = self._predict(layers, {n: x.scheme for n, x in layers.items()}, ALONE, ids)
+        self.bars.advance(ALONE)
+        return found | {"whole": {"loss": _rise(rows), "kl": _mean(rows, "kl")}}
+
+
+def _mean(rows: Sequence[dict[str, float]], key: str) -> float:
+    return math.fsum(row[key] for row in rows) / len(rows)
+
+
+def _rise(rows: Sequence[dict[str, float]]) -> float:
+    """Return the loss above the exact model's, in % of it."""
+    exact = _mean(rows, "exact")
+    return 100 * (_mean(rows, "loss") - exact) / exact

@@ -1,0 +1,191 @@
+"""The model that is measured, its text as batches of tokens, and how it is converted and back."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.evaluation.checkpoints import TOKENIZER_FILES, Checkpoint, open_model
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes import Scheme, build_scheme
+from metis_hf.shared.quiet import quiet
+
+MIN_LENGTH = 8  # tokens of a sequence
+_CHARACTERS = 32  # of a token, at most: a long text is cut before it is tokenized
+
+
+@dataclass
+class Subject:
+    """A causal language model in its dense weights, and tokens of a text.
+
+    Attributes:
+        name: of the model.
+        model: dense; on its device.
+        held_out: sequences for the loss [n length].
+        training: sequences for gradients [m length].
+        identity: what tells this model from another, JSON-ready.
+    """
+
+    name: str
+    model: PreTrainedModel
+    held_out: Tensor
+    training: Tensor
+    identity: Any
+
+
+def open_subject(
+    name: str, text: Path, *, sequences: int, length: int, batch: int, dtype: str, device: str
+) -> Subject:
+    """Open a model and the beginning of a text, and refuse what cannot be measured.
+
+    The text's first two thirds of sequences give the loss, the last third gradients.
+
+    Args:
+        name: a checkpoint, run or hub name; a converted or packed model counts in the dense
+            weights that it represents.
+        text: a UTF-8 file.
+        sequences: at most so many of the text.
+        length: tokens of each.
+        batch: sequences of a batch.
+        dtype: of the weights and of the exact computation, such as "float32".
+        device: such as "cpu" or "cuda".
+
+    Raises:
+        FileNotFoundError: no such model or file; no tokenizer.
+        ValueError: no causal language model; a text too short; tokens that the model does not have.
+    """
+    if length < MIN_LENGTH or sequences < 3 or batch < 1:
+        raise ValueError(
+            f"{sequences} sequences of {length} tokens in batches of {batch}; choose at least 3 "
+            f"sequences of {MIN_LENGTH} tokens, in batches of at least 1"
+        )
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
+    checkpoint = open_model(name)
+    ids = _token_ids(checkpoint, text, sequences, length)
+    with quiet():
+        model = checkpoint.load("dense", dtype, torch.device(device))
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {name} gives token {int(ids.max())}, and the model knows "
+            f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
+        )
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and length > context:
+        raise ValueError(f"{length} tokens do not fit the context of {name}, {context} tokens")
+    for one in (model.config, getattr(model, "generation_config", None)):
+        if one is not None:
+            one.use_cache = False
+    training = max(1, len(ids) // 3)
+    return Subject(
+        name, model, ids[:-training], ids[-training:], _identity(checkpoint.path, ids, dtype)
+    )
+
+
+def _token_ids(checkpoint: Checkpoint, text: Path, sequences: int, length: int) -> Tensor:
+    content = text.read_text(encoding="utf-8")
+    if not any((checkpoint.path / file).exists() for file in TOKENIZER_FILES[:-2]) and not any(
+        checkpoint.path.glob("*.model")
+    ):
+        raise FileNotFoundError(
+            f"{checkpoint.path} has no tokenizer; save the model's own there with "
+            "tokenizer.save_pretrained"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+    part = content[: _CHARACTERS * sequences * length]
+    tokens = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+    count = min(sequences, len(tokens) // length)
+    if count < 2:
+        raise ValueError(
+            f"{text} has {len(tokens)} tokens; at least two sequences of {length} are needed, one "
+            "for the loss and one for a gradient. Give a longer text, or a smaller --length"
+        )
+    return torch.tensor(tokens[: count * length]).view(count, length)
+
+
+def _identity(path: Path, ids: Tensor, dtype: str) -> Any:
+    files = [(file.name, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
+    sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return [sizes, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), list(ids.shape), dtype]
+
+
+@contextlib.contextmanager
+def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str, MetisLayer]]:
+    """Convert a model in place for the block, and give it its very weights back afterwards.
+
+    Yields:
+        Its converted layers by name.
+
+    Raises:
+        ValueError: as `get_metis_model`; the model is then unchanged.
+    """
+    needs_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    # Fused experts become one weight again from their layers, which stored factors round.
+    splits = build_scheme(config, 256, 256).weight.is_split
+    fused = {n: p.detach().clone() for n, p in model.named_parameters() if splits and p.dim() == 3}
+    try:
+        get_metis_model(model, config)
+        yield dict(metis_layers(model))
+    finally:
+        names = {name for name, _ in metis_layers(model)}
+        if names:
+            to_dense(model)
+        for name in names & linears.keys():
+            model.set_submodule(name, linears[name])
+        for name, parameter in model.named_parameters():
+            if name in fused:
+                parameter.data.copy_(fused[name])
+            parameter.requires_grad_(needs_grad[name])
+            parameter.grad = None
+
+
+def converts(model: PreTrainedModel, config: MetisConfig) -> str:
+    """Return why a model cannot be converted; empty if it can."""
+    try:
+        with converted(model, config):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def running(layers: dict[str, MetisLayer], schemes: dict[str, Scheme] | None = None):
+    """Run layers in other schemes for the block; those that are not named run exactly.
+
+    The layers' states and parameters stay as they are.
+    """
+    before = {name: (layer.scheme, layer.eval_scheme) for name, layer in layers.items()}
+    exact = Scheme()
+    try:
+        for name, layer in layers.items():
+            scheme = (schemes or {}).get(name)
+            layer.scheme = exact if scheme is None else scheme
+            layer.eval_scheme = layer.scheme.deterministic()
+            layer.evaluation_weight.forget()
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.scheme, layer.eval_scheme = before[name]
+            layer.evaluation_weight.forget()
+
+
+def trainable(layers: dict[str, MetisLayer]) -> dict[str, nn.Parameter]:
+    """Return the matrix of each layer whose gradient stands for the weight's: [o i] or [i o]."""
+    return {
+        name: getattr(layer, layer.weight_form.names[-1])  # of a split weight: of its residual
+        for name, layer in layers.items()
+    }

@@ -1,0 +1,96 @@
+"""Overhead of a scheme where FP4 units run its GEMMs: multiply-adds beyond them, weight bits.
+
+`costs` counts what emulation computes. Here each operand is made once, from the matrix to its
+codes, and nothing is put together again: hardware multiplies codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from metis_hf.config import MetisConfig
+from metis_hf.layers.linear import make_layer
+from metis_hf.planning.costs import corrections_cost
+from metis_hf.schemes import Role, Scheme
+
+TOKENS = 8192  # of a step, unless the caller says otherwise
+_PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
+
+Shape = tuple[int, int]  # in_features, out_features
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a scheme adds to the three GEMMs of some layers.
+
+    Attributes:
+        parts: kind of work ("projection", "corrections", ...) -> multiply-adds over those of the
+            three GEMMs; kinds without any are left out.
+        weight_bits: stored for each element of the weights in fprop, low-rank factors included.
+    """
+
+    parts: Mapping[str, float]
+    weight_bits: float
+
+    @property
+    def share(self) -> float:
+        """All parts together, over the multiply-adds of the three GEMMs."""
+        return sum(self.parts.values())
+
+
+def overhead(layers: Iterable[tuple[Shape, MetisConfig]], tokens: int = TOKENS) -> Overhead:
+    """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
+
+    Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
+    counts as the dense product with its factors. Corrections of a GEMM add two thin products each.
+
+    Args:
+        layers: (in_features, out_features) and config of each layer.
+        tokens: that the step's weights are shared by.
+    """
+    flops: dict[str, float] = {}
+    gemm = bits = elements = 0.0
+    for (i, o), config in layers:
+        weight = nn.Parameter(torch.empty(o, i, device="meta"))
+        layer = make_layer(weight, None, config, name="layer")
+        scheme = layer.scheme
+        gemm += 6.0 * tokens * i * o
+        bits += i * o * scheme.weight_bits(o, i)
+        elements += i * o
+        for role, shape, dim in _places(tokens, i, o):
+            for kind, count in _encoding(scheme, role, shape, dim).items():
+                flops[kind] = flops.get(kind, 0.0) + count
+        corrections = corrections_cost(layer, tokens, tuple(Role)).corrections
+        factors = layer.weight_form.work((o, i), quantized=True)
+        stored = {k: v for k, v in factors.quantize.items() if k == "weight_factors"}
+        for kind, count in {"corrections": corrections, **stored}.items():
+            flops[kind] = flops.get(kind, 0.0) + count
+    parts = {kind: count / gemm for kind, count in flops.items() if count}
+    return Overhead(parts, bits / elements)
+
+
+def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
+    """Return the six operands with their matrices and the dimensions that GEMMs contract."""
+    return (
+        (Role.FPROP_INPUT, (t, i), -1),
+        (Role.FPROP_WEIGHT, (o, i), -1),
+        (Role.DGRAD_GRAD_OUTPUT, (t, o), -1),
+        (Role.DGRAD_WEIGHT, (o, i), 0),
+        (Role.WGRAD_GRAD_OUTPUT, (t, o), 0),
+        (Role.WGRAD_INPUT, (t, i), 0),
+    )
+
+
+def _encoding(scheme: Scheme, role: Role, shape: Shape, dim: int) -> dict[str, float]:
+    """Return the FLOPs that make an operand's codes; none for a copy of another's."""
+    operand = scheme.operand(role)
+    if operand is None or operand.quantizer is None:
+        return {}
+    if scheme.weight.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+        return {}
+    work = operand.conditioner.work(shape, dim=dim)
+    return {kind: count for kind, count in work.encode.items() if kind in _PRODUCTS}
