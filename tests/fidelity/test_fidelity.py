@@ -1,0 +1,391 @@
+"""`metis-hf fidelity`: its numbers against plain computations, its files, resuming, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
+from metis_hf.cli import main
+from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.fidelity import run as fidelity_run
+from metis_hf.fidelity.gradients import errors, mean_errors
+from metis_hf.fidelity.operands import KINDS, only
+from metis_hf.fidelity.run import Settings, fidelity
+from metis_hf.fidelity.subject import converted
+from metis_hf.schemes import Role, build_scheme
+
+TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
+SMALL = {"sequences": 9, "length": 24, "batch": 2}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a model, its tokenizer and a text."""
+    folder = tmp_path_factory.mktemp("fidelity")
+    tokenizer = train_tokenizer([Document("a", TEXT)], 300)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=300,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+    for parameter in model.parameters():  # predictions that differ from token to token
+        parameter.data.mul_(2.0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def settings(place, **changes):
+    return Settings(str(place / "model"), place / "text.txt", **SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def measured(place, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    chosen = ("nvfp4-rne", "metis", "metis-paper")
+    return out, fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
+
+
+def load(place):
+    return transformers.LlamaForCausalLM.from_pretrained(place / "model")
+
+
+def token_ids(place):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids[: 9 * 24]).view(9, 24)
+
+
+class TestNumbers:
+    def test_losses_and_divergence_are_those_of_two_plain_models(self, place, measured):
+        exact = load(place).eval()
+        scheme = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()
+        result = measured[1][0]
+        batches = token_ids(place)[:6].split(2)
+        assert len(result.batches) == 3
+        for ids, found in zip(batches, result.batches):
+            with torch.no_grad():
+                p, q = (m(input_ids=ids).logits[:, :-1].flatten(0, 1) for m in (exact, scheme))
+                loss = scheme(input_ids=ids, labels=ids).loss.item()
+            assert found["loss"] == pytest.approx(loss, rel=1e-5)
+            assert found["exact"] == pytest.approx(exact(input_ids=ids, labels=ids).loss.item())
+            kl = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean()
+            assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
+            assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean())
+
+    def test_gradients_are_those_of_two_plain_models(self, place, measured):
+        rows = {}
+        for name, scheme in (("exact", None), ("scheme", "nvfp4-rne")):
+            model = load(place)
+            linears = [n for n, _ in metis_layers(get_metis_model(load(place)))]
+            if scheme:
+                get_metis_model(model, MetisConfig(scheme=scheme))
+            model.train()
+            rows[name] = []
+            for ids in token_ids(place)[6:].split(2):
+                model.zero_grad()
+                model(input_ids=ids, labels=ids).loss.backward()
+                grads = [model.get_submodule(n).weight.grad.flatten() for n in linears]
+                rows[name].append(torch.cat(grads).double())
+        found = measured[1][0].gradients
+        for place_, (a, b) in enumerate(zip(rows["exact"], rows["scheme"])):
+            assert found["error"][place_] == pytest.approx(((b - a).norm() / a.norm()).item())
+            assert found["cosine"][place_] == pytest.approx(F.cosine_similarity(a, b, 0).item())
+        a, b = (torch.stack(r).mean(0) for r in rows.values())
+        assert found["mean"]["error"] == pytest.approx(((b - a).norm() / a.norm()).item())
+        assert found["mean"]["cosine"] == pytest.approx(F.cosine_similarity(a, b, 0).item())
+
+    def test_standard_errors(self):
+        generator = np.random.default_rng(0)
+        exact = generator.normal(size=(5, 40))
+        both = np.concatenate([exact, exact + 0.3 * generator.normal(size=(5, 40))])
+        products = both @ both.T
+
+        def error(rows):
+            a, b = both[rows].mean(0), both[rows + 5].mean(0)
+            return np.linalg.norm(b - a) / np.linalg.norm(a)
+
+        found = mean_errors(products)
+        rows = np.arange(5)
+        left_out = np.array([error(np.delete(rows, n)) for n in rows])
+        assert found["error"] == pytest.approx(error(rows))
+        assert found["error_se"] == pytest.approx(2 * left_out.std())  # sqrt((n - 1) var)
+        assert errors(products)[0] == pytest.approx([error(rows[n : n + 1]) for n in rows])
+        assert math.isnan(mean_errors(products[::5, ::5])["error_se"])
+
+    def test_operands_and_products_of_a_layer(self, place, measured):
+        """Of the first layer in the order of the model, from tensors that hooks of torch take."""
+        model = load(place)
+        name = "model.layers.0.self_attn.q_proj"
+        layer, taken = model.get_submodule(name), {}
+        layer.register_forward_hook(lambda m, args, y: taken.update(x=args[0], y=y))
+        layer.register_full_backward_hook(lambda m, _, grad: taken.update(dy=grad[0]))
+        ids = token_ids(place)[6:8]
+        model(input_ids=ids, labels=ids).loss.backward()
+        x = taken["x"].detach().requires_grad_()
+        ours = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).get_submodule(name)
+        y = ours.train()(x)
+        y.backward(taken["dy"])
+        found = measured[1][0].layers[name]
+
+        def relative(a, b):
+            return pytest.approx(((a - b).norm() / b.norm()).item(), rel=1e-4)
+
+        assert found["y"] == relative(y, taken["y"])
+        assert found["dw"] == relative(ours.weight.grad, layer.weight.grad)
+        assert found["dx"] == relative(x.grad, taken["dy"] @ layer.weight)
+        assert 15 < found["weight"] < 25  # about 20 dB: direct NVFP4 of a normal matrix
+
+    def test_a_split_at_a_higher_rank_is_nearer(self, measured):
+        _, (direct, metis, _, low) = measured
+        assert low.name == "metis, rank 8"
+        for better, worse in ((metis, low), (low, direct)):
+            assert better.mean("kl").mean < worse.mean("kl").mean
+            assert better.gradient("cosine").mean > worse.gradient("cosine").mean
+        assert metis.cost > low.cost > direct.cost == 0
+
+    def test_layers_alone(self, place, measured):
+        found = measured[1][0].alone
+        assert len(found["layers"]) == 14
+        model = load(place)
+        with converted(model, MetisConfig(scheme="nvfp4-rne")) as layers:
+            assert found["layers"].keys() == layers.keys()
+        name = "model.layers.1.mlp.down_proj"
+        config = MetisConfig(scheme="nvfp4-rne", target_modules=name.replace(".", r"\."))
+        ids = token_ids(place)[:2]
+        with torch.no_grad():
+            exact = load(place).eval()(input_ids=ids, labels=ids).loss.item()
+            alone = get_metis_model(load(place), config).eval()(input_ids=ids, labels=ids).loss
+        assert found["layers"][name]["loss"] == pytest.approx(
+            100 * (alone.item() / exact - 1), abs=1e-4
+        )
+        assert found["whole"]["kl"] == pytest.approx(measured[1][0].batches[0]["kl"])
+        assert not measured[1][1].alone
+
+
+class TestOnly:
+    @pytest.mark.parametrize("scheme", scheme_names())
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_other_operands_are_exact(self, scheme, kind):
+        torch.manual_seed(1)
+        linear = torch.nn.Linear(64, 96, bias=False)
+        whole = build_scheme(MetisConfig(scheme=scheme, rank=8), 64, 96)
+        part = only(whole, kind)
+        assert part.corrected <= whole.corrected
+        x = torch.randn(48, 64)
+        model = torch.nn.Sequential(linear)
+        get_metis_model(model, MetisConfig(scheme=scheme, rank=8))
+        layer = model[0].train()
+        layer.scheme, layer.eval_scheme = part, part.deterministic()
+        y = layer(x)
+        exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
+        error = ((y - exact).norm() / exact.norm()).item()
+        rounds = part.resolve(Role.FPROP_INPUT)[1], part.resolve(Role.FPROP_WEIGHT)[1]
+        quantized = kind != "grad_output" and any(r.quantizer for r in rounds)
+        assert (error > 1e-3) == quantized if scheme != "bf16-split" else error < 1e-5
+
+    def test_corrections_follow_the_split_of_the_exact_operand(self):
+        """Of metis: an input that alone is quantized is corrected along the exact weight."""
+        scheme = build_scheme(MetisConfig(rank=16), 128, 96)
+        torch.manual_seed(0)
+        x = torch.randn(64, 128)
+        w = torch.randn(96, 4) @ torch.randn(4, 128)  # of rank 4: all of it is corrected
+        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(128, 96)), MetisConfig(rank=16))
+        layer = model[0]
+        layer.weight.data.copy_(w)
+        layer.bias.data.zero_()
+        errors_ = []
+        for corrected in (frozenset(), scheme.corrected):
+            part = only(scheme, "input")
+            layer.scheme = replace(part, corrected=part.corrected & corrected)
+            y = layer.train()(x)
+            errors_.append(((y - x @ w.T).norm() / (x @ w.T).norm()).item())
+        assert errors_[1] < 0.2 * errors_[0]
+
+
+class TestConverted:
+    @pytest.mark.parametrize("scheme", ["metis", "metis-paper", "omniquant", "smoothquant"])
+    def test_the_model_has_its_own_weights_again(self, place, scheme):
+        model, before = load(place), load(place)
+        parameters = dict(model.named_parameters())
+        with converted(model, MetisConfig(scheme=scheme)) as layers:
+            assert len(layers) == 14
+        after = dict(model.named_parameters())
+        assert after.keys() == parameters.keys()
+        for name, parameter in before.named_parameters():
+            assert torch.equal(after[name], parameter), name
+            assert after[name].requires_grad
+        assert not hasattr(model.config, "quantization_config")
+
+    def test_experts(self):
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(config)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with converted(model, MetisConfig(scheme="metis-paper")):
+            pass
+        assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+class TestFiles:
+    def test_what_is_written(self, measured):
+        out, results = measured
+        assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == [
+            "cost.png", "index.html", "measured.jsonl", "results.json", "table.md"
+        ]  # fmt: skip
+        record = json.loads((out / "results.json").read_text())
+        assert [scheme["name"] for scheme in record["schemes"]] == [r.name for r in results]
+        assert record["missing"] == 0
+        table = (out / "table.md").read_text()
+        for result in results:
+            assert f"| {result.name} | {result.cost:.1f} |" in table
+        page = (out / "index.html").read_text()
+        assert "Layers under metis" in page
+        assert "Not complete" not in page
+
+    def test_nothing_is_measured_twice(self, place, measured, monkeypatch):
+        out, results = measured
+
+        def fail(*args, **kwargs):
+            raise AssertionError("measured again")
+
+        for name in ("predictions", "run_batches", "layer_errors"):
+            monkeypatch.setattr(fidelity_run, name, fail)
+        chosen = ("nvfp4-rne", "metis", "metis-paper")
+        again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
+        assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
+
+    def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
+        chosen, calls = ("nvfp4-rne", "metis"), []
+        real = fidelity_run.layer_errors
+
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(fidelity_run, "layer_errors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
+        assert "Not complete: 1 schemes" in (tmp_path / "index.html").read_text()
+        assert not (tmp_path / "gradients").exists()
+        results = fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
+        assert len(calls) == 3
+        for mine, whole in zip(results, measured[1]):
+            assert mine.batches == whole.batches
+            assert mine.gradients == whole.gradients
+
+
+class TestOtherModels:
+    def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
+        model = get_metis_model(load(place), MetisConfig(scheme="nvidia"))
+        model.save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        options = Settings(
+            str(tmp_path / "model"), place / "text.txt", schemes=("nvfp4-rne",), alone=(), **SMALL
+        )
+        (result,) = fidelity(options, tmp_path / "out")
+        assert result.batches == measured[1][0].batches
+
+    def test_a_scheme_that_diverges_is_a_row(self, place, tmp_path, monkeypatch):
+        real = fidelity_run.predictions
+
+        def broken(model, layers, ids, batch, scheme, done=lambda: None):
+            found = real(model, layers, ids, batch, scheme, done)
+            return [row | {"loss": math.nan, "kl": math.nan} for row in found]
+
+        monkeypatch.setattr(fidelity_run, "predictions", broken)
+        results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
+        assert math.isnan(results[0].rise.mean)
+        assert "| nvfp4 | 0.0 | 4.50 | not finite |" in (tmp_path / "table.md").read_text()
+
+    def test_a_scheme_that_does_not_fit_says_why(self, place, tmp_path):
+        """Rank 32 of the 32 directions of keys and values is more than half."""
+        results = fidelity(settings(place, schemes=("nvfp4",), ranks=(32,), alone=()), tmp_path)
+        assert results[1].note.startswith("rank=32 keeps 32 of 32 directions")
+        assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"schemes": ("metsi",)}, ValueError, "did you mean 'metis'?"),
+            ({"schemes": ("metis", "metis")}, ValueError, "scheme named twice: metis"),
+            ({"length": 3}, ValueError, "choose at least 3 sequences of 8 tokens"),
+            ({"length": 65}, ValueError, "do not fit the context of"),
+            ({"length": 64_000}, ValueError, "at least two sequences of 64000 are needed"),
+            ({"dtype": "float4"}, ValueError, "dtype 'float4' is not known"),
+            ({"tokens_per_step": 0}, ValueError, "tokens_per_step=0"),
+        ],
+    )
+    def test_settings(self, place, tmp_path, changes, error, message):
+        with pytest.raises(error, match=message.replace("?", r"\?")):
+            fidelity(settings(place, **changes), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_no_tokenizer(self, place, tmp_path):
+        load(place).save_pretrained(tmp_path / "model")
+        with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_another_model_s_tokenizer(self, place, tmp_path):
+        load(place).save_pretrained(tmp_path / "model")
+        documents = [Document("a", TEXT + "".join(map(chr, range(1000, 3000))))]
+        train_tokenizer(documents, 900).save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300"):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_an_encoder_decoder(self, place, tmp_path):
+        config = transformers.T5Config(
+            vocab_size=300, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
+        )
+        transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match="t5 model, not a causal language model"):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_command(self, place, tmp_path, monkeypatch, capsys):
+        command = ["metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt")]
+        command += ["--out", str(tmp_path), "--limit", "6", "--length", "16"]
+        command += ["--schemes", "nvfp4-rne", "--alone", "none"]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        printed = capsys.readouterr().out
+        assert "nvfp4-rne" in printed
+        assert "index.html" in printed
+        monkeypatch.setattr(sys, "argv", [*command, "--ranks", "8,x"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        assert "--ranks 8,x: expected whole numbers" in capsys.readouterr().err
