@@ -19,6 +19,8 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
         """Return the mean of values, one a batch."""
+        if not all(map(math.isfinite, values)):
+            return cls(math.nan)
         if len(values) < 2:
             return cls(values[0] if values else math.nan)
         return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))

@@ -20,7 +20,7 @@ def test_every_scheme_has_a_cost(scheme):
     found = of(scheme)
     assert all(share > 0 for share in found.parts.values())
     assert found.share == pytest.approx(sum(found.parts.values()))
-    assert (found.weight_bits == 16) == (scheme in ("bf16", "bf16-split"))
+    assert (found.weight_bits >= 16) == (scheme in ("bf16", "bf16-split"))
 
 
 def test_direct_schemes_add_nothing():
@@ -36,7 +36,8 @@ def test_metis_by_hand():
     # t i k of x, t o k of dy, o i k of w: once for the projection, once for the residual.
     thin = T * IN * k + T * OUT * k + OUT * IN * k
     assert found.parts["projection"] == pytest.approx(thin / GEMM)
-    assert found.parts["low_rank"] == pytest.approx(thin / GEMM, rel=0.05)  # and subtractions
+    # And the subtraction of every element, which is no product but runs beside them.
+    assert found.parts["low_rank"] == pytest.approx((thin + thin / k) / GEMM)
     # fprop's input: t i k + t k o; fprop's weight: o i k + t k o; dgrad's weight: i o k + i k t.
     corrections = T * k * (IN + OUT) + (OUT * IN * k + T * k * OUT) + (IN * OUT * k + IN * k * T)
     assert found.parts["corrections"] == pytest.approx(corrections / GEMM)
