@@ -27,9 +27,12 @@ def schemes(
     import_sources(imports)
     from rich.console import Console
 
+    from metis_hf.planning.overhead import TOKENS, scheme_overhead
     from metis_hf.schemes.listing import WIDTH, list_schemes
 
     records = list_schemes(names, mode)
+    for record in records:
+        record["extra_multiply_adds"] = round(scheme_overhead(record["name"], mode).share, 5)
     if as_json:
         typer.echo(json.dumps(records, indent=2))
         return
@@ -39,8 +42,9 @@ def schemes(
     console.print(
         "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; "
         "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means, of a "
-        f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. docs/schemes.md says what each paper left "
-        "open."
+        f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. Extra: multiply-adds beyond the three "
+        f"GEMMs of that layer where hardware multiplies FP4, in % of theirs, for {TOKENS} tokens a "
+        "step. docs/schemes.md says what each paper left open."
     )
 
 
@@ -80,6 +84,8 @@ def _operands(records: list[dict[str, Any]]) -> Any:
                 gemms = ", ".join(used.split(".")[0] for used in (slot, *users))
                 cells = _cells(operand, [operand, *users.values()])
                 table.add_row(f"  {slot.split('.')[1]}: {gemms}", *cells)
+        extra = f"{100 * record['extra_multiply_adds']:.1f} %"
+        table.add_row("  extra multiply-adds", "", "", extra)
     return table
 
 

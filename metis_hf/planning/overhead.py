@@ -15,7 +15,8 @@ from torch import nn
 from metis_hf.config import MetisConfig
 from metis_hf.layers.linear import make_layer
 from metis_hf.planning.costs import corrections_cost
-from metis_hf.schemes import Role, Scheme
+from metis_hf.schemes import Role, Scheme, build_scheme
+from metis_hf.schemes.listing import WIDTH
 
 TOKENS = 8192  # of a step, unless the caller says otherwise
 _PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
@@ -71,6 +72,22 @@ def overhead(layers: Iterable[tuple[Shape, MetisConfig]], tokens: int = TOKENS) 
             flops[kind] = flops.get(kind, 0.0) + count
     parts = {kind: count / gemm for kind, count in flops.items() if count}
     return Overhead(parts, bits / elements)
+
+
+def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) -> Overhead:
+    """Count a scheme on a layer of `WIDTH` inputs and outputs, with defaults for all else.
+
+    Args:
+        name: of a registered scheme.
+        mode: `MetisConfig.operand_mode`; a scheme without that mode is counted in its own.
+        tokens: of a step.
+    """
+    config = MetisConfig(scheme=name, operand_mode=mode)
+    try:
+        build_scheme(config, WIDTH, WIDTH)
+    except ValueError:
+        config = config.replace(operand_mode=None)
+    return overhead([((WIDTH, WIDTH), config)], tokens)
 
 
 def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:

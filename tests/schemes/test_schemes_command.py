@@ -60,7 +60,18 @@ def test_some_schemes_in_a_mode(run):
     assert halo["operands"]["wgrad.input"]["conditioner"] == "full hadamard (across)"
     assert halo["operands"]["dgrad.weight"] == {"reuses": "fprop.weight"}
     # A scheme without the mode is shown in the one that it has.
+    del nvidia["extra_multiply_adds"]
     assert list_schemes(["nvidia"], "shared") == [nvidia]
+
+
+def test_multiply_adds_beyond_the_gemms(run):
+    """Of nvidia: both operands of wgrad rotated by 16 x 16 matrices, 16 (i + o) / (3 i o) each."""
+    records = {r["name"]: r["extra_multiply_adds"] for r in json.loads(run("--json").stdout)}
+    assert records["nvfp4-rne"] == records["bf16"] == 0
+    assert records["nvidia"] == pytest.approx(16 * 2 * WIDTH / (3 * WIDTH**2), abs=1e-5)
+    assert 0.04 < records["metis"] < 0.1  # rank 64 of 4096: 4 x 2 x 64 / (3 x 4096), and its split
+    shown = f"extra multiply-adds {100 * records['metis']:.1f} %".split()
+    assert shown in [line.split() for line in run("metis").stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
