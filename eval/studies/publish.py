@@ -2,10 +2,11 @@
 
     make demo && python eval/studies/publish.py demo [--run runs/demo]
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
+    python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
 
 The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
 in docs/ that has these markers, the comparison named N between `<!-- compare N -->` and
-`<!-- end -->`.
+`<!-- end -->`, and so on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
 DEMO_FILES = ("table.md", "loss.png", "spectra.png")
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
+FIDELITY_FILES = ("table.md", "cost.png")
 CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
 
 
@@ -59,6 +61,26 @@ def publish_compare(run: Path, name: str) -> None:
     _into_pages(f"compare {name}", target)
 
 
+def publish_fidelity(run: Path, name: str) -> None:
+    """A fidelity measurement's record; of the model and the text their names."""
+    target = RESULTS / name
+    _copy(run, target, FIDELITY_FILES)
+    record = json.loads((run / "results.json").read_text())
+    settings = record["settings"]
+    record["settings"] = settings | {key: Path(settings[key]).name for key in ("model", "text")}
+    (target / "results.json").write_text(json.dumps(_rounded(record)) + "\n")
+    _into_pages(f"fidelity {name}", target)
+
+
+def _rounded(value: Any) -> Any:
+    """Return JSON with five digits of each number: more would be this machine's sums."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -92,9 +114,14 @@ def main() -> None:
     compare.add_argument(
         "--name", required=True, help="of the record and the directory below eval/results"
     )
+    fidelity = kinds.add_parser("fidelity")
+    fidelity.add_argument("--run", type=Path, required=True, help="directory of metis-hf fidelity")
+    fidelity.add_argument("--name", required=True, help="of the directory below eval/results")
     args = parser.parse_args()
     if args.kind == "demo":
         publish_demo(args.run)
+    elif args.kind == "fidelity":
+        publish_fidelity(args.run, args.name)
     else:
         publish_compare(args.run, args.name)
 

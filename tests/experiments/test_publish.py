@@ -44,6 +44,23 @@ def publish(tmp_path, monkeypatch):
     return module
 
 
+def test_a_fidelity_measurement_goes_between_its_markers(publish, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "cost.png").write_bytes(b"png")
+    (run / "table.md").write_text("| new |\n")
+    settings = {"model": "/home/me/SmolLM2", "text": "prose.txt", "length": 256}
+    record = {"settings": settings, "schemes": [{"batches": [{"loss": 3.123456789}]}]}
+    (run / "results.json").write_text(json.dumps(record))
+    (tmp_path / "README.md").write_text("<!-- fidelity real/a -->\nold\n<!-- end -->\n")
+    publish.publish_fidelity(run, "real/a")
+    shown = (tmp_path / "README.md").read_text()
+    assert shown == "<!-- fidelity real/a -->\n| new |\n<!-- end -->\n"
+    written = json.loads((tmp_path / "eval/results/real/a/results.json").read_text())
+    assert written["settings"] == settings | {"model": "SmolLM2"}
+    assert written["schemes"] == [{"batches": [{"loss": 3.1235}]}]
+
+
 def test_a_comparison_goes_between_its_markers(publish, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
