@@ -15,6 +15,8 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from metis_hf.conversion.convert import metis_layers
+
 _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
 
 
@@ -55,6 +57,8 @@ def run_batches(
 ) -> None:
     """Run forward and backward over batches [b length], training rounding, `.grad` of each alone.
 
+    Dropout is off: it would differ from one run to the next.
+
     Args:
         model: with its converted layers.
         weights: the only parameters that get a gradient.
@@ -64,7 +68,9 @@ def run_batches(
     wanted = {id(weight) for weight in weights}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in wanted)
-    model.train()
+    model.eval()
+    for _, layer in metis_layers(model):
+        layer.train()
     for number, rows in enumerate(batches):
         rows = rows.to(model.device)
         model.zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,36 +23,39 @@ def predictions(
     layers: dict[str, MetisLayer],
     ids: Tensor,
     batch: int,
-    scheme: dict[str, Scheme],
+    schemes: Sequence[dict[str, Scheme]],
     advance: Callable[[], None] = lambda: None,
-) -> list[Batch]:
-    """Compare the next-token distributions of a scheme with the exact model's, batch by batch.
+) -> list[list[Batch]]:
+    """Compare the next-token distributions of schemes with the exact model's, batch by batch.
 
-    Evaluation rounding. The exact model runs beside the scheme, on the same batch, so that no
-    logits are kept.
+    Evaluation rounding. The exact model runs once for each batch, and its logits are kept no
+    longer than that.
 
     Args:
         model: with its converted layers.
         layers: those layers.
         ids: [n length]
         batch: sequences of a batch.
-        scheme: of each layer; layers that are not named run exactly.
-        advance: called after each batch.
+        schemes: what is compared: schemes by layer; layers that are not named run exactly.
+        advance: called after each scheme of each batch.
 
     Returns:
-        For each batch: "loss" and "exact", nats per token; "kl", of the exact distribution from the
-        scheme's, nats per token; "top1", the share of tokens with the same likeliest successor.
+        For each of `schemes` and each batch: "loss" and "exact", nats per token; "kl", of the exact
+        distribution from the scheme's, nats per token; "top1", the share of tokens with the same
+        likeliest successor.
     """
     model.eval()
-    found = []
+    found: list[list[Batch]] = [[] for _ in schemes]
     for rows in ids.split(batch):
         rows = rows.to(model.device)
+        labels = rows[:, 1:].flatten()
         with running(layers):
             exact = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
-        with running(layers, scheme):
-            logits = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
-        found.append(_compare(exact, logits, rows[:, 1:].flatten()))
-        advance()
+        for scheme, batches in zip(schemes, found):
+            with running(layers, scheme):
+                logits = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
+            batches.append(_compare(exact, logits, labels))
+            advance()
     return found
 
 

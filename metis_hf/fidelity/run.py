@@ -30,7 +30,7 @@ from metis_hf.shared.records import environment, write_json
 
 LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
 # What one item costs, against a forward pass over a batch, for the time left.
-_COSTS = {LOSS: 3.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 2.0}
+_COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 1.0}
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class _Measurements:
     def __init__(self, settings: Settings, subject: Subject, out: Path, console: Console) -> None:
         self.settings, self.subject, self.out, self.console = settings, subject, out, console
         self.batches = list(subject.training.split(settings.batch))
-        self.exact: GradientFile | None = None
+        self.exact: tuple[list[str], GradientFile] | None = None  # with the layers' names
         common = digest(code_digest(), subject.identity, settings.batch, settings.device)
         self.depends = {
             name: digest(common, config.to_dict(), source_digest(config.scheme))
@@ -204,20 +204,19 @@ class _Measurements:
             return errors
         return self._alone(layers)
 
-    def _predict(self, layers: dict[str, MetisLayer], scheme, phase: str, ids=None) -> list:
-        batch = self.settings.batch
-        ids = self.subject.held_out if ids is None else ids
-        done = (lambda: self.bars.advance(LOSS)) if phase == LOSS else lambda: None
-        return predictions(self.subject.model, layers, ids, batch, scheme, done)
-
     def _loss(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
         schemes = {name: layer.scheme for name, layer in layers.items()}
-        kinds = {}
-        for kind in ("input", "weight"):
-            alone = {name: only(scheme, kind) for name, scheme in schemes.items()}
-            rows = self._predict(layers, alone, LOSS)
-            kinds[kind] = {"loss": _rise(rows), "kl": _mean(rows, "kl")}
-        return {"batches": self._predict(layers, schemes, LOSS), "kinds": kinds}
+        kinds = ("input", "weight")
+        alone = [{name: only(s, kind) for name, s in schemes.items()} for kind in kinds]
+        whole, *parts = predictions(
+            self.subject.model,
+            layers,
+            self.subject.held_out,
+            self.settings.batch,
+            [schemes, *alone],
+            lambda: self.bars.advance(LOSS),
+        )
+        return {"batches": whole, "kinds": dict(zip(kinds, map(_effect, parts)))}
 
     def _gradients(
         self, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
@@ -225,10 +224,8 @@ class _Measurements:
         parameters = list(weights.values())
         folder = self.out / "gradients"
         folder.mkdir(exist_ok=True)
-        model, done = self.subject.model, lambda _: self.bars.advance(GRADIENTS)
-        exact = GradientFile(folder / "exact", len(self.batches), parameters)
-        with running(layers):
-            run_batches(model, parameters, self.batches, lambda n: exact.put(n, parameters))
+        model = self.subject.model
+        exact = self._exact_gradients(layers, weights)
         file = GradientFile(folder / "scheme", len(self.batches), parameters)
 
         def keep(number: int) -> None:
@@ -249,25 +246,44 @@ class _Measurements:
         for kind in KINDS:
             alone = {name: only(scheme, kind) for name, scheme in schemes.items()}
             with running(layers, alone):
-                run_batches(model, parameters, self.batches[:1], lambda n: file.put(n, parameters))
-            done(0)
+                run_batches(model, parameters, self.batches[:1], keep)
             error, cosine = errors(Gram.of(exact, file).whole)
             found["kinds"][kind] = {"gradient_error": error[0], "gradient_cosine": cosine[0]}
-        exact.remove()
         file.remove()
         return found
 
+    def _exact_gradients(
+        self, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
+    ) -> GradientFile:
+        """Return the exact model's gradients; they are those of the last scheme's layers, too."""
+        names = list(weights)
+        if self.exact is None or self.exact[0] != names:
+            parameters = list(weights.values())
+            file = GradientFile(self.out / "gradients" / "exact", len(self.batches), parameters)
+            with running(layers):
+                run_batches(
+                    self.subject.model, parameters, self.batches, lambda n: file.put(n, parameters)
+                )
+            self.exact = names, file
+        return self.exact[1]
+
     def _alone(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
         """Quantize one layer at a time, on the first batch of the held-out text."""
-        ids = self.subject.held_out[: self.settings.batch]
-        found: dict[str, Any] = {"layers": {}}
-        for name, layer in layers.items():
-            rows = self._predict(layers, {name: layer.scheme}, ALONE, ids)
-            found["layers"][name] = {"loss": _rise(rows), "kl": _mean(rows, "kl")}
-            self.bars.advance(ALONE)
-        rows = self._predict(layers, {n: x.scheme for n, x in layers.items()}, ALONE, ids)
-        self.bars.advance(ALONE)
-        return found | {"whole": {"loss": _rise(rows), "kl": _mean(rows, "kl")}}
+        schemes = {name: layer.scheme for name, layer in layers.items()}
+        whole, *parts = predictions(
+            self.subject.model,
+            layers,
+            self.subject.held_out[: self.settings.batch],
+            self.settings.batch,
+            [schemes, *({name: scheme} for name, scheme in schemes.items())],
+            lambda: self.bars.advance(ALONE),
+        )
+        return {"layers": dict(zip(schemes, map(_effect, parts))), "whole": _effect(whole)}
+
+
+def _effect(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return what a scheme does to the predictions: the loss's rise in %, and the divergence."""
+    return {"loss": _rise(rows), "kl": _mean(rows, "kl")}
 
 
 def _mean(rows: Sequence[dict[str, float]], key: str) -> float:

@@ -297,6 +297,20 @@ class TestFiles:
 
 
 class TestOtherModels:
+    def test_dropout_is_no_error(self, place, tmp_path):
+        """Of a model that drops half of everything, under the scheme that quantizes nothing."""
+        config = transformers.GPT2Config(
+            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64,
+            resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
+        )  # fmt: skip
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        options = Settings(str(tmp_path / "model"), place / "text.txt", schemes=("bf16",), **SMALL)
+        (result,) = fidelity(options, tmp_path / "out")
+        assert result.gradients["error"] == [0.0, 0.0]
+        assert result.rise.mean == 0
+
     def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
         model = get_metis_model(load(place), MetisConfig(scheme="nvidia"))
         model.save_pretrained(tmp_path / "model")
@@ -311,9 +325,9 @@ class TestOtherModels:
     def test_a_scheme_that_diverges_is_a_row(self, place, tmp_path, monkeypatch):
         real = fidelity_run.predictions
 
-        def broken(model, layers, ids, batch, scheme, done=lambda: None):
-            found = real(model, layers, ids, batch, scheme, done)
-            return [row | {"loss": math.nan, "kl": math.nan} for row in found]
+        def broken(*args):
+            spoiled = {"loss": math.nan, "kl": math.nan}
+            return [[row | spoiled for row in rows] for rows in real(*args)]
 
         monkeypatch.setattr(fidelity_run, "predictions", broken)
         results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
