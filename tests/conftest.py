@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,7 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run all combinations of what tests rotate (design.py)"
     )
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,17 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, so that the last ones are short; keep the part asked for.
-
-    A part is fixed, whatever else is selected.
-    """
+    """Put files with slow tests first, so that the last ones are short."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    if part := config.getoption("--part"):
-        number, count = map(int, part.split("/"))
-        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
 
 
 def hear_interrupts() -> None:

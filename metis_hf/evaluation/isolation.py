@@ -102,7 +102,8 @@ def quiet_harness(progress: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
+    # What the owner holds may make another function at each access, as a partialmethod does.
+    original = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
