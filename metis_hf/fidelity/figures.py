@@ -31,6 +31,7 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
                       color=style.color, ms=MARKER, capsize=3, elinewidth=0.8,
                       markeredgecolor="black", markeredgewidth=0.4)  # fmt: skip
     axis.axhline(0, color="black", lw=1)
+    axis.axvline(0, color="black", lw=1)
     axis.set_xlabel(f"multiply-adds beyond the three GEMMs (%), {tokens:,} tokens a step")
     axis.set_ylabel("held-out loss above the exact model's (%)")
     axis.margins(0.12, 0.08)
