@@ -1,1 +1,1 @@
-"""What a scheme does to a given model, nothing trained: loss, gradients, operands, layers, cost."""
+"""Effects of a scheme on a given model, untrained: loss, gradients, operands, layers, cost."""

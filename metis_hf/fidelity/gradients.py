@@ -1,4 +1,4 @@
-"""How far a scheme's gradient is from the exact one: of one batch, and of the mean over batches.
+"""Errors of a scheme's gradient: of one batch, and of the mean over batches.
 
 Everything is read off the inner products of all batches' gradients, exact and in the scheme. The
 gradients themselves lie in files, fp32, 4 bytes for each weight, batch and side.
@@ -24,7 +24,7 @@ class GradientFile:
     """The gradients of some weights for each of some batches, fp32, on disk.
 
     Args:
-        path: the file; it is made anew.
+        path: the file; one of that name is overwritten.
         batches: rows.
         weights: the parameters, in order.
     """

@@ -1,4 +1,4 @@
-"""What a scheme does to a model's predictions: loss, divergence from the exact model, agreement."""
+"""Effects of schemes on predictions: loss, divergence from the exact model, agreement."""
 
 from __future__ import annotations
 

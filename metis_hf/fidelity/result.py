@@ -1,4 +1,4 @@
-"""What was found of a model in several schemes: the record, and the numbers that tables show."""
+"""Results of a model in several schemes: the record, and the numbers that tables show."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass
 class SchemeResult:
-    """What was measured of one scheme.
+    """Measurements of one scheme.
 
     Attributes:
         name: in tables: the scheme's, with the rank where several were asked for.

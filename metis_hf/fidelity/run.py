@@ -35,7 +35,7 @@ _COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 1.0}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for.
+    """The settings of a measurement.
 
     Attributes:
         model: directory or hub name.

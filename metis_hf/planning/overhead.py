@@ -26,7 +26,7 @@ Shape = tuple[int, int]  # in_features, out_features
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a scheme adds to the three GEMMs of some layers.
+    """Costs of a scheme beyond the three GEMMs of some layers.
 
     Attributes:
         parts: kind of work ("projection", "corrections", ...) -> multiply-adds over those of the
