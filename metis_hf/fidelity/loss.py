@@ -65,17 +65,12 @@ def _compare(exact: Tensor, logits: Tensor, labels: Tensor) -> Batch:
     parts = zip(exact.split(_ROWS), logits.split(_ROWS), labels.split(_ROWS))
     for p, q, label in parts:
         p, q = F.log_softmax(p.float(), -1), F.log_softmax(q.float(), -1)
-        sums += (
-            torch.stack(
-                (
-                    F.nll_loss(q, label, reduction="sum"),
-                    F.nll_loss(p, label, reduction="sum"),
-                    F.kl_div(q, p, reduction="sum", log_target=True),
-                    (p.argmax(-1) == q.argmax(-1)).sum(),
-                )
-            )
-            .double()
-            .cpu()
+        found = (
+            F.nll_loss(q, label, reduction="sum"),
+            F.nll_loss(p, label, reduction="sum"),
+            F.kl_div(q, p, reduction="sum", log_target=True),
+            (p.argmax(-1) == q.argmax(-1)).sum(),
         )
+        sums += torch.stack(found).cpu().double()  # some devices have no fp64
     loss, exact_loss, kl, top1 = (sums / len(labels)).tolist()
     return {"loss": loss, "exact": exact_loss, "kl": kl, "top1": top1}

@@ -89,7 +89,7 @@ def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
     exact = sum(b["exact"] for b in best.batches) / len(best.batches)
     found = [
         ("exact loss", f"{exact:.4f}", "nats per token, held-out"),
-        ("smallest loss rise", best.rise.text("+.2f").replace("± +", "± ") + " %", best.name),
+        ("smallest loss rise", best.rise.text("+.2f") + " %", best.name),
     ]
     graded = [r for r in finite if r.gradients]
     if graded:

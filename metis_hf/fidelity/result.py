@@ -30,7 +30,7 @@ class Estimate:
         if not math.isfinite(self.mean):
             return "not finite"
         return format(self.mean, spec) + (
-            f" ± {format(self.se, spec)}" if math.isfinite(self.se) else ""
+            f" ± {format(self.se, spec.lstrip('+'))}" if math.isfinite(self.se) else ""
         )
 
 
@@ -112,7 +112,7 @@ def cells(result: SchemeResult) -> list[str]:
     top1 = result.mean("top1")
     return [
         *head,
-        result.rise.text("+.2f").replace("± +", "± "),
+        result.rise.text("+.2f"),
         result.mean("kl").text(".4f"),
         Estimate(100 * top1.mean, 100 * top1.se).text(".1f"),
         result.gradient("error").text(".3f"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
@@ -19,7 +20,7 @@ from metis_hf.fidelity.loss import predictions
 from metis_hf.fidelity.operands import KINDS, layer_errors, only
 from metis_hf.fidelity.page import write_outputs
 from metis_hf.fidelity.result import SchemeResult
-from metis_hf.fidelity.subject import Subject, converted, converts, open_subject, running, trainable
+from metis_hf.fidelity.subject import Subject, converted, open_subject, running, trainable
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.planning.overhead import TOKENS, overhead
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names, source_digest
@@ -69,7 +70,8 @@ class Settings:
         """Return (name in tables, config) of everything to measure.
 
         Raises:
-            ValueError: a scheme is not registered, or named twice; a rank is not positive.
+            ValueError: a scheme is not registered; a scheme or a rank is given twice; `alone` names
+                something else; a rank is not positive.
         """
         names = self.schemes or tuple(name for name in scheme_names() if name != CONTROL)
         for name in names:
@@ -77,10 +79,17 @@ class Settings:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"scheme named twice: {', '.join(twice)}")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ranks {', '.join(map(str, self.ranks))}: one is given twice")
         found = [(name, MetisConfig(scheme=name, seed=self.seed)) for name in names]
-        return found + [
+        found += [
             (f"metis, rank {rank}", MetisConfig(rank=rank, seed=self.seed)) for rank in self.ranks
         ]
+        for name in self.alone or ():
+            if name not in dict(found):
+                measured = ", ".join(name for name, _ in found)
+                raise ValueError(f"alone: {name!r} is not among what is measured: {measured}")
+        return found
 
 
 def fidelity(settings: Settings, out: Path, console: Console | None = None) -> list[SchemeResult]:
@@ -129,7 +138,7 @@ class _Measurements:
         alone = self.settings.alone
         alone = (candidates[0][0],) if alone is None else alone
         loss = len(self.subject.held_out.split(self.settings.batch))
-        with converted(self.subject.model, MetisConfig()) as layers:
+        with converted(self.subject.model, MetisConfig(scheme=CONTROL)) as layers:
             count = len(layers)
         phases = {
             LOSS: (3 * loss * len(candidates), _COSTS[LOSS]),
@@ -165,21 +174,23 @@ class _Measurements:
 
     def _measure(self, name: str, config: MetisConfig, alone: bool) -> SchemeResult:
         result = SchemeResult(name, config.scheme, config.rank)
-        parts = [LOSS, GRADIENTS, OPERANDS, "overhead", *([ALONE] if alone else [])]
+        parts = [LOSS, GRADIENTS, OPERANDS, *([ALONE] if alone else [])]
         found = {part: self.store.get(part, name, "", self.depends[name]) for part in parts}
         missing = [part for part, value in found.items() if value is None]
-        if missing:
-            refused = converts(self.subject.model, config)
-            if refused:
-                result.note = refused
+        with contextlib.ExitStack() as stack:
+            try:
+                layers = stack.enter_context(converted(self.subject.model, config))
+            except ValueError as error:
+                result.note = str(error)
                 return result
-            with converted(self.subject.model, config) as layers:
-                weights = trainable(layers)
-                for part in missing:
-                    value = self._part(part, layers, weights)
-                    self.store.put(part, name, "", self.depends[name], value)
-                    found[part] = value
-        result.overhead, result.weight_bits = found["overhead"]
+            shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+            cost = overhead(shapes, self.settings.tokens_per_step)
+            result.overhead, result.weight_bits = dict(cost.parts), cost.weight_bits
+            weights = trainable(layers)
+            for part in missing:
+                value = self._part(part, layers, weights)
+                self.store.put(part, name, "", self.depends[name], value)
+                found[part] = value
         result.batches, result.kinds = found[LOSS]["batches"], found[LOSS]["kinds"]
         for kind, values in found[GRADIENTS]["kinds"].items():
             result.kinds.setdefault(kind, {}).update(values)
@@ -190,18 +201,14 @@ class _Measurements:
     def _part(
         self, part: str, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
     ) -> Any:
-        if part == "overhead":
-            shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
-            cost = overhead(shapes, self.settings.tokens_per_step)
-            return dict(cost.parts), cost.weight_bits
         if part == LOSS:
             return self._loss(layers)
         if part == GRADIENTS:
             return self._gradients(layers, weights)
         if part == OPERANDS:
-            errors = layer_errors(self.subject.model, layers, weights, self.batches[0])
+            found = layer_errors(self.subject.model, layers, weights, self.batches[0])
             self.bars.advance(OPERANDS)
-            return errors
+            return found
         return self._alone(layers)
 
     def _loss(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:

@@ -30,14 +30,12 @@ class Subject:
     """A causal language model in its dense weights, and tokens of a text.
 
     Attributes:
-        name: of the model.
         model: dense; on its device.
         held_out: sequences for the loss [n length].
         training: sequences for gradients [m length].
         identity: what tells this model from another, JSON-ready.
     """
 
-    name: str
     model: PreTrainedModel
     held_out: Tensor
     training: Tensor
@@ -90,16 +88,12 @@ def open_subject(
         if one is not None:
             one.use_cache = False
     training = max(1, len(ids) // 3)
-    return Subject(
-        name, model, ids[:-training], ids[-training:], _identity(checkpoint.path, ids, dtype)
-    )
+    return Subject(model, ids[:-training], ids[-training:], _identity(checkpoint.path, ids, dtype))
 
 
 def _token_ids(checkpoint: Checkpoint, text: Path, sequences: int, length: int) -> Tensor:
     content = text.read_text(encoding="utf-8")
-    if not any((checkpoint.path / file).exists() for file in TOKENIZER_FILES[:-2]) and not any(
-        checkpoint.path.glob("*.model")
-    ):
+    if not any(file for pattern in TOKENIZER_FILES for file in checkpoint.path.glob(pattern)):
         raise FileNotFoundError(
             f"{checkpoint.path} has no tokenizer; save the model's own there with "
             "tokenizer.save_pretrained"
@@ -151,15 +145,6 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
                 parameter.data.copy_(fused[name])
             parameter.requires_grad_(needs_grad[name])
             parameter.grad = None
-
-
-def converts(model: PreTrainedModel, config: MetisConfig) -> str:
-    """Return why a model cannot be converted; empty if it can."""
-    try:
-        with converted(model, config):
-            return ""
-    except ValueError as error:
-        return str(error)
 
 
 @contextlib.contextmanager
