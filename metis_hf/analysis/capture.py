@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from metis_hf.analysis.source import WeightSource
+from metis_hf.data.sequences import read_sequences
 from metis_hf.shared.quiet import quiet
 
 MICRO_BATCH = 8  # sequences
@@ -38,8 +39,7 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
         raise ValueError(
             f"{sequences} sequences of {length} tokens; choose at least 1 of {MIN_LENGTH}"
         )
-    content = text.read_text(encoding="utf-8")
-    if not content.strip():
+    if not text.read_text(encoding="utf-8").strip():
         raise ValueError(
             f"{text} is empty; activations need at least {length} tokens of text, one sequence"
         )
@@ -56,16 +56,13 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
             "out: weights need none"
         )
     tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
-    # A long text is cut before it is tokenized; no token of a language model is longer.
-    ids = tokenizer(content[: 32 * sequences * length], add_special_tokens=False, verbose=False)
-    tokens: list[int] = ids["input_ids"]
-    count = min(sequences, len(tokens) // length)
-    if not count:
+    ids, tokens = read_sequences(tokenizer, text, sequences, length)
+    if not len(ids):
         raise ValueError(
-            f"{text} has {len(tokens)} tokens, fewer than one sequence of {length}; give a longer "
+            f"{text} has {tokens} tokens, fewer than one sequence of {length}; give a longer "
             "text, or shorter sequences"
         )
-    return torch.tensor(tokens[: count * length]).view(count, length)
+    return ids
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:

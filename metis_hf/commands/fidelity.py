@@ -40,6 +40,9 @@ def fidelity(
         str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Measure what four-bit schemes do to a model, nothing trained.
@@ -75,6 +78,7 @@ def fidelity(
         dtype=dtype,
         device=device,
         seed=seed,
+        tokenizer=tokenizer,
     )
     out = out or Path("runs") / f"fidelity-{Path(model).name}"
     console = Console()

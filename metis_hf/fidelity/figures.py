@@ -57,7 +57,8 @@ def layers_figure(result: SchemeResult) -> bytes:
         lower.plot(places, [v[kind] for v in values], ".", ms=4, color=color, label=kind)
     upper.set_ylabel("SQNR of operands (dB)")
     lower.set_ylabel("relative error of products")
-    lower.set_yscale("log")
+    if any(v[kind] > 0 for v in values for kind in ("y", "dx", "dw")):
+        lower.set_yscale("log")
     lower.set_xlabel("layer, in the order of the model")
     for axis in (upper, lower):
         axis.grid(alpha=0.3)

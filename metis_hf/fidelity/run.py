@@ -41,6 +41,7 @@ class Settings:
     Attributes:
         model: directory or hub name.
         text: UTF-8 file.
+        tokenizer: directory of another tokenizer than the model's own.
         schemes: names; None: all but the control.
         ranks: further ranks at which `metis` is measured.
         alone: schemes whose layers are quantized one at a time; None: the first.
@@ -65,6 +66,7 @@ class Settings:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
+    tokenizer: str | None = None
 
     def candidates(self) -> list[tuple[str, MetisConfig]]:
         """Return (name in tables, config) of everything to measure.
@@ -108,6 +110,7 @@ def fidelity(settings: Settings, out: Path, console: Console | None = None) -> l
     subject = open_subject(
         settings.model,
         settings.text,
+        tokenizer=settings.tokenizer,
         sequences=settings.sequences,
         length=settings.length,
         batch=settings.batch,
@@ -126,12 +129,9 @@ class _Measurements:
         self.settings, self.subject, self.out, self.console = settings, subject, out, console
         self.batches = list(subject.training.split(settings.batch))
         self.exact: tuple[list[str], GradientFile] | None = None  # with the layers' names
-        common = digest(code_digest(), subject.identity, settings.batch, settings.device)
-        self.depends = {
-            name: digest(common, config.to_dict(), source_digest(config.scheme))
-            for name, config in settings.candidates()
-        }
-        self.store = Store(out, set(self.depends.values()))
+        # What every measurement depends on; those of schemes that are not asked for now stay.
+        self.depends = digest(code_digest(), subject.identity, settings.batch, settings.device)
+        self.store = Store(out, {self.depends})
 
     def run(self, candidates: Sequence[tuple[str, MetisConfig]]) -> list[SchemeResult]:
         """Measure all candidates."""
@@ -175,7 +175,8 @@ class _Measurements:
     def _measure(self, name: str, config: MetisConfig, alone: bool) -> SchemeResult:
         result = SchemeResult(name, config.scheme, config.rank)
         parts = [LOSS, GRADIENTS, OPERANDS, *([ALONE] if alone else [])]
-        found = {part: self.store.get(part, name, "", self.depends[name]) for part in parts}
+        kind = digest(config.to_dict(), source_digest(config.scheme))
+        found = {part: self.store.get(part, name, kind, self.depends) for part in parts}
         missing = [part for part, value in found.items() if value is None]
         with contextlib.ExitStack() as stack:
             try:
@@ -189,7 +190,7 @@ class _Measurements:
             weights = trainable(layers)
             for part in missing:
                 value = self._part(part, layers, weights)
-                self.store.put(part, name, "", self.depends[name], value)
+                self.store.put(part, name, kind, self.depends, value)
                 found[part] = value
         result.batches, result.kinds = found[LOSS]["batches"], found[LOSS]["kinds"]
         for kind, values in found[GRADIENTS]["kinds"].items():

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.evaluation.checkpoints import TOKENIZER_FILES, Checkpoint, open_model
+from metis_hf.data.sequences import read_sequences
+from metis_hf.evaluation.checkpoints import open_model
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.shared.quiet import quiet
 
 MIN_LENGTH = 8  # tokens of a sequence
-_CHARACTERS = 32  # of a token, at most: a long text is cut before it is tokenized
 
 
 @dataclass
@@ -43,7 +43,15 @@ class Subject:
 
 
 def open_subject(
-    name: str, text: Path, *, sequences: int, length: int, batch: int, dtype: str, device: str
+    name: str,
+    text: Path,
+    *,
+    tokenizer: str | None,
+    sequences: int,
+    length: int,
+    batch: int,
+    dtype: str,
+    device: str,
 ) -> Subject:
     """Open a model and the beginning of a text, and refuse what cannot be measured.
 
@@ -53,6 +61,7 @@ def open_subject(
         name: a checkpoint, run or hub name; a converted or packed model counts in the dense
             weights that it represents.
         text: a UTF-8 file.
+        tokenizer: a directory with another tokenizer than the checkpoint's own.
         sequences: at most so many of the text.
         length: tokens of each.
         batch: sequences of a batch.
@@ -60,8 +69,9 @@ def open_subject(
         device: such as "cpu" or "cuda".
 
     Raises:
-        FileNotFoundError: no such model or file; no tokenizer.
-        ValueError: no causal language model; a text too short; tokens that the model does not have.
+        FileNotFoundError: no such model or file.
+        ValueError: no tokenizer; no causal language model; a text too short; tokens that the model
+            does not have.
     """
     if length < MIN_LENGTH or sequences < 3 or batch < 1:
         raise ValueError(
@@ -71,7 +81,12 @@ def open_subject(
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
     checkpoint = open_model(name)
-    ids = _token_ids(checkpoint, text, sequences, length)
+    ids, tokens = read_sequences(checkpoint.tokenizer(tokenizer), text, sequences, length)
+    if len(ids) < 2:
+        raise ValueError(
+            f"{text} has {tokens} tokens; at least two sequences of {length} are needed, one for "
+            "the loss and one for a gradient. Give a longer text, or a smaller --length"
+        )
     with quiet():
         model = checkpoint.load("dense", dtype, torch.device(device))
     embeddings: Any = model.get_input_embeddings()
@@ -88,32 +103,9 @@ def open_subject(
         if one is not None:
             one.use_cache = False
     training = max(1, len(ids) // 3)
-    return Subject(model, ids[:-training], ids[-training:], _identity(checkpoint.path, ids, dtype))
-
-
-def _token_ids(checkpoint: Checkpoint, text: Path, sequences: int, length: int) -> Tensor:
-    content = text.read_text(encoding="utf-8")
-    if not any(file for pattern in TOKENIZER_FILES for file in checkpoint.path.glob(pattern)):
-        raise FileNotFoundError(
-            f"{checkpoint.path} has no tokenizer; save the model's own there with "
-            "tokenizer.save_pretrained"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
-    part = content[: _CHARACTERS * sequences * length]
-    tokens = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-    count = min(sequences, len(tokens) // length)
-    if count < 2:
-        raise ValueError(
-            f"{text} has {len(tokens)} tokens; at least two sequences of {length} are needed, one "
-            "for the loss and one for a gradient. Give a longer text, or a smaller --length"
-        )
-    return torch.tensor(tokens[: count * length]).view(count, length)
-
-
-def _identity(path: Path, ids: Tensor, dtype: str) -> Any:
-    files = [(file.name, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
-    sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-    return [sizes, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), list(ids.shape), dtype]
+    of_text = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    identity = [checkpoint.fingerprint(), of_text, list(ids.shape), dtype]
+    return Subject(model, ids[:-training], ids[-training:], identity)
 
 
 @contextlib.contextmanager

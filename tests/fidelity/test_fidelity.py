@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 
@@ -274,6 +275,14 @@ class TestFiles:
         again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
         assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
 
+    def test_another_step_has_another_cost(self, place, measured, tmp_path):
+        out, (_, metis, *_) = measured
+        shutil.copytree(out, tmp_path / "out")
+        options = settings(place, schemes=("metis",), alone=(), tokens_per_step=512)
+        (again,) = fidelity(options, tmp_path / "out")
+        assert again.batches == metis.batches
+        assert again.cost > metis.cost
+
     def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
         chosen, calls = ("nvfp4-rne", "metis"), []
         real = fidelity_run.layer_errors
@@ -350,6 +359,8 @@ class TestBadInput:
             ({"length": 3}, ValueError, "choose at least 3 sequences of 8 tokens"),
             ({"length": 65}, ValueError, "do not fit the context of"),
             ({"length": 64_000}, ValueError, "at least two sequences of 64000 are needed"),
+            ({"ranks": (8, 8)}, ValueError, "ranks 8, 8: one is given twice"),
+            ({"alone": ("nvida",)}, ValueError, "'nvida' is not among what is measured"),
             ({"dtype": "float4"}, ValueError, "dtype 'float4' is not known"),
             ({"tokens_per_step": 0}, ValueError, "tokens_per_step=0"),
         ],
@@ -361,10 +372,11 @@ class TestBadInput:
 
     def test_no_tokenizer(self, place, tmp_path):
         load(place).save_pretrained(tmp_path / "model")
-        with pytest.raises(FileNotFoundError, match="has no tokenizer"):
-            fidelity(
-                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
-            )
+        bare = Settings(str(tmp_path / "model"), place / "text.txt", **SMALL)
+        with pytest.raises(ValueError, match="holds no tokenizer"):
+            fidelity(bare, tmp_path / "out")
+        given = replace(bare, tokenizer=str(place / "model"), schemes=("bf16",), alone=())
+        assert fidelity(given, tmp_path / "out")[0].rise.mean == 0
 
     def test_another_model_s_tokenizer(self, place, tmp_path):
         load(place).save_pretrained(tmp_path / "model")
