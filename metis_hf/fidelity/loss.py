@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,8 @@ def predictions(
     """Compare the next-token distributions of schemes with the exact model's, batch by batch.
 
     Evaluation rounding. The exact model runs once for each batch, and its logits are kept no
-    longer than that.
+    longer than that. Where a scheme names some layers only, those that run before them are not
+    computed a second time: the exact outputs of the batch's layers are then held in memory.
 
     Args:
         model: with its converted layers.
@@ -49,14 +51,69 @@ def predictions(
     for rows in ids.split(batch):
         rows = rows.to(model.device)
         labels = rows[:, 1:].flatten()
-        with running(layers):
+        outputs = _ExactOutputs(layers)
+        partial = any(len(scheme) < len(layers) for scheme in schemes)
+        with running(layers), outputs.recorded() if partial else contextlib.nullcontext():
             exact = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
         for scheme, batches in zip(schemes, found):
-            with running(layers, scheme):
+            with running(layers, scheme), outputs.given_before(scheme):
                 logits = model(input_ids=rows).logits[:, :-1].flatten(0, 1)
             batches.append(_compare(exact, logits, labels))
             advance()
     return found
+
+
+class _ExactOutputs:
+    """The outputs of layers in an exact run, given again where nothing before them has changed.
+
+    A layer that runs more than once in a pass is computed always.
+    """
+
+    def __init__(self, layers: dict[str, MetisLayer]) -> None:
+        self.layers = layers
+        self.found: dict[str, Tensor | None] = {}  # in the order of first runs; None: ran again
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the outputs of a forward pass that runs in the block."""
+
+        def record(name: str):
+            def hook(_layer: MetisLayer, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                # A copy: some models add to a layer's output in place.
+                self.found[name] = None if name in self.found else output.clone()
+
+            return hook
+
+        handles = [layer.register_forward_hook(record(name)) for name, layer in self.layers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def given_before(self, names: Collection[str]) -> Iterator[None]:
+        """Give the recorded outputs, for the block, of layers that ran before all of `names`."""
+        order = list(self.found)
+        first = min((order.index(name) for name in names if name in self.found), default=len(order))
+        given = [name for name in order[:first] if self.found[name] is not None]
+        for name in given:
+            self.layers[name].forward = _Given(self.found[name])
+        try:
+            yield
+        finally:
+            for name in given:
+                del self.layers[name].forward
+
+
+class _Given:
+    """A forward pass that returns a copy of an output that is known."""
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+
+    def __call__(self, *_args: object, **_kwargs: object) -> Tensor:
+        return self.output.clone()
 
 
 def _compare(exact: Tensor, logits: Tensor, labels: Tensor) -> Batch:
