@@ -96,14 +96,15 @@ class _ExactOutputs:
         """Give the recorded outputs, for the block, of layers that ran before all of `names`."""
         order = list(self.found)
         first = min((order.index(name) for name in names if name in self.found), default=len(order))
-        given = [name for name in order[:first] if self.found[name] is not None]
-        for name in given:
-            self.layers[name].forward = _Given(self.found[name])
+        before = [(self.layers[name], self.found[name]) for name in order[:first]]
+        given = [(layer, output) for layer, output in before if output is not None]
+        for layer, output in given:
+            vars(layer)["forward"] = _Given(output)
         try:
             yield
         finally:
-            for name in given:
-                del self.layers[name].forward
+            for layer, _ in given:
+                del vars(layer)["forward"]
 
 
 class _Given:
