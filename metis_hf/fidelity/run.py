@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,16 @@ from metis_hf.fidelity.loss import predictions
 from metis_hf.fidelity.operands import KINDS, layer_errors, only
 from metis_hf.fidelity.page import write_outputs
 from metis_hf.fidelity.result import SchemeResult
-from metis_hf.fidelity.subject import Subject, converted, open_subject, running, trainable
+from metis_hf.fidelity.subject import (
+    MIN_LENGTH,
+    Subject,
+    converted,
+    open_subject,
+    running,
+    trainable,
+)
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.planning.overhead import TOKENS, overhead
+from metis_hf.planning.overhead import TOKENS, inputs_of, overhead
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names, source_digest
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.measured import Store, code_digest, digest
@@ -128,6 +135,7 @@ class _Measurements:
     def __init__(self, settings: Settings, subject: Subject, out: Path, console: Console) -> None:
         self.settings, self.subject, self.out, self.console = settings, subject, out, console
         self.batches = list(subject.training.split(settings.batch))
+        self.inputs: dict[str, Hashable] = {}  # layer -> the tensor that it reads
         self.exact: tuple[list[str], GradientFile] | None = None  # with the layers' names
         # What every measurement depends on; those of schemes that are not asked for now stay.
         self.depends = digest(code_digest(), subject.identity, settings.batch, settings.device)
@@ -139,12 +147,13 @@ class _Measurements:
         alone = (candidates[0][0],) if alone is None else alone
         loss = len(self.subject.held_out.split(self.settings.batch))
         with converted(self.subject.model, MetisConfig(scheme=CONTROL)) as layers:
-            count = len(layers)
+            few = self.subject.held_out[:1, :MIN_LENGTH].to(self.subject.model.device)
+            self.inputs = inputs_of(self.subject.model, layers, few)
         phases = {
             LOSS: (3 * loss * len(candidates), _COSTS[LOSS]),
             GRADIENTS: ((len(self.batches) + len(KINDS)) * len(candidates), _COSTS[GRADIENTS]),
             OPERANDS: (len(candidates), _COSTS[OPERANDS]),
-            ALONE: ((count + 1) * len(alone), _COSTS[ALONE]),
+            ALONE: ((len(self.inputs) + 1) * len(alone), _COSTS[ALONE]),
         }
         results: list[SchemeResult] = []
         try:
@@ -185,7 +194,8 @@ class _Measurements:
                 result.note = str(error)
                 return result
             shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
-            cost = overhead(shapes, self.settings.tokens_per_step)
+            reads = [self.inputs.get(name, name) for name in layers]
+            cost = overhead(shapes, self.settings.tokens_per_step, reads)
             result.overhead, result.weight_bits = dict(cost.parts), cost.weight_bits
             weights = trainable(layers)
             for part in missing:

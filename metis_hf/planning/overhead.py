@@ -6,14 +6,15 @@ codes, and nothing is put together again: hardware multiplies codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metis_hf.config import MetisConfig
 from metis_hf.layers.linear import make_layer
+from metis_hf.operands import Operand
 from metis_hf.planning.costs import corrections_cost
 from metis_hf.schemes import Role, Scheme, build_scheme
 from metis_hf.schemes.listing import WIDTH
@@ -43,7 +44,11 @@ class Overhead:
         return sum(self.parts.values())
 
 
-def overhead(layers: Iterable[tuple[Shape, MetisConfig]], tokens: int = TOKENS) -> Overhead:
+def overhead(
+    layers: Iterable[tuple[Shape, MetisConfig]],
+    tokens: int = TOKENS,
+    reads: Sequence[Hashable] | None = None,
+) -> Overhead:
     """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
 
     Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
@@ -52,10 +57,14 @@ def overhead(layers: Iterable[tuple[Shape, MetisConfig]], tokens: int = TOKENS) 
     Args:
         layers: (in_features, out_features) and config of each layer.
         tokens: that the step's weights are shared by.
+        reads: for each layer, a name of the tensor that it reads, as `inputs_of` finds it. Layers
+            that read one tensor with equal operands (query, key and value) split it once. None: a
+            tensor each.
     """
     flops: dict[str, float] = {}
     gemm = bits = elements = 0.0
-    for (i, o), config in layers:
+    encoded: set[tuple[Hashable, Operand | None, int]] = set()
+    for number, ((i, o), config) in enumerate(layers):
         weight = nn.Parameter(torch.empty(o, i, device="meta"))
         layer = make_layer(weight, None, config, name="layer")
         scheme = layer.scheme
@@ -63,6 +72,11 @@ def overhead(layers: Iterable[tuple[Shape, MetisConfig]], tokens: int = TOKENS) 
         bits += i * o * scheme.weight_bits(o, i)
         elements += i * o
         for role, shape, dim in _places(tokens, i, o):
+            if reads is not None and role in (Role.FPROP_INPUT, Role.WGRAD_INPUT):
+                key = reads[number], scheme.operand(role), dim
+                if key in encoded:
+                    continue
+                encoded.add(key)
             for kind, count in _encoding(scheme, role, shape, dim).items():
                 flops[kind] = flops.get(kind, 0.0) + count
         corrections = corrections_cost(layer, tokens, tuple(Role)).corrections
@@ -88,6 +102,35 @@ def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) ->
     except ValueError:
         config = config.replace(operand_mode=None)
     return overhead([((WIDTH, WIDTH), config)], tokens)
+
+
+def inputs_of(
+    model: nn.Module, layers: Mapping[str, nn.Module], ids: Tensor
+) -> dict[str, Hashable]:
+    """Run a model on token ids [b length], and name the tensor that each layer reads.
+
+    Returns:
+        Equal values for layers that read the same tensor; a layer that does not run has one of its
+        own.
+    """
+    found: dict[str, Hashable] = {name: name for name in layers}
+    held: list[Tensor] = []  # so that no two tensors have one identity
+
+    def note(name: str):
+        def hook(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            held.append(inputs[0])
+            found[name] = id(inputs[0])
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        with torch.no_grad():
+            model(input_ids=ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:

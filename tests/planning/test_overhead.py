@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
-from metis_hf import MetisConfig, scheme_names
-from metis_hf.planning.overhead import overhead
+from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
+from metis_hf.planning.overhead import inputs_of, overhead
 
 IN, OUT, T = 512, 384, 8192
 GEMM = 3 * T * IN * OUT
@@ -41,6 +43,40 @@ def test_metis_by_hand():
     # fprop's input: t i k + t k o; fprop's weight: o i k + t k o; dgrad's weight: i o k + i k t.
     corrections = T * k * (IN + OUT) + (OUT * IN * k + T * k * OUT) + (IN * OUT * k + IN * k * T)
     assert found.parts["corrections"] == pytest.approx(corrections / GEMM)
+
+
+def test_layers_that_read_one_tensor_split_it_once():
+    k, layers = 16, [((IN, OUT), MetisConfig(scheme="metis", rank=16))] * 3
+    apart, together = overhead(layers, T), overhead(layers, T, ["x", "x", "y"])
+    assert apart.share == pytest.approx(of("metis", rank=k).share)
+    thin = 2 * T * IN * k + 3 * T * OUT * k + 3 * OUT * IN * k
+    assert together.parts["projection"] == pytest.approx(thin / (3 * GEMM))
+    assert together.parts["corrections"] == pytest.approx(apart.parts["corrections"])
+    # Of another rank it is another operand.
+    layers[1] = ((IN, OUT), MetisConfig(scheme="metis", rank=32))
+    assert overhead(layers, T, ["x", "x", "y"]) == overhead(layers, T)
+    # In contraction mode wgrad's copy is split apart, and both are shared.
+    own = [((IN, OUT), MetisConfig(scheme="metis", rank=16, operand_mode="contraction"))] * 2
+    thin = 2 * T * IN * k + 4 * T * OUT * k + 4 * OUT * IN * k
+    found = overhead(own, T, ["x", "x"])
+    assert found.parts["projection"] == pytest.approx(thin / (2 * GEMM))
+
+
+def test_inputs_of_a_llama():
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = get_metis_model(transformers.LlamaForCausalLM(config).eval())
+    layers = {name.split("layers.")[1]: layer for name, layer in metis_layers(model)}
+    found = inputs_of(model, layers | {"unused": torch.nn.Linear(2, 2)}, torch.arange(8)[None])
+    groups = {}
+    for name, key in found.items():
+        groups.setdefault(key, []).append(name)
+    attention = [[f"{n}.self_attn.{kind}_proj" for kind in "qkv"] for n in range(2)]
+    mlp = [[f"{n}.mlp.{kind}_proj" for kind in ("gate", "up")] for n in range(2)]
+    single = [[f"{n}.{kind}_proj"] for n in range(2) for kind in ("self_attn.o", "mlp.down")]
+    assert sorted(groups.values()) == sorted([*attention, *mlp, *single, ["unused"]])
 
 
 def test_more_tokens_share_the_weight_s_split():
