@@ -32,7 +32,7 @@ from reference_formats import e2m1_nearest as e2m1_nearest
 from reference_formats import midpoints as midpoints
 
 Tile = Literal["row", "square", "tensor"]
-ScaleRule = Literal["absmax", "four-over-six", "six"]
+ScaleRule = Literal["absmax", "four-over-six", "search", "six"]
 
 # Four Over Six: the tensor's largest block has to be able to grow by 1.5 without saturating.
 FOUR_OVER_SIX_MAX = 256.0
@@ -115,28 +115,38 @@ def _squared_error(codes: list, scale: np.float32, wanted: list) -> float:
     return sum((float(c) * float(scale) - float(w)) ** 2 for c, w in zip(codes, wanted))
 
 
-def four_over_six_scale(
+TRIED = {
+    "six": (1.0,),
+    "four-over-six": (1.0, 1.5),
+    "search": (1.0, 0.95, 1.05, 1.4, 1.5, 1.6),
+}
+
+
+def least_error_scale(
     block: np.ndarray,
     fmt: Format,
     s_enc: np.float32,
     rounding: ScaleRounding,
-    scale_rule: ScaleRule = "four-over-six",
+    scale_rule: ScaleRule,
 ) -> Scale:
     """TransformerEngine's 4over6: amax on 6 or on 4, 4 only if its squared error is smaller.
 
-    `scale_rule="six"` always takes 6, with the same tensor scale and the same two roundings.
+    "search" tries further scales in the same way. "six" always takes 6, with the same tensor scale
+    and the same two roundings.
     """
     base = (_amax(block) / F32(6)) * s_enc
     if not np.isfinite(base):
         return Scale(F32(np.nan), F32(np.nan))
-    six = _e4m3_scale(base, F32(1) / s_enc, rounding)
-    four = _e4m3_scale(base * F32(1.5), F32(1) / s_enc, rounding)
     wanted = [value * s_enc for value in block]
-    errors = [
-        _squared_error(_codes(block, scale.encode, fmt.element)[0], scale.decode, wanted)
-        for scale in (six, four)
-    ]
-    return four if scale_rule == "four-over-six" and errors[1] < errors[0] else six
+    best, smallest = None, np.inf
+    for factor in TRIED[scale_rule]:
+        scale = _e4m3_scale(base * F32(factor), F32(1) / s_enc, rounding)
+        codes = _codes(block, scale.encode, fmt.element)[0]
+        error = _squared_error(codes, scale.decode, wanted)
+        if best is None or error < smallest:
+            best, smallest = scale, error
+    assert best is not None
+    return best
 
 
 def fake_quantize(
@@ -171,7 +181,7 @@ def fake_quantize(
             if scale_rule == "absmax":
                 scale = absmax_scale(_amax(flat), form, s_enc, scale_rounding)
             else:
-                scale = four_over_six_scale(flat, form, s_enc, scale_rounding, scale_rule)
+                scale = least_error_scale(flat, form, s_enc, scale_rounding, scale_rule)
             block_codes, block_scaled = _codes(flat, scale.encode, form.element)
             block_values = [(code * scale.decode) * inv_global for code in block_codes]
             codes[index] = np.array(block_codes, F32).reshape(shape)

@@ -49,7 +49,7 @@ def schemes(
 
 
 # What block scales are rounded like, by rule.
-_SCALES = {"absmax": "{}", "four-over-six": "{} 4/6", "eden": "corrected"}
+_SCALES = {"absmax": "{}", "four-over-six": "{} 4/6", "search": "{} search", "eden": "corrected"}
 
 
 def _overview(records: list[dict[str, Any]]) -> Any:

@@ -24,14 +24,15 @@ from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
     SCALE_NOISE,
+    TRIED_SCALES,
     ScaleRounding,
     ScaleRule,
     TensorScale,
     block_scale,
     clipping_scale,
     corrected_scale,
-    four_over_six,
     largest_scale,
+    least_error_scale,
     tensor_scale,
 )
 
@@ -117,9 +118,9 @@ class QuantizerDefinition:
                 f'tile="tensor" is one fp32 scale for all, and the scales of {fmt.name} are '
                 f'{scale.name}; choose tile="row" or "square", or format fp8-e4m3 or int4'
             )
-        if self.scale_rule is ScaleRule.FOUR_OVER_SIX and fmt != NVFP4:
+        if self.scale_rule in TRIED_SCALES and fmt != NVFP4:
             raise ValueError(
-                f'scale_rule="four-over-six" chooses between the NVFP4 codes 4 and 6, '
+                f'scale_rule="{self.scale_rule.value}" chooses between the NVFP4 codes 4 and 6, '
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
         if self.scale_rule is ScaleRule.EDEN and fmt != NVFP4:
@@ -164,8 +165,10 @@ class QuantizerDefinition:
         tensor = None
         if self.two_level:
             tensor = tensor_scale(amax.amax(), self.fmt, largest_scale(self.fmt, self.scale_rule))
-        if self.scale_rule is ScaleRule.FOUR_OVER_SIX:
-            scale, inverse = four_over_six(x, amax, dims, self.fmt, self.scale_rounding, tensor)
+        if self.scale_rule in TRIED_SCALES:
+            scale, inverse = least_error_scale(
+                x, amax, dims, self.fmt, self.scale_rounding, tensor, self.scale_rule
+            )
         elif self.scale_rule is ScaleRule.EDEN:
             scale, inverse = clipping_scale(amax, self.fmt, self.scale_rounding, tensor)
         else:

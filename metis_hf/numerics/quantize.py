@@ -118,9 +118,9 @@ def fake_quantize(
             is lost.
         tile: "row" (1 x block size; the whole row for "fp8-*"), "square" (block size x block size
             over the last two dimensions) or "tensor" (one scale; for fp32 scales).
-        scale_rule: "absmax", "four-over-six" (arXiv 2512.02010; NVFP4 only) or "eden" (arXiv
-            2601.22813; NVFP4 only): unbiased for a tensor in a random basis, with noise in the
-            scales alone.
+        scale_rule: "absmax"; for NVFP4 only: "four-over-six" (arXiv 2512.02010), "search" (six
+            scales in the same way) or "eden" (arXiv 2601.22813: unbiased in a random basis,
+            with noise in the scales alone).
         generator: source of the stochastic noise; None draws from torch's default generator.
 
     Returns:

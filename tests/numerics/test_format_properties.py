@@ -325,11 +325,13 @@ SMALLEST_SAFE_SCALES = {
     ("nvfp4", "up"): 6 * 2.0**-9,
     ("nvint4", "nearest"): 8 * 2.0**-9,
 }
+# A search may clip the tensor's largest element, and the tensor's scale changes with it.
 STABLE = [
     options
     for options in OPTIONS
     if (options["fmt"], options.get("scale_rounding")) in SMALLEST_SAFE_SCALES
     and not (options["scale_rounding"] == "up" and options["two_level"])
+    and options.get("scale_rule") != "search"
 ]
 
 

@@ -273,6 +273,51 @@ def test_four_over_six_on_a_normal_tensor() -> None:
     assert share == pytest.approx(SHARE_OF_FOUR, abs=SHARE_TOLERANCE)
 
 
+# --- search ----------------------------------------------------------------------------------
+
+# On N(0, 1), as `SQNR_FOUR_OVER_SIX`.
+SQNR_SEARCH = 21.7
+SEARCH = {"fmt": "nvfp4", "scale_rule": "search"}
+
+
+@BOTH_TILES
+@BOTH_SCALES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+def test_search_equals_reference(tile, scale_rounding, dtype) -> None:
+    options = {"tile": tile, "scale_rounding": scale_rounding}
+    plain = torch.randn(34, 50, generator=seeded(1)).to(dtype)
+    for x in (plain, normal(34, 50, seed=2, dtype=dtype), plain * 64):
+        actual = fake_quantize(x, **SEARCH, **options)
+        assert_same_bits(actual, expected(x, **SEARCH, **options))
+        assert not torch.equal(actual, fake_quantize(x, **FOUR_OVER_SIX, **options))
+
+
+@BOTH_TILES
+def test_no_block_is_worse_than_with_four_over_six(tile) -> None:
+    x = torch.randn(64, 96, generator=seeded(3))
+    searched = block_errors(x, fake_quantize(x, **SEARCH, tile=tile), tile)
+    chosen = block_errors(x, fake_quantize(x, **FOUR_OVER_SIX, tile=tile), tile)
+    assert (searched <= chosen * (1 + 1e-5)).all()
+    assert (searched < chosen * (1 - 1e-5)).sum() > 0.3 * chosen.size
+
+
+def test_search_on_a_normal_tensor() -> None:
+    x = torch.randn(512, 512, generator=seeded(5))
+    assert ref.sqnr_db(x.numpy(), fake_quantize(x, **SEARCH).numpy()) == pytest.approx(
+        SQNR_SEARCH, abs=SQNR_TOLERANCE
+    )
+
+
+def test_search_may_clip_what_is_largest() -> None:
+    """Elements at 5.7 sixths of the largest: under .95 they are exact, and it loses a twentieth."""
+    x = torch.tensor([1.0, *[0.95] * 15])[None]
+    codes = quantize(x, two_level=False, **SEARCH)
+    assert codes.dequantize().amax() < 1.0
+    assert quantize(x, two_level=False, **FOUR_OVER_SIX).dequantize().amax() == pytest.approx(
+        1.0, rel=0.07
+    )
+
+
 def test_four_over_six_chooses_by_nearest_rounding_also_when_stochastic() -> None:
     """Noise rounds the elements; the scales are those of nearest rounding."""
     x = torch.randn(32, 64, generator=seeded(6))

@@ -12,9 +12,9 @@ from torch import Tensor
 from metis_hf.numerics.formats import E4M3, FLT_MAX
 from metis_hf.numerics.scaling import (
     EDEN_CLIP,
-    FOUR_TO_SIX,
     LARGEST_SCALE,
     SMALLEST_BASE,
+    TRIED_SCALES,
     ScaleRule,
     whole_errors,
     whole_products,
@@ -83,8 +83,8 @@ def block_scales(
         encode = torch.full_like(largest, LARGEST_SCALE[rule] * MAX_CODE) / largest
         encode = stored(torch.where(largest == 0, 1.0, encode.clamp(max=FLT_MAX)))
         decode = stored(_inverse(encode))
-    if rule is ScaleRule.FOUR_OVER_SIX:
-        return *_four_over_six(x, stored(amax), dims, up, encode, decode), decode
+    if rule in TRIED_SCALES:
+        return *_least_error(x, stored(amax), dims, rule, up, encode, decode), decode
     to_scale = _INVERSE_MAX_CODE if encode is None else encode * _INVERSE_MAX_CODE
     top = amax * EDEN_CLIP if rule is ScaleRule.EDEN else amax
     return *_scale(top * to_scale, up, decode), decode
@@ -99,15 +99,16 @@ def _scale(wanted: Tensor, up: bool, decode: Tensor | None) -> tuple[Tensor, Ten
     return scale, stored(_inverse(decoded).clamp(max=FLT_MAX))
 
 
-def _four_over_six(
+def _least_error(
     x: Tensor,
     amax: Tensor,
     dims: tuple[int, ...],
+    rule: ScaleRule,
     up: bool,
     encode: Tensor | None,
     decode: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `scaling.four_over_six`."""
+    """Compute `scaling.least_error_scale`."""
     wanted = magnitude = x.abs()
     base = amax / torch.full_like(amax, MAX_CODE)
     if encode is not None:
@@ -122,11 +123,15 @@ def _four_over_six(
         errors = (codes * scale - wanted) * to_base
         return scale, inverse, _exact_sum(whole_errors(errors * errors, _count(dims)), dims)
 
-    six_scale, six_inverse, six_error = candidate(base)
-    four_scale, four_inverse, four_error = candidate(base * FOUR_TO_SIX)
-    four = four_error < six_error
-    scale = stored(torch.where(four, four_scale, six_scale))
-    return scale, stored(torch.where(four, four_inverse, six_inverse))
+    first, *others = TRIED_SCALES[rule]
+    scale, inverse, error = candidate(base * first)
+    for factor in others:
+        new_scale, new_inverse, new_error = candidate(base * factor)
+        better = new_error < error
+        scale = stored(torch.where(better, new_scale, scale))
+        inverse = stored(torch.where(better, new_inverse, inverse))
+        error = torch.where(better, new_error, error)
+    return scale, inverse
 
 
 def corrected(y: Tensor, scale: Tensor, dims: tuple[int, ...], uniform: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ COMPILED = {
         0,
         torch.bfloat16,
     ),
+    "rows, search": (Quantizer(scale_rule="search"), -1, torch.float32),
     "rows, MS-EDEN": (Quantizer(scale_rule="eden"), -1, torch.float32),
     "columns, MS-EDEN": (Quantizer(scale_rule="eden"), 0, torch.float32),
     "squares, MS-EDEN, up, one level": (
@@ -66,7 +67,8 @@ ALL = [
     for two_level in (True, False)
     for tile in ("row", "square")
 ] + [
-    Quantizer(scale_rule="eden", scale_rounding=scale, two_level=two_level, tile=tile)
+    Quantizer(scale_rule=rule, scale_rounding=scale, two_level=two_level, tile=tile)
+    for rule in ("search", "eden")
     for scale in ("nearest", "up")
     for two_level in (True, False)
     for tile in ("row", "square")
