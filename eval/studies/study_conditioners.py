@@ -15,7 +15,7 @@ from metis_hf.numerics import Quantizer
 from metis_hf.operands import Conditioner, RandomHadamard, Spectral
 from metis_hf.operands.conditioners.mean import row_mean
 from metis_hf.transforms.hadamard import rotate, unrotate
-from metis_hf.transforms.spectral import default_rows, project, sample_rows
+from metis_hf.transforms.spectral import fewest_rows, project, sample_rows
 
 NEAREST = Quantizer(rounding="nearest", scale_rounding="nearest")
 NEAREST_UP = replace(NEAREST, scale_rounding="up")
@@ -98,7 +98,7 @@ class WarmStarted(Spectral):
             found = super().split(x, key=key, row_mask=row_mask)
             self.last.append(found[2])
             return found
-        count = max(math.ceil(self.sample_frac * len(x)), default_rows(self.rank, self.oversample))
+        count = max(math.ceil(self.sample_frac * len(x)), fewest_rows(self.rank, self.oversample))
         rows = sample_rows(x, count, key.fold(4), row_mask).float()
         self.last[:] = [torch.linalg.qr(rows.T @ (rows @ self.last[0])).Q]
         return *project(x.float(), self.last[0]), self.last[0]

@@ -26,7 +26,7 @@ from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral, SplitWeight
 from metis_hf.schemes import Role
 from metis_hf.transforms import spectral_split
-from metis_hf.transforms.spectral import default_rows
+from metis_hf.transforms.spectral import fewest_rows
 
 Stats = dict[str, float]
 TENSORS = ("weight", "activation", "gradient")
@@ -84,7 +84,7 @@ def operand_health(
         x,
         rank,
         sample_frac=1.0 if split is None else split.sample_frac,
-        min_rows=0 if split is None else default_rows(rank, split.oversample),
+        min_rows=0 if split is None else fewest_rows(rank, split.oversample, split.rows),
         key=key,
         row_mask=row_mask,
     )

@@ -65,12 +65,16 @@ class Work(NamedTuple):
         encode: to what is stored of it.
         decode: from there to the operand.
         quantized: shapes of the tensors that it hands to the quantizer.
+        low_rank: rank of a part that a GEMM of FP4 codes has to multiply apart.
+        channels: channels that are quantized twice, and so are as many more channels of a GEMM.
     """
 
     call: Mapping[str, float]
     encode: Mapping[str, float]
     decode: Mapping[str, float]
     quantized: tuple[tuple[int, int], ...]
+    low_rank: int = 0
+    channels: int = 0
 
 
 class Conditioner(ABC):

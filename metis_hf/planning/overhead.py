@@ -11,16 +11,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.layers.linear import make_layer
+from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.layers.linear import MetisLayer, make_layer
 from metis_hf.operands import Operand
 from metis_hf.planning.costs import corrections_cost
+from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import Role, Scheme, build_scheme
 from metis_hf.schemes.listing import WIDTH
 
 TOKENS = 8192  # of a step, unless the caller says otherwise
 _PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
+
+_GEMMS = (
+    (Role.FPROP_INPUT, Role.FPROP_WEIGHT),
+    (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT),
+    (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT),
+)
 
 Shape = tuple[int, int]  # in_features, out_features
 
@@ -52,7 +62,8 @@ def overhead(
     """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
 
     Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
-    counts as the dense product with its factors. Corrections of a GEMM add two thin products each.
+    counts as the dense product with its factors. A GEMM of FP4 codes multiplies the low-rank parts
+    of its operands apart, by thin products; each correction adds two more.
 
     Args:
         layers: (in_features, out_features) and config of each layer.
@@ -82,7 +93,8 @@ def overhead(
         corrections = corrections_cost(layer, tokens, tuple(Role)).corrections
         factors = layer.weight_form.work((o, i), quantized=True)
         stored = {k: v for k, v in factors.quantize.items() if k == "weight_factors"}
-        for kind, count in {"corrections": corrections, **stored}.items():
+        thin = _thin_products(layer, tokens)
+        for kind, count in {"corrections": corrections, "thin_products": thin, **stored}.items():
             flops[kind] = flops.get(kind, 0.0) + count
     parts = {kind: count / gemm for kind, count in flops.items() if count}
     return Overhead(parts, bits / elements)
@@ -102,6 +114,26 @@ def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) ->
     except ValueError:
         config = config.replace(operand_mode=None)
     return overhead([((WIDTH, WIDTH), config)], tokens)
+
+
+def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = TOKENS) -> Overhead:
+    """Count a scheme on a causal language model of a transformers config; nothing is allocated.
+
+    Args:
+        config: of the model before it is converted.
+        metis: how it is converted.
+        tokens: of a step.
+
+    Raises:
+        ValueError: nothing of the model is converted.
+    """
+    model = meta_model(config)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    reads = inputs_of(model, linears, torch.zeros(1, 8, dtype=torch.int64, device="meta"))
+    get_metis_model(model, metis)
+    layers = dict(metis_layers(model))
+    shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+    return overhead(shapes, tokens, [reads.get(name, name) for name in layers])
 
 
 def inputs_of(
@@ -143,6 +175,36 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
         (Role.WGRAD_GRAD_OUTPUT, (t, o), 0),
         (Role.WGRAD_INPUT, (t, i), 0),
     )
+
+
+def _thin_products(layer: MetisLayer, tokens: int) -> float:
+    """Return the FLOPs of the low-rank parts and doubled channels of all operands, GEMM by GEMM."""
+    shapes = {
+        role: shape for role, shape, _ in _places(tokens, layer.in_features, layer.out_features)
+    }
+    total = 0.0
+    for left, right in _GEMMS:
+        m, n = shapes[left]
+        if left is Role.WGRAD_GRAD_OUTPUT:
+            m, n = n, m
+        p = shapes[right][0 if right is Role.FPROP_WEIGHT else 1]
+        # (a v) b by way of v b; a (u w) by way of a u.
+        for role, inner in ((left, n * p), (right, m * n)):
+            rank, channels = _apart(layer, role, shapes)
+            total += 2.0 * rank * (inner + m * p) + 2.0 * channels * m * p
+    return total
+
+
+def _apart(layer: MetisLayer, role: Role, shapes: Mapping[Role, Shape]) -> tuple[int, int]:
+    """Return the rank of an operand's low-rank part, and how many channels it doubles."""
+    role, operand = layer.scheme.resolve(role)
+    if operand.quantizer is None:
+        return 0, 0
+    if layer.weight_form.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+        return layer.weight_form.rank or 0, 0
+    dim = next(dim for place, _, dim in _places(1, 1, 1) if place is role)
+    work = operand.conditioner.work(shapes[role], dim=dim)
+    return work.low_rank, work.channels
 
 
 def _encoding(scheme: Scheme, role: Role, shape: Shape, dim: int) -> dict[str, float]:

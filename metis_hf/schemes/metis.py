@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from metis_hf.schemes.parts import (
+    NVFP4,
     RANK_MULTIPLE,
     MetisConfig,
     Operand,
     Role,
+    ScaleRule,
     Scheme,
     nearest_forward,
     register_scheme,
@@ -16,6 +18,7 @@ from metis_hf.schemes.parts import (
     with_own_copies,
 )
 
+_ROWS = 16  # sampled for each column of the sketch of a subspace
 # Split tensor -> the operand beside it that is corrected.
 _CORRECTED_BY = {
     "weight": Role.FPROP_INPUT,
@@ -42,12 +45,14 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
       the equations): their rounding meets only the residual of the other operand. That of output
       gradients is unbiased, so it is not added.
     - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
-      stay unbiased.
+      stay unbiased. A block of a forward tensor has the scale, of six, that fits it best.
     - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the
       weight too: 16x16 tiles, which would be the same for fprop and dgrad, round more coarsely.
     """
     forward, backward = nearest_forward(config)
-    split = spectral(config, rank, compensated=True)
+    if forward.fmt == NVFP4:
+        forward = replace(forward, scale_rule=ScaleRule.SEARCH)
+    split = replace(spectral(config, rank, compensated=True), rows=_ROWS)
     # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
     # process by process, and so do rounding errors, which then average out (docs/method.md).
     split_weight = replace(split, sample_frac=1.0)

@@ -91,9 +91,9 @@ def dominant_subspace(
     return q @ vectors.flip(1)[:, :rank]
 
 
-def default_rows(rank: int, oversample: int) -> int:
-    """Fewest rows from which a rank-k subspace is worth estimating: 4 (k + oversample)."""
-    return 4 * (rank + oversample)
+def fewest_rows(rank: int, oversample: int, per_column: int = 4) -> int:
+    """Return the fewest rows to estimate a rank-k subspace from: 4 (k + oversample) by default."""
+    return per_column * (rank + oversample)
 
 
 def find_subspace(

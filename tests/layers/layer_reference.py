@@ -141,11 +141,11 @@ class Slot:
 
     @property
     def scale_rounding(self) -> str:
-        return self.scales.removesuffix("-4/6").removesuffix("-eden")
+        return self.scales.partition("-")[0]
 
     @property
     def scale_rule(self) -> str:
-        rules = {"4/6": "four-over-six", "eden": "eden"}
+        rules = {"4/6": "four-over-six", "search": "search", "eden": "eden"}
         return rules.get(self.scales.rpartition("-")[2], "absmax")
 
     @property

@@ -29,7 +29,7 @@ from metis_hf.noise import Key
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.transforms.hadamard import hadamard_matrix
 from metis_hf.transforms.rotation import rotate_all, rotation_of
-from metis_hf.transforms.spectral import default_rows, find_subspace
+from metis_hf.transforms.spectral import fewest_rows, find_subspace
 from operands.operand_table import (
     IN,
     OPERANDS,
@@ -172,7 +172,9 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             tensor,
             rank,
             sample_frac=sample_frac,
-            min_rows=default_rows(rank, layer.config.oversample),
+            min_rows=fewest_rows(
+                rank, layer.config.oversample, 16 if layer.config.scheme == "metis" else 4
+            ),
             oversample=layer.config.oversample,
             n_iter=layer.config.n_iter,
             key=key,

@@ -79,61 +79,61 @@ metis-paper, contraction
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral published
     wgrad.input        x   1x16   tokens  stochastic  up       spectral published
 metis, shared
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated corrected
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis, contraction
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated corrected
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       w   1x16   out     nearest     nearest  spectral compensated corrected
+    dgrad.weight       w   1x16   out     nearest     nearest-search spectral compensated corrected
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
-    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
 metis split, shared
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  split compensated corrected
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest-search split compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis split, contraction
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated corrected
-    fprop.weight       w   1x16   in      nearest     nearest  split compensated corrected
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
+    fprop.weight       w   1x16   in      nearest     nearest-search split compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
-    dgrad.weight       w   1x16   out     nearest     nearest  split compensated corrected
+    dgrad.weight       w   1x16   out     nearest     nearest-search split compensated corrected
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
-    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
 metis of weights, shared
-    fprop.input        x   1x16   in      nearest     nearest  direct corrected
-    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
+    fprop.input        x   1x16   in      nearest     nearest-search direct corrected
+    fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis of weights, contraction
-    fprop.input        x   1x16   in      nearest     nearest  direct corrected
-    fprop.weight       w   1x16   in      nearest     nearest  spectral compensated
+    fprop.input        x   1x16   in      nearest     nearest-search direct corrected
+    fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
-    dgrad.weight       w   1x16   out     nearest     nearest  spectral compensated
+    dgrad.weight       w   1x16   out     nearest     nearest-search spectral compensated
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
-    wgrad.input        x   1x16   tokens  nearest     nearest  direct
+    wgrad.input        x   1x16   tokens  nearest     nearest-search direct
 metis of activations, shared
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated
-    fprop.weight       w   1x16   in      nearest     nearest  direct corrected
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest-search direct corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
     dgrad.weight       = fprop.weight
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis of activations, contraction
-    fprop.input        x   1x16   in      nearest     nearest  spectral compensated
-    fprop.weight       w   1x16   in      nearest     nearest  direct corrected
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest-search direct corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       direct
-    dgrad.weight       w   1x16   out     nearest     nearest  direct
+    dgrad.weight       w   1x16   out     nearest     nearest-search direct
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       direct
-    wgrad.input        x   1x16   tokens  nearest     nearest  spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
 metis-paper dense, shared
     fprop.input        x   1x16   in      stochastic  up       spectral published
     fprop.weight       w   1x16   in      stochastic  up       direct

@@ -114,7 +114,7 @@ def described(scheme, role: Role) -> Slot:
     assert quantizer.two_level == (size == 16)
     square = quantizer.tile.value == "square"
     along = "tokens" if slot.startswith("wgrad") else "out" if slot.startswith("dgrad") else "in"
-    rules = {"absmax": "", "four-over-six": "-4/6", "eden": "-eden"}
+    rules = {"absmax": "", "four-over-six": "-4/6", "search": "-search", "eden": "-eden"}
     rule = rules[quantizer.scale_rule.value]
     return Slot(
         slot,

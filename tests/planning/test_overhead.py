@@ -43,6 +43,26 @@ def test_metis_by_hand():
     # fprop's input: t i k + t k o; fprop's weight: o i k + t k o; dgrad's weight: i o k + i k t.
     corrections = T * k * (IN + OUT) + (OUT * IN * k + T * k * OUT) + (IN * OUT * k + IN * k * T)
     assert found.parts["corrections"] == pytest.approx(corrections / GEMM)
+    # y = a_x (v_x w) + (x v_w) a_w, and so on: inner products first, then the output.
+    fprop = (k * IN * OUT + T * k * OUT) + (T * IN * k + T * k * OUT)
+    dgrad = (k * OUT * IN + T * k * IN) + (T * OUT * k + T * k * IN)
+    wgrad = (k * T * IN + OUT * k * IN) + (OUT * T * k + OUT * k * IN)
+    assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
+
+
+def test_thin_products_of_other_schemes():
+    # svdquant: a split weight and nothing else, in fprop and in dgrad.
+    k, t = 32, T
+    found = of("svdquant", rank=k)
+    wanted = (t * IN * k + t * k * OUT) + (t * OUT * k + t * k * IN)
+    assert found.parts["thin_products"] == pytest.approx(wanted / GEMM)
+    # mean: the mean row of x is one direction, of fprop and of wgrad; of dy the same.
+    found = of("mean")
+    fprop, wgrad = IN * OUT + t * OUT, (OUT * t + OUT * IN)
+    assert found.parts["thin_products"] >= (fprop + wgrad) / GEMM
+    # hot-channel: channels of the products themselves.
+    assert of("hot-channel").parts["thin_products"] > 0
+    assert "thin_products" not in of("nvidia").parts
 
 
 def test_layers_that_read_one_tensor_split_it_once():

@@ -56,7 +56,7 @@ class HotChannels(Conditioner):
     def work(self, shape, *, dim) -> Work:
         t, c = shape
         hot = self.channels(shape[dim])
-        return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)))
+        return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)), channels=hot)
 
     def channels(self, n: int) -> int:
         """Return how many of n channels are patched."""

@@ -58,7 +58,7 @@ class MeanRemoved(Conditioner):
         t, c = shape
         # The sum of the rows, its subtraction, and the addition of the quantized mean.
         call, encode, decode = ({"elementwise": 1.0 * n * t * c} for n in (3, 2, 1))
-        return Work(call, encode, decode, (shape, (1, c)))
+        return Work(call, encode, decode, (shape, (1, c)), low_rank=1)
 
 
 def row_mean(x: Tensor, row_mask: Tensor | None = None) -> Tensor:

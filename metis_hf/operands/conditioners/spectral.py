@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank, Part, Work
-from metis_hf.transforms.spectral import default_rows, find_subspace, project
+from metis_hf.transforms.spectral import fewest_rows, find_subspace, project
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Spectral(Conditioner):
         sample_frac: share of rows that the subspace is estimated from.
         oversample: extra sketch columns.
         n_iter: power iterations.
+        rows: sampled rows for each column of the sketch, at least. From 4 rows the subspace of a
+            language model's inputs is a rough one, from 16 nearly that of all rows
+            (docs/method.md).
         compensated: take the residual against the *quantized* low-rank part, so that the
             residual carries the rounding errors of the factors too; the paper takes it against
             the exact one.
@@ -33,6 +36,7 @@ class Spectral(Conditioner):
     sample_frac: float = 0.01
     oversample: int = 8
     n_iter: int = 1
+    rows: int = 4
     compensated: bool = True
 
     uses_row_mask: ClassVar[bool] = True
@@ -99,7 +103,7 @@ class Spectral(Conditioner):
         """
         t, c = shape
         k = min(self.rank, t, c)
-        rows = max(int(self.sample_frac * t + 0.999999), default_rows(k, self.oversample), k)
+        rows = max(int(self.sample_frac * t + 0.999999), self._fewest(k), k)
         n = min(rows, t)
         w = min(k + self.oversample, n, c)
         p = self.n_iter
@@ -110,7 +114,11 @@ class Spectral(Conditioner):
             "projection": 2.0 * t * c * k,
             "low_rank": 2.0 * products * t * c * k + 2.0 * t * c,
         }
-        return Work(split, split, {"low_rank": 2.0 * t * c * k}, ((t, c), (t, k), (k, c)))
+        parts = ((t, c), (t, k), (k, c))
+        return Work(split, split, {"low_rank": 2.0 * t * c * k}, parts, low_rank=k)
+
+    def _fewest(self, rank: int) -> int:
+        return fewest_rows(rank, self.oversample, self.rows)
 
     @staticmethod
     def _low(packed, quantizer, *, dim, shape) -> LowRank:
@@ -142,7 +150,7 @@ class Spectral(Conditioner):
             x,
             rank,
             sample_frac=self.sample_frac,
-            min_rows=default_rows(rank, self.oversample),
+            min_rows=self._fewest(rank),
             oversample=self.oversample,
             n_iter=self.n_iter,
             key=key,
