@@ -2,6 +2,7 @@
 
     make demo && python eval/studies/publish.py demo [--run runs/demo]
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
+    python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
 
 The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
@@ -15,6 +16,7 @@ import argparse
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,32 @@ def publish_compare(run: Path, name: str) -> None:
     record = json.loads((run / "compare.json").read_text())
     record["plan"] = _without_paths(record["plan"])
     target.with_suffix(".json").write_text(json.dumps(record) + "\n")
+    _into_pages(f"compare {name}", target)
+
+
+def draw_compare(name: str) -> None:
+    """Write the table and figures of a comparison that is on record."""
+    from metis_hf.experiments.compare import table
+    from metis_hf.experiments.compare.outputs import count_extra, write_tables
+    from metis_hf.experiments.compare.statistics import summarize
+    from metis_hf.experiments.results import SchemeResult
+    from metis_hf.experiments.variants import Variant
+
+    target = RESULTS / name
+    record = json.loads(target.with_suffix(".json").read_text())
+    variants = [Variant.of_fields(*item) for item in record["variants"].items()]
+    extra = count_extra(record["plan"]["experiment"]["model"], variants)
+    results = []
+    for run in record["runs"]:
+        curve = run.pop("curve")
+        history = [{"step": s, "loss": x} for s, x in zip(curve["step"], curve["loss"])]
+        results.append(SchemeResult(**run, summary="", history=history))
+    reference = record.get("reference")
+    summaries = table.ordered(summarize(results, reference, extra=extra))
+    sentences = [record["findings"][0], *table.findings(summaries, reference)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_tables(summaries, results, Path(folder), sentences, reference)
+        _copy(Path(folder), target, COMPARE_FILES)
     _into_pages(f"compare {name}", target)
 
 
@@ -110,7 +138,7 @@ def main() -> None:
     demo = kinds.add_parser("demo")
     demo.add_argument("--run", type=Path, default=ROOT / "runs" / "demo")
     compare = kinds.add_parser("compare")
-    compare.add_argument("--run", type=Path, required=True, help="directory of metis-hf compare")
+    compare.add_argument("--run", type=Path, help="directory of metis-hf compare")
     compare.add_argument(
         "--name", required=True, help="of the record and the directory below eval/results"
     )
@@ -122,6 +150,8 @@ def main() -> None:
         publish_demo(args.run)
     elif args.kind == "fidelity":
         publish_fidelity(args.run, args.name)
+    elif args.run is None:
+        draw_compare(args.name)
     else:
         publish_compare(args.run, args.name)
 

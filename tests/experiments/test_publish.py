@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 
 import datasets
@@ -14,8 +15,6 @@ from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.experiments import tables
-from metis_hf.experiments.compare import table
-from metis_hf.experiments.compare.statistics import summarize
 from metis_hf.experiments.demo.run import control_label
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.noise import key_of
@@ -107,22 +106,16 @@ def test_committed_tables_are_their_records(path, publish):
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
-def test_the_renderer_gives_the_committed_tables(path):
-    """From the runs alone: statistics, order, cells and findings."""
-    record = json.loads(path.read_text())
-    runs = [
-        SchemeResult(
-            run["scheme"], run["config"], "", run["loss"], run["tasks"], run["seconds_per_step"],
-            [], seed=run["seed"], peak_memory=run["peak_memory"],
-        )
-        for run in record["runs"]
-    ]  # fmt: skip
-    reference = record.get("reference")
-    summaries = table.ordered(summarize(runs, reference))
-    findings = [record["findings"][0], *table.findings(summaries, reference)]
-    assert findings == record["findings"]
-    text = table.markdown(summaries, reference) + "\n" + "".join(f"- {x}\n" for x in findings)
-    assert text == (path.with_suffix("") / "table.md").read_text()
+def test_committed_tables_are_drawn_from_their_records(path, publish, tmp_path):
+    """From the runs alone: statistics, costs, order, cells and findings."""
+    publish.RESULTS.mkdir(parents=True)
+    shutil.copy(path, publish.RESULTS)
+    publish.draw_compare(path.stem)
+    drawn = tmp_path / "eval/results" / path.stem
+    assert (drawn / "table.md").read_text() == (path.with_suffix("") / "table.md").read_text()
+    assert all((drawn / name).stat().st_size for name in publish.COMPARE_FILES)
+    findings = json.loads(path.read_text())["findings"]
+    assert all(f"- {finding}\n" in (drawn / "table.md").read_text() for finding in findings)
 
 
 def test_the_renderer_gives_the_demo_table():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
+from transformers import AutoConfig
 
 from metis_hf.experiments.compare import cost_figure, figures, table
 from metis_hf.experiments.compare.plan import ComparisonPlan
@@ -17,6 +18,8 @@ from metis_hf.experiments.compare.statistics import Summary, summarize
 from metis_hf.experiments.compare.timing import load_times
 from metis_hf.experiments.figures import plot_curves
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.experiments.variants import Variant
+from metis_hf.planning.overhead import model_overhead
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.records import environment, write_json
 from metis_hf.shared.tables import terminal_table
@@ -42,7 +45,8 @@ def write_outputs(
         replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
         for result in results
     ]
-    summaries = table.ordered(summarize(results, plan.reference))
+    extra = count_extra(plan.experiment.model, plan.variants)
+    summaries = table.ordered(summarize(results, plan.reference, extra=extra))
     sentences = [describe(plan, results), *table.findings(summaries, plan.reference)]
     record = {
         "plan": plan.settings(),
@@ -57,21 +61,51 @@ def write_outputs(
         "runs": [_compact(result) for result in results],
     }
     write_json(out / RECORD_FILE, record)
-    body = table.markdown(summaries, plan.reference) + "\n"
-    body += "".join(f"- {text}\n" for text in sentences)
-    (out / "table.md").write_text(body)
-    (out / "table.tex").write_text(table.latex(summaries, plan.reference))
-    (out / "table.csv").write_text(table.as_csv(summaries))
-    plot_curves(results, out / "loss.png", describe(plan, results))
-    if any(summary.gap is not None for summary in summaries):
-        figures.plot_gaps(summaries, results, out / "gap.png")
-        cost_figure.plot_costs(summaries, out / "cost.png", describe(plan, results))
+    write_tables(summaries, results, out, sentences, plan.reference)
     console.print(_terminal(summaries, plan.reference))
     for sentence in sentences:
         console.print(f"- {sentence}")
     names = ", ".join(name for name in FILES if (out / name).exists())
     console.print(f"Written to {out}/: {names}", soft_wrap=True)
     return summaries
+
+
+def write_tables(
+    summaries: Sequence[Summary],
+    results: Sequence[SchemeResult],
+    out: Path,
+    sentences: Sequence[str],
+    reference: str | None,
+) -> None:
+    """Write the table and the figures of a comparison.
+
+    Args:
+        summaries: in the order of the table.
+        results: of the runs, with their curves.
+        out: the directory.
+        sentences: what stands under the table; the first describes the comparison.
+        reference: as the plan's.
+    """
+    body = table.markdown(summaries, reference) + "\n"
+    body += "".join(f"- {text}\n" for text in sentences)
+    (out / "table.md").write_text(body)
+    (out / "table.tex").write_text(table.latex(summaries, reference))
+    (out / "table.csv").write_text(table.as_csv(summaries))
+    plot_curves(results, out / "loss.png", sentences[0])
+    if any(summary.gap is not None for summary in summaries):
+        figures.plot_gaps(summaries, results, out / "gap.png")
+        cost_figure.plot_costs(summaries, out / "cost.png", sentences[0])
+
+
+def count_extra(model: Mapping[str, Any], variants: Sequence[Variant]) -> dict[str, float]:
+    """Return each variant's multiply-adds beyond the three GEMMs, % of theirs (`overhead`).
+
+    Args:
+        model: what AutoConfig makes the compared model's config from.
+        variants: of that model; a precision that switches during training is not counted.
+    """
+    config = AutoConfig.for_model(**model)
+    return {v.name: 100 * model_overhead(config, v.metis_config(0)).share for v in variants}
 
 
 def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from metis_hf.experiments.results import SchemeResult
@@ -71,6 +71,8 @@ class Summary:
         average: mean over the tasks; NaN without tasks.
         seconds_per_step: median over the seeds.
         peak_memory: bytes; the largest of the seeds.
+        extra: multiply-adds beyond the three GEMMs, % of theirs, where hardware multiplies FP4 (see
+            `planning.overhead`); NaN where they were not counted.
     """
 
     name: str
@@ -84,10 +86,14 @@ class Summary:
     average: float
     seconds_per_step: float
     peak_memory: int
+    extra: float = math.nan
 
 
 def summarize(
-    results: Sequence[SchemeResult], reference: str | None = None, control: str = CONTROL
+    results: Sequence[SchemeResult],
+    reference: str | None = None,
+    control: str = CONTROL,
+    extra: Mapping[str, float] | None = None,
 ) -> list[Summary]:
     """Return a summary of each variant, in the order of first appearance.
 
@@ -95,6 +101,7 @@ def summarize(
         results: of all runs.
         reference: variant that the others are compared with, beside the control.
         control: variant that all others are compared with.
+        extra: variant -> `Summary.extra`.
     """
     by_name: dict[str, list[SchemeResult]] = {}
     for result in results:
@@ -107,6 +114,7 @@ def summarize(
             runs,
             {} if name == control else base,
             {} if name in (control, reference) else other,
+            (extra or {}).get(name, math.nan),
         )
         for name, runs in by_name.items()
     ]
@@ -121,7 +129,11 @@ def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None
 
 
 def _summary(
-    name: str, runs: Sequence[SchemeResult], base: dict[int, float], reference: dict[int, float]
+    name: str,
+    runs: Sequence[SchemeResult],
+    base: dict[int, float],
+    reference: dict[int, float],
+    extra: float,
 ) -> Summary:
     losses = {run.seed: run.loss for run in runs}
     values = list(losses.values())
@@ -143,4 +155,5 @@ def _summary(
         average=statistics.fmean(tasks.values()) if tasks else math.nan,
         seconds_per_step=statistics.median(run.seconds_per_step for run in runs),
         peak_memory=max(run.peak_memory for run in runs),
+        extra=extra,
     )

@@ -26,21 +26,26 @@ def header(summaries: Sequence[Summary], reference: str | None = None) -> list[s
     average = ["Avg"] if tasks else []
     above = [f"Above {reference}, %"] if _has_reference(summaries) else []
     gaps = ["Gap to control, %", *above]
-    return ["Variant", "Loss", *gaps, *tasks, *average, "s/step", "x control", "MB"]
+    extra = ["Extra multiply-adds, %"] if _has_extra(summaries) else []
+    return ["Variant", "Loss", *gaps, *tasks, *average, *extra, "s/step", "x control", "MB"]
 
 
 def _has_reference(summaries: Sequence[Summary]) -> bool:
     return any(summary.above_reference is not None for summary in summaries)
 
 
+def _has_extra(summaries: Sequence[Summary]) -> bool:
+    return not all(math.isnan(summary.extra) for summary in summaries)
+
+
 def rows(summaries: Sequence[Summary]) -> list[list[str]]:
     """Return a row of plain cells for each variant."""
     control = next((s for s in summaries if s.name == CONTROL), None)
-    above = _has_reference(summaries)
-    return [_row(summary, control, above) for summary in summaries]
+    above, extra = _has_reference(summaries), _has_extra(summaries)
+    return [_row(summary, control, above, extra) for summary in summaries]
 
 
-def _row(summary: Summary, control: Summary | None, above: bool) -> list[str]:
+def _row(summary: Summary, control: Summary | None, above: bool, extra: bool) -> list[str]:
     deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
     tasks = [f"{100 * value:.1f}" for value in summary.tasks.values()]
     if tasks:
@@ -52,6 +57,7 @@ def _row(summary: Summary, control: Summary | None, above: bool) -> list[str]:
         format_gap(summary.gap),
         *([format_gap(summary.above_reference)] if above else []),
         *tasks,
+        *([f"{summary.extra:.1f}"] if extra else []),
         f"{summary.seconds_per_step:.3f}",
         ratio,
         f"{summary.peak_memory / 1e6:.0f}",
@@ -103,7 +109,7 @@ def as_csv(summaries: Sequence[Summary]) -> str:
         ["variant", "mean_loss", "sd_loss", *(f"loss_seed_{seed}" for seed in seeds),
          "gap_percent", "gap_half_width_95",
          "above_reference_percent", "above_reference_half_width_95",
-         *tasks, "seconds_per_step", "peak_memory_bytes"]
+         *tasks, "extra_multiply_adds_percent", "seconds_per_step", "peak_memory_bytes"]
     )  # fmt: skip
     for s in summaries:
         gap, above = (g or Interval(math.nan, math.nan, 0) for g in (s.gap, s.above_reference))
@@ -111,7 +117,7 @@ def as_csv(summaries: Sequence[Summary]) -> str:
             [s.name, s.mean, s.deviation, *(s.losses.get(seed, "") for seed in seeds),
              gap.mean, gap.half_width, above.mean, above.half_width,
              *(s.tasks[task] for task in tasks),
-             s.seconds_per_step, s.peak_memory]
+             s.extra, s.seconds_per_step, s.peak_memory]
         )  # fmt: skip
     return out.getvalue()
 
