@@ -46,7 +46,8 @@ class SchemeResult:
         weight_bits: for each element of a weight.
         batches: statistics of each batch of the held-out text; see `loss.predictions`.
         gradients: of each batch: "error", "cosine"; of their mean: "mean".
-        kinds: what operands of one kind alone do: see `operands.KINDS`.
+        kinds: what operands of one kind alone do (see `operands.KINDS`), and all of them on the
+            same batches: a third of those of the loss, one of the gradient's.
         layers: errors of each layer on exact inputs; see `operands.layer_errors`.
         alone: what each layer alone does to the predictions: "loss" above the exact model's, "kl";
             and "whole", all of them together, on the same tokens.

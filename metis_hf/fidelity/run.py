@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from metis_hf.config import MetisConfig
 from metis_hf.fidelity.gradients import GradientFile, Gram, errors, mean_errors, run_batches
-from metis_hf.fidelity.loss import predictions
+from metis_hf.fidelity.loss import Batch, predictions
 from metis_hf.fidelity.operands import KINDS, layer_errors, only
 from metis_hf.fidelity.page import write_outputs
 from metis_hf.fidelity.result import SchemeResult
@@ -30,13 +30,14 @@ from metis_hf.fidelity.subject import (
 )
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.planning.overhead import TOKENS, inputs_of, overhead
-from metis_hf.schemes import CONTROL, scheme_info, scheme_names, source_digest
+from metis_hf.schemes import CONTROL, Scheme, scheme_info, scheme_names, source_digest
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.measured import Store, code_digest, digest
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.records import environment, write_json
 
 LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
+PREDICTED_KINDS = ("input", "weight")  # operands that predictions depend on
 # What one item costs, against a forward pass over a batch, for the time left.
 _COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 1.0}
 
@@ -149,8 +150,9 @@ class _Measurements:
         with converted(self.subject.model, MetisConfig(scheme=CONTROL)) as layers:
             few = self.subject.held_out[:1, :MIN_LENGTH].to(self.subject.model.device)
             self.inputs = inputs_of(self.subject.model, layers, few)
+        of_kinds = len(PREDICTED_KINDS) * max(1, loss // 3)
         phases = {
-            LOSS: (3 * loss * len(candidates), _COSTS[LOSS]),
+            LOSS: ((loss + of_kinds) * len(candidates), _COSTS[LOSS]),
             GRADIENTS: ((len(self.batches) + len(KINDS)) * len(candidates), _COSTS[GRADIENTS]),
             OPERANDS: (len(candidates), _COSTS[OPERANDS]),
             ALONE: ((len(self.inputs) + 1) * len(alone), _COSTS[ALONE]),
@@ -224,17 +226,23 @@ class _Measurements:
 
     def _loss(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
         schemes = {name: layer.scheme for name, layer in layers.items()}
-        kinds = ("input", "weight")
-        alone = [{name: only(s, kind) for name, s in schemes.items()} for kind in kinds]
-        whole, *parts = predictions(
-            self.subject.model,
-            layers,
-            self.subject.held_out,
-            self.settings.batch,
-            [schemes, *alone],
-            lambda: self.bars.advance(LOSS),
-        )
-        return {"batches": whole, "kinds": dict(zip(kinds, map(_effect, parts)))}
+        held_out, batch = self.subject.held_out, self.settings.batch
+        (whole,) = self._predictions(layers, held_out, [schemes], LOSS)
+        few = max(1, len(whole) // 3)
+        alone = [{n: only(s, kind) for n, s in schemes.items()} for kind in PREDICTED_KINDS]
+        parts = self._predictions(layers, held_out[: few * batch], alone, LOSS)
+        effects = map(_effect, [whole[:few], *parts])
+        return {"batches": whole, "kinds": dict(zip(("all", *PREDICTED_KINDS), effects))}
+
+    def _predictions(
+        self,
+        layers: dict[str, MetisLayer],
+        ids: Tensor,
+        schemes: Sequence[dict[str, Scheme]],
+        phase: str,
+    ) -> list[list[Batch]]:
+        model, batch = self.subject.model, self.settings.batch
+        return predictions(model, layers, ids, batch, schemes, lambda: self.bars.advance(phase))
 
     def _gradients(
         self, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
@@ -258,7 +266,7 @@ class _Measurements:
             "cosine": cosine,
             "mean": mean_errors(gram.whole),
             "layers": {n: errors(p)[0][0] for n, p in zip(weights, gram.products)},
-            "kinds": {},
+            "kinds": {"all": {"gradient_error": error[0], "gradient_cosine": cosine[0]}},
         }
         schemes = {name: layer.scheme for name, layer in layers.items()}
         for kind in KINDS:
@@ -286,16 +294,11 @@ class _Measurements:
         return self.exact[1]
 
     def _alone(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
-        """Quantize one layer at a time, on the first batch of the held-out text."""
+        """Quantize one layer at a time, on the first sequence of the held-out text."""
         schemes = {name: layer.scheme for name, layer in layers.items()}
-        whole, *parts = predictions(
-            self.subject.model,
-            layers,
-            self.subject.held_out[: self.settings.batch],
-            self.settings.batch,
-            [schemes, *({name: scheme} for name, scheme in schemes.items())],
-            lambda: self.bars.advance(ALONE),
-        )
+        one_by_one = [{name: scheme} for name, scheme in schemes.items()]
+        first = self.subject.held_out[:1]
+        whole, *parts = self._predictions(layers, first, [schemes, *one_by_one], ALONE)
         return {"layers": dict(zip(schemes, map(_effect, parts))), "whole": _effect(whole)}
 
 

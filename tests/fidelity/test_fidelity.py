@@ -163,6 +163,18 @@ class TestNumbers:
             assert better.gradient("cosine").mean > worse.gradient("cosine").mean
         assert metis.cost > low.cost > direct.cost == 0
 
+    def test_operands_of_one_kind(self, measured):
+        direct = measured[1][0]
+        kinds = direct.kinds
+        assert list(kinds) == ["all", "input", "weight", "grad_output"]
+        assert kinds["all"]["kl"] == direct.batches[0]["kl"]  # one batch of three
+        assert kinds["all"]["gradient_error"] == direct.gradients["error"][0]
+        for kind in ("input", "weight"):
+            assert 0 < kinds[kind]["kl"] < kinds["all"]["kl"]
+        assert "kl" not in kinds["grad_output"]
+        for kind in KINDS:
+            assert 0 < kinds[kind]["gradient_error"] < kinds["all"]["gradient_error"]
+
     def test_layers_alone(self, place, measured):
         found = measured[1][0].alone
         assert len(found["layers"]) == 14
@@ -171,14 +183,16 @@ class TestNumbers:
             assert found["layers"].keys() == layers.keys()
         name = "model.layers.1.mlp.down_proj"
         config = MetisConfig(scheme="nvfp4-rne", target_modules=name.replace(".", r"\."))
-        ids = token_ids(place)[:2]
+        ids = token_ids(place)[:1]
         with torch.no_grad():
             exact = load(place).eval()(input_ids=ids, labels=ids).loss.item()
+            whole = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()
+            whole = whole(input_ids=ids, labels=ids).loss
             alone = get_metis_model(load(place), config).eval()(input_ids=ids, labels=ids).loss
         assert found["layers"][name]["loss"] == pytest.approx(
             100 * (alone.item() / exact - 1), abs=1e-4
         )
-        assert found["whole"]["kl"] == pytest.approx(measured[1][0].batches[0]["kl"])
+        assert found["whole"]["loss"] == pytest.approx(100 * (whole.item() / exact - 1), abs=1e-4)
         assert not measured[1][1].alone
 
 
