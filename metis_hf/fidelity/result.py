@@ -128,6 +128,6 @@ NARROW = (0, 1, 3, 4, 6, 8)
 
 
 def narrow(row: Sequence[str]) -> list[str]:
-    """Return the cells of a row, or of the header, that a terminal shows, in short."""
+    """Return the cells of a row, or of the header, that a terminal shows: no standard errors."""
     words = {"Extra multiply-adds %": "Extra %", "KL (nats)": "KL", "Gradient cosine": "Cosine"}
-    return [words.get(row[place], row[place]) for place in NARROW]
+    return [words.get(row[place], row[place]).partition(" ±")[0] for place in NARROW]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,7 @@ class _Measurements:
         self.settings, self.subject, self.out, self.console = settings, subject, out, console
         self.batches = list(subject.training.split(settings.batch))
         self.inputs: dict[str, Hashable] = {}  # layer -> the tensor that it reads
+        self.items: dict[str, int] = {}  # part -> what is counted of it, for each scheme
         self.exact: tuple[list[str], GradientFile] | None = None  # with the layers' names
         # What every measurement depends on; those of schemes that are not asked for now stay.
         self.depends = digest(code_digest(), subject.identity, settings.batch, settings.device)
@@ -150,13 +151,14 @@ class _Measurements:
         with converted(self.subject.model, MetisConfig(scheme=CONTROL)) as layers:
             few = self.subject.held_out[:1, :MIN_LENGTH].to(self.subject.model.device)
             self.inputs = inputs_of(self.subject.model, layers, few)
-        of_kinds = len(PREDICTED_KINDS) * max(1, loss // 3)
-        phases = {
-            LOSS: ((loss + of_kinds) * len(candidates), _COSTS[LOSS]),
-            GRADIENTS: ((len(self.batches) + len(KINDS)) * len(candidates), _COSTS[GRADIENTS]),
-            OPERANDS: (len(candidates), _COSTS[OPERANDS]),
-            ALONE: ((len(self.inputs) + 1) * len(alone), _COSTS[ALONE]),
+        self.items = {
+            LOSS: loss + len(PREDICTED_KINDS) * max(1, loss // 3),
+            GRADIENTS: len(self.batches) + len(KINDS),
+            OPERANDS: 1,
+            ALONE: len(self.inputs) + 1,
         }
+        counts = {part: len(alone) if part == ALONE else len(candidates) for part in self.items}
+        phases = {part: (n * counts[part], _COSTS[part]) for part, n in self.items.items()}
         results: list[SchemeResult] = []
         try:
             with PhaseProgress(self.console, phases) as self.bars:
@@ -189,11 +191,13 @@ class _Measurements:
         kind = digest(config.to_dict(), source_digest(config.scheme))
         found = {part: self.store.get(part, name, kind, self.depends) for part in parts}
         missing = [part for part, value in found.items() if value is None]
+        self._skip(part for part in parts if part not in missing)
         with contextlib.ExitStack() as stack:
             try:
                 layers = stack.enter_context(converted(self.subject.model, config))
             except ValueError as error:
                 result.note = str(error)
+                self._skip(missing)
                 return result
             shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
             reads = [self.inputs.get(name, name) for name in layers]
@@ -210,6 +214,12 @@ class _Measurements:
         result.gradients = {k: v for k, v in found[GRADIENTS].items() if k != "kinds"}
         result.layers, result.alone = found[OPERANDS], found.get(ALONE) or {}
         return result
+
+    def _skip(self, parts: Iterable[str]) -> None:
+        """Count parts of a scheme as done that are not measured now."""
+        for part in parts:
+            for _ in range(self.items[part]):
+                self.bars.advance(part, reused=True)
 
     def _part(
         self, part: str, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import io
 import json
 import math
 import shutil
@@ -21,9 +23,12 @@ from metis_hf.fidelity import run as fidelity_run
 from metis_hf.fidelity.gradients import errors, mean_errors
 from metis_hf.fidelity.loss import predictions
 from metis_hf.fidelity.operands import KINDS, only
+from metis_hf.fidelity.result import HEADER, cells, narrow
 from metis_hf.fidelity.run import Settings, fidelity
 from metis_hf.fidelity.subject import converted
 from metis_hf.schemes import Role, Scheme, build_scheme
+from metis_hf.shared.phases import PhaseProgress
+from metis_hf.shared.tables import terminal_table
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
 SMALL = {"sequences": 9, "length": 24, "batch": 2}
@@ -311,6 +316,17 @@ class TestConverted:
         assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
+def test_a_terminal_shows_whole_names(measured):
+    from rich.console import Console
+
+    console = Console(width=80, file=io.StringIO())
+    rows = [narrow(cells(replace(r, name="outlier-suppression-plus"))) for r in measured[1]]
+    console.print(terminal_table(narrow(HEADER), rows, title="Fidelity"))
+    shown = console.file.getvalue()
+    assert shown.count("outlier-suppression-plus") == len(rows)
+    assert "±" not in shown
+
+
 class TestFiles:
     def test_what_is_written(self, measured):
         out, results = measured
@@ -346,6 +362,24 @@ class TestFiles:
         (again,) = fidelity(options, tmp_path / "out")
         assert again.batches == metis.batches
         assert again.cost > metis.cost
+
+    def test_what_was_measured_before_counts_as_done(self, place, measured, tmp_path, monkeypatch):
+        out, results = measured
+        shutil.copytree(out, tmp_path / "out")
+        counts = collections.Counter()
+
+        def advance(_bars, name, *, reused=False):
+            counts[name, reused] += 1
+
+        monkeypatch.setattr(PhaseProgress, "advance", advance)
+        schemes = ("nvfp4-rne", "metis", "metis-paper")
+        fidelity(settings(place, schemes=schemes, ranks=(8,)), tmp_path / "out")
+        assert counts == {
+            ("loss", True): len(results) * (3 + 2),  # three batches, two kinds on one of them
+            ("gradients", True): len(results) * (2 + 3),
+            ("operands", True): len(results),
+            ("layers alone", True): 14 + 1,
+        }
 
     def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
         chosen, calls = ("nvfp4-rne", "metis"), []
