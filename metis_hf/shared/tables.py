@@ -55,7 +55,7 @@ def terminal_table(
 
     Args:
         header: titles of the columns.
-        rows: cells of each row.
+        rows: cells of each row; the first one, a name, is shown whole.
         title: above the table.
         styles: of each row, such as "bold"; none for rows beyond them.
     """
@@ -63,7 +63,8 @@ def terminal_table(
 
     table = Table(title=title)
     for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left")
+        width = None if index else max([len(cells[0]) for cells in rows], default=None)
+        table.add_column(name, justify="right" if index else "left", min_width=width)
     for index, cells in enumerate(rows):
         table.add_row(*cells, style=styles[index] if index < len(styles) else None)
     return table
