@@ -1,0 +1,99 @@
+"""Schemes that are `metis` without one of its parts, at rank 9, to measure what each part gives.
+
+    metis-hf fidelity MODEL --text FILE --import eval/studies/metis_parts.py --alone none \
+        --schemes metis-9,metis-9-nearest,...
+
+Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from metis_hf.schemes.metis import metis
+from metis_hf.schemes.parts import (
+    MetisConfig,
+    Operand,
+    Role,
+    ScaleRule,
+    Scheme,
+    Spectral,
+    register_scheme,
+)
+
+RANK = 9
+Change = Callable[[Scheme], Scheme]
+
+
+def with_scales(rule: ScaleRule, *roles: str) -> Change:
+    """Give operands another rule for their block scales."""
+
+    def change(scheme: Scheme) -> Scheme:
+        for role in roles:
+            operand = getattr(scheme, role)
+            scheme = replace(
+                scheme,
+                **{role: replace(operand, quantizer=replace(operand.quantizer, scale_rule=rule))},
+            )
+        return scheme
+
+    return change
+
+
+def with_split(*roles: str, **fields: object) -> Change:
+    """Give operands a split with other fields."""
+
+    def change(scheme: Scheme) -> Scheme:
+        for role in roles:
+            operand = getattr(scheme, role)
+            split = operand.conditioner
+            assert isinstance(split, Spectral)
+            changed = replace(operand, conditioner=replace(split, **fields))
+            scheme = replace(scheme, **{role: changed})
+        return scheme
+
+    return change
+
+
+def without_split(role: str) -> Change:
+    """Quantize an operand directly."""
+    return lambda scheme: replace(scheme, **{role: Operand(getattr(scheme, role).quantizer)})
+
+
+def without_corrections(*roles: Role) -> Change:
+    """Leave the second terms of some operands out."""
+    return lambda scheme: replace(scheme, corrected=scheme.corrected - set(roles))
+
+
+FORWARD = ("fprop_input", "fprop_weight")
+SAMPLED = ("fprop_input", "dgrad_grad_output")
+GRADIENT = (without_split("dgrad_grad_output"), without_corrections(Role.DGRAD_WEIGHT))
+
+VARIANTS: dict[str, tuple[Change, ...]] = {
+    "": (),
+    "-nearest-scales": (with_scales(ScaleRule.ABSMAX, *FORWARD),),
+    "-four-over-six": (with_scales(ScaleRule.FOUR_OVER_SIX, *FORWARD),),
+    "-few-rows": (with_split(*SAMPLED, rows=4),),
+    "-all-rows": (with_split(*SAMPLED, sample_frac=1.0),),
+    "-no-input-correction": (without_corrections(Role.FPROP_INPUT),),
+    "-no-weight-correction": (without_corrections(Role.FPROP_WEIGHT),),
+    "-no-dgrad-correction": (without_corrections(Role.DGRAD_WEIGHT),),
+    "-no-corrections": (without_corrections(*Role),),
+    "-no-gradient-split": GRADIENT,
+}
+
+
+def register(ending: str, changes: tuple[Change, ...]) -> None:
+    """Register a variant; its rank is `RANK` whatever a config says."""
+
+    @register_scheme(f"metis-{RANK}{ending}", summary="metis in parts", source="docs/method.md")
+    def build(config: MetisConfig, rank: int) -> Scheme:
+        scheme = metis(config, min(rank, RANK))
+        for change in changes:
+            scheme = change(scheme)
+        return scheme
+
+
+for ending, changes in VARIANTS.items():
+    register(ending, changes)
