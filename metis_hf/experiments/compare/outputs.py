@@ -45,7 +45,8 @@ def write_outputs(
         replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
         for result in results
     ]
-    extra = count_extra(plan.experiment.model, plan.variants)
+    finished = {result.scheme for result in results}
+    extra = count_extra(plan.experiment.model, [v for v in plan.variants if v.name in finished])
     summaries = table.ordered(summarize(results, plan.reference, extra=extra))
     sentences = [describe(plan, results), *table.findings(summaries, plan.reference)]
     record = {
