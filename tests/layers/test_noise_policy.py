@@ -250,7 +250,7 @@ class TestRanks:
             return rows
 
         monkeypatch.setattr(spectral, "sample_rows", spy)
-        x = torch.randn(512, IN)
+        x = torch.randn(1024, IN)
         for rank in (0, 1, 1):
             set_rank(monkeypatch, rank)
             layer(x.clone())  # of one tensor the rows are sampled once
