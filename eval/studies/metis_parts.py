@@ -1,7 +1,7 @@
 """Schemes that are `metis` without one of its parts, at rank 9, to measure what each part gives.
 
     metis-hf fidelity MODEL --text FILE --import eval/studies/metis_parts.py --alone none \
-        --schemes metis-9,metis-9-nearest,...
+        --schemes metis-9,metis-9-nearest-scales,...
 
 Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keeps.
 """
@@ -89,7 +89,7 @@ def register(ending: str, changes: tuple[Change, ...]) -> None:
 
     @register_scheme(f"metis-{RANK}{ending}", summary="metis in parts", source="docs/method.md")
     def build(config: MetisConfig, rank: int) -> Scheme:
-        scheme = metis(config, min(rank, RANK))
+        scheme = metis(config, RANK)
         for change in changes:
             scheme = change(scheme)
         return scheme

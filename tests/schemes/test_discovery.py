@@ -6,8 +6,10 @@ import importlib
 import sys
 
 import pytest
+import torch
+from paths import ROOT
 
-from metis_hf import MetisConfig, scheme_names
+from metis_hf import MetisConfig, get_metis_model, scheme_names
 from metis_hf.schemes import (
     absolute_source,
     build_scheme,
@@ -91,6 +93,21 @@ class TestImportSchemes:
         other = write("as_file.py", SCHEME.format(name="as-file"))
         assert import_schemes(other) == ["as-file"]
         assert import_schemes("as_file") == ["as-file"]
+
+    def test_the_study_of_metis_in_parts(self):
+        """Every variant is another scheme, of rank 9, and runs."""
+        names = import_schemes(ROOT / "eval/studies/metis_parts.py")
+        assert len(names) == 10
+        x = torch.randn(32, 64)
+        found = {}
+        for name in names:
+            config = MetisConfig(scheme=name)
+            layer = get_metis_model(torch.nn.Sequential(torch.nn.Linear(64, 48)), config)
+            layer(x).sum().backward()
+            found[name] = build_scheme(config, 64, 48)
+            assert found[name].fprop_input.conditioner.rank == 9
+        schemes = list(found.values())
+        assert all(a != b for n, a in enumerate(schemes) for b in schemes[:n])
 
     @pytest.mark.parametrize(
         ("name", "message"),
