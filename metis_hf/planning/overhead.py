@@ -26,12 +26,6 @@ from metis_hf.schemes.listing import WIDTH
 TOKENS = 8192  # of a step, unless the caller says otherwise
 _PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
 
-_GEMMS = (
-    (Role.FPROP_INPUT, Role.FPROP_WEIGHT),
-    (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT),
-    (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT),
-)
-
 Shape = tuple[int, int]  # in_features, out_features
 
 
@@ -179,31 +173,32 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
 
 def _thin_products(layer: MetisLayer, tokens: int) -> float:
     """Return the FLOPs of the low-rank parts and doubled channels of all operands, GEMM by GEMM."""
-    shapes = {
-        role: shape for role, shape, _ in _places(tokens, layer.in_features, layer.out_features)
-    }
+    t, i, o = tokens, layer.in_features, layer.out_features
+    places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
     total = 0.0
-    for left, right in _GEMMS:
-        m, n = shapes[left]
-        if left is Role.WGRAD_GRAD_OUTPUT:
-            m, n = n, m
-        p = shapes[right][0 if right is Role.FPROP_WEIGHT else 1]
-        # (a v) b by way of v b; a (u w) by way of a u.
+    for left, right, (m, n, p) in (
+        (Role.FPROP_INPUT, Role.FPROP_WEIGHT, (t, i, o)),
+        (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
+        (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT, (o, t, i)),
+    ):
+        # [m n] @ [n p]: (a v) b by way of v b; a (u w) by way of a u.
         for role, inner in ((left, n * p), (right, m * n)):
-            rank, channels = _apart(layer, role, shapes)
+            rank, channels = _apart(layer, role, places)
             total += 2.0 * rank * (inner + m * p) + 2.0 * channels * m * p
     return total
 
 
-def _apart(layer: MetisLayer, role: Role, shapes: Mapping[Role, Shape]) -> tuple[int, int]:
+def _apart(
+    layer: MetisLayer, role: Role, places: Mapping[Role, tuple[Shape, int]]
+) -> tuple[int, int]:
     """Return the rank of an operand's low-rank part, and how many channels it doubles."""
     role, operand = layer.scheme.resolve(role)
     if operand.quantizer is None:
         return 0, 0
     if layer.weight_form.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
         return layer.weight_form.rank or 0, 0
-    dim = next(dim for place, _, dim in _places(1, 1, 1) if place is role)
-    work = operand.conditioner.work(shapes[role], dim=dim)
+    shape, dim = places[role]
+    work = operand.conditioner.work(shape, dim=dim)
     return work.low_rank, work.channels
 
 

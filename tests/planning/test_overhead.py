@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
-from metis_hf.planning.overhead import inputs_of, overhead
+from metis_hf.planning.overhead import inputs_of, model_overhead, overhead
 
 IN, OUT, T = 512, 384, 8192
 GEMM = 3 * T * IN * OUT
@@ -97,6 +97,25 @@ def test_inputs_of_a_llama():
     mlp = [[f"{n}.mlp.{kind}_proj" for kind in ("gate", "up")] for n in range(2)]
     single = [[f"{n}.{kind}_proj"] for n in range(2) for kind in ("self_attn.o", "mlp.down")]
     assert sorted(groups.values()) == sorted([*attention, *mlp, *single, ["unused"]])
+
+
+def test_a_model_is_counted_from_its_config():
+    d, h, kv, count = 64, 96, 32, 2
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=d, intermediate_size=h, num_hidden_layers=count,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    metis = MetisConfig(rank=16)
+    shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, h), (d, h), (h, d)]
+    reads = ["x", "x", "x", "a", "y", "y", "b"]
+    wanted = overhead(
+        [(shape, metis) for shape in shapes * count],
+        T,
+        [(block, name) for block in range(count) for name in reads],
+    )
+    found = model_overhead(config, metis, T)
+    assert dict(found.parts) == pytest.approx(dict(wanted.parts))
+    assert found.weight_bits == pytest.approx(wanted.weight_bits)
 
 
 def test_more_tokens_share_the_weight_s_split():
