@@ -361,7 +361,9 @@ def test_one_far_gap_leaves_room_for_the_others(far, scale, tmp_path, monkeypatc
         cost_figure, "figure_axes", lambda *args: made.append(figure_axes(*args)) or made[-1]
     )
     losses = {"bf16": 2.0, "a": 2.1, "b": 2.12, "c": 2.1, "far": far}
-    summaries = summarize([result(name, 0, loss) for name, loss in losses.items()])
+    extra = {name: float(place) for place, name in enumerate(losses)}
+    results = [result(name, 0, loss) for name, loss in losses.items()]
+    summaries = summarize(results, extra=extra)
     cost_figure.plot_costs(summaries, tmp_path / "cost.png", "title")
     ((_, axes),) = made
     assert axes[0][0].get_yscale() == scale

@@ -18,10 +18,7 @@ _TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
 def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
-    """Draw final held-out gaps against the multiply-adds beyond the three GEMMs.
-
-    Where these were not counted, against what an emulated step takes beyond the control's.
-    """
+    """Draw final held-out gaps against the multiply-adds beyond the three GEMMs."""
     control = next((s for s in summaries if s.name == CONTROL), None)
     shown = [s for s in summaries if s.gap is not None and math.isfinite(s.gap.mean)]
     if control is None or not shown:
@@ -30,13 +27,9 @@ def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
     axis = axes[0][0]
     styles = scheme_styles([s.name for s in summaries], CONTROL)
     points = []
-    counted = not any(math.isnan(s.extra) for s in shown)
     for summary in shown:
         assert summary.gap is not None
-        cost = summary.extra
-        if not counted:
-            cost = 100 * (summary.seconds_per_step / control.seconds_per_step - 1)
-        width, style = summary.gap.half_width, styles[summary.name]
+        cost, width, style = summary.extra, summary.gap.half_width, styles[summary.name]
         axis.errorbar(cost, summary.gap.mean, yerr=None if math.isnan(width) else width,
                       fmt=style.marker, color=style.color, ms=MARKER, capsize=3, lw=1.2,
                       elinewidth=0.8, markeredgecolor="black", markeredgewidth=0.4)  # fmt: skip
@@ -44,11 +37,7 @@ def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
     axis.axhline(0, color="black", lw=1)
     axis.set_title(title)
     axis.set_ylabel(f"held-out loss above {CONTROL} (%): mean, 95 % interval")
-    axis.set_xlabel(
-        f"multiply-adds beyond the three GEMMs (%), {TOKENS:,} tokens a step"
-        if counted
-        else f"emulated step: time beyond {CONTROL}'s (%)"
-    )
+    axis.set_xlabel(f"multiply-adds beyond the three GEMMs (%), {TOKENS:,} tokens a step")
     axis.margins(0.12, 0.06)
     if max(gaps := [abs(y) for _, y, _ in points]) > _FAR * statistics.median(gaps):
         _compress(axis)
