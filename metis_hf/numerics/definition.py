@@ -120,7 +120,7 @@ class QuantizerDefinition:
             )
         if self.scale_rule in TRIED_SCALES and fmt != NVFP4:
             raise ValueError(
-                f'scale_rule="{self.scale_rule.value}" chooses between the NVFP4 codes 4 and 6, '
+                f'scale_rule="{self.scale_rule.value}" compares scales for the codes of NVFP4, '
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
         if self.scale_rule is ScaleRule.EDEN and fmt != NVFP4:

@@ -353,6 +353,7 @@ BOTH = pytest.mark.parametrize("function", [fake_quantize, quantize], ids=["fake
             ["four-over-six", "mxfp4", "NVFP4", "absmax"],
         ),
         ({"fmt": "nvint4", "scale_rule": "four-over-six"}, ["four-over-six", "nvint4", "absmax"]),
+        ({"fmt": "mxfp4", "scale_rule": "search"}, ["search", "mxfp4", "NVFP4", "absmax"]),
     ],
     ids=label,
 )
