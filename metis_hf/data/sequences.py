@@ -28,6 +28,5 @@ def read_sequences(
     content = text.read_text(encoding="utf-8")[: _CHARACTERS * sequences * length]
     tokens: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     count = min(sequences, len(tokens) // length)
-    return torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length), len(
-        tokens
-    )
+    ids = torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
+    return ids, len(tokens)
