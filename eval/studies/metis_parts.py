@@ -68,7 +68,7 @@ def without_corrections(*roles: Role) -> Change:
 
 FORWARD = ("fprop_input", "fprop_weight")
 SAMPLED = ("fprop_input", "dgrad_grad_output")
-GRADIENT = (without_split("dgrad_grad_output"), without_corrections(Role.DGRAD_WEIGHT))
+GRADIENT = (without_corrections(Role.DGRAD_WEIGHT), without_split("dgrad_grad_output"))
 
 VARIANTS: dict[str, tuple[Change, ...]] = {
     "": (),
