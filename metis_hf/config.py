@@ -56,7 +56,8 @@ class MetisConfig:
             differ by a tenth are told apart to 1e-6 by then, and each iteration costs time in
             every call.
         decompose: which tensors "metis" and "metis-paper" split: any of "weight", "activation",
-            "gradient".
+            "gradient"; None takes the scheme's own: all three for "metis-paper", activations and
+            gradients for "metis".
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
             (False), under any scheme; None takes the scheme's own: True for "metis-paper",
             "bf16-split" and "svdquant", False for the others.
@@ -105,7 +106,7 @@ class MetisConfig:
     sample_frac: float = 0.01
     oversample: int = 8
     n_iter: int = 1
-    decompose: tuple[str, ...] = DECOMPOSABLE
+    decompose: tuple[str, ...] | None = None
     split_weight: bool | None = None
     operand_mode: str | None = None
     format: str | None = None
@@ -179,7 +180,8 @@ class MetisConfig:
         require(split is None or isinstance(split, bool), "split_weight", "None, True or False")
         for name, choices in (("decompose", DECOMPOSABLE), ("high_precision", PASSES)):
             value = getattr(self, name)
-            ok = _is_names(value) and set(value) <= set(choices)
+            optional = name == "decompose" and value is None
+            ok = optional or (_is_names(value) and set(value) <= set(choices))
             require(ok, name, f"a list of any of {', '.join(choices)}")
         for name, choices in (
             ("operand_mode", OPERAND_MODES),

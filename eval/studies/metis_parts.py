@@ -1,4 +1,4 @@
-"""Schemes that are `metis` without one of its parts, at rank 9, to measure what each part gives.
+"""Schemes that are `metis` without one of its parts, or with another, at rank 9, to measure each.
 
     metis-hf fidelity MODEL --text FILE --import eval/studies/metis_parts.py --alone none \
         --schemes metis-9,metis-9-nearest-scales,...
@@ -70,30 +70,36 @@ FORWARD = ("fprop_input", "fprop_weight")
 SAMPLED = ("fprop_input", "dgrad_grad_output")
 GRADIENT = (without_corrections(Role.DGRAD_WEIGHT), without_split("dgrad_grad_output"))
 
+ALL_SPLIT = ("weight", "activation", "gradient")
+
 VARIANTS: dict[str, tuple[Change, ...]] = {
     "": (),
     "-nearest-scales": (with_scales(ScaleRule.ABSMAX, *FORWARD),),
     "-four-over-six": (with_scales(ScaleRule.FOUR_OVER_SIX, *FORWARD),),
     "-few-rows": (with_split(*SAMPLED, rows=4),),
     "-all-rows": (with_split(*SAMPLED, sample_frac=1.0),),
-    "-no-input-correction": (without_corrections(Role.FPROP_INPUT),),
     "-no-weight-correction": (without_corrections(Role.FPROP_WEIGHT),),
     "-no-dgrad-correction": (without_corrections(Role.DGRAD_WEIGHT),),
     "-no-corrections": (without_corrections(*Role),),
     "-no-gradient-split": GRADIENT,
 }
+WITH_WEIGHT: dict[str, tuple[Change, ...]] = {
+    "-weight-split": (),
+    "-weight-split-no-input-correction": (without_corrections(Role.FPROP_INPUT),),
+}
 
 
-def register(ending: str, changes: tuple[Change, ...]) -> None:
+def register(ending: str, changes: tuple[Change, ...], splits_weight: bool) -> None:
     """Register a variant; its rank is `RANK` whatever a config says."""
 
     @register_scheme(f"metis-{RANK}{ending}", summary="metis in parts", source="docs/method.md")
     def build(config: MetisConfig, rank: int) -> Scheme:
-        scheme = metis(config, RANK)
+        scheme = metis(config.replace(decompose=ALL_SPLIT if splits_weight else None), RANK)
         for change in changes:
             scheme = change(scheme)
         return scheme
 
 
-for ending, changes in VARIANTS.items():
-    register(ending, changes)
+for variants, splits_weight in ((VARIANTS, False), (WITH_WEIGHT, True)):
+    for ending, changes in variants.items():
+        register(ending, changes, splits_weight)

@@ -69,17 +69,15 @@ def draw_compare(name: str) -> None:
     from metis_hf.experiments.compare.outputs import count_extra, write_tables
     from metis_hf.experiments.compare.statistics import summarize
     from metis_hf.experiments.results import SchemeResult
-    from metis_hf.experiments.variants import Variant
 
     target = RESULTS / name
     record = json.loads(target.with_suffix(".json").read_text())
-    variants = [Variant.of_fields(*item) for item in record["variants"].items()]
-    extra = count_extra(record["plan"]["experiment"]["model"], variants)
     results = []
     for run in record["runs"]:
         curve = run.pop("curve")
         history = [{"step": s, "loss": x} for s, x in zip(curve["step"], curve["loss"])]
         results.append(SchemeResult(**run, summary="", history=history))
+    extra = count_extra(record["plan"]["experiment"]["model"], results)
     reference = record.get("reference")
     summaries = table.ordered(summarize(results, reference, extra=extra))
     sentences = [record["findings"][0], *table.findings(summaries, reference)]

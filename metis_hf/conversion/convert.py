@@ -239,7 +239,7 @@ def _check_layer(
     scheme = build_scheme(config, in_features, out_features)
     smaller = min(in_features, out_features)
     kept = kept_directions(config, in_features, out_features)
-    if scheme.splits_weight and 2 * kept > smaller + 1:
+    if scheme.splits and 2 * kept > smaller + 1:
         absolute = config.rank is not None
         asked = f"rank={kept}" if absolute else f"rank_frac={config.rank_frac}"
         raise ValueError(
@@ -253,7 +253,7 @@ def _check_layer(
 def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
     rank, error = None, 0.0
-    if layer.scheme.splits_weight:
+    if layer.scheme.splits:
         rank = layer.scheme.rank
     bits = layer.scheme.weight_bits(o, i)
     if layer.weight_form.is_split and not original.is_meta:

@@ -48,9 +48,8 @@ def published_method(quantization: dict[str, Any]) -> str | None:
         return None
     method = METHODS.get(scheme)
     if method == "FP4-Metis":
-        missing = [
-            part for part in ABLATIONS if part not in quantization.get("decompose", ABLATIONS)
-        ]
+        parts = quantization.get("decompose")  # None: the method as it is
+        missing = [] if parts is None else [part for part in ABLATIONS if part not in parts]
         if len(missing) > 1:
             return None
         return ABLATIONS[missing[0]] if missing else method

@@ -18,7 +18,6 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.layers.linear import MetisLayer, make_layer
 from metis_hf.operands import Operand
-from metis_hf.planning.costs import corrections_cost
 from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import Role, Scheme, build_scheme
 from metis_hf.schemes.listing import WIDTH
@@ -57,7 +56,8 @@ def overhead(
 
     Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
     counts as the dense product with its factors. A GEMM of FP4 codes multiplies the low-rank parts
-    of its operands apart, by thin products; each correction adds two more.
+    of its operands apart, by two thin products each; a correction in their directions adds one, as
+    its coordinates are summed with those of the low-rank part before the second.
 
     Args:
         layers: (in_features, out_features) and config of each layer.
@@ -84,11 +84,9 @@ def overhead(
                 encoded.add(key)
             for kind, count in _encoding(scheme, role, shape, dim).items():
                 flops[kind] = flops.get(kind, 0.0) + count
-        corrections = corrections_cost(layer, tokens, tuple(Role)).corrections
         factors = layer.weight_form.work((o, i), quantized=True)
         stored = {k: v for k, v in factors.quantize.items() if k == "weight_factors"}
-        thin = _thin_products(layer, tokens)
-        for kind, count in {"corrections": corrections, "thin_products": thin, **stored}.items():
+        for kind, count in {**_thin_products(layer, tokens), **stored}.items():
             flops[kind] = flops.get(kind, 0.0) + count
     parts = {kind: count / gemm for kind, count in flops.items() if count}
     return Overhead(parts, bits / elements)
@@ -171,20 +169,22 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
     )
 
 
-def _thin_products(layer: MetisLayer, tokens: int) -> float:
-    """Return the FLOPs of the low-rank parts and doubled channels of all operands, GEMM by GEMM."""
+def _thin_products(layer: MetisLayer, tokens: int) -> dict[str, float]:
+    """Return the FLOPs of low-rank parts and doubled channels, and of corrections, of all GEMMs."""
     t, i, o = tokens, layer.in_features, layer.out_features
     places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
-    total = 0.0
+    total = {"corrections": 0.0, "thin_products": 0.0}
     for left, right, (m, n, p) in (
         (Role.FPROP_INPUT, Role.FPROP_WEIGHT, (t, i, o)),
         (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
         (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT, (o, t, i)),
     ):
         # [m n] @ [n p]: (a v) b by way of v b; a (u w) by way of a u.
-        for role, inner in ((left, n * p), (right, m * n)):
+        for role, other, inner in ((left, right, n * p), (right, left, m * n)):
             rank, channels = _apart(layer, role, places)
-            total += 2.0 * rank * (inner + m * p) + 2.0 * channels * m * p
+            total["thin_products"] += 2.0 * rank * (inner + m * p) + 2.0 * channels * m * p
+            if other in layer.scheme.corrected:
+                total["corrections"] += 2.0 * rank * inner
     return total
 
 

@@ -79,6 +79,11 @@ class Scheme:
         """Return whether the weight is split: as it is stored, or whenever fprop quantizes it."""
         return self.weight.is_split or isinstance(self.fprop_weight.conditioner, Spectral)
 
+    @property
+    def splits(self) -> bool:
+        """Return whether any operand is split, so that `rank` says how."""
+        return any(self._is_split(role) for role in Role)
+
     def weight_bits(self, out_features: int, in_features: int) -> float:
         """Return the bits per element of w_hat in fprop, low-rank factors included."""
         quantizer, shape = self.fprop_weight.quantizer, (out_features, in_features)

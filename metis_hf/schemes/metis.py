@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from metis_hf.config import DECOMPOSABLE
 from metis_hf.schemes.parts import (
     NVFP4,
     RANK_MULTIPLE,
@@ -18,6 +19,7 @@ from metis_hf.schemes.parts import (
     with_own_copies,
 )
 
+SPLIT = ("activation", "gradient")  # tensors, unless the config says otherwise
 _ROWS = 16  # sampled for each column of the sketch of a subspace
 # Split tensor -> the operand beside it that is corrected.
 _CORRECTED_BY = {
@@ -38,12 +40,15 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
 
     - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
       up for the rounding of the factors, at the same number of bits.
-    - The weight is one dense matrix, split whenever it is quantized. Trained factors
-      (`split_weight=True`) are another parametrization, with another optimum.
-    - What rounding took off inputs (fprop) and weights (fprop, dgrad) is added in the dominant
-      directions of the other operand, in FP4 and as k more channels of the same GEMM (`gemm` has
-      the equations): their rounding meets only the residual of the other operand. That of output
-      gradients is unbiased, so it is not added.
+    - The weight is one dense matrix and quantized directly: its spectrum is flat beside those of
+      inputs and gradients, and a split of it gives less than the same multiply-adds spent on their
+      rank. `decompose` can name "weight" too; it is then split whenever it is quantized. Trained
+      factors (`split_weight=True`) are another parametrization, with another optimum.
+    - What rounding took off weights (fprop, dgrad) is added in the dominant directions of inputs
+      and output gradients, in FP4 and as k more channels of the same GEMM (`gemm` has the
+      equations): their rounding meets only the residual of the other operand. Where the weight is
+      split, what rounding took off inputs is added along its directions. That of output gradients
+      is unbiased, so it is not added.
     - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
       stay unbiased. A block of a forward tensor has the scale, of six, that fits it best.
     - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the
@@ -57,13 +62,17 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     # process by process, and so do rounding errors, which then average out (docs/method.md).
     split_weight = replace(split, sample_frac=1.0)
 
+    tensors = config.decompose
+    if tensors is None:
+        tensors = DECOMPOSABLE if config.split_weight else SPLIT
+
     def operand(tensor: str, quantizer, conditioner) -> Operand:
-        return Operand(quantizer, conditioner) if tensor in config.decompose else Operand(quantizer)
+        return Operand(quantizer, conditioner) if tensor in tensors else Operand(quantizer)
 
     scheme = Scheme(
         fprop_input=operand("activation", forward, split),
         fprop_weight=operand("weight", forward, split_weight),
         dgrad_grad_output=operand("gradient", backward, split),
-        corrected=frozenset(_CORRECTED_BY[tensor] for tensor in config.decompose),
+        corrected=frozenset(_CORRECTED_BY[tensor] for tensor in tensors),
     )
     return with_own_copies(scheme, config.operand_mode or "shared")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from metis_hf.config import DECOMPOSABLE
 from metis_hf.schemes.parts import (
     IDENTITY,
     DenseWeight,
@@ -30,13 +31,14 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     """
     forward, backward = stochastic_everywhere(config)
     split = spectral(config, rank, compensated=False)
-    stored_split = "weight" in config.decompose
+    tensors = DECOMPOSABLE if config.decompose is None else config.decompose
+    stored_split = "weight" in tensors
     if config.split_weight is not None:
         stored_split = config.split_weight
     scheme = Scheme(
-        fprop_input=Operand(forward, split if "activation" in config.decompose else IDENTITY),
+        fprop_input=Operand(forward, split if "activation" in tensors else IDENTITY),
         fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward, split if "gradient" in config.decompose else IDENTITY),
+        dgrad_grad_output=Operand(backward, split if "gradient" in tensors else IDENTITY),
         weight=SplitWeight(rank, compensated=False) if stored_split else DenseWeight(),
     )
     return in_mode(scheme, config.operand_mode or "shared")

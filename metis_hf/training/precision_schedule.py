@@ -89,34 +89,59 @@ def _check_form(name: str, layer: MetisLayer, config: MetisConfig) -> None:
 
 
 class PrecisionSchedule(TrainerCallback):
-    """Runs the last part of a training in higher precision.
+    """Runs the first or the last part of a training, or both, in higher precision.
 
     NVIDIA's report on NVFP4 pretraining (arXiv 2509.25149) finds that switching the forward pass to
-    BF16 towards the end closes most of the gap to BF16. Saved checkpoints carry the switch; a
+    BF16 towards the end closes most of the gap to BF16. In a model that trains from scratch, four
+    bits cost most in the first steps (docs/method.md). Saved checkpoints carry the switch; a
     resumed run makes it again at the right step.
 
     Args:
-        at: the step, or the share of all steps if below 1, at which to switch: the steps before it
-            are quantized.
-        high_precision: the passes that then run unquantized, and that are quantized before: any of
-            "forward", "backward". A pass that is not named stays as the model's config has it.
+        at: the step, or the share of all steps if below 1, from which on the passes run
+            unquantized; None: they are quantized to the end.
+        high_precision: the passes that are switched: any of "forward", "backward". A pass that is
+            not named stays as the model's config has it.
+        until: the step, or the share of all steps if below 1, before which they run unquantized
+            too; None: they are quantized from the start.
 
     Raises:
-        ValueError: no positive share or whole step, or no such pass.
+        ValueError: no positive share or whole step, neither `at` nor `until`, or no such pass.
     """
 
-    def __init__(self, at: float = 0.9, high_precision: Sequence[str] = ("forward",)) -> None:
-        if at <= 0 or (at >= 1 and at != int(at)):
-            raise ValueError(f"at={at}; expected a step >= 1 or a share of the steps below 1")
+    def __init__(
+        self,
+        at: float | None = 0.9,
+        high_precision: Sequence[str] = ("forward",),
+        until: float | None = None,
+    ) -> None:
+        for name, value in (("at", at), ("until", until)):
+            if value is not None and (value <= 0 or (value >= 1 and value != int(value))):
+                raise ValueError(
+                    f"{name}={value}; expected a step >= 1 or a share of the steps below 1"
+                )
+        if at is None and until is None:
+            raise ValueError("at=None and until=None never switch; give one of them")
         if isinstance(high_precision, str) or not set(high_precision) & set(PASSES):
             raise ValueError(f"high_precision={high_precision!r}; expected a list of {PASSES}")
         MetisConfig(high_precision=tuple(high_precision))  # refuses unknown names
         self.at = at
+        self.until = until
         self.high_precision = tuple(high_precision)
 
-    def switch_step(self, max_steps: int) -> int:
-        """Optimizer steps before the switch."""
-        return round(self.at * max_steps) if self.at < 1 else int(self.at)
+    def is_high(self, step: int, max_steps: int) -> bool:
+        """Return whether the optimizer step after `step` others runs in higher precision.
+
+        Raises:
+            ValueError: `until` is no earlier than `at`: no step of this run would be quantized.
+        """
+        first = 0 if self.until is None else _steps(self.until, max_steps)
+        last = max_steps if self.at is None else _steps(self.at, max_steps)
+        if first >= last and self.until is not None and self.at is not None:
+            raise ValueError(
+                f"until={self.until} and at={self.at} of {max_steps} steps leave no step "
+                "quantized; switch to four bits before switching back"
+            )
+        return step < first or step >= last
 
     def on_step_begin(
         self,
@@ -134,10 +159,15 @@ class PrecisionSchedule(TrainerCallback):
             )
         now = layer.config.high_precision
         on = set(now) - set(self.high_precision)
-        if state.global_step >= self.switch_step(state.max_steps):
+        if self.is_high(state.global_step, state.max_steps):
             on |= set(self.high_precision)
         if on != set(now):
             wanted = tuple(name for name in PASSES if name in on)
             set_precision(model, high_precision=wanted)
             if state.is_world_process_zero:
                 logger.info("step %d: high precision in %s", state.global_step, wanted or "no pass")
+
+
+def _steps(place: float, max_steps: int) -> int:
+    """Return the number of optimizer steps before a step or a share of all steps."""
+    return round(place * max_steps) if place < 1 else int(place)

@@ -162,11 +162,9 @@ def test_quantized_weight_is_what_the_layer_multiplies(split, checkpoint, tmp_pa
     plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
     w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
     assert torch.equal(found, w_hat.values)
-    if not split:  # lost is what is zero of the residual, not of the weight
-        low = w_hat.low.dense()
-        rest = (params[0] - low) != 0
-        zero = (w_hat.values - low).abs() < 1e-6
-        assert quantized.zeroed == pytest.approx(float((zero & rest).sum() / rest.sum()), abs=1e-3)
+    if not split:
+        lost = (w_hat.values == 0) & (params[0] != 0)
+        assert quantized.zeroed == pytest.approx(float(lost.sum() / (params[0] != 0).sum()))
 
 
 def test_quantized_rows_are_the_schemes_operands():

@@ -47,12 +47,19 @@ class TestPlan:
     def test_ablations_switch_off_one_part_each(self):
         by_name = {v.name: v.metis_config(0) for v in PRESETS["ablations"]()}
         full = by_name["metis-paper"]
-        assert set(full.decompose) == {"weight", "activation", "gradient"}
-        for tensor in full.decompose:
+        assert full.decompose is None
+        tensors = {"weight", "activation", "gradient"}
+        for tensor in tensors:
             config = by_name[f"metis-paper w/o {tensor} split"]
-            assert set(full.decompose) - set(config.decompose) == {tensor}
+            assert tensors - set(config.decompose) == {tensor}
             assert config.sample_frac == full.sample_frac
         assert by_name["metis-paper w/o sampling"].sample_frac == 1.0
+
+    def test_ablations_of_metis_add_what_it_leaves_out(self):
+        by_name = {v.name: v.metis_config(0).decompose for v in PRESETS["ablations-metis"]()}
+        assert by_name["metis with weight split"] == ("weight", "activation", "gradient")
+        assert by_name["metis w/o activation split"] == ("gradient",)
+        assert by_name["metis w/o gradient split"] == ("activation",)
 
     def test_rank_sweep_has_the_paper_range(self):
         shares = [v.metis_config(0).rank_frac for v in PRESETS["rank"]()[1:]]
@@ -83,7 +90,7 @@ class TestPlan:
             both = by_name[f"{scheme}, both in bf16 from 80%"]
             assert both.config == by_name[scheme].config
             (schedule,) = both.callbacks()
-            assert schedule.switch_step(780) == 624
+            assert [schedule.is_high(step, 780) for step in (623, 624)] == [False, True]
             assert schedule.high_precision == ("forward", "backward")
             (schedule,) = by_name[f"{scheme}, forward in bf16 from 80%"].callbacks()
             assert schedule.high_precision == ("forward",)

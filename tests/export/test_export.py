@@ -44,14 +44,15 @@ PACKED_AS_STORED = [
     pytest.param({"scheme": "nvidia"}, id="nvidia"),
     pytest.param({"scheme": "nvfp4"}, id="nvfp4"),
 ]
+ALL_SPLIT = {"scheme": "metis", "decompose": ["weight", "activation", "gradient"]}
 SPLIT = [
-    pytest.param({"scheme": "metis"}, id="metis"),
+    pytest.param(ALL_SPLIT, id="metis"),
     pytest.param({"scheme": "metis-paper"}, id="metis-paper"),
     pytest.param({"scheme": "metis", "split_weight": True}, id="stored-split"),
     pytest.param({"scheme": "nvidia", "split_weight": True}, id="nvidia-stored-split"),
-    pytest.param({"scheme": "metis", "rank": 5}, id="rank-5"),
-    pytest.param({"scheme": "metis", "operand_mode": "contraction"}, id="square-tiles"),
-    pytest.param({"scheme": "metis", "two_level": False}, id="one-level"),
+    pytest.param({**ALL_SPLIT, "rank": 5}, id="rank-5"),
+    pytest.param({**ALL_SPLIT, "operand_mode": "contraction"}, id="square-tiles"),
+    pytest.param({**ALL_SPLIT, "two_level": False}, id="one-level"),
 ]
 
 
@@ -284,7 +285,7 @@ class TestCompressedTensors:
         assert ("lm_head.weight" in state) == ("lm_head.weight" in original)
 
     def test_errors_of_each_choice(self, tmp_path):
-        source = checkpoint(tmp_path / "metis")
+        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
         report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
         rows = {(row.choice, row.kind): row for row in report.rows}
         assert {choice for choice, _ in rows} == {"fold", "side-file"}
@@ -335,7 +336,7 @@ class TestSideFile:
 
     def test_plain_loading_of_it_fails(self, tmp_path):
         """The residual alone is a plausible model without its dominant subspace."""
-        source = checkpoint(tmp_path / "metis")
+        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
         export_checkpoint(
             source, tmp_path / "out", format="compressed-tensors", low_rank="side-file"
         )
@@ -343,7 +344,7 @@ class TestSideFile:
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
     def test_files(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        source = checkpoint(tmp_path / "metis", tokenizer=True, **ALL_SPLIT)
         out = tmp_path / "out"
         export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
         assert {path.name for path in out.iterdir()} == {
@@ -371,7 +372,7 @@ class TestSideFile:
         }
 
     def test_missing_factor_and_newer_version(self, tmp_path):
-        source = checkpoint(tmp_path / "metis")
+        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
         out = tmp_path / "out"
         export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
         path = out / "metis_low_rank.safetensors"
@@ -409,7 +410,7 @@ class TestText:
             config.vocab_size = VOCAB + 1
             return transformers.LlamaForCausalLM(config)
 
-        return checkpoint(tmp_path / "metis", build, tokenizer=True)
+        return checkpoint(tmp_path / "metis", build, tokenizer=True, **ALL_SPLIT)
 
     def test_held_out_loss(self, source, tmp_path):
         text = tmp_path / "held_out.txt"

@@ -52,9 +52,9 @@ class TestModelCard:
             pytest.importorskip("compressed_tensors")
         format = "compressed-tensors" if kind == "side-file" else kind
         low_rank = "side-file" if kind == "side-file" else "fold"
-        report = export_checkpoint(
-            checkpoint(tmp_path / "metis"), tmp_path / "out", format=format, low_rank=low_rank
-        )
+        split = ["weight", "activation", "gradient"] if kind == "side-file" else None
+        source = checkpoint(tmp_path / "metis", decompose=split)
+        report = export_checkpoint(source, tmp_path / "out", format=format, low_rank=low_rank)
         card = ModelCard.load(tmp_path / "out/README.md")
         assert f"{report.rows[0].mean_error:.2e}" in card.text
         code = card.text.split("```python\n")[1].split("```")[0]

@@ -273,11 +273,12 @@ class TestOnly:
 
     def test_corrections_follow_the_split_of_the_exact_operand(self):
         """Of metis: an input that alone is quantized is corrected along the exact weight."""
-        scheme = build_scheme(MetisConfig(rank=16), 128, 96)
+        config = MetisConfig(rank=16, decompose=("weight", "activation", "gradient"))
+        scheme = build_scheme(config, 128, 96)
         torch.manual_seed(0)
         x = torch.randn(64, 128)
         w = torch.randn(96, 4) @ torch.randn(4, 128)  # of rank 4: all of it is corrected
-        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(128, 96)), MetisConfig(rank=16))
+        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(128, 96)), config)
         layer = model[0]
         layer.weight.data.copy_(w)
         layer.bias.data.zero_()

@@ -10,6 +10,7 @@ from torch import nn
 
 from layers.layer_tools import NEAREST, STOCHASTIC, key_values, layer_of, record
 from metis_hf import MetisConfig
+from metis_hf.config import DECOMPOSABLE
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.linear import convert_linear
 from metis_hf.schemes import Role, Scheme, build_scheme
@@ -51,7 +52,8 @@ W, X, DY = steep(OUT, IN), steep(TOKENS, IN, 1), steep(TOKENS, OUT, 2)
 def metis_layer(weight=W[0], **changes):
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight.clone()
-    return convert_linear(linear, MetisConfig(rank=RANK, **changes), name="layer").train()
+    config = MetisConfig(**{"rank": RANK, "decompose": DECOMPOSABLE, **changes})
+    return convert_linear(linear, config, name="layer").train()
 
 
 def correcting(layer, roles):
@@ -236,7 +238,8 @@ def test_noise_is_of_this_layer():
     """Layers that read one input share its noise, but not that of their own coordinates."""
     keys = []
     for name in ("a", "b"):
-        _, layer = layer_of("metis", i=IN, o=OUT, name=name, **STOCHASTIC)
+        split = {"decompose": DECOMPOSABLE, **STOCHASTIC}
+        _, layer = layer_of("metis", i=IN, o=OUT, name=name, **split)
         calls = record(layer)
         layer(X[0])
         keys.append([key_values(call.key) for call in calls])
@@ -249,10 +252,8 @@ def test_noise_is_of_this_layer():
 @pytest.mark.parametrize(
     ("options", "roles"),
     [
-        (
-            {"decompose": ("activation", "gradient")},
-            FORWARD - {Role.FPROP_INPUT} | {Role.DGRAD_WEIGHT},
-        ),
+        ({"decompose": None}, FORWARD - {Role.FPROP_INPUT} | {Role.DGRAD_WEIGHT}),
+        ({"decompose": None, "split_weight": True}, CORRECTED),
         ({"decompose": ("weight",)}, {Role.FPROP_INPUT}),
         ({"decompose": ()}, set()),
         ({"high_precision": ("forward",)}, CORRECTED - FORWARD),
@@ -261,7 +262,8 @@ def test_noise_is_of_this_layer():
     ids=str,
 )
 def test_only_where_the_other_operand_is_split(options, roles):
-    _, layer = layer_of("metis", i=IN, o=OUT, **options, **NEAREST)
+    split = {"decompose": DECOMPOSABLE, **NEAREST, **options}
+    _, layer = layer_of("metis", i=IN, o=OUT, **split)
     assert layer.scheme.corrected == layer.eval_scheme.corrected == roles
     results, without = one_pass(layer), one_pass(correcting(layer, ()))
     changed = {name for name in results if not torch.equal(results[name], without[name])}

@@ -342,7 +342,11 @@ def test_compensation_reduces_the_error():
     ):
         split = kind is MetisLinear
         config = MetisConfig(
-            scheme=scheme, rank_frac=0.04, forward_rounding="nearest", split_weight=split
+            scheme=scheme,
+            rank_frac=0.04,
+            forward_rounding="nearest",
+            split_weight=split,
+            decompose=("weight", "activation", "gradient"),
         )
         layer = convert_linear(copy.deepcopy(linear), config, name="layer")
         assert isinstance(layer, kind)

@@ -321,7 +321,7 @@ class TestDistinct:
         layer = stochastic_layer(scheme, "contraction")
         calls = one_pass(layer)
         parts = 3 if scheme.startswith("metis") else 1
-        weight = 3 if scheme == "metis" else 0  # others have square tiles
+        weight = 1 if scheme == "metis" else 0  # others have square tiles
         corrected = layer.scheme.corrected
         forward = parts + weight + len(corrected & {Role.FPROP_INPUT, Role.FPROP_WEIGHT})
         copies = [call for call in calls if call.quantizer.tile.value == "row"][forward:]

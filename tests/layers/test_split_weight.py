@@ -118,7 +118,7 @@ def test_other_values_are_refused(value):
 
 def test_a_weight_that_changes_is_split_by_another_sketch():
     """So that rounding errors average out over steps; the same bits are split alike."""
-    _, layer = layer_of("metis", i=256, o=256, rank=8)
+    _, layer = layer_of("metis", i=256, o=256, rank=8, decompose=("weight",))
     x, w = torch.randn(4, 256), layer.weight.detach()  # no gap in its spectrum: the sketch decides
     conditioner = layer.scheme.fprop_weight.conditioner
     keys = [layer.call_keys(x, weight)[Role.FPROP_WEIGHT] for weight in (w, w * 1.01, w.clone())]

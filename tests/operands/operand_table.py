@@ -79,13 +79,27 @@ metis-paper, contraction
     wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral published
     wgrad.input        x   1x16   tokens  stochastic  up       spectral published
 metis, shared
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest-search direct corrected
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.weight       = fprop.weight corrected
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+metis, contraction
+    fprop.input        x   1x16   in      nearest     nearest-search spectral compensated
+    fprop.weight       w   1x16   in      nearest     nearest-search direct corrected
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.weight       w   1x16   out     nearest     nearest-search direct corrected
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
+    wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
+metis of all, shared
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
     fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
     dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
-metis, contraction
+metis of all, contraction
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
     fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated corrected
     dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
@@ -389,6 +403,7 @@ OPERANDS = parse(TABLE)
 # What the table has beside the registered schemes.
 VARIANTS = {
     "metis split": {"scheme": "metis", "split_weight": True},
+    "metis of all": {"scheme": "metis", "decompose": ("weight", "activation", "gradient")},
     "metis of weights": {"scheme": "metis", "decompose": ("weight",)},
     "metis of activations": {"scheme": "metis", "decompose": ("activation",)},
     "metis-paper dense": {"scheme": "metis-paper", "split_weight": False},

@@ -13,6 +13,9 @@ IN, OUT, T = 512, 384, 8192
 GEMM = 3 * T * IN * OUT
 
 
+ALL = ("weight", "activation", "gradient")
+
+
 def of(scheme, tokens=T, **changes):
     return overhead([((IN, OUT), MetisConfig(scheme=scheme, **changes))], tokens)
 
@@ -32,22 +35,30 @@ def test_direct_schemes_add_nothing():
 
 
 def test_metis_by_hand():
-    """Projections and low-rank parts of x, dy and w; two thin products for each correction."""
+    """Projections and low-rank parts of x, dy and w; coordinates of each correction."""
     k = 16
-    found = of("metis", rank=k)
+    found = of("metis", rank=k, decompose=ALL)
     # t i k of x, t o k of dy, o i k of w: once for the projection, once for the residual.
     thin = T * IN * k + T * OUT * k + OUT * IN * k
     assert found.parts["projection"] == pytest.approx(thin / GEMM)
     # And the subtraction of every element, which is no product but runs beside them.
     assert found.parts["low_rank"] == pytest.approx((thin + thin / k) / GEMM)
-    # fprop's input: t i k + t k o; fprop's weight: o i k + t k o; dgrad's weight: i o k + i k t.
-    corrections = T * k * (IN + OUT) + (OUT * IN * k + T * k * OUT) + (IN * OUT * k + IN * k * T)
+    # Coordinates of errors: x along w, w along x (fprop), w along dy (dgrad); what they are
+    # multiplied by then, the low-rank parts beside them are multiplied by anyway.
+    corrections = T * IN * k + OUT * IN * k + IN * OUT * k
     assert found.parts["corrections"] == pytest.approx(corrections / GEMM)
     # y = a_x (v_x w) + (x v_w) a_w, and so on: inner products first, then the output.
     fprop = (k * IN * OUT + T * k * OUT) + (T * IN * k + T * k * OUT)
     dgrad = (k * OUT * IN + T * k * IN) + (T * OUT * k + T * k * IN)
     wgrad = (k * T * IN + OUT * k * IN) + (OUT * T * k + OUT * k * IN)
     assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
+    # By default the weight is quantized directly, and no rounding of x is added along it.
+    found = of("metis", rank=k)
+    assert found.parts["projection"] == pytest.approx((T * IN * k + T * OUT * k) / GEMM)
+    assert found.parts["corrections"] == pytest.approx(2 * OUT * IN * k / GEMM)
+    fprop, dgrad = k * IN * OUT + T * k * OUT, k * OUT * IN + T * k * IN
+    assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
+    assert found.weight_bits == 4.5
 
 
 def test_thin_products_of_other_schemes():
@@ -69,7 +80,7 @@ def test_layers_that_read_one_tensor_split_it_once():
     k, layers = 16, [((IN, OUT), MetisConfig(scheme="metis", rank=16))] * 3
     apart, together = overhead(layers, T), overhead(layers, T, ["x", "x", "y"])
     assert apart.share == pytest.approx(of("metis", rank=k).share)
-    thin = 2 * T * IN * k + 3 * T * OUT * k + 3 * OUT * IN * k
+    thin = 2 * T * IN * k + 3 * T * OUT * k
     assert together.parts["projection"] == pytest.approx(thin / (3 * GEMM))
     assert together.parts["corrections"] == pytest.approx(apart.parts["corrections"])
     # Of another rank it is another operand.
@@ -77,7 +88,7 @@ def test_layers_that_read_one_tensor_split_it_once():
     assert overhead(layers, T, ["x", "x", "y"]) == overhead(layers, T)
     # In contraction mode wgrad's copy is split apart, and both are shared.
     own = [((IN, OUT), MetisConfig(scheme="metis", rank=16, operand_mode="contraction"))] * 2
-    thin = 2 * T * IN * k + 4 * T * OUT * k + 4 * OUT * IN * k
+    thin = 2 * T * IN * k + 4 * T * OUT * k
     found = overhead(own, T, ["x", "x"])
     assert found.parts["projection"] == pytest.approx(thin / (2 * GEMM))
 

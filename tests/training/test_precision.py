@@ -255,8 +255,36 @@ def test_a_pass_that_the_schedule_does_not_name_stays(tmp_path):
 @pytest.mark.parametrize(
     ("at", "steps", "switch"), [(0.9, 100, 90), (0.5, 3, 2), (7, 100, 7), (1.0, 100, 1)]
 )
-def test_switch_step(at, steps, switch):
-    assert PrecisionSchedule(at=at).switch_step(steps) == switch
+def test_the_step_of_the_switch(at, steps, switch):
+    schedule = PrecisionSchedule(at=at)
+    assert [schedule.is_high(step, steps) for step in range(steps)] == (
+        [False] * switch + [True] * (steps - switch)
+    )
+    schedule = PrecisionSchedule(at=None, until=at)
+    assert [schedule.is_high(step, steps) for step in range(steps)] == (
+        [True] * switch + [False] * (steps - switch)
+    )
+
+
+@pytest.mark.parametrize(("until", "at"), [(1, None), (1, 3), (0.25, 0.75)])
+def test_high_precision_at_the_start(until, at, tmp_path):
+    """The exact model's first loss, then four bits; a resumed run is the same to the bit."""
+
+    def run(directory, **changes):
+        schedule = PrecisionSchedule(at=at, until=until, high_precision=PASSES[-1])
+        return trainer(directory, converted("nvidia"), schedule, **changes)
+
+    whole = run(tmp_path, save_strategy="steps", save_steps=1)
+    whole.train()
+    exact, quantized = (trainer(tmp_path / s, converted(s)) for s in ("bf16", "nvidia"))
+    exact.train(), quantized.train()
+    assert losses(whole)[0] == losses(exact)[0] != losses(quantized)[0]
+    assert losses(whole)[1] != losses(exact)[1]
+    ends = [layer.config.high_precision for _, layer in metis_layers(whole.model)]
+    assert set(ends) == {() if at is None else PASSES[-1]}
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole)
 
 
 def test_evaluation_in_high_precision(token_ids):
@@ -381,6 +409,16 @@ class TestErrors:
     def test_schedule_at(self, at):
         with pytest.raises(ValueError, match=rf"at={at}; expected a step"):
             PrecisionSchedule(at=at)
+        with pytest.raises(ValueError, match=rf"until={at}; expected a step"):
+            PrecisionSchedule(until=at)
+
+    def test_schedule_that_never_switches(self):
+        with pytest.raises(ValueError, match="at=None and until=None never switch"):
+            PrecisionSchedule(at=None)
+
+    def test_schedule_without_a_quantized_step(self):
+        with pytest.raises(ValueError, match="leave no step quantized"):
+            PrecisionSchedule(at=0.5, until=0.5).is_high(0, 100)
 
     @pytest.mark.parametrize("passes", ["forward", (), ("upward",), ("forward", "upward")])
     def test_schedule_passes(self, passes):

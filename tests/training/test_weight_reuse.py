@@ -85,7 +85,7 @@ def test_a_changed_weight_is_quantized_anew(scheme, encodings):
 
 @pytest.mark.parametrize("split", [True, False], ids=["stored split", "split at use"])
 def test_what_is_held_is_packed(split):
-    _, layer = layer_of("metis", i=512, o=512, split_weight=split)
+    _, layer = layer_of("metis", i=512, o=512, split_weight=split, decompose=("weight",))
     rank = layer_rank(layer.config, 512, 512)
     with reuse_weights(layer):
         layer(torch.randn(4, 512))

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from transformers import AutoConfig
 
+from metis_hf.config import MetisConfig
 from metis_hf.experiments.compare import cost_figure, figures, table
 from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.compare.statistics import Summary, summarize
 from metis_hf.experiments.compare.timing import load_times
 from metis_hf.experiments.figures import plot_curves
 from metis_hf.experiments.results import SchemeResult
-from metis_hf.experiments.variants import Variant
 from metis_hf.planning.overhead import model_overhead
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.records import environment, write_json
@@ -45,8 +45,7 @@ def write_outputs(
         replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
         for result in results
     ]
-    finished = {result.scheme for result in results}
-    extra = count_extra(plan.experiment.model, [v for v in plan.variants if v.name in finished])
+    extra = count_extra(plan.experiment.model, results)
     summaries = table.ordered(summarize(results, plan.reference, extra=extra))
     sentences = [describe(plan, results), *table.findings(summaries, plan.reference)]
     record = {
@@ -98,15 +97,17 @@ def write_tables(
         cost_figure.plot_costs(summaries, out / "cost.png", sentences[0])
 
 
-def count_extra(model: Mapping[str, Any], variants: Sequence[Variant]) -> dict[str, float]:
+def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
     """Return each variant's multiply-adds beyond the three GEMMs, % of theirs (`overhead`).
 
     Args:
         model: what AutoConfig makes the compared model's config from.
-        variants: of that model; a precision that switches during training is not counted.
+        results: runs of that model, with the config that each was trained with; a precision that
+            switches during training is not counted.
     """
     config = AutoConfig.for_model(**model)
-    return {v.name: 100 * model_overhead(config, v.metis_config(0)).share for v in variants}
+    configs = {result.scheme: MetisConfig.from_dict(result.config) for result in results}
+    return {name: 100 * model_overhead(config, c).share for name, c in configs.items()}
 
 
 def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:

@@ -12,8 +12,6 @@ from typing import Any
 
 from metis_hf.experiments.variants import Variant
 
-ALL_SPLIT = ("weight", "activation", "gradient")
-
 
 def schemes(*names: str) -> tuple[Variant, ...]:
     """Return the variants that are registered schemes as they are."""
@@ -21,12 +19,20 @@ def schemes(*names: str) -> tuple[Variant, ...]:
 
 
 def _ablations(scheme: str) -> tuple[Variant, ...]:
-    """Return the paper's Table 2: the method without each of its parts, beside the control."""
-    without: dict[str, dict[str, Any]] = {
-        f"{scheme} w/o {tensor} split": {"decompose": [t for t in ALL_SPLIT if t != tensor]}
-        for tensor in ALL_SPLIT
-    }
-    parts = {**without, f"{scheme} w/o sampling": {"sample_frac": 1.0}}
+    """Return the paper's Table 2: the method without each of its parts, beside the control.
+
+    A part that the method leaves out by itself is added instead.
+    """
+    from metis_hf.config import DECOMPOSABLE
+    from metis_hf.schemes.metis import SPLIT
+
+    own = SPLIT if scheme == "metis" else DECOMPOSABLE
+    parts: dict[str, dict[str, Any]] = {}
+    for tensor in DECOMPOSABLE:
+        word = "w/o" if tensor in own else "with"
+        chosen = [t for t in DECOMPOSABLE if (t in own) != (t == tensor)]
+        parts[f"{scheme} {word} {tensor} split"] = {"decompose": chosen}
+    parts[f"{scheme} w/o sampling"] = {"sample_frac": 1.0}
     return (
         *schemes("bf16", scheme),
         *(Variant(name, {"scheme": scheme, **config}) for name, config in parts.items()),
