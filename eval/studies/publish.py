@@ -115,7 +115,10 @@ def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
 
 def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
     places = {key: plan[key] for key in ("data", "validation", "tasks_dir")}
-    return plan | {key: path and Path(path).name for key, path in places.items()}
+    named = plan | {key: path and Path(path).name for key, path in places.items()}
+    if checkpoint := plan["experiment"].get("checkpoint"):
+        named["experiment"] = plan["experiment"] | {"checkpoint": Path(checkpoint).name}
+    return named
 
 
 def _into_pages(marker: str, results: Path) -> list[Path]:

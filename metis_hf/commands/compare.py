@@ -54,6 +54,13 @@ def compare(
         str | None,
         typer.Option(help=f"{_either(SIZES)}; default tiny.", callback=_one_of("size", SIZES)),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint directory of transformers that every run starts from, instead of a "
+            "--size; --data has to be of its tokenizer."
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
     ] = None,
@@ -113,7 +120,7 @@ def compare(
     from metis_hf.shared.quiet import quiet
 
     # Before the plan, which looks schemes up. A directory's sources hold until others are given.
-    directory = out or _default_directory(preset, size or "tiny")
+    directory = out or _default_directory(preset, size, model)
     sources = import_sources(imports or remembered_imports(directory))
     plan = make_plan(
         config,
@@ -122,13 +129,14 @@ def compare(
         reference=reference,
         seeds=_seeds(seeds),
         size=size,
+        checkpoint=None if model is None else str(model),
         data=None if data is None else str(data),
         validation=None if validation is None else str(validation),
         tokens=tokens,
         tasks=_split(tasks),
         tasks_dir=None if tasks_dir is None else str(tasks_dir),
     )
-    out = out or _default_directory(preset, plan.size)
+    out = out or _default_directory(preset, plan.size, model)
     console = Console()
     failure: RunsFailed | None = None
     with quiet():
@@ -154,8 +162,9 @@ def compare(
         raise typer.Exit(1)
 
 
-def _default_directory(preset: str | None, size: str) -> Path:
-    return Path("runs") / f"compare-{preset or 'custom'}-{size}"
+def _default_directory(preset: str | None, size: str | None, model: Path | None) -> Path:
+    what = (size or "tiny") if model is None else model.resolve().name
+    return Path("runs") / f"compare-{preset or 'custom'}-{what}"
 
 
 def _split(text: str | None) -> list[str] | None:

@@ -127,6 +127,17 @@ def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreT
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def initial_model(experiment: Experiment, device: torch.device) -> PreTrainedModel:
+    """Return the model that every run starts from, with fp32 weights."""
+    if experiment.checkpoint is None:
+        config = transformers.AutoConfig.for_model(**experiment.model)
+        return new_model(config, experiment.seed, device)
+    transformers.set_seed(experiment.seed)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        experiment.checkpoint, dtype=torch.float32
+    ).to(device)  # type: ignore[arg-type]
+
+
 def training_arguments(experiment: Experiment, run: Path) -> transformers.TrainingArguments:
     """Return what every run shares, and over it what the experiment says.
 
@@ -163,8 +174,7 @@ def train(
     """Train one variant, from its last whole checkpoint if it has one; see `run_variant`."""
     args = training_arguments(experiment, run)
     memory = PeakMemory()
-    config = transformers.AutoConfig.for_model(**experiment.model)
-    model = new_model(config, experiment.seed, args.device)
+    model = initial_model(experiment, args.device)
     parameters = sum(p.numel() for p in model.parameters())
     get_metis_model(model, variant.metis_config(experiment.seed))
     trainer = MetisTrainer(

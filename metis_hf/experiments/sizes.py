@@ -73,6 +73,29 @@ def _training(learning_rate: float, device_batch: int) -> dict[str, Any]:
     }
 
 
+# Of a comparison that starts from a checkpoint: the model is the checkpoint's.
+CHECKPOINT = "checkpoint"
+CONTINUED = Size(
+    model_type="",
+    config={},
+    training={
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.05,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "save_steps": 50,
+    },
+    sequence_length=256,
+    global_batch=8,
+    tokens=300_000,
+    eval_sequences=128,
+    health_interval=0,
+)
+
 _TINY_WIDTH = 96
 SIZES = {
     # 0.3M parameters, 10 tokens each; the learning rate is the control's best of those tried,

@@ -28,6 +28,7 @@ class Experiment:
         sequence_length: tokens per sequence.
         health_interval: steps between measurements of spectral health; 0 never measures.
         seed: of initialization, data order and noise.
+        checkpoint: directory whose weights every run starts from; None initializes by the seed.
     """
 
     model: dict[str, Any]
@@ -35,6 +36,7 @@ class Experiment:
     sequence_length: int
     health_interval: int
     seed: int
+    checkpoint: str | None = None
 
     @property
     def steps(self) -> int:

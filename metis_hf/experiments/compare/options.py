@@ -41,7 +41,8 @@ class Options:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reference: str | None = None
     seeds: Sequence[int] = DEFAULT_SEEDS
-    size: str = "tiny"
+    size: str | None = None
+    checkpoint: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     tokens: float | None = None
@@ -57,7 +58,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.preset is not None:
             _one_of("preset", self.preset, PRESETS)
-        _one_of("size", self.size, SIZES)
+        if self.size is not None:
+            _one_of("size", self.size, SIZES)
+        if self.checkpoint is not None and (self.size is not None or self.model):
+            raise ValueError(
+                f"checkpoint={self.checkpoint} brings its model; leave size and model out, and "
+                "change the training with training, tokens, sequence_length and global_batch"
+            )
         for name, example in (("schemes", "[bf16, metis]"), ("seeds", "[0, 1]"), ("tasks", "[a]")):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):

@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, AutoTokenizer
+
+from metis_hf.data.chunked import TOKENIZER
 from metis_hf.experiments.compare.options import Options, read_yaml
 from metis_hf.experiments.compare.presets import PRESETS, schemes
-from metis_hf.experiments.sizes import SIZES
+from metis_hf.experiments.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
@@ -26,7 +29,7 @@ class ComparisonPlan:
         variants: in the order of the table.
         seeds: every variant runs with each.
         experiment: what all runs share; its seed is replaced by each of `seeds`.
-        size: name of the size that the experiment comes from.
+        size: name of the size that the experiment comes from; "checkpoint" for one.
         global_batch: sequences per optimizer step.
         eval_sequences: held-out sequences that the loss is taken on, at most.
         data: directory of chunked tokens, or None for the standard library's sources.
@@ -58,6 +61,8 @@ class ComparisonPlan:
         for name in ("variants", "seeds", "reference"):
             del settings[name]
         del settings["experiment"]["seed"]
+        if settings["experiment"]["checkpoint"] is None:  # as records had it before there was one
+            del settings["experiment"]["checkpoint"]
         return settings
 
     @property
@@ -77,7 +82,9 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
             `reference` (a variant, default "metis" if it takes part) what the others are compared
             with beside the control; `seeds`; `size` (a name in SIZES) with `model`, `training`,
             `tokens`, `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to
-            change it; `data`, `validation`, `tasks`, `tasks_dir` as in `ComparisonPlan`.
+            change it; `checkpoint` (a directory of transformers) instead of a size, whose weights
+            every run starts from; `data`, `validation`, `tasks`, `tasks_dir` as in
+            `ComparisonPlan`.
 
     Raises:
         ValueError: an unknown key, preset, scheme, size or field; a value out of range, or one that
@@ -85,25 +92,32 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
     """
     values = read_yaml(file) if file is not None else {}
     given = Options(**{**values, **{k: v for k, v in options.items() if v is not None}})
-    size = SIZES[given.size]
+    if given.checkpoint is None:
+        size_name = given.size or "tiny"
+        size = SIZES[size_name]
+        model = {"model_type": size.model_type, **size.config, **given.model}
+    else:
+        size_name, size = CHECKPOINT, CONTINUED
+        model = _model_of(Path(given.checkpoint))
     length = given.sequence_length or size.sequence_length
     batch = given.global_batch or size.global_batch
     tokens = given.tokens or size.tokens
     training = {**size.training, **given.training}
     training.setdefault("max_steps", max(1, round(tokens / (batch * length))))
     experiment = Experiment(
-        model={"model_type": size.model_type, **size.config, **given.model},
+        model=model,
         training=training,
         sequence_length=length,
         health_interval=_default(given.health_interval, size.health_interval),
         seed=0,
+        checkpoint=_absolute(given.checkpoint),
     )
     variants = _variants(given)
     plan = ComparisonPlan(
         variants=variants,
         seeds=tuple(given.seeds),
         experiment=experiment,
-        size=given.size,
+        size=size_name,
         global_batch=batch,
         eval_sequences=given.eval_sequences or size.eval_sequences,
         data=_absolute(given.data),
@@ -114,6 +128,29 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
     )
     _check(plan)
     return plan
+
+
+def _model_of(checkpoint: Path) -> dict[str, Any]:
+    """Return what AutoConfig makes a checkpoint's config from.
+
+    Raises:
+        ValueError: no checkpoint of transformers, or one whose weights are quantized.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(
+            f"checkpoint {checkpoint} has no config.json; give a directory that transformers' "
+            "save_pretrained wrote"
+        )
+    config = AutoConfig.from_pretrained(checkpoint)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"checkpoint {checkpoint} is quantized; start from its dense weights, which "
+            "`metis-hf export` writes"
+        )
+    own = ("transformers_version", "architectures", "dtype", "_name_or_path", "model_type")
+    values = {key: value for key, value in config.to_diff_dict().items() if key not in own}
+    text = config.get_text_config()
+    return {"model_type": config.model_type, "vocab_size": text.vocab_size, **values}
 
 
 def with_seed(experiment: Experiment, seed: int) -> Experiment:
@@ -173,12 +210,27 @@ def _check(plan: ComparisonPlan) -> None:
     if not plan.seeds:
         raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
     if plan.size != "tiny" and plan.data is None:
+        what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
         raise ValueError(
-            f"size {plan.size} needs data: give --data DIR, chunked tokens as "
+            f"{what} needs data: give --data DIR, chunked tokens as "
             "recipes/prepare_data.py writes them"
         )
+    if plan.experiment.checkpoint is not None and plan.data is not None:
+        _check_tokenizer(Path(plan.experiment.checkpoint), Path(plan.data))
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
+
+
+def _check_tokenizer(checkpoint: Path, data: Path) -> None:
+    """Refuse tokens of another vocabulary than the checkpoint's, where both have a tokenizer."""
+    if not (data / TOKENIZER).is_dir() or not (checkpoint / "tokenizer_config.json").is_file():
+        return
+    own, other = (AutoTokenizer.from_pretrained(d) for d in (checkpoint, data / TOKENIZER))
+    if own.get_vocab() != other.get_vocab():
+        raise ValueError(
+            f"the tokens of {data} are of another vocabulary than {checkpoint}'s; prepare them "
+            f"with recipes/prepare_data.py --tokenizer {checkpoint}"
+        )
 
 
 def _check_directories(names: Sequence[str]) -> None:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.experiments.compare.data import load_data
-from metis_hf.experiments.compare.plan import ComparisonPlan
-from metis_hf.experiments.runner import new_model, training_arguments
+from metis_hf.experiments.compare.plan import ComparisonPlan, with_seed
+from metis_hf.experiments.runner import initial_model, training_arguments
 from metis_hf.experiments.variants import Variant
 from metis_hf.shared.records import environment, read_json, write_json
 from metis_hf.training.weight_reuse import reuse_weights
@@ -78,8 +77,7 @@ def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
 def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
     """Return one optimizer step of a variant, as a call."""
     args = training_arguments(plan.experiment, Path("unused"))
-    config = transformers.AutoConfig.for_model(**plan.experiment.model)
-    model: Any = new_model(config, plan.seeds[0], args.device)
+    model: Any = initial_model(with_seed(plan.experiment, plan.seeds[0]), args.device)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
