@@ -116,7 +116,7 @@ def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
 def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
     places = {key: plan[key] for key in ("data", "validation", "tasks_dir")}
     named = plan | {key: path and Path(path).name for key, path in places.items()}
-    if checkpoint := plan["experiment"].get("checkpoint"):
+    if checkpoint := plan.get("experiment", {}).get("checkpoint"):
         named["experiment"] = plan["experiment"] | {"checkpoint": Path(checkpoint).name}
     return named
 
