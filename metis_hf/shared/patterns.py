@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Protocol
 
 # The parser and compiler of `re` itself: syntax and character classes are the same by construction.
@@ -22,6 +23,7 @@ _compiler: Any = importlib.import_module("re._compiler" if _NEW else "sre_compil
 
 MAX_LENGTH = 2_000  # characters of a pattern: some thirty names of modules
 MAX_STATES = 4_000  # a letter is one, "a{20}" twenty: twice what the longest literal pattern needs
+MAX_NESTING = 50  # groups within groups: names of modules need two or three
 _LOOKAROUND_COST = 20  # how often a state inside a lookaround counts: it is tried at each place
 _MAX_REMEMBERED = 10_000  # states in the remembered sets of a pattern
 
@@ -65,6 +67,12 @@ def name_pattern(text: str, before: str = "", after: str = "") -> Matcher:
     return NamePattern(whole) if before or after else alone
 
 
+def _nesting(text: str) -> int:
+    """Return how deep parentheses are nested, those of character sets included."""
+    signs = (character for character in re.sub(r"\\.", "", text) if character in "()")
+    return max(accumulate(1 if sign == "(" else -1 for sign in signs), default=0)
+
+
 class NamePattern:
     """A regular expression that is matched in bounded time.
 
@@ -85,6 +93,8 @@ class NamePattern:
     def __init__(self, text: str) -> None:
         if len(text) > MAX_LENGTH:
             raise ValueError(f"it has {len(text):,} characters; at most {MAX_LENGTH:,} are allowed")
+        if _nesting(text) > MAX_NESTING:  # whatever recursion limit the process has set itself
+            raise ValueError("its groups are nested too deeply")
         try:
             re.compile(text)  # says what is wrong, in the words that people know
             tree = _parser.parse(text)

@@ -49,6 +49,7 @@ def test_hostile_patterns_are_answered(pattern):
         ("(a)?(?(1)b|c)", "a condition on a group"),
         ("a{99999999999999}", "repetition number is too large"),
         ("(" * 900 + ")" * 900, "nested too deeply"),
+        ("(" * 51 + ")" * 51, "nested too deeply"),
         ("(((a{1,50}){1,50}){1,50}){1,50}", "needs more than 4,000 states"),
         ("(){0,4000000000}", "needs more than 4,000 states"),
         ("(((){3000}){3000}){3000}", "needs more than 4,000 states"),
