@@ -180,9 +180,9 @@ class MetisConfig:
         require(split is None or isinstance(split, bool), "split_weight", "None, True or False")
         for name, choices in (("decompose", DECOMPOSABLE), ("high_precision", PASSES)):
             value = getattr(self, name)
-            optional = name == "decompose" and value is None
-            ok = optional or (_is_names(value) and set(value) <= set(choices))
-            require(ok, name, f"a list of any of {', '.join(choices)}")
+            none = name == "decompose"
+            ok = (none and value is None) or (_is_names(value) and set(value) <= set(choices))
+            require(ok, name, f"{'None or ' * none}a list of any of {', '.join(choices)}")
         for name, choices in (
             ("operand_mode", OPERAND_MODES),
             ("forward_rounding", ROUNDINGS),

@@ -147,7 +147,7 @@ def test_json_that_is_too_deep():
         ({"seed": 2**63}, "seed=9223372036854775808; expected"),
         ({"rank_pattern": {"q_proj": 2**25}}, "rank_pattern={'q_proj': 33554432}; expected"),
         ({"format_version": "9"}, "format_version='9'; expected an integer from 1"),
-        ({"decompose": [["weight"]]}, r"decompose=(['weight'],); expected a list of any of"),
+        ({"decompose": [["weight"]]}, r"decompose=(['weight'],); expected None or a list of"),
         ({"layers_pattern": "(a+)+"}, "layers_pattern='(a+)+'; expected None or the name"),
         ({"target_modules": "((("}, "target_modules='((('; expected a regular expression: missing"),
         ({"exclude_modules": "*"}, "exclude_modules='*'; expected a regular expression: nothing"),

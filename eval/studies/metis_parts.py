@@ -70,8 +70,6 @@ FORWARD = ("fprop_input", "fprop_weight")
 SAMPLED = ("fprop_input", "dgrad_grad_output")
 GRADIENT = (without_corrections(Role.DGRAD_WEIGHT), without_split("dgrad_grad_output"))
 
-ALL_SPLIT = ("weight", "activation", "gradient")
-
 VARIANTS: dict[str, tuple[Change, ...]] = {
     "": (),
     "-nearest-scales": (with_scales(ScaleRule.ABSMAX, *FORWARD),),
@@ -87,19 +85,24 @@ WITH_WEIGHT: dict[str, tuple[Change, ...]] = {
     "-weight-split": (),
     "-weight-split-no-input-correction": (without_corrections(Role.FPROP_INPUT),),
 }
+GROUPS: tuple[tuple[dict[str, tuple[Change, ...]], dict[str, object]], ...] = (
+    (VARIANTS, {}),
+    (WITH_WEIGHT, {"decompose": ("weight", "activation", "gradient")}),
+    ({"-contraction": ()}, {"operand_mode": "contraction"}),
+)
 
 
-def register(ending: str, changes: tuple[Change, ...], splits_weight: bool) -> None:
+def register(ending: str, changes: tuple[Change, ...], fields: dict[str, object]) -> None:
     """Register a variant; its rank is `RANK` whatever a config says."""
 
     @register_scheme(f"metis-{RANK}{ending}", summary="metis in parts", source="docs/method.md")
     def build(config: MetisConfig, rank: int) -> Scheme:
-        scheme = metis(config.replace(decompose=ALL_SPLIT if splits_weight else None), RANK)
+        scheme = metis(config.replace(**fields), RANK)
         for change in changes:
             scheme = change(scheme)
         return scheme
 
 
-for variants, splits_weight in ((VARIANTS, False), (WITH_WEIGHT, True)):
+for variants, fields in GROUPS:
     for ending, changes in variants.items():
-        register(ending, changes, splits_weight)
+        register(ending, changes, fields)

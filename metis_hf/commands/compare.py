@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,7 +80,7 @@ def compare(
     ] = None,
     tasks_dir: Annotated[Path | None, typer.Option(help="Local data of these tasks.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<size>.")
+        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<size or model>.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs side by side; default: one per device or CPU core.")
@@ -105,6 +105,7 @@ def compare(
     """
     from rich.console import Console
 
+    from metis_hf.experiments.compare.options import given_values
     from metis_hf.experiments.compare.outputs import write_outputs
     from metis_hf.experiments.compare.plan import make_plan
     from metis_hf.experiments.compare.progress import RunProgress
@@ -119,10 +120,7 @@ def compare(
     from metis_hf.shared.locks import hold_directory
     from metis_hf.shared.quiet import quiet
 
-    # Before the plan, which looks schemes up. A directory's sources hold until others are given.
-    directory = out or _default_directory(preset, size, model)
-    sources = import_sources(imports or remembered_imports(directory))
-    plan = make_plan(
+    values = given_values(
         config,
         preset=preset,
         schemes=_split(schemes),
@@ -136,7 +134,10 @@ def compare(
         tasks=_split(tasks),
         tasks_dir=None if tasks_dir is None else str(tasks_dir),
     )
-    out = out or _default_directory(preset, plan.size, model)
+    out = out or _default_directory(**values)
+    # Before the plan, which looks schemes up. A directory's sources hold until others are given.
+    sources = import_sources(imports or remembered_imports(out))
+    plan = make_plan(**values)
     console = Console()
     failure: RunsFailed | None = None
     with quiet():
@@ -162,9 +163,11 @@ def compare(
         raise typer.Exit(1)
 
 
-def _default_directory(preset: str | None, size: str | None, model: Path | None) -> Path:
-    what = (size or "tiny") if model is None else model.resolve().name
-    return Path("runs") / f"compare-{preset or 'custom'}-{what}"
+def _default_directory(
+    preset: str | None = None, size: str | None = None, checkpoint: str | None = None, **_: Any
+) -> Path:
+    model = (size or "tiny") if checkpoint is None else Path(checkpoint).resolve().name
+    return Path("runs") / f"compare-{preset or 'custom'}-{model}"
 
 
 def _split(text: str | None) -> list[str] | None:

@@ -92,8 +92,7 @@ class PrecisionSchedule(TrainerCallback):
     """Runs the first or the last part of a training, or both, in higher precision.
 
     NVIDIA's report on NVFP4 pretraining (arXiv 2509.25149) finds that switching the forward pass to
-    BF16 towards the end closes most of the gap to BF16. In a model that trains from scratch, four
-    bits cost most in the first steps (docs/method.md). Saved checkpoints carry the switch; a
+    BF16 towards the end closes most of the gap to BF16. Saved checkpoints carry the switch; a
     resumed run makes it again at the right step.
 
     Args:
@@ -136,7 +135,7 @@ class PrecisionSchedule(TrainerCallback):
         """
         first = 0 if self.until is None else _steps(self.until, max_steps)
         last = max_steps if self.at is None else _steps(self.at, max_steps)
-        if first >= last and self.until is not None and self.at is not None:
+        if self.until is not None and self.at is not None and first >= last:
             raise ValueError(
                 f"until={self.until} and at={self.at} of {max_steps} steps leave no step "
                 "quantized; switch to four bits before switching back"

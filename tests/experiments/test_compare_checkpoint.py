@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import transformers
 
 from experiments.test_compare import run
 from metis_hf import MetisConfig, get_metis_model
+from metis_hf.cli import main
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.experiments.compare import run as compare_run
 from metis_hf.experiments.compare.data import embed
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.runner import initial_model
@@ -110,3 +114,29 @@ def test_continued_training_on_the_command_line(place, tmp_path):
     assert first["bf16", 0] == pytest.approx(first["bf16", 1], rel=0.05)
     assert first["bf16", 0] != first["metis", 0]
     assert "llama with" in (tmp_path / "out/table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "expected"),
+    [
+        ("size: 130m", [], "compare-custom-130m"),
+        ("checkpoint: {model}", [], "compare-custom-model"),
+        ("preset: rank\ncheckpoint: {model}", [], "compare-rank-model"),
+        ("preset: rank", ["--model", "{model}"], "compare-rank-model"),
+    ],
+)
+def test_the_directory_is_named_after_what_is_trained(
+    text, args, expected, place, tmp_path, monkeypatch
+):
+    """Whether a file or the command line says it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(text.format(model=place / "model"))
+    asked = []
+    monkeypatch.setattr(compare_run, "run_plan", lambda plan, out, **_: asked.append(out) or [])
+    given = [arg.format(model=place / "model") for arg in args]
+    command = ["compare", "--config", "plan.yaml", "--data", str(place / "data"), *given]
+    monkeypatch.setattr(sys, "argv", ["metis-hf", *command])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert asked == [Path("runs", expected)]

@@ -87,6 +87,12 @@ class Options:
         self.training = _training(self.training)
 
 
+def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
+    """Return the keys of a YAML file and options, which win over it; None means not given."""
+    values = read_yaml(file) if file is not None else {}
+    return {**values, **{key: value for key, value in options.items() if value is not None}}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the keys of a YAML file that have a value.
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
-from metis_hf.experiments.compare.options import Options, read_yaml
+from metis_hf.experiments.compare.options import Options, given_values
 from metis_hf.experiments.compare.presets import PRESETS, schemes
 from metis_hf.experiments.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.experiments.variants import Experiment, Variant
@@ -90,8 +90,7 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
         ValueError: an unknown key, preset, scheme, size or field; a value out of range, or one that
             the comparison sets itself; repeated names or seeds.
     """
-    values = read_yaml(file) if file is not None else {}
-    given = Options(**{**values, **{k: v for k, v in options.items() if v is not None}})
+    given = Options(**given_values(file, **options))
     if given.checkpoint is None:
         size_name = given.size or "tiny"
         size = SIZES[size_name]
