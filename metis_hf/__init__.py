@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
     from metis_hf.layers.linear import MetisLinear, QuantLinear
     from metis_hf.schemes import register_scheme, scheme_names
+    from metis_hf.training.calibration import calibrate, freeze_scales
     from metis_hf.training.callback import MetisCallback
     from metis_hf.training.precision_schedule import PrecisionSchedule, set_precision
     from metis_hf.training.refresh import refresh
@@ -26,6 +27,8 @@ __all__ = [
     "MetisTrainerMixin",
     "PrecisionSchedule",
     "QuantLinear",
+    "calibrate",
+    "freeze_scales",
     "get_metis_model",
     "metis_layers",
     "refresh",
@@ -44,6 +47,8 @@ _LAZY = {
     "MetisTrainerMixin": "training.trainer",
     "PrecisionSchedule": "training.precision_schedule",
     "QuantLinear": "layers.linear",
+    "calibrate": "training.calibration",
+    "freeze_scales": "training.calibration",
     "get_metis_model": "conversion.convert",
     "metis_layers": "conversion.convert",
     "refresh": "training.refresh",

@@ -5,8 +5,9 @@ The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the e
     scale = e4m3(amax_block * (S * (1/6)))                     one rounding; (amax/6)*S rounds twice
     code  = e2m1(clamp(x * min(1 / (scale * (1/S)), FLT_MAX), -6, 6))
     value = (code * scale) * (1/S)                             code * scale is exact
-A block whose scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its
-block where there is no tensor scale. Nothing finite gives NaN.
+amax_tensor may be given: a block that needs a larger scale than 448 is then clipped. A block whose
+scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its block where there
+is no tensor scale or a given one. Nothing finite gives NaN.
 """
 
 from __future__ import annotations
@@ -129,12 +130,19 @@ class QuantizerDefinition:
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
 
-    def blocks(self, x: Tensor, *, dim: int = -1, key: noise.Key | int | None = None) -> Blocks:
-        """Quantize `x` (not empty), laid out in blocks."""
+    def blocks(
+        self,
+        x: Tensor,
+        *,
+        dim: int = -1,
+        key: noise.Key | int | None = None,
+        amax: Tensor | None = None,
+    ) -> Blocks:
+        """Quantize `x` (not empty), laid out in blocks; `amax` as in `Quantizer.__call__`."""
         element, size = self.fmt.element, self.fmt.block_size
         dims = block_dims(self.tile, x.dim(), dim)
         x32 = to_blocks(x.detach().float(), self.tile, size, dim)
-        scale, inverse, tensor = self._scales(x32, dims)
+        scale, inverse, tensor = self._scales(x32, dims, amax)
         y = x32 * inverse
         eden = self.scale_rule is ScaleRule.EDEN
         limits = -element.max, element.max
@@ -157,14 +165,15 @@ class QuantizerDefinition:
         return from_blocks(x32 * inverse, x.shape, self.tile, dim)
 
     def _scales(
-        self, x: Tensor, dims: tuple[int, ...]
+        self, x: Tensor, dims: tuple[int, ...], largest: Tensor | None = None
     ) -> tuple[Tensor, Tensor, TensorScale | None]:
         """Return (block scales, what elements are multiplied by, tensor scale) of x in blocks."""
         assert self.scale_rounding is not None
         amax = x.abs().amax(dims, keepdim=True)
         tensor = None
         if self.two_level:
-            tensor = tensor_scale(amax.amax(), self.fmt, largest_scale(self.fmt, self.scale_rule))
+            largest = amax.amax() if largest is None else largest.detach().float()
+            tensor = tensor_scale(largest, self.fmt, largest_scale(self.fmt, self.scale_rule))
         if self.scale_rule in TRIED_SCALES:
             scale, inverse = least_error_scale(
                 x, amax, dims, self.fmt, self.scale_rounding, tensor, self.scale_rule

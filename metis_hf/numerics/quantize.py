@@ -41,6 +41,7 @@ class Quantizer(QuantizerDefinition):
         dtype: torch.dtype = torch.float32,
         minus: Tensor | None = None,
         plus: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> Tensor:
         """Fake-quantizes: the shape of `x`, rounded from fp32 to `dtype` at the end.
 
@@ -53,11 +54,13 @@ class Quantizer(QuantizerDefinition):
             dtype: of the result.
             minus: of the shape of `x`, fp32 (fp64): taken off before.
             plus: the same, added after.
+            amax: 0-dim, finite and >= 0: the tensor scale is made of it instead of the largest
+                magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
         """
         if x.numel() == 0:
             return x.to(dtype)
         return kernels.fake_quantize(
-            x, self, dim=dim, key=key, dtype=dtype, minus=minus, plus=plus
+            x, self, dim=dim, key=key, dtype=dtype, minus=minus, plus=plus, amax=amax
         )[0]
 
     def unscaled(
@@ -67,6 +70,7 @@ class Quantizer(QuantizerDefinition):
         dim: int = -1,
         key: noise.Key | int | None = None,
         dtype: torch.dtype = torch.float32,
+        amax: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Like `__call__`, with the tensor scale apart: (code * block scale, global scale).
 
@@ -76,7 +80,9 @@ class Quantizer(QuantizerDefinition):
         """
         if x.numel() == 0:
             return x.to(dtype), None
-        return kernels.fake_quantize(x, self, dim=dim, key=key, dtype=dtype, scaled=False)
+        return kernels.fake_quantize(
+            x, self, dim=dim, key=key, dtype=dtype, scaled=False, amax=amax
+        )
 
 
 class _StraightThrough(torch.autograd.Function):

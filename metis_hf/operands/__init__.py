@@ -24,6 +24,7 @@ from metis_hf.operands.conditioners.ms_eden import Contents, RandomHadamard
 from metis_hf.operands.conditioners.requantized import Requantized
 from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
 from metis_hf.operands.conditioners.spectral import Spectral
+from metis_hf.operands.conditioners.static_scale import GivenScale, StaticScale, TensorAmax
 from metis_hf.operands.operand import HIGH_PRECISION, Operand, Quantized
 from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, SplitWeight, WeightForm
 
@@ -41,6 +42,7 @@ __all__ = [
     "DifferentiableEstimator",
     "Encoded",
     "FullHadamard",
+    "GivenScale",
     "Hadamard",
     "HotChannels",
     "Identity",
@@ -55,6 +57,8 @@ __all__ = [
     "Requantized",
     "Spectral",
     "SplitWeight",
+    "StaticScale",
+    "TensorAmax",
     "WeightForm",
     "Work",
 ]

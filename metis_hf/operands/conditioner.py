@@ -192,6 +192,10 @@ class Conditioner(ABC):
         """Return the conditioner of one call, which knows what the layer's state froze for it."""
         return self
 
+    def tensor_amax(self) -> Tensor | None:
+        """Return what a direct conditioner has the tensor scale made of; None: of the tensor."""
+        return None
+
     def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
         """Return dL/dw of dw = dL/dw_hat [o i]; by default straight-through, which is dw."""
         return dw

@@ -76,7 +76,8 @@ class Operand:
         if self.quantizer is None:
             return Quantized(x.to(dtype))
         if self._keeps_scale_apart(dtype):
-            return Quantized(*self.quantizer.unscaled(x, dim=dim, key=key, dtype=dtype))
+            amax = self.conditioner.tensor_amax()
+            return Quantized(*self.quantizer.unscaled(x, dim=dim, key=key, dtype=dtype, amax=amax))
         x_hat, low = self.conditioner.with_factors(
             x, self.quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype
         )

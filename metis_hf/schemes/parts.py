@@ -68,11 +68,12 @@ from metis_hf.operands import (
     Requantized,
     Spectral,
     SplitWeight,
+    StaticScale,
     WeightForm,
 )
 from metis_hf.schemes.base import Role, Scheme
 from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme
-from metis_hf.schemes.states import LayerState, Oscillation, Shifting, Smoothing
+from metis_hf.schemes.states import LayerState, Oscillation, Shifting, Smoothing, StaticScales
 
 __all__ = [
     "HIGH_PRECISION",
@@ -112,6 +113,8 @@ __all__ = [
     "Smoothing",
     "Spectral",
     "SplitWeight",
+    "StaticScale",
+    "StaticScales",
     "Tile",
     "WeightForm",
     "fingerprint",

@@ -1,7 +1,8 @@
 """States that schemes keep of a layer from step to step: the base class, and those there are.
 
-Running ranges of input channels with the scales and shifts made of them, and the paths of weights
-that oscillate. A scheme names its state; layers hold the buffers, and call the hooks.
+Scales of whole tensors that calibration fixes, running ranges of input channels with the scales and
+shifts made of them, and the paths of weights that oscillate. A scheme names its state; layers hold
+the buffers, and call the hooks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from metis_hf.operands import Channels
+from metis_hf.operands import Channels, TensorAmax
 
 
 class StatefulLayer(Protocol):
@@ -89,6 +90,61 @@ class LayerState:
             Figures for the log: name -> layer -> value; the log has their means.
         """
         return {}
+
+
+@dataclass(frozen=True)
+class StaticScales(LayerState):
+    """The amax of input and weight that tensor scales are made of, fixed before deployment.
+
+    Until they are frozen, a call takes the weight's own amax, and for its input the largest of all
+    inputs in training so far and its own, so that nothing is clipped. `calibrate` and
+    `freeze_scales` fix both; what lies beyond is then clipped. Inputs with NaN or infinity are left
+    out. Three buffers of one number: `input_amax` and `weight_amax`, 0 until there is one, and
+    `scales_frozen`, 0 or 1.
+
+    Each process notes its own inputs; `synchronize` takes the largest of all processes.
+
+    Args:
+        input: whether inputs are quantized at all.
+    """
+
+    input: bool = True
+
+    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
+        return {
+            "input_amax": torch.zeros((), dtype=torch.float32),
+            "weight_amax": torch.zeros((), dtype=torch.float32),
+            "scales_frozen": torch.zeros((), dtype=torch.int32),
+        }
+
+    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
+        if self.input:
+            buffers["input_amax"].copy_(self._input_amax(buffers, x))
+
+    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> TensorAmax:
+        frozen = buffers["scales_frozen"] > 0
+        of_weight = torch.where(frozen, buffers["weight_amax"], largest_magnitude(weight))
+        of_input = self._input_amax(buffers, x) if self.input else buffers["input_amax"]
+        return TensorAmax(of_input, of_weight)
+
+    def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
+        largest = torch.stack([layer.buffers["input_amax"] for layer in layers.values()])
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        for layer, amax in zip(layers.values(), largest):
+            layer.buffers["input_amax"].copy_(amax)
+
+    def _input_amax(self, buffers: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        known = buffers["input_amax"]
+        return torch.where(
+            buffers["scales_frozen"] > 0, known, torch.maximum(known, largest_magnitude(x))
+        )
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor, 0-dim fp32; 0 of an empty or not finite one."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    return _finite_or(torch.linalg.vector_norm(x, torch.inf).float(), 0.0)
 
 
 DECAY = 0.9  # of the running range, for each optimizer step: a memory of about ten steps

@@ -39,6 +39,7 @@ from metis_hf.monitoring.run_record import (
     precision_of,
     write_run,
 )
+from metis_hf.training.calibration import freeze_scales, has_static_scales
 from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_engine, check_split, refresh
 from metis_hf.training.resume import ResumeGuard
@@ -57,17 +58,26 @@ class MetisCallback(ResumeGuard):
             takes a few times as long as a normal one.
         refresh_interval: optimizer steps between re-decompositions of split weights; None takes
             the model config's `refresh_interval`, 0 never refreshes.
+        freeze_scales: optimizer steps after which static tensor scales are fixed at what training
+            has seen ("w4a4" that was not calibrated); None leaves them as they are.
     """
 
-    def __init__(self, health_interval: int = 100, refresh_interval: int | None = None) -> None:
+    def __init__(
+        self,
+        health_interval: int = 100,
+        refresh_interval: int | None = None,
+        freeze_scales: int | None = None,
+    ) -> None:
         for name, value in (
             ("health_interval", health_interval),
             ("refresh_interval", refresh_interval),
+            ("freeze_scales", freeze_scales),
         ):
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value}; expected a number of steps >= 0")
         self.health_interval = health_interval
         self.refresh_interval = refresh_interval
+        self.freeze_scales = freeze_scales
         self._bound = False
         self._model: nn.Module = nn.Identity()
         self._layers: dict[str, MetisLayer] = {}
@@ -82,8 +92,8 @@ class MetisCallback(ResumeGuard):
 
     def state(self) -> dict[str, Any]:
         """Return what Trainer writes into trainer_state.json."""
-        args = {"health_interval": self.health_interval, "refresh_interval": self.refresh_interval}
-        return {**super().state(), "args": args}
+        names = ("health_interval", "refresh_interval", "freeze_scales")
+        return {**super().state(), "args": {name: getattr(self, name) for name in names}}
 
     def bind(self, trainer: Any) -> MetisCallback:
         """Move this callback before the reporters of `trainer`, so that they see health too.
@@ -143,6 +153,11 @@ class MetisCallback(ResumeGuard):
             check_split(model, f"refresh_interval={self._refresh_every}")
             check_engine(model, f"refresh_interval={self._refresh_every}")
         check_states(model)
+        if self.freeze_scales is not None and not has_static_scales(model):
+            raise ValueError(
+                f"freeze_scales={self.freeze_scales}, and no layer of the model has static tensor "
+                'scales; convert it with scheme "w4a4" or "w4a16", or leave freeze_scales out'
+            )
         self._warn_of_reporters(args)
         if args.torch_compile:
             logger.warning(
@@ -180,6 +195,8 @@ class MetisCallback(ResumeGuard):
         figures = after_step(self._model, state.global_step, state.max_steps)
         for name, values in figures.items():
             self._pending[f"metis/{name}"] = sum(values.values()) / len(values)
+        if state.global_step == self.freeze_scales:
+            freeze_scales(self._model)
         if self._measuring:
             self._measuring = False
             self._probe.detach()

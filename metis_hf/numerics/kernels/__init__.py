@@ -60,6 +60,7 @@ def fake_quantize(
     scaled: bool = True,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantize and back with the kernels in force: plus + Q(x - minus).
 
@@ -72,19 +73,28 @@ def fake_quantize(
         scaled: whether the tensor scale is multiplied in; it must be where there is a `plus`.
         minus: of the shape of `x`, in fp32 or more.
         plus: the same.
+        amax: 0-dim, what the tensor scale is made of; None: the largest magnitude of x - minus.
 
     Returns:
         (values of the shape of `x`, the tensor scale that they still lack or None).
     """
     same = minus is not None and minus is plus
-    x, minus = x.detach(), _detached(minus)
+    x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer)
     plus = minus if same else _detached(plus)
     kernels = "reference"
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
     if kernels == "triton" and quantizer.scale_rule is ScaleRule.ABSMAX:
         return _triton().fake_quantize(
-            x, quantizer, dim=dim, key=key, dtype=dtype, scaled=scaled, minus=minus, plus=plus
+            x,
+            quantizer,
+            dim=dim,
+            key=key,
+            dtype=dtype,
+            scaled=scaled,
+            minus=minus,
+            plus=plus,
+            amax=amax,
         )
     if kernels != "reference":
         form = form_of(x, quantizer.tile, dim)
@@ -97,13 +107,23 @@ def fake_quantize(
             minus=minus is not None,
             plus=plus is not None,
             same=same,
+            given=amax is not None,
         )
         others = [None if t is None else form_of(t, quantizer.tile, dim).x for t in (minus, plus)]
-        out = _run(kernels, variant, key, _readable(form.x), *others[: 1 if variant.same else 2])
+        taken = others[: 1 if variant.same else 2]
+        out = _run(kernels, variant, key, _readable(form.x), amax, *taken)
         if out is not None:
             return form.restore(out[0]), out[1] if len(out) > 1 else None
     return reference.fake_quantize(
-        x, quantizer, dim=dim, key=key, dtype=dtype, scaled=scaled, minus=minus, plus=plus
+        x,
+        quantizer,
+        dim=dim,
+        key=key,
+        dtype=dtype,
+        scaled=scaled,
+        minus=minus,
+        plus=plus,
+        amax=amax,
     )
 
 
@@ -114,26 +134,29 @@ def pack(
     dim: int = -1,
     key: noise.Key | int | None = None,
     minus: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Packed:
     """Quantize a matrix to codes and scales: Q(x - minus), for `unpack`.
 
     Args:
         x: [t c], not empty.
-        quantizer, dim, key, minus: as in `fake_quantize`.
+        quantizer, dim, key, minus, amax: as in `fake_quantize`.
     """
-    x, minus = x.detach(), _detached(minus)
+    x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer)
     tile = quantizer.tile
     if _covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
         kernels = kernels_for(*(t for t in (x, minus) if t is not None))
         if kernels != "reference":
             form = form_of(x, tile, dim, paired=True)
             taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
-            variant = _variant("pack", quantizer, form, minus=minus is not None)
-            out = _run(kernels, variant, key, _readable(form.x), taken)
+            variant = _variant(
+                "pack", quantizer, form, minus=minus is not None, given=amax is not None
+            )
+            out = _run(kernels, variant, key, _readable(form.x), amax, taken)
             if out is not None:
                 codes, scale, *decode = out
                 return Packed(codes, scale.view(-1), decode[0] if decode else None)
-    return reference.pack(x, quantizer, dim=dim, key=key, minus=minus)
+    return reference.pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
 
 
 def unpack(
@@ -274,6 +297,11 @@ def _run(
 
 def _detached(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
+
+
+def _given(amax: Tensor | None, quantizer: QuantizerDefinition) -> Tensor | None:
+    """Return the largest magnitude that was given, fp32, where a tensor scale is made of it."""
+    return None if amax is None or not quantizer.two_level else amax.detach().float()
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -66,7 +66,13 @@ def _round_e4m3(value: Tensor, up: bool) -> Tensor:
 
 
 def block_scales(
-    x: Tensor, dims: tuple[int, ...], *, rule: ScaleRule, up: bool, two_level: bool
+    x: Tensor,
+    dims: tuple[int, ...],
+    *,
+    rule: ScaleRule,
+    up: bool,
+    two_level: bool,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (block scales, what elements are multiplied by, tensor scale); MS-EDEN's uncorrected.
 
@@ -75,11 +81,12 @@ def block_scales(
         rule: which code the block's amax is scaled to.
         up: round scales up instead of to nearest.
         two_level: with a scale of the tensor.
+        largest: 0-dim fp32, what that is made of; None: the largest magnitude of x.
     """
     amax = x.abs().amax(dims, keepdim=True)
     encode = decode = None
     if two_level:
-        largest = stored(amax.amax())
+        largest = stored(amax.amax()) if largest is None else largest
         encode = torch.full_like(largest, LARGEST_SCALE[rule] * MAX_CODE) / largest
         encode = stored(torch.where(largest == 0, 1.0, encode.clamp(max=FLT_MAX)))
         decode = stored(_inverse(encode))

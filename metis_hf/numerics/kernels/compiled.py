@@ -148,11 +148,11 @@ def call(variant: Specialization, arguments: Sequence[Tensor]) -> tuple[Tensor, 
         scale = rest.pop(0)
         decode = taken(variant.two_level and variant.scaled)
         return formulation.unpack(x, variant, scale, decode, taken(variant.plus))
-    minus = taken(variant.minus)
+    amax, minus = taken(variant.given), taken(variant.minus)
     if variant.task == "pack":
-        return formulation.pack(x, variant, source, minus)
+        return formulation.pack(x, variant, source, amax, minus)
     plus = minus if variant.same else taken(variant.plus)
-    return formulation.fake_quantize(x, variant, source, minus, plus)
+    return formulation.fake_quantize(x, variant, source, amax, minus, plus)
 
 
 def noise_of(key: noise.Key, device: torch.device) -> Noise:
@@ -272,6 +272,8 @@ def _examples(program: Program) -> list[Tensor]:
         examples = [torch.empty(first, dtype=program.dtype, device=device)]
         if variant.needs_noise:
             examples += noise_of(noise.Key(0), device)
+        if variant.given:
+            examples.append(torch.empty((), device=device))
     dense = variant.minus + (variant.plus and not variant.same)
     return examples + [torch.empty(first, device=device) for _ in range(dense)]
 

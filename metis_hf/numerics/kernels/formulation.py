@@ -55,6 +55,7 @@ class Specialization(NamedTuple):
     plus: bool = False
     same: bool = False  # minus is plus
     rule: ScaleRule = ScaleRule.ABSMAX
+    given: bool = False  # the tensor's largest magnitude is an argument
 
     @property
     def needs_noise(self) -> bool:
@@ -96,13 +97,22 @@ class _Scaled(NamedTuple):
 
 
 def _scaled(
-    x: Tensor, variant: Specialization, source: Noise | None, minus: Tensor | None
+    x: Tensor,
+    variant: Specialization,
+    source: Noise | None,
+    amax: Tensor | None,
+    minus: Tensor | None,
 ) -> _Scaled:
     x = x.float()
     if minus is not None:
         x = x - minus
     scale, inverse, decode = block_scales(
-        x, variant.dims, rule=variant.rule, up=variant.scale_up, two_level=variant.two_level
+        x,
+        variant.dims,
+        rule=variant.rule,
+        up=variant.scale_up,
+        two_level=variant.two_level,
+        largest=amax,
     )
     uniform = None
     if variant.rule is ScaleRule.EDEN:
@@ -130,6 +140,7 @@ def fake_quantize(
     x: Tensor,
     variant: Specialization,
     source: Noise | None = None,
+    amax: Tensor | None = None,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -139,6 +150,7 @@ def fake_quantize(
         x: fp32, bf16 or fp16, contiguous, in one of the forms above.
         variant: what to do.
         source: of noise, where the variant needs it.
+        amax: 0-dim fp32, what the tensor scale is made of; None: the largest magnitude.
         minus: fp32, of the shape of `x`.
         plus: fp32, of the shape of `x`.
 
@@ -146,7 +158,7 @@ def fake_quantize(
         (values,) of the shape of `x`; where the tensor scale is not multiplied in, also that scale,
         0-dim fp32.
     """
-    x, scale, inverse, decode, uniform = _scaled(x, variant, source, minus)
+    x, scale, inverse, decode, uniform = _scaled(x, variant, source, amax, minus)
     scaled = x * inverse
     codes = _rounded(scaled.abs().clamp(max=MAX_CODE), uniform)
     values = codes.copysign(scaled) * scale
@@ -188,7 +200,11 @@ def _half_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(
-    x: Tensor, variant: Specialization, source: Noise | None = None, minus: Tensor | None = None
+    x: Tensor,
+    variant: Specialization,
+    source: Noise | None = None,
+    amax: Tensor | None = None,
+    minus: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantize x - minus to codes and scales.
 
@@ -196,12 +212,13 @@ def pack(
         x: as in `fake_quantize`, row blocks as [p 2 16].
         variant: what to do.
         source: of noise, where the variant needs it.
+        amax: 0-dim fp32, what the tensor scale is made of; None: the largest magnitude.
         minus: fp32, of the shape of `x`.
 
     Returns:
         (codes uint8 [p 16] or [g 8 c 16], block scales E4M3, tensor scale if there is one).
     """
-    x, scale, inverse, decode, uniform = _scaled(x, variant, source, minus)
+    x, scale, inverse, decode, uniform = _scaled(x, variant, source, amax, minus)
     uniforms = (None, None) if uniform is None else halves(uniform)
     low, high = (
         _code(half * half_inverse, half_uniform)

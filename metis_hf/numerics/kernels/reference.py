@@ -27,9 +27,10 @@ def fake_quantize(
     scaled: bool,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `kernels.fake_quantize`."""
-    blocks = quantizer.blocks(x if minus is None else x - minus, dim=dim, key=key)
+    blocks = quantizer.blocks(x if minus is None else x - minus, dim=dim, key=key, amax=amax)
     missing_scale = None
     if not scaled:
         missing_scale = blocks.global_scale
@@ -54,10 +55,11 @@ def pack(
     dim: int,
     key: noise.Key | int | None,
     minus: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Packed:
     """See `kernels.pack`."""
     fmt = quantizer.fmt
-    blocks = quantizer.blocks(x if minus is None else x - minus, dim=dim, key=key)
+    blocks = quantizer.blocks(x if minus is None else x - minus, dim=dim, key=key, amax=amax)
     codes = _encode_e2m1(blocks.codes) if fmt.element == E2M1 else fmt.element.encode(blocks.codes)
     scale = blocks.scale.flatten()
     if fmt.element.bits == 4:

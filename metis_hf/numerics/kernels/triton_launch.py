@@ -64,12 +64,13 @@ def fake_quantize(
     scaled: bool,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `kernels.fake_quantize`; `quantizer` is NVFP4 with scale rule "absmax".
 
     Args:
         x: not empty, with `layout.has_form`; strides are free.
-        quantizer, dim, key, dtype, scaled: as there.
+        quantizer, dim, key, dtype, scaled, amax: as there.
         minus, plus: fp32; one tensor for both is read once.
     """
     same = minus is not None and minus is plus
@@ -78,7 +79,9 @@ def fake_quantize(
     choices = _choices(quantizer, x, dim)._replace(scaled=scaled, same=same)
     matrix = _matrix(x, choices)
     values = torch.empty(matrix.shape, dtype=dtype, device=x.device)
-    decode = _write(matrix, choices, key, values, minus=minus, plus=None if same else plus)
+    decode = _write(
+        matrix, choices, key, values, minus=minus, plus=None if same else plus, given=amax
+    )
     return values.view(x.shape), None if scaled else decode
 
 
@@ -137,6 +140,7 @@ def _write(
     *,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> Tensor | None:
     """Write values to `out`, or codes there and scales to `scale`; return the tensor scale."""
     minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
@@ -147,10 +151,13 @@ def _write(
         data, words = noise_key.data, noise.static_words(noise_key)
     with torch.cuda.device_of(matrix):
         if choices.two_level:
-            amax = torch.zeros((), dtype=torch.int32, device=matrix.device)
             decode = torch.empty((), dtype=torch.float32, device=matrix.device)
-            find_amax = triton_kernels.find_amax
-            _launch(find_amax, _AMAX_TILE_BLOCKS, matrix, minus_ptr=minus, amax_ptr=amax)
+            if given is None:
+                amax = torch.zeros((), dtype=torch.int32, device=matrix.device)
+                find_amax = triton_kernels.find_amax
+                _launch(find_amax, _AMAX_TILE_BLOCKS, matrix, minus_ptr=minus, amax_ptr=amax)
+            else:
+                amax = given.view(torch.int32)
         _launch(
             triton_kernels.quantize,
             _TILE_BLOCKS,

@@ -1,0 +1,60 @@
+"""Tensor scales that are known before the tensor is: those of deployed models.
+
+A deployed NVFP4 layer computes the block scales of its input on the way, under one scale of the
+tensor that calibration fixed. Which amax that scale is made of is the layer's state
+(`schemes.states.StaticScales`): a scheme holds a `StaticScale`, and the plan of a call binds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.kernels import pack
+from metis_hf.operands.conditioner import Encoded, Part
+from metis_hf.operands.conditioners.identity import Identity
+
+
+class TensorAmax(NamedTuple):
+    """What the tensor scales of one call are made of; 0-dim fp32, frozen for backward."""
+
+    input: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class StaticScale(Identity):
+    """The place of a `GivenScale` in a scheme; by itself it takes the tensor's own amax.
+
+    Args:
+        weight: whether the matrix is the weight, rather than the input.
+    """
+
+    weight: bool = False
+
+    needs_state: ClassVar[bool] = True
+
+    def bind(self, state: TensorAmax) -> GivenScale:
+        return GivenScale(state.weight if self.weight else state.input)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenScale(Identity):
+    """Quantizes under a tensor scale made of `amax`, 0-dim fp32; equal to no other one."""
+
+    amax: Tensor
+
+    def tensor_amax(self) -> Tensor:
+        return self.amax
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        return quantizer(x, dim=dim, key=key, dtype=dtype, amax=self.amax)
+
+    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
+        return [Part("tensor", x, quantizer(x, dim=dim, key=key, amax=self.amax))]
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        return Encoded(pack(x, quantizer, dim=dim, key=key, amax=self.amax))

@@ -1,0 +1,55 @@
+"""NVFP4 as it is deployed: W4A4, and W4A16; for quantization-aware training and calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metis_hf.schemes.parts import (
+    NVFP4,
+    MetisConfig,
+    Operand,
+    ScaleRule,
+    Scheme,
+    StaticScale,
+    StaticScales,
+    nearest_forward,
+    register_scheme,
+)
+
+
+@register_scheme(
+    "w4a4",
+    summary="NVFP4 as deployed: static tensor scales, backward pass in high precision",
+    source="compressed-tensors' preset NVFP4, as vLLM runs it",
+    formats=(NVFP4.name,),
+)
+def w4a4(config: MetisConfig, rank: int) -> Scheme:
+    """Return the forward pass of a deployed layer, and its straight-through gradient.
+
+    - Input: block scales to nearest, found on the way, under a tensor scale that `calibrate` fixed.
+    - Weight: row blocks, each with the scale, of six, that fits it best; a checkpoint holds codes
+      and scales, so that the kernel need not know how they were chosen. The tensor scale is fixed
+      too, and one for layers that are deployed as one (query, key and value; gate and up).
+    - Backward pass: in high precision, through the quantized copies of the forward pass, as the
+      chain rule has it with quantizers that count as the identity.
+    """
+    forward, _ = nearest_forward(config)
+    return Scheme(
+        fprop_input=Operand(forward, StaticScale()),
+        fprop_weight=Operand(
+            replace(forward, scale_rule=ScaleRule.SEARCH), StaticScale(weight=True)
+        ),
+        state=StaticScales(),
+    )
+
+
+@register_scheme(
+    "w4a16",
+    summary="NVFP4 weights as deployed, all else in high precision",
+    source="compressed-tensors' preset NVFP4A16",
+    formats=(NVFP4.name,),
+)
+def w4a16(config: MetisConfig, rank: int) -> Scheme:
+    """Return `w4a4` with inputs that are not quantized."""
+    scheme = w4a4(config, rank)
+    return replace(scheme, fprop_input=Operand(), state=StaticScales(input=False))

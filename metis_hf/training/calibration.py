@@ -1,0 +1,313 @@
+"""Calibration of static tensor scales: what a deployed NVFP4 model scales its tensors by.
+
+For layers whose scheme keeps `StaticScales`, as "w4a4" does. `calibrate` finds the scales on data
+and fixes them, `freeze_scales` fixes what training has seen so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer, full_tensor
+from metis_hf.numerics import Quantizer
+from metis_hf.schemes.states import StaticScales, largest_magnitude
+
+METHODS = ("mse", "amax", "percentile")
+# Layers that inference engines run as one, under one tensor scale; as llm-compressor lists them.
+DEPLOYED_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+# Shares of the largest magnitude that "mse" tries, the largest first, which wins a tie.
+TRIED_SHARES = tuple(2.0 ** (-step / 4) for step in range(9))
+
+
+@dataclass(frozen=True)
+class CalibratedScale:
+    """The scales of one layer.
+
+    Attributes:
+        largest: largest magnitude of its inputs in calibration.
+        input_amax: what the input's tensor scale is made of; 0 where inputs are not quantized.
+        weight_amax: what the weight's tensor scale is made of.
+        group: names of the layers that share both.
+    """
+
+    largest: float
+    input_amax: float
+    weight_amax: float
+    group: tuple[str, ...]
+
+
+@dataclass
+class _Seen:
+    """What calibration notes of a layer's inputs."""
+
+    tokens: int = 0
+    largest: float = 0.0
+    percentile: float = 0.0
+    errors: list[float] = field(default_factory=lambda: [0.0] * len(TRIED_SHARES))
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any] | Tensor],
+    *,
+    method: str = "mse",
+    percentile: float = 99.99,
+) -> dict[str, CalibratedScale]:
+    """Find the static tensor scales of a converted model on data, and fix them.
+
+    The model runs in evaluation mode with the quantizers on, each input under its own amax, so that
+    layers see what the layers before them give in deployment. Rows of padding are left out. Layers
+    that are deployed as one (`DEPLOYED_TOGETHER`) get the same scales. With several processes each
+    gives its share of the batches, and all get the same scales; all have to call it together.
+
+    Args:
+        model: converted with a scheme of static scales, such as "w4a4" or "w4a16".
+        batches: arguments of the model, or its token ids [b n]; read twice by "mse", so a list or a
+            DataLoader rather than an iterator. Not read where only weights are quantized.
+        method: how the amax of inputs is chosen. "amax": the largest magnitude. "percentile": that
+            share of the magnitudes of each batch lies below, and the largest over the batches
+            counts. "mse": the share of the largest magnitude, of nine, that leaves the smallest
+            squared error; chosen for each layer.
+        percentile: of "percentile", above 50 and at most 100.
+
+    Returns:
+        What was chosen, by layer.
+
+    Raises:
+        ValueError: an unknown method, a percentile out of range, no layer with static scales, no
+            batch, an iterator for "mse", or a layer that saw no token; nothing changes.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}; choose one of {', '.join(METHODS)}")
+    if not 50 < percentile <= 100:
+        raise ValueError(f"percentile={percentile}; expected more than 50 and at most 100")
+    if method == "mse" and iter(batches) is batches:
+        raise ValueError(
+            "method='mse' reads the batches twice, and an iterator gives them once; pass a list or "
+            "a DataLoader, or choose method='amax'"
+        )
+    layers = _static_layers(model)
+    observed = {name: layer for name, layer in layers.items() if _state(layer).input}
+    groups = _groups(layers)
+    seen = {name: _Seen() for name in observed}
+    with _reset_buffers(layers):
+        if observed:
+            share = percentile / 100 if method == "percentile" else None
+            _observe(model, batches, observed, lambda name, x: _note(seen[name], x, share))
+            _gather(seen)
+            _refuse_unseen(seen)
+        if observed and method == "mse":
+            tops = {name: max(seen[member].largest for member in groups[name]) for name in seen}
+
+            def measure(name: str, x: Tensor) -> None:
+                _add_errors(seen[name], x, tops[name], _input_quantizer(layers[name]))
+
+            _observe(model, batches, observed, measure)
+            _gather(seen)
+    chosen = {name: _choose(method, [seen[member] for member in groups[name]]) for name in seen}
+    return _fix(layers, groups, chosen, {name: one.largest for name, one in seen.items()})
+
+
+@torch.no_grad()
+def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
+    """Fix the static tensor scales at what the model has seen in training so far.
+
+    The input's amax is the largest magnitude that training has seen, the weight's its own, each the
+    largest of the layers that are deployed as one. With several processes call it on all together.
+
+    Raises:
+        ValueError: no layer with static scales, or one that has not seen an input yet; nothing
+            changes.
+    """
+    layers = _static_layers(model)
+    seen = {
+        name: _Seen(tokens=1, largest=layer.get_buffer("input_amax").item())
+        for name, layer in layers.items()
+        if _state(layer).input
+    }
+    _gather(seen)
+    _refuse_unseen({n: s if s.largest else _Seen() for n, s in seen.items()})
+    groups = _groups(layers)
+    chosen = {name: max(seen[member].largest for member in groups[name]) for name in seen}
+    return _fix(layers, groups, chosen, {name: one.largest for name, one in seen.items()})
+
+
+def has_static_scales(model: nn.Module) -> bool:
+    """Return whether a layer of the model keeps static scales."""
+    return any(isinstance(layer.scheme.state, StaticScales) for _, layer in metis_layers(model))
+
+
+def _static_layers(model: nn.Module) -> dict[str, MetisLayer]:
+    layers = {
+        n: one for n, one in metis_layers(model) if isinstance(one.scheme.state, StaticScales)
+    }
+    if not layers:
+        raise ValueError(
+            "the model has no layer with static tensor scales; convert it with "
+            'get_metis_model(model, MetisConfig(scheme="w4a4")), or "w4a16"'
+        )
+    return layers
+
+
+def _state(layer: MetisLayer) -> StaticScales:
+    state = layer.scheme.state
+    assert isinstance(state, StaticScales)
+    return state
+
+
+@contextmanager
+def _reset_buffers(layers: dict[str, MetisLayer]) -> Iterator[None]:
+    """Unfix all scales for a block; after an error they are what they were."""
+    before = [(b, b.clone()) for layer in layers.values() for b in layer.state_buffers().values()]
+    for buffer, _ in before:
+        buffer.zero_()
+    try:
+        yield
+    except BaseException:
+        for buffer, value in before:
+            buffer.copy_(value)
+        raise
+
+
+def _input_quantizer(layer: MetisLayer) -> Quantizer:
+    quantizer = layer.eval_scheme.fprop_input.quantizer
+    # In high precision for now: what it would be quantized with.
+    return Quantizer() if quantizer is None else quantizer
+
+
+def _observe(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any] | Tensor],
+    layers: dict[str, MetisLayer],
+    note: Callable[[str, Tensor], None],
+) -> None:
+    """Run the model over batches, and call note(name, rows [t i]) with each layer's input."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def before(layer: MetisLayer, args: tuple[Any, ...]) -> None:
+            x = args[0].detach()
+            mask = args[1] if len(args) > 1 else None
+            mask = layer.row_mask(x) if mask is None else mask
+            rows = x.reshape(-1, layer.in_features)
+            note(name, rows if mask is None else rows[mask])
+
+        return before
+
+    device = next(model.parameters()).device
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        for name, layer in layers.items():
+            stack.enter_context(layer.register_forward_pre_hook(hook(name)))
+        model.eval()
+        count = 0
+        for batch in batches:
+            values = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+            model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+            count += 1
+        if not count:
+            raise ValueError("calibration got no batch; pass token ids of some text")
+
+
+def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
+    """Note tokens, amax and percentile of rows x [t i]."""
+    seen.tokens += x.shape[0]
+    seen.largest = max(seen.largest, largest_magnitude(x).item())
+    if share is not None and x.numel():
+        kth = max(1, round(share * x.numel()))
+        seen.percentile = max(seen.percentile, x.abs().flatten().kthvalue(kth).values.item())
+
+
+def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) -> None:
+    """Add the squared errors of rows x [t i] under each share of the largest magnitude."""
+    x32 = x.float()
+    for index, share in enumerate(TRIED_SHARES):
+        amax = x32.new_tensor(largest * share)
+        error = quantizer(x32, amax=amax).sub_(x32).square_().sum(dtype=torch.float64)
+        seen.errors[index] += error.item()
+
+
+def _gather(seen: dict[str, _Seen]) -> None:
+    """Give all processes what each has noted."""
+    if not (seen and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    for name, mine in seen.items():
+        of_all = [other[name] for other in gathered]
+        mine.tokens = sum(one.tokens for one in of_all)
+        mine.largest = max(one.largest for one in of_all)
+        mine.percentile = max(one.percentile for one in of_all)
+        mine.errors = [sum(errors) for errors in zip(*(one.errors for one in of_all))]
+
+
+def _refuse_unseen(seen: dict[str, _Seen]) -> None:
+    unseen = [name for name, one in seen.items() if not one.tokens]
+    if unseen:
+        more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+        raise ValueError(
+            f"{', '.join(unseen[:3])}{more} saw no token, so there is nothing to make a scale of; "
+            "run more text through the model (an expert sees the tokens of its router alone), or "
+            "leave the layer out with exclude_modules"
+        )
+
+
+def _groups(layers: dict[str, MetisLayer]) -> dict[str, tuple[str, ...]]:
+    """Return, for each layer, the layers with its tensor scale, itself included."""
+    groups = {}
+    for name in layers:
+        parent, _, own = name.rpartition(".")
+        together = next((names for names in DEPLOYED_TOGETHER if own in names), (own,))
+        full = [f"{parent}.{other}" if parent else other for other in together]
+        groups[name] = tuple(other for other in full if other in layers)
+    return groups
+
+
+def _choose(method: str, group: list[_Seen]) -> float:
+    """Return the amax of inputs that layers deployed as one get."""
+    if method == "percentile":
+        return max(seen.percentile for seen in group)
+    largest = max(seen.largest for seen in group)
+    if method == "amax":
+        return largest
+    errors = [sum(of_share) for of_share in zip(*(seen.errors for seen in group))]
+    return largest * TRIED_SHARES[errors.index(min(errors))]
+
+
+def _fix(
+    layers: dict[str, MetisLayer],
+    groups: dict[str, tuple[str, ...]],
+    inputs: dict[str, float],
+    largest: dict[str, float],
+) -> dict[str, CalibratedScale]:
+    """Write scales into the layers' buffers."""
+    weights = {
+        name: largest_magnitude(full_tensor(layer.weight_params()[-1])).item()
+        for name, layer in layers.items()
+    }
+    fixed = {}
+    for name, layer in layers.items():
+        buffers, group = layer.state_buffers(), groups[name]
+        of_weight = max(weights[member] for member in group)
+        buffers["input_amax"].fill_(inputs.get(name, 0.0))
+        buffers["weight_amax"].fill_(of_weight)
+        buffers["scales_frozen"].fill_(1)
+        layer.evaluation_weight.forget()
+        fixed[name] = CalibratedScale(
+            largest.get(name, 0.0), buffers["input_amax"].item(), of_weight, group
+        )
+    return fixed
