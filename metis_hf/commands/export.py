@@ -14,7 +14,7 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a Metis checkpoint.")],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     format: Annotated[
-        Literal["dense", "compressed-tensors"], typer.Option(help="What is written.")
+        Literal["dense", "compressed-tensors", "modelopt"], typer.Option(help="What is written.")
     ] = "dense",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"], typer.Option(help="Of what is not packed.")

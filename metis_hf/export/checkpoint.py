@@ -1,8 +1,9 @@
 """Exports a Metis checkpoint for software that does not know this package.
 
 "dense": a plain transformers directory with the represented weights. "compressed-tensors": NVFP4 in
-the layout `nvfp4-pack-quantized` (weights only), with the low-rank part of split weights folded in
-or kept beside it. How a matrix is packed is in `packing`, what an export costs in `export_report`.
+the layout `nvfp4-pack-quantized`, with the low-rank part of split weights folded in or kept beside
+it. "modelopt": NVFP4 as NVIDIA's ModelOpt lays it out. Layers with calibrated scales quantize their
+inputs too (W4A4). How a matrix is packed is in `compressed_tensors`, what it costs in `report`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.export import modelopt
 from metis_hf.export.compressed_tensors import (
     CompressedFactors,
     CompressedMatrix,
+    compress,
     is_split,
+    layer_state,
     load_low_rank,
     quantization_config,
     save_low_rank,
     split_layer,
+    static_scales,
     unsupported,
     weight_quantizer,
 )
+from metis_hf.export.inputs import QuantizedInput, quantized_input, quantizing_inputs
 from metis_hf.export.model_card import load_lines, model_card
 from metis_hf.export.report import (
     CONVERTED,
@@ -47,7 +53,7 @@ from metis_hf.layers.linear import MetisLayer
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
 
-FORMATS = ("dense", "compressed-tensors")
+FORMATS = ("dense", "compressed-tensors", "modelopt")
 LOW_RANK = ("fold", "side-file")
 DTYPES = ("bfloat16", "float16", "float32")
 UNPACKED_DTYPE = "bfloat16"  # what the compressed-tensors library decompresses to
@@ -85,7 +91,9 @@ def export_checkpoint(
     Args:
         checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model.
         out: the directory to write; must not exist, or be empty.
-        format: "dense" or "compressed-tensors".
+        format: "dense", "compressed-tensors" or "modelopt". Where tensor scales are calibrated
+            (schemes "w4a4" and "w4a16"), the packed formats hold them, and inputs are quantized as
+            the scheme says; else weights alone are.
         dtype: "bfloat16", "float16" or "float32", for everything that is not packed; a packed
             checkpoint for the compressed-tensors library takes "bfloat16".
         low_rank: for weights that are split, in storage or when they are quantized, in
@@ -100,7 +108,8 @@ def export_checkpoint(
 
     Raises:
         ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
-            `out` is not empty; a text for a model that is no causal language model.
+            scales that are not calibrated; `out` is not empty; a text for a model that is no causal
+            language model.
     """
     for name, value, choices in (
         ("format", format, FORMATS),
@@ -121,7 +130,12 @@ def export_checkpoint(
         raise ValueError(f"{out} exists already; give a new directory, or remove it first")
     model = load_metis_model(source)
     split = [name for name, layer in metis_layers(model) if is_split(layer)]
-    if format == "compressed-tensors":
+    if format == "modelopt" and low_rank == "side-file":
+        raise ValueError(
+            'low_rank="side-file" is for format="compressed-tensors": ModelOpt has no place for '
+            'factors. Use low_rank="fold"'
+        )
+    if format != "dense":
         _check_layers(model)
         if low_rank == "side-file" and not split:
             raise ValueError(
@@ -130,6 +144,10 @@ def export_checkpoint(
                 'none; use low_rank="fold"'
             )
     kind = "side-file" if format != "dense" and low_rank == "side-file" else format
+    if kind == "compressed-tensors" and any(
+        quantized_input(layer) is not None for _, layer in metis_layers(model)
+    ):
+        kind = "w4a4"
     metrics = None if results is None else json.loads(Path(results).read_text())
     card = model_card(model, name=out.name, kind=kind, results=metrics)
     windows = None if text is None else _windows(model, source, Path(text))
@@ -137,13 +155,18 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
-    write = _write_dense if format == "dense" else _write_packed
-    packed, rows = write(model, partial, getattr(torch, dtype), low_rank, windows, held_out)
+    values = getattr(torch, dtype)
+    if format == "dense":
+        packed, rows = _write_dense(model, partial, values, windows, held_out)
+    else:
+        side_file = low_rank == "side-file"
+        layout = format if not side_file else "side-file"
+        packed, rows = _write_packed(model, partial, values, layout, windows, held_out)
     for path in sorted(source.iterdir()):
         if any(fnmatch(path.name, pattern) for pattern in _COMPANIONS):
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
     size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
-    kept = low_rank if format == "compressed-tensors" and split else None
+    kept = low_rank if format != "dense" and split else None
     order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
     held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
     loading = load_lines(model, kind, str(out))
@@ -191,6 +214,12 @@ def _check_layers(model: nn.Module) -> None:
                 f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. "
                 "Use format='dense'"
             )
+        if static_scales(layer) is not None and not layer.get_buffer("scales_frozen").item():
+            raise ValueError(
+                f"{name}: its tensor scales are not calibrated. Load the checkpoint, call "
+                "metis_hf.calibrate(model, batches) (or freeze_scales(model) after training), save "
+                "it and export that"
+            )
         packable += weight_quantizer(layer) is not None
     if not packable:
         _, layer = next(metis_layers(model))
@@ -206,7 +235,6 @@ def _write_dense(
     model: PreTrainedModel,
     out: Path,
     dtype: torch.dtype,
-    low_rank: str,
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
@@ -230,55 +258,75 @@ def _write_packed(
     model: PreTrainedModel,
     out: Path,
     dtype: torch.dtype,
-    low_rank: str,
+    layout: str,
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
-    """Write the packed model; returns the packed layers and the errors."""
+    """Write the packed model; returns the packed layers and the errors.
+
+    Args:
+        layout: "compressed-tensors", "modelopt", or "side-file" for the first with a side file.
+    """
     errors = WeightErrors()
     folded: dict[str, CompressedMatrix] = {}
     residuals: dict[str, CompressedMatrix] = {}
     factors: dict[str, CompressedFactors] = {}
+    inputs: dict[str, QuantizedInput] = {}
     for name, layer in metis_layers(model):
         quantizer = weight_quantizer(layer)
         if quantizer is None:
             continue  # a layer that its scheme leaves in high precision stays so
         weight = _represented(layer)
-        folded[name] = CompressedMatrix.of(weight, quantizer)
+        folded[name] = compress(layer, weight)
         errors.add("fold", name, weight, folded[name].dequantize())
         if is_split(layer):
             residuals[name], factors[name] = split_layer(layer, quantizer)
             whole = residuals[name].dequantize() + factors[name].dense()
             errors.add("side-file", name, weight, whole)
+        if (quantized := quantized_input(layer)) is not None:
+            inputs[name] = quantized
     dense = _dense(model)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
         _round_parameters(dense, dtype)
-        held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
-        if factors:
-            parts = _with_weights(dense, folded | residuals, factors)
-            held_out["side-file"] = _loss(parts, windows)
-    if low_rank == "fold" or not factors:
-        _save_packed(dense, out, folded, dtype)
-    else:
-        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, dtype)
+        with quantizing_inputs(dense, inputs):
+            held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
+            if factors:
+                parts = _with_weights(dense, folded | residuals, factors)
+                held_out["side-file"] = _loss(parts, windows)
+    if layout == "side-file":
+        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, inputs, layout, dtype)
         save_low_rank(out, factors)
+    else:
+        _save_packed(dense, out, folded, inputs, layout, dtype)
     return tuple(folded), errors.rows()
 
 
 def _save_packed(
-    model: PreTrainedModel, out: Path, packed: Mapping[str, CompressedMatrix], dtype: torch.dtype
+    model: PreTrainedModel,
+    out: Path,
+    packed: Mapping[str, CompressedMatrix],
+    inputs: Mapping[str, QuantizedInput],
+    layout: str,
+    dtype: torch.dtype,
 ) -> None:
-    """Write `model` as a compressed-tensors checkpoint: packed layers, all else in `dtype`."""
+    """Write `model` as a packed checkpoint: packed layers, all else in `dtype`."""
     nn.Module.to(model, dtype)
     state = model.state_dict()
     for name, weight in packed.items():
         del state[f"{name}.weight"]
-        state |= {f"{name}.{part}": tensor for part, tensor in weight.state().items()}
+        scale = inputs[name].global_scale if name in inputs else None
+        of_layer = modelopt.layer_state if layout == "modelopt" else layer_state
+        state |= {f"{name}.{part}": tensor for part, tensor in of_layer(weight, scale).items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    model.config.quantization_config = quantization_config(
-        [name for name in linears if name not in packed]
-    )
+    ignored = [name for name in linears if name not in packed]
+    if layout == "modelopt":
+        description = modelopt.describe(ignored, {name: name in inputs for name in packed})
+        model.config.quantization_config = modelopt.quantization_config(description)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / modelopt.CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+    else:
+        model.config.quantization_config = quantization_config(ignored, packed, inputs)
     model.save_pretrained(out, state_dict=state)
 
 

@@ -2,8 +2,9 @@
 
 For a layer `name` [o i]: `name.weight_packed` uint8 [o i/2], two E2M1 codes to a byte, the even
 column in the low nibble; `name.weight_scale` float8_e4m3fn [o i/16]; `name.weight_global_scale`
-fp32 [1], an encode scale: weight = code * weight_scale / weight_global_scale. Written and read
-without that library. Low-rank factors lie in a file beside it, packed in the same way.
+fp32 [1], an encode scale: weight = code * weight_scale / weight_global_scale. Where inputs are
+quantized too, `name.input_global_scale` fp32 [1], of the same kind. Written and read without that
+library. Low-rank factors lie in a file beside it, packed in the same way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from metis_hf.numerics.scaling import largest_scale, tensor_scale
 from metis_hf.numerics.storage import QuantizedTensor
 from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
+from metis_hf.schemes.states import StaticScales
 
 LAYOUT = "nvfp4-pack-quantized"
 LOW_RANK_FILE = "metis_low_rank.safetensors"
@@ -52,8 +54,16 @@ class CompressedMatrix:
     columns: int
 
     @classmethod
-    def of(cls, weight: Tensor, quantizer: Quantizer) -> CompressedMatrix:
-        """Pack a matrix, rounding elements to nearest; blocks run along the columns."""
+    def of(
+        cls, weight: Tensor, quantizer: Quantizer, amax: Tensor | None = None
+    ) -> CompressedMatrix:
+        """Pack a matrix, rounding elements to nearest; blocks run along the columns.
+
+        Args:
+            weight: [rows columns]
+            quantizer: its choices for the matrix.
+            amax: 0-dim, what the global scale is made of; None: the matrix's largest magnitude.
+        """
         q = quantize(
             weight,
             quantizer.fmt,
@@ -62,6 +72,7 @@ class CompressedMatrix:
             two_level=quantizer.two_level,
             tile=quantizer.tile,
             scale_rule=quantizer.scale_rule,
+            amax=amax,
         )
         rows, columns = weight.shape
         scale = q.scale
@@ -71,9 +82,7 @@ class CompressedMatrix:
             scale = scale.view(torch.uint8).repeat_interleave(size, 0)[:rows].view(scale.dtype)
         encode = torch.ones(())
         if q.global_scale is not None:
-            amax = weight.detach().float().abs().amax()
-            largest = largest_scale(quantizer.fmt, quantizer.scale_rule)
-            encode = tensor_scale(amax, quantizer.fmt, largest).encode
+            encode = global_scale(weight.abs().amax() if amax is None else amax, quantizer)
         return cls(q.codes, scale.contiguous(), encode.reshape(1), columns)
 
     def dequantize(self) -> Tensor:
@@ -93,6 +102,22 @@ class CompressedMatrix:
         """Return the inverse of `state`."""
         packed, scale, global_scale = (state[f"{prefix}_{part}"] for part in _PARTS)
         return cls(packed, scale, global_scale, columns)
+
+
+def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[str, Tensor]:
+    """Return the tensors of a layer by their names in the layout.
+
+    Args:
+        weight: packed.
+        input_scale: encode scale of the input, fp32 [1]; None where it is not quantized.
+    """
+    return weight.state() | ({} if input_scale is None else {"input_global_scale": input_scale})
+
+
+def global_scale(amax: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return the encode scale of a tensor, 0-dim fp32: its largest block gets the largest scale."""
+    largest = largest_scale(quantizer.fmt, quantizer.scale_rule)
+    return tensor_scale(amax.detach().float(), quantizer.fmt, largest).encode
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,22 @@ class CompressedFactors:
 def weight_quantizer(layer: MetisLayer) -> Quantizer | None:
     """Return the quantizer of a layer's weight in evaluation; None if forward leaves it alone."""
     return layer.eval_scheme.fprop_weight.quantizer
+
+
+def static_scales(layer: MetisLayer) -> StaticScales | None:
+    """Return the state of a layer whose tensor scales calibration fixes, or None."""
+    state = layer.scheme.state
+    return state if isinstance(state, StaticScales) else None
+
+
+def compress(layer: MetisLayer, weight: Tensor) -> CompressedMatrix:
+    """Pack the weight [o i] that a layer represents as its forward pass quantizes it."""
+    quantizer = weight_quantizer(layer)
+    assert quantizer is not None
+    static = static_scales(layer) is not None and not layer.weight_form.is_split
+    return CompressedMatrix.of(
+        weight, quantizer, layer.get_buffer("weight_amax") if static else None
+    )
 
 
 def is_split(layer: MetisLayer) -> bool:
@@ -152,30 +193,44 @@ def unsupported(layer: MetisLayer) -> str | None:
     return None
 
 
-def quantization_config(ignore: Iterable[str]) -> dict[str, Any]:
-    """Return `quantization_config` of a config.json, as the preset NVFP4A16 gives it.
+_NVFP4_ARGUMENTS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
 
-    Weights only: NVFP4 activations need a scale calibrated on data (`input_global_scale`), which
-    training with dynamic scales does not leave behind.
+
+def quantization_config(
+    ignore: Iterable[str], packed: Iterable[str] = (), quantized_inputs: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return `quantization_config` of a config.json, as the presets NVFP4A16 and NVFP4 give it.
 
     Args:
         ignore: names of the nn.Linear modules that are not packed.
+        packed: names of those that are; read only where some quantize their inputs and some not.
+        quantized_inputs: names of those that have an `input_global_scale`: their inputs are
+            quantized with block scales found at each call.
     """
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn",
-    }
-    group = {"targets": ["Linear"], "weights": weights, "format": LAYOUT}
+    weights = {**_NVFP4_ARGUMENTS, "dynamic": False}
+    inputs = {**_NVFP4_ARGUMENTS, "dynamic": "local", "observer": "static_minmax"}
+    both = sorted(quantized_inputs)
+    alone = sorted(set(packed) - set(both)) if both else ["Linear"]
+    groups: list[dict[str, Any]] = []
+    if both:
+        targets = both if alone else ["Linear"]
+        groups.append({"targets": targets, "weights": weights, "input_activations": inputs})
+    if alone:
+        groups.append({"targets": alone, "weights": weights})
     return {
         "quant_method": "compressed-tensors",
         "format": LAYOUT,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {
+            f"group_{index}": {**group, "format": LAYOUT} for index, group in enumerate(groups)
+        },
         "ignore": sorted(ignore),
     }
 

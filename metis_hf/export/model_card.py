@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.report import ConversionReport
 
-KINDS = ("metis", "dense", "compressed-tensors", "side-file")
+KINDS = ("metis", "dense", "compressed-tensors", "w4a4", "modelopt", "side-file")
 _TAGS = {
     "metis": ("metis", "fp4-training", "nvfp4"),
     "dense": ("fp4-training",),
     "compressed-tensors": ("fp4-training", "nvfp4", "compressed-tensors"),
+    "w4a4": ("nvfp4", "compressed-tensors"),
+    "modelopt": ("nvfp4", "modelopt"),
     "side-file": ("metis", "fp4-training", "nvfp4"),
 }
 _WHAT = {
@@ -31,6 +33,10 @@ _WHAT = {
     "plain transformers checkpoint.",
     "compressed-tensors": "The weights of a model trained with emulated FP4 (W4A4G4), packed to "
     "NVFP4 in the compressed-tensors layout `nvfp4-pack-quantized`. Activations are not quantized.",
+    "w4a4": "A model packed to NVFP4 in the compressed-tensors layout `nvfp4-pack-quantized`. The "
+    "inputs of its packed layers are quantized too (W4A4), under calibrated tensor scales.",
+    "modelopt": "A model packed to NVFP4 as NVIDIA's ModelOpt lays it out; `hf_quant_config.json` "
+    "says which layers are packed, and whether their inputs are quantized too.",
     "side-file": "The weights of a model trained with emulated FP4 (W4A4G4): residuals packed to "
     "NVFP4 in `residual/`, low-rank factors in `metis_low_rank.safetensors`. The residuals alone "
     "are not the model.",
@@ -39,6 +45,8 @@ _NEEDS = {
     "metis": "`pip install metis-hf`; without the import, transformers reports missing weights.",
     "dense": "Needs transformers alone.",
     "compressed-tensors": "Needs transformers and `pip install compressed-tensors`.",
+    "w4a4": "Needs transformers and `pip install compressed-tensors`.",
+    "modelopt": "For engines that read ModelOpt's checkpoints; transformers does not.",
     "side-file": "`pip install metis-hf`; the compressed-tensors library is not needed.",
 }
 
@@ -56,7 +64,7 @@ def model_card(
         model: converted; its config and its conversion report are shown.
         name: the path or hub name to show in the line that loads it.
         kind: "metis" for the checkpoint itself, otherwise the kind of export: "dense",
-            "compressed-tensors" or "side-file".
+            "compressed-tensors", "w4a4" for that with quantized inputs, "modelopt" or "side-file".
         results: metrics by name, in nested mappings as an evaluation writes them; what is not a
             number is left out.
 
@@ -116,6 +124,8 @@ def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
     if kind == "side-file":
         first = "from metis_hf.export import load_low_rank"
         return f'{first}\n\nmodel = load_low_rank("{name}")'
+    if kind == "modelopt":
+        return f'from vllm import LLM\n\nmodel = LLM("{name}")'
     first = "import metis_hf  # registers the format\n" if kind == "metis" else ""
     cls = type(model).__name__
     return f'{first}from transformers import {cls}\n\nmodel = {cls}.from_pretrained("{name}")'

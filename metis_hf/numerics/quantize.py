@@ -87,12 +87,19 @@ class Quantizer(QuantizerDefinition):
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, quantizer: Quantizer, dim: int, key: noise.Key | None) -> Tensor:
-        return quantizer(x, dim=dim, key=key, dtype=x.dtype)
+    def forward(
+        ctx,
+        x: Tensor,
+        quantizer: Quantizer,
+        dim: int,
+        key: noise.Key | None,
+        amax: Tensor | None,
+    ) -> Tensor:
+        return quantizer(x, dim=dim, key=key, dtype=x.dtype, amax=amax)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def fake_quantize(
@@ -106,6 +113,7 @@ def fake_quantize(
     tile: str = "row",
     scale_rule: str = "absmax",
     generator: torch.Generator | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Quantize to `fmt` and back: the values that a tensor stored in that format would have.
 
@@ -128,6 +136,8 @@ def fake_quantize(
             scales in the same way) or "eden" (arXiv 2601.22813: unbiased in a random basis,
             with noise in the scales alone).
         generator: source of the stochastic noise; None draws from torch's default generator.
+        amax: 0-dim, finite and >= 0: the tensor scale is made of it; None takes the largest
+            magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
 
     Returns:
         Tensor of the shape and dtype of `x`. NaN or inf in `x` shows up as NaN.
@@ -146,7 +156,7 @@ def fake_quantize(
         scale_rule,  # type: ignore[arg-type]
     )
     key = check_input(x, quantizer, dim, generator)
-    return _StraightThrough.apply(x, quantizer, dim, key)
+    return _StraightThrough.apply(x, quantizer, dim, key, amax)
 
 
 def check_input(

@@ -73,6 +73,7 @@ def quantize(
     tile: str = "row",
     scale_rule: str = "absmax",
     generator: torch.Generator | None = None,
+    amax: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize to packed codes and scales; arguments and errors are those of `fake_quantize`.
 
@@ -100,11 +101,11 @@ def quantize(
         rows = rows.movedim(dim, -1)
     if x.numel() == 0:
         codes, scale, global_scale = rows.to(torch.uint8), rows.to(fmt.scale.dtype), None
-    elif (stored := kernels.store(x, quantizer, dim=dim, key=key)) is not None:
+    elif amax is None and (stored := kernels.store(x, quantizer, dim=dim, key=key)) is not None:
         codes, scale, global_scale = stored
     else:
         # Noise belongs to elements in their original order, as in fake quantization.
-        blocks = quantizer.blocks(x, dim=dim, key=key)
+        blocks = quantizer.blocks(x, dim=dim, key=key, amax=amax)
         codes = pack(element.encode(_matrix(blocks.codes, quantizer.tile, dim)), element.bits)
         scale = _scale_matrix(blocks.scale, quantizer.tile, dim).to(fmt.scale.dtype)
         global_scale = blocks.global_scale
