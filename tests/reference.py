@@ -72,10 +72,12 @@ def _encode(amax: np.float32, largest: float) -> np.float32:
     return min(F32(largest) / amax, FLT_MAX)
 
 
-def global_encode(x: np.ndarray, fmt: Format, scale_rule: ScaleRule) -> np.float32:
+def global_encode(
+    x: np.ndarray, fmt: Format, scale_rule: ScaleRule, amax: float | None = None
+) -> np.float32:
     """S_enc: brings the tensor's amax to the largest element times the largest block scale."""
     largest_scale = E4M3_MAX if scale_rule == "absmax" else FOUR_OVER_SIX_MAX
-    return _encode(_amax(x), fmt.element.max * largest_scale)
+    return _encode(_amax(x) if amax is None else F32(amax), fmt.element.max * largest_scale)
 
 
 def _e4m3_scale(wanted: np.float32, inv_global: np.float32, rounding: ScaleRounding) -> Scale:
@@ -158,6 +160,7 @@ def fake_quantize(
     two_level: bool | None = None,
     tile: Tile = "row",
     scale_rule: ScaleRule = "absmax",
+    amax: float | None = None,
 ) -> Quantized:
     """Quantize and dequantize of an array of any shape, with nearest element rounding.
 
@@ -172,7 +175,7 @@ def fake_quantize(
         two_level = form.scale == "e4m3"
     x = np.asarray(x, F32)
     with np.errstate(all="ignore"):
-        s_enc = global_encode(x, form, scale_rule) if two_level else F32(1)
+        s_enc = global_encode(x, form, scale_rule, amax) if two_level else F32(1)
         inv_global = F32(1) / s_enc
         codes, scales = np.zeros_like(x), np.zeros_like(x)
         scaled, values = np.zeros_like(x), np.zeros_like(x)

@@ -86,7 +86,9 @@ def both(quantizer: Quantizer, x: Tensor, kernel: str = "compiled", **options) -
     assert_same_bits(x, before)
 
 
-def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) -> Tensor:
+def traced(
+    quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32, amax: Tensor | None = None
+) -> Tensor:
     """The formulation run operation by operation: what compilers start from."""
     form = form_of(x, quantizer.tile, dim)
     variant = Specialization(
@@ -98,12 +100,13 @@ def traced(quantizer: Quantizer, x: Tensor, dim: int = -1, dtype=torch.float32) 
         True,
         dtype,
         rule=quantizer.scale_rule,
+        given=amax is not None,
     )
     operand = form.x if form.x.dtype in compiled.DTYPES else form.x.float()
     key = noise.Key(5) if variant.needs_noise else None
     if key is not None and quantizer.scale_rule == "eden":
         key = key.fold(SCALE_NOISE)
-    return form.restore(compiled.traced(variant, key, operand)[0])
+    return form.restore(compiled.traced(variant, key, operand, amax)[0])
 
 
 def adversarial() -> dict[str, Tensor]:

@@ -202,6 +202,17 @@ class Cases:
             if wanted_scale is not None:
                 assert_same_bits(scale.cpu(), wanted_scale)
 
+    def test_an_amax_that_is_given(self) -> None:
+        x = TENSORS["normal"].to(self.device)
+        for factor in (0.1, 1.0, 9.0):
+            amax = x.abs().amax() * factor
+            for quantizer, dim in (
+                (Quantizer(), -1),
+                (STOCHASTIC, 0),
+                (Quantizer(tile=SQUARE), -1),
+            ):
+                check(self.kernels, x, quantizer, dim=dim, amax=amax)
+
     def test_keys_of_every_kind(self) -> None:
         x = TENSORS["normal"].to(self.device)
         data = noise.fingerprint(TENSORS["normal"])

@@ -1,0 +1,319 @@
+"""Static tensor scales: found on data, frozen after training, and what the layers do with them."""
+
+from __future__ import annotations
+
+import forked
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from conftest import VOCAB, llama
+from layers.layer_tools import layer_of
+from torch import nn
+
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    MetisTrainer,
+    calibrate,
+    freeze_scales,
+    get_metis_model,
+    metis_layers,
+)
+from metis_hf.numerics import fake_quantize
+from metis_hf.training.calibration import DEPLOYED_TOGETHER, TRIED_SHARES
+
+IN, OUT, TOKENS = 70, 48, 40
+FP32 = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def converted(scheme="w4a4", **options):
+    return get_metis_model(llama(), MetisConfig(scheme=scheme, **options))
+
+
+def ids(batches=3, seed=1, length=40):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (2, length), generator=g) for _ in range(batches)]
+
+
+def inputs_of(model, batches):
+    """What each layer reads when its inputs are quantized under their own amax."""
+    seen = {name: [] for name, _ in metis_layers(model)}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]))
+        for name, layer in metis_layers(model)
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model.eval()(batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat([x.reshape(-1, x.shape[-1]) for x in xs]) for name, xs in seen.items()}
+
+
+def group_of(name, names):
+    parent, _, own = name.rpartition(".")
+    together = next((group for group in DEPLOYED_TOGETHER if own in group), (own,))
+    return [f"{parent}.{other}" for other in together if f"{parent}.{other}" in names]
+
+
+class TestLayer:
+    """The forward pass of a deployed layer, and its straight-through gradient."""
+
+    def fixed(self, scheme, amax=2.0):
+        layer = layer_of(scheme, i=IN, o=OUT)[1]
+        layer.input_amax.fill_(amax)
+        layer.weight_amax.fill_(layer.weight.abs().max() * 1.5)
+        layer.scales_frozen.fill_(1)
+        return layer
+
+    @pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
+    @pytest.mark.parametrize("training", [True, False])
+    def test_by_definition(self, scheme, training):
+        layer = self.fixed(scheme).train(training)
+        x = (3 * torch.randn(TOKENS, IN)).requires_grad_()
+        w = layer.weight.detach().clone().requires_grad_()
+        x_hat = x if scheme == "w4a16" else fake_quantize(x, amax=torch.tensor(2.0))
+        w_hat = fake_quantize(w, scale_rule="search", amax=layer.weight_amax)
+        expected = F.linear(x_hat, w_hat, layer.bias)
+        dy = torch.randn(TOKENS, OUT)
+        gradients = torch.autograd.grad(expected, (x, w), dy)
+        found = layer(x)
+        torch.testing.assert_close(found, expected, **FP32)
+        for a, b in zip(torch.autograd.grad(found, (x, layer.weight), dy), gradients):
+            torch.testing.assert_close(a, b, **FP32)
+
+    def test_bf16_keeps_the_tensor_scales_apart(self):
+        """As the hardware does: codes times block scales, and one fp32 factor at the end."""
+        layer = self.fixed("w4a4").to(torch.bfloat16)
+        x = torch.randn(TOKENS, IN).bfloat16()
+        x_hat = fake_quantize(x.float(), amax=layer.input_amax)
+        w_hat = fake_quantize(layer.weight.detach().float(), scale_rule="search",
+                              amax=layer.weight_amax)  # fmt: skip
+        exact = F.linear(x_hat, w_hat, layer.bias.float())
+        rounding = (layer(x).float() - exact).norm() / exact.norm()
+        assert rounding < 2.0**-8  # of the output to bf16
+
+    def test_until_they_are_frozen_nothing_is_clipped(self):
+        layer = layer_of("w4a4", i=IN, o=OUT)[1]
+        first, second = torch.randn(TOKENS, IN), 5 * torch.randn(TOKENS, IN)
+        for x in (first, second, first):
+            layer(x)
+        assert layer.input_amax == second.abs().max()
+        with torch.no_grad():
+            found = layer(first)
+        x_hat = fake_quantize(first, amax=second.abs().max())
+        w_hat = fake_quantize(layer.weight.detach(), scale_rule="search")
+        torch.testing.assert_close(found, F.linear(x_hat, w_hat, layer.bias), **FP32)
+
+    def test_what_is_not_finite_is_not_remembered(self):
+        layer = layer_of("w4a4", i=IN, o=OUT)[1]
+        x = torch.randn(TOKENS, IN)
+        x[0, 0] = torch.inf
+        layer(x)
+        assert layer.input_amax == 0
+
+    def test_frozen_scales_stay(self):
+        layer = self.fixed("w4a4")
+        before = {name: value.clone() for name, value in layer.state_buffers().items()}
+        layer(100 * torch.randn(TOKENS, IN)).sum().backward()
+        assert all(
+            torch.equal(before[name], value) for name, value in layer.state_buffers().items()
+        )
+
+
+class TestCalibrate:
+    @pytest.mark.parametrize("method", ["amax", "percentile", "mse"])
+    def test_by_definition(self, method):
+        model, batches = converted(), ids()
+        seen = inputs_of(model, batches)
+        found = calibrate(model, batches, method=method, percentile=99.0)
+        assert found.keys() == seen.keys()
+        for name, layer in metis_layers(model):
+            group = group_of(name, seen)
+            assert found[name].group == tuple(group)
+            assert layer.scales_frozen == 1
+            weights = [dict(metis_layers(model))[member].weight for member in group]
+            assert layer.weight_amax == max(weight.abs().max() for weight in weights)
+            largest = seen[name].abs().max()
+            assert found[name].largest == largest
+            if method == "amax":
+                expected = largest
+            elif method == "percentile":
+                parts = seen[name].abs().view(len(batches), -1).sort(1).values
+                expected = parts[:, round(0.99 * parts.shape[1]) - 1].max()
+            else:
+
+                def error(amax, x=seen[name]):
+                    return (fake_quantize(x, amax=amax) - x).double().square().sum().item()
+
+                expected = min((largest * share for share in TRIED_SHARES), key=error)
+            torch.testing.assert_close(layer.input_amax, expected.detach())
+
+    def test_layers_deployed_as_one_share_scales(self):
+        model = converted()
+        found = calibrate(model, ids())
+        one = found["model.layers.0.self_attn.q_proj"]
+        assert [name.rpartition(".")[2] for name in one.group] == ["q_proj", "k_proj", "v_proj"]
+        for name in one.group:
+            assert (found[name].input_amax, found[name].weight_amax) == (
+                one.input_amax,
+                one.weight_amax,
+            )
+
+    def test_rows_of_padding_are_left_out(self):
+        model, batch = converted(), ids(1)[0]
+        mask = torch.ones_like(batch)
+        mask[:, 3:] = 0
+        name = "model.layers.0.mlp.down_proj"  # its input is not normalized
+        whole, cut, masked = (
+            calibrate(model, [each], method="amax")[name].input_amax
+            for each in (
+                batch, batch[:, :3], {"input_ids": batch, "attention_mask": mask},
+            )
+        )  # fmt: skip
+        assert masked == pytest.approx(cut, rel=0.1)  # what is read upstream has another amax
+        assert whole != pytest.approx(cut, rel=0.1)
+
+    def test_the_model_stays_as_it_was(self):
+        model = converted().train()
+        model.model.layers[0].mlp.eval()
+        modes = {name: module.training for name, module in model.named_modules()}
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        calibrate(model, ids())
+        assert modes == {name: module.training for name, module in model.named_modules()}
+        assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+        assert not any(module._forward_pre_hooks for _, module in metis_layers(model))
+
+    def test_again_is_the_same(self):
+        model = converted()
+        assert calibrate(model, ids()) == calibrate(model, ids())
+
+    def test_weights_alone_need_no_batch(self):
+        model = converted("w4a16")
+        found = calibrate(model, [])
+        assert all(scale.input_amax == 0 and scale.weight_amax > 0 for scale in found.values())
+
+    def test_saved_and_loaded(self, tmp_path):
+        model = converted()
+        calibrate(model, ids())
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        for (name, layer), (_, other) in zip(metis_layers(model), metis_layers(loaded)):
+            for key, value in layer.state_buffers().items():
+                assert torch.equal(value, other.get_buffer(key)), f"{name}.{key}"
+
+    def test_an_unknown_layer_without_tokens_is_named(self):
+        model = converted()
+
+        class Never(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x):
+                return torch.zeros(*x.shape[:-1], self.inner.out_features)
+
+        model.model.layers[1].mlp.up_proj = Never(model.model.layers[1].mlp.up_proj)
+        calibrated = dict(metis_layers(model))["model.layers.0.mlp.up_proj"]
+        match = r"model.layers.1.mlp.up_proj.inner saw no token.*exclude_modules"
+        with pytest.raises(ValueError, match=match):
+            calibrate(model, ids())
+        assert calibrated.scales_frozen == 0
+        assert calibrated.input_amax == 0
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"method": "best"}, "method='best'; choose one of mse, amax, percentile"),
+            ({"percentile": 30}, "percentile=30; expected more than 50"),
+            ({"batches": iter([])}, "'mse' reads the batches twice.*pass a list"),
+            ({"batches": [], "method": "amax"}, "calibration got no batch"),
+        ],
+    )
+    def test_bad_input(self, options, match):
+        with pytest.raises(ValueError, match=match):
+            calibrate(converted(), **{"batches": ids(1), **options})
+
+    def test_a_model_without_static_scales(self):
+        with pytest.raises(
+            ValueError, match=r"no layer with static tensor scales.*scheme=\"w4a4\""
+        ):
+            calibrate(converted("nvfp4"), ids(1))
+
+
+def process(rank, folder):
+    """One of two processes that calibrate on a batch each."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    found = calibrate(converted(), [ids(2)[rank]], method="mse")
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_agree(tmp_path):
+    others = [forked.start(process, rank, tmp_path) for rank in range(2)]
+    for other in others:
+        other.join(200)
+    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2))
+    assert first == second
+    torch.manual_seed(0)
+    assert first == calibrate(converted(), ids(2), method="mse")
+
+
+class TestTraining:
+    """Quantization-aware training by the Trainer."""
+
+    def train(self, tmp_path, model, *callbacks, **arguments):
+        data = [{"input_ids": row, "labels": row} for batch in ids(4) for row in batch]
+        trainer = MetisTrainer(
+            model,
+            transformers.TrainingArguments(
+                str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[],
+                learning_rate=1e-2, save_strategy="no", use_cpu=True, **arguments,
+            ),
+            train_dataset=data,
+            callbacks=list(callbacks) or [MetisCallback(health_interval=0)],
+        )  # fmt: skip
+        trainer.train()
+
+    def test_calibrated_scales_stay_while_weights_train(self, tmp_path):
+        model = converted()
+        before = calibrate(model, ids())
+        self.train(tmp_path, model)
+        layers = dict(metis_layers(model))
+        for name, scale in before.items():
+            assert layers[name].input_amax == scale.input_amax
+            assert layers[name].weight_amax == scale.weight_amax
+
+    def test_frozen_after_some_steps(self, tmp_path):
+        model = converted()
+        callback = MetisCallback(health_interval=0, freeze_scales=2)
+        seen = []
+
+        class Watch(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                layer = dict(metis_layers(model))["model.layers.0.mlp.gate_proj"]
+                other = dict(metis_layers(model))["model.layers.0.mlp.up_proj"]
+                both = layer.weight.abs().max(), other.weight.abs().max()
+                seen.append((layer.scales_frozen.item(), layer.input_amax.item(),
+                             layer.weight_amax.item(), max(both).item()))  # fmt: skip
+
+        self.train(tmp_path, model, callback, Watch())
+        assert [frozen for frozen, *_ in seen] == [0, 1, 1, 1]
+        assert seen[0][1] <= seen[1][1] == seen[2][1] == seen[3][1]
+        assert seen[1][2] == seen[1][3]  # the larger of the two weights at that step
+        assert seen[3][2] == seen[1][2] != seen[3][3]
+
+    def test_freezing_needs_static_scales(self, tmp_path):
+        callback = MetisCallback(health_interval=0, freeze_scales=1)
+        with pytest.raises(ValueError, match=r"freeze_scales=1, and no layer.*\"w4a4\""):
+            self.train(tmp_path, converted("nvfp4"), callback)
+
+    def test_nothing_seen_nothing_frozen(self):
+        model = converted()
+        with pytest.raises(ValueError, match="saw no token"):
+            freeze_scales(model)
+        assert all(layer.scales_frozen == 0 for _, layer in metis_layers(model))
