@@ -123,7 +123,8 @@ def parse_arguments(
     *,
     description: str | None = None,
     argv: Sequence[str] | None = None,
-) -> tuple[RecipeArguments, TrainingArguments]:
+    kind: type = RecipeArguments,
+) -> tuple[Any, TrainingArguments]:
     """Read the command line over `--config FILE.yaml` over the recipe's own defaults.
 
     Args:
@@ -131,6 +132,11 @@ def parse_arguments(
         smoke: what `--smoke` changes in them; a YAML file or the command line can change it again.
         description: for `--help`.
         argv: default: that of the process.
+        kind: dataclass of the recipe's arguments besides TrainingArguments; `smoke` and `dry_run`
+            are among them.
+
+    Returns:
+        (arguments of that kind, TrainingArguments).
 
     Raises:
         ValueError: a key of the YAML file that no argument has, or a source of schemes that
@@ -142,7 +148,8 @@ def parse_arguments(
     early.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default=None)
     chosen, rest = early.parse_known_args(argv)
     values = dict(defaults)
-    in_file = _read_yaml(chosen.config) if chosen.config else {}
+    types = (kind, TrainingArguments)
+    in_file = _read_yaml(chosen.config, types) if chosen.config else {}
     switches = {key: getattr(chosen, key) or in_file.get(key) for key in ("smoke", "dry_run")}
     on = {key for key, value in switches.items() if str(value).lower() in ("true", "1", "yes")}
     if "smoke" in on:
@@ -152,25 +159,23 @@ def parse_arguments(
     values |= in_file
     values |= {key: value for key, value in switches.items() if value is not None}
 
-    types = (RecipeArguments, TrainingArguments)
     parser = HfArgumentParser(types, description=description, allow_abbrev=False)  # type: ignore[arg-type]
     parser.add_argument("--config", help="YAML file of these arguments; the command line wins.")
     # As text, so that argparse converts and checks a value wherever it comes from (in YAML 1.1,
     # 1e-4 is a string).
     parser.set_defaults(**{key: _as_text(value) for key, value in values.items()})
     arguments, training, _ = parser.parse_args_into_dataclasses(args=rest)
-    for source in arguments.metis_import or ():
+    for source in getattr(arguments, "metis_import", None) or ():
         import_schemes(source)
     return arguments, training
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
     import yaml
 
     values = yaml.safe_load(Path(path).read_text()) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a mapping of arguments to values")
-    types = (RecipeArguments, TrainingArguments)
     known = [f.name for kind in types for f in dataclasses.fields(kind)]
     for key in values:
         if key not in known:

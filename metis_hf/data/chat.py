@@ -1,0 +1,127 @@
+"""Conversations and texts for fine-tuning: read, put into a model's chat template, packed.
+
+One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}; a file
+that does not end in .jsonl is one text, cut at blank lines. Sequences are packed without padding:
+documents follow each other, each with the end token behind it, and are cut at full length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KEYS = ("messages", "text")
+
+
+def read_documents(path: Path) -> list[dict[str, Any]]:
+    """Return the conversations and texts of a file, in their order.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line that is no such object; its number is named. Nothing in the file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        documents = [{"text": part} for part in content.split("\n\n") if part.strip()]
+    else:
+        lines = enumerate(content.splitlines(), 1)
+        documents = [_document(path, n, line) for n, line in lines if line.strip()]
+    if not documents:
+        raise ValueError(f"{path} is empty; give JSON lines of messages or text")
+    return documents
+
+
+def _document(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}, is not JSON: {error}") from None
+    if isinstance(found, dict) and isinstance(found.get("text"), str):
+        return {"text": found["text"]}
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if isinstance(messages, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
+        for each in messages
+    ):
+        return {"messages": messages}
+    raise ValueError(
+        f"{path}, line {number}: expected an object with {' or '.join(_KEYS)}; messages are a list "
+        'of {"role": ..., "content": ...}'
+    )
+
+
+def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a document, with the end token; of a conversation by its template.
+
+    Raises:
+        ValueError: a conversation, and a tokenizer without a chat template.
+    """
+    if "messages" in document:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the data have conversations, and the tokenizer of {tokenizer.name_or_path} has "
+                "no chat template; set tokenizer.chat_template and save it, or give texts"
+            )
+        return list(
+            tokenizer.apply_chat_template(document["messages"], tokenize=True, return_dict=False)
+        )
+    ids = tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return [*ids, *([] if end is None else [end])]
+
+
+def pack(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
+    """Yield sequences of `length` tokens of documents that follow each other; the rest is left."""
+    held: list[int] = []
+    for document in documents:
+        held.extend(document)
+        while len(held) >= length:
+            yield held[:length]
+            del held[:length]
+
+
+def packed_sequences(
+    path: Path, tokenizer: PreTrainedTokenizerBase, length: int, held_out: int
+) -> tuple[Tensor, Tensor]:
+    """Return the packed sequences of a file: to train on, and held out.
+
+    Documents from the end of the file are held out, as many as fill `held_out` sequences.
+
+    Args:
+        path: see above.
+        tokenizer: of the model.
+        length: tokens of a sequence.
+        held_out: sequences to hold out, at least 1.
+
+    Returns:
+        (train [n length], held out [held_out length]), token ids.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a damaged line, conversations without a chat template, or too little text.
+    """
+    documents = [tokens_of(document, tokenizer) for document in read_documents(path)]
+    total, wanted, first = sum(map(len, documents)), held_out * length, len(documents)
+    count = 0
+    while first > 0 and count < wanted:
+        first -= 1
+        count += len(documents[first])
+    train = list(pack(documents[:first], length))
+    held = list(pack(documents[first:], length))[:held_out]
+    if not train or len(held) < held_out:
+        raise ValueError(
+            f"{path} has {total:,} tokens in {len(documents):,} documents; {held_out} held-out "
+            f"sequences of {length} and at least one to train on are needed. Give more data, or a "
+            "smaller --eval_sequences or --sequence_length"
+        )
+    return torch.tensor(train), torch.tensor(held)

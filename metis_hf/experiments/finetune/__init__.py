@@ -1,0 +1,1 @@
+"""Fine-tuning for deployment in NVFP4: arguments, the run, its table, a smoke model."""

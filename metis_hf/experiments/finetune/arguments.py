@@ -1,0 +1,86 @@
+"""Arguments of a fine-tuning for deployment, and the methods there are.
+
+ptq   calibrate, train nothing
+qat   train with the quantizers on, on the labels' cross entropy
+qad   train with the quantizers on, towards the distributions of the unquantized model
+lora  keep the packed weights of ptq, and train low-rank adapters beside them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from metis_hf.training.calibration import METHODS as CALIBRATIONS
+
+METHODS = ("ptq", "qat", "qad", "lora")
+SCHEMES = ("w4a4", "w4a16")
+LAYOUTS = ("compressed-tensors", "modelopt")
+
+
+@dataclass
+class FinetuneArguments:
+    """Arguments of a fine-tuning besides transformers' TrainingArguments."""
+
+    model: str = field(default="", metadata={"help": "Directory or hub name of a causal LM."})
+    data: str | None = field(
+        default=None,
+        metadata={"help": 'JSON lines of {"messages": [...]} or {"text": ...}, or a text.'},
+    )
+    method: str = field(
+        default="qad", metadata={"help": f"One or several of {', '.join(METHODS)}, by commas."}
+    )
+    export: str | None = field(
+        default=None, metadata={"help": "Directory to export into; default: below output_dir."}
+    )
+    layout: str = field(
+        default="compressed-tensors", metadata={"help": "compressed-tensors or modelopt."}
+    )
+    scheme: str = field(default="w4a4", metadata={"help": "w4a4, or w4a16: weights alone."})
+    calibration: str = field(
+        default="mse",
+        metadata={"help": f"How inputs' scales are found: {', '.join(CALIBRATIONS)}."},
+    )
+    calibration_sequences: int = field(
+        default=32, metadata={"help": "Training sequences that scales are found on."}
+    )
+    sequence_length: int = field(default=512, metadata={"help": "Tokens of a packed sequence."})
+    eval_sequences: int = field(
+        default=32, metadata={"help": "Sequences held out, of the last documents."}
+    )
+    tokens: float = field(
+        default=1e6, metadata={"help": "Training tokens, unless max_steps is given."}
+    )
+    global_batch: int = field(default=16, metadata={"help": "Sequences of an optimizer step."})
+    temperature: float = field(
+        default=1.0, metadata={"help": "Of the teacher's and the student's logits."}
+    )
+    cross_entropy_share: float = field(
+        default=0.0, metadata={"help": "Share of the labels' cross entropy in qad's loss."}
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    smoke: bool = field(
+        default=False,
+        metadata={"help": "The same code on the CPU in a minute: tiny model and text."},
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Print what the run takes, and stop."})
+
+    def methods(self) -> tuple[str, ...]:
+        """Return the methods to compare, "ptq" first.
+
+        Raises:
+            ValueError: an unknown method, scheme or calibration, or a number out of range.
+        """
+        chosen = [part.strip() for part in self.method.split(",") if part.strip()]
+        for name, values, known in (
+            ("method", chosen, METHODS),
+            ("scheme", [self.scheme], SCHEMES),
+            ("calibration", [self.calibration], CALIBRATIONS),
+            ("layout", [self.layout], LAYOUTS),
+        ):
+            for value in values or [""]:
+                if value not in known:
+                    raise ValueError(f"--{name} {value!r}; choose of {', '.join(known)}")
+        for name in ("calibration_sequences", "sequence_length", "eval_sequences", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}; expected at least 1")
+        return ("ptq", *(method for method in METHODS[1:] if method in chosen))

@@ -1,0 +1,75 @@
+"""A causal language model, fine-tuned so that it can be deployed in NVFP4 (W4A4 or W4A16).
+
+    python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method qad --export DIR
+    python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method ptq,qat,qad,lora
+    python recipes/finetune_nvfp4.py --smoke
+
+Methods: ptq (calibrate, train nothing), qat (train with quantizers on), qad (the same, towards the
+unquantized model's distributions), lora (adapters beside the packed weights). The held-out loss of
+the exact model, of ptq and of each method stands in a table at the end. docs/finetuning.md says
+which to take.
+"""
+
+import sys
+from pathlib import Path
+
+from metis_hf.experiments.finetune.arguments import FinetuneArguments
+from metis_hf.experiments.finetune.report import HEADER, describe, rows_of
+from metis_hf.experiments.finetune.run import Finetuning
+from metis_hf.experiments.finetune.smoke import smoke_model
+from metis_hf.experiments.recipe import parse_arguments
+from metis_hf.shared.tables import terminal_table
+
+DEFAULTS = {
+    "output_dir": "runs/finetune-nvfp4",
+    "learning_rate": 0.0,  # the method's own
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.05,
+    "max_grad_norm": 1.0,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": "none",
+    "seed": 42,
+}
+SMOKE = {
+    "output_dir": "runs/smoke-finetune-nvfp4",
+    "method": "ptq,qat,qad,lora",
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "sequence_length": 64,
+    "global_batch": 4,
+    "eval_sequences": 4,
+    "calibration_sequences": 4,
+    "logging_steps": 1,
+    "dataloader_pin_memory": False,
+}
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model", *argv]
+    arguments, training = parse_arguments(
+        DEFAULTS, SMOKE, description=__doc__, argv=argv, kind=FinetuneArguments
+    )
+    if arguments.smoke and not arguments.model:
+        directory = Path(training.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        arguments.model, arguments.data = smoke_model(directory)
+    run = Finetuning(arguments, training)
+    if arguments.dry_run:
+        print(describe(arguments, len(run.train), len(run.held_out), run.steps))
+        return
+    outcomes = run.run()
+    if run.is_main:
+        from rich.console import Console
+
+        console = Console()
+        console.print(terminal_table(HEADER, rows_of(outcomes)))
+        console.print(f"Exported below {run.exports}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
