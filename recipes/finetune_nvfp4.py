@@ -66,8 +66,9 @@ def main() -> None:
     if run.is_main:
         from rich.console import Console
 
+        title = f"Held-out loss of {arguments.model}, nats per token"
         console = Console()
-        console.print(terminal_table(HEADER, rows_of(outcomes)))
+        console.print(terminal_table(HEADER, rows_of(outcomes), title=title))
         console.print(f"Exported below {run.exports}", soft_wrap=True, highlight=False)
 
 

@@ -1,8 +1,9 @@
 """Conversations and texts for fine-tuning: read, put into a model's chat template, packed.
 
 One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}; a file
-that does not end in .jsonl is one text, cut at blank lines. Sequences are packed without padding:
-documents follow each other, each with the end token behind it, and are cut at full length.
+that does not end in .jsonl is one text, of whose paragraphs the last are held out. Sequences are packed
+without padding: documents follow each other, each with the end token behind it, and are cut at full
+length.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
-        documents = [{"text": part} for part in content.split("\n\n") if part.strip()]
+        parts = [part for part in content.split("\n\n") if part.strip()]
+        documents = [{"text": f"{part}\n\n", "goes_on": True} for part in parts]
     else:
         lines = enumerate(content.splitlines(), 1)
         documents = [_document(path, n, line) for n, line in lines if line.strip()]
@@ -76,7 +78,7 @@ def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
             tokenizer.apply_chat_template(document["messages"], tokenize=True, return_dict=False)
         )
     ids = tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"]
-    end = tokenizer.eos_token_id
+    end = None if document.get("goes_on") else tokenizer.eos_token_id
     return [*ids, *([] if end is None else [end])]
 
 
