@@ -1,9 +1,9 @@
 """Conversations and texts for fine-tuning: read, put into a model's chat template, packed.
 
 One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}; a file
-that does not end in .jsonl is one text, of whose paragraphs the last are held out. Sequences are packed
-without padding: documents follow each other, each with the end token behind it, and are cut at full
-length.
+that does not end in .jsonl is one text, of whose paragraphs the last are held out. Sequences are
+packed without padding: documents follow each other, each with the end token behind it, and are cut
+at full length.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from metis_hf.numerics import Quantizer
 
 @dataclass(frozen=True)
 class QuantizedInput:
-    """How an exported layer quantizes its input.
+    """The quantization of an exported layer's input.
 
     Attributes:
         quantizer: of its blocks.

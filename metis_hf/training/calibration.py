@@ -51,7 +51,7 @@ class CalibratedScale:
 
 @dataclass
 class _Seen:
-    """What calibration notes of a layer's inputs."""
+    """Statistics of a layer's inputs in calibration."""
 
     tokens: int = 0
     largest: float = 0.0

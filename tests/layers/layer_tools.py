@@ -16,7 +16,11 @@ from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes import Role, Scheme
 
-FP4_SCHEMES = [name for name in scheme_names() if not name.startswith("bf16")]
+# The forward pass of a deployed model, trained with a backward pass in high precision.
+DEPLOYED = {"w4a4", "w4a16"}
+FP4_SCHEMES = [
+    name for name in scheme_names() if not name.startswith("bf16") and name not in DEPLOYED
+]
 # Schemes that are defined by their copies per GEMM: operand_mode="shared" would be another scheme.
 CONTRACTION_ONLY = {"nvidia", "four-over-six", "tetrajet2", "hot-channel", "quartet2"}
 # Every scheme in every mode that it has.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import llama
-from layers.layer_tools import FP4_SCHEMES
+from layers.layer_tools import DEPLOYED, FP4_SCHEMES
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names, set_precision
 from metis_hf.numerics import FORMATS
@@ -14,7 +14,7 @@ from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.parts import quantizer
 from metis_hf.training.resume import _check_configs
 
-NVFP4_ONLY = {"four-over-six", "quartet2", "tetrajet2"}
+NVFP4_ONLY = {"four-over-six", "quartet2", "tetrajet2", *DEPLOYED}
 SIDE = 64
 
 
@@ -23,7 +23,7 @@ def formats_of(scheme):
     return {operand.quantizer.fmt.name for operand in operands if operand.quantizer is not None}
 
 
-@pytest.mark.parametrize("name", FP4_SCHEMES)
+@pytest.mark.parametrize("name", [*FP4_SCHEMES, *sorted(DEPLOYED)])
 def test_every_scheme_takes_it_or_refuses_it_by_name(name):
     for fmt in ("mxfp8-e4m3", "int4", "nvint4", "mxfp4", "nvfp4"):
         config = MetisConfig(scheme=name, format=fmt)

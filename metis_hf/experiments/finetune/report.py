@@ -1,4 +1,4 @@
-"""What a fine-tuning takes, and the table of what came out."""
+"""The plan of a fine-tuning in words, and the table of what came out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PACKED_BITS, _BF16_BITS = 4.5, 16.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one method leaves.
+    """The result of one method.
 
     Attributes:
         method: its name; "exact" for the model as it was.

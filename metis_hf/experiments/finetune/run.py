@@ -87,7 +87,7 @@ class Finetuning:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files."""
+        """Return whether this process writes files."""
         return self.training.process_index == 0
 
     def load(self) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from metis_hf.operands.conditioners.identity import Identity
 
 
 class TensorAmax(NamedTuple):
-    """What the tensor scales of one call are made of; 0-dim fp32, frozen for backward."""
+    """The amax that tensor scales of one call are made of; 0-dim fp32, frozen for backward."""
 
     input: Tensor
     weight: Tensor

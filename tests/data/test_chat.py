@@ -1,0 +1,97 @@
+"""Conversations and texts: read, put into the chat template, packed without padding, held out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metis_hf.data.chat import pack, packed_sequences, read_documents, tokens_of
+from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
+TALK = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    found = train_tokenizer(stdlib_documents()[:3], vocab_size=300)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def lines(path, *documents):
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+def test_reads_conversations_and_texts(tmp_path):
+    path = lines(tmp_path / "a.jsonl", TALK, {"text": "one"}, {"text": "two", "id": 3})
+    assert read_documents(path) == [TALK, {"text": "one"}, {"text": "two"}]
+
+
+def test_a_conversation_goes_through_the_template(tokenizer):
+    ids = tokens_of(TALK, tokenizer)
+    assert tokenizer.decode(ids) == "<user>Why?<assistant>So." + tokenizer.eos_token
+    text = tokens_of({"text": "one"}, tokenizer)
+    assert tokenizer.decode(text) == "one" + tokenizer.eos_token
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=12), st.integers(1, 7))
+def test_packing_keeps_the_order_and_drops_the_rest_alone(documents, length):
+    found = list(pack(documents, length))
+    flat = [token for document in documents for token in document]
+    assert [token for row in found for token in row] == flat[: len(flat) // length * length]
+    assert all(len(row) == length for row in found)
+
+
+def test_a_text_is_cut_nowhere_but_at_full_length(tokenizer, tmp_path):
+    """Of a text that goes on no end token stands between its paragraphs."""
+    path = tmp_path / "a.txt"
+    parts = [f"paragraph {i} of some text" for i in range(20)]
+    path.write_text("\n\n".join(parts))
+    train, held = packed_sequences(path, tokenizer, 16, 2)
+    shown = tokenizer.decode(train.flatten().tolist())
+    assert "\n\n".join(parts).startswith(shown)
+    assert tokenizer.eos_token_id not in torch.cat([train, held])
+
+
+def test_the_last_documents_are_held_out(tokenizer, tmp_path):
+    documents = [{"text": f"text {i} " * 9} for i in range(30)]
+    path = lines(tmp_path / "a.jsonl", *documents)
+    train, held = packed_sequences(path, tokenizer, 16, 3)
+    assert held.shape == (3, 16)
+    seen, kept = tokenizer.decode(train.flatten()), tokenizer.decode(held.flatten())
+    assert "text 0" in seen
+    assert "text 29" not in seen
+    first = int(kept.removeprefix("text ").split()[0])
+    assert f"text {first} " not in seen
+    assert f"text {first - 2} " in seen
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ('{"text": "a"}\n{"text": ', "line 2, is not JSON"),
+        ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
+        ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),
+        ('{"text": "short"}', "at least one to train on are needed.*eval_sequences"),
+    ],
+)
+def test_bad_files(content, message, tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        packed_sequences(path, tokenizer, 16, 1)
+
+
+def test_no_file_and_no_template(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is no file; give JSON lines"):
+        read_documents(tmp_path / "none.jsonl")
+    plain = train_tokenizer(stdlib_documents()[:2], vocab_size=300)
+    with pytest.raises(ValueError, match="no chat template; set tokenizer"):
+        tokens_of(TALK, plain)
