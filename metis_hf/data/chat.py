@@ -1,8 +1,8 @@
-"""Conversations and texts for fine-tuning: read, put into a model's chat template, packed.
+"""Conversations and texts for fine-tuning: read, put into a model's chat template, chunked.
 
 One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}; a file
 that does not end in .jsonl is one text, of whose paragraphs the last are held out. Sequences are
-packed without padding: documents follow each other, each with the end token behind it, and are cut
+chunked without padding: documents follow each other, each with the end token behind it, and are cut
 at full length.
 """
 
@@ -82,7 +82,7 @@ def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
     return [*ids, *([] if end is None else [end])]
 
 
-def pack(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
+def chunk(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
     """Yield sequences of `length` tokens of documents that follow each other; the rest is left."""
     held: list[int] = []
     for document in documents:
@@ -92,10 +92,10 @@ def pack(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]
             del held[:length]
 
 
-def packed_sequences(
+def chunked_sequences(
     path: Path, tokenizer: PreTrainedTokenizerBase, length: int, held_out: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the packed sequences of a file: to train on, and held out.
+    """Return the sequences of a file: to train on, and held out.
 
     Documents from the end of the file are held out, as many as fill `held_out` sequences.
 
@@ -118,8 +118,8 @@ def packed_sequences(
     while first > 0 and count < wanted:
         first -= 1
         count += len(documents[first])
-    train = list(pack(documents[:first], length))
-    held = list(pack(documents[first:], length))[:held_out]
+    train = list(chunk(documents[:first], length))
+    held = list(chunk(documents[first:], length))[:held_out]
     if not train or len(held) < held_out:
         raise ValueError(
             f"{path} has {total:,} tokens in {len(documents):,} documents; {held_out} held-out "

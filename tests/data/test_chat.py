@@ -1,4 +1,4 @@
-"""Conversations and texts: read, put into the chat template, packed without padding, held out."""
+"""Conversations and texts: read, put into the chat template, chunked without padding, held out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metis_hf.data.chat import pack, packed_sequences, read_documents, tokens_of
+from metis_hf.data.chat import chunk, chunked_sequences, read_documents, tokens_of
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
@@ -41,8 +41,8 @@ def test_a_conversation_goes_through_the_template(tokenizer):
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=12), st.integers(1, 7))
-def test_packing_keeps_the_order_and_drops_the_rest_alone(documents, length):
-    found = list(pack(documents, length))
+def test_chunks_keep_the_order_and_drops_the_rest_alone(documents, length):
+    found = list(chunk(documents, length))
     flat = [token for document in documents for token in document]
     assert [token for row in found for token in row] == flat[: len(flat) // length * length]
     assert all(len(row) == length for row in found)
@@ -53,7 +53,7 @@ def test_a_text_is_cut_nowhere_but_at_full_length(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     parts = [f"paragraph {i} of some text" for i in range(20)]
     path.write_text("\n\n".join(parts))
-    train, held = packed_sequences(path, tokenizer, 16, 2)
+    train, held = chunked_sequences(path, tokenizer, 16, 2)
     shown = tokenizer.decode(train.flatten().tolist())
     assert "\n\n".join(parts).startswith(shown)
     assert tokenizer.eos_token_id not in torch.cat([train, held])
@@ -62,7 +62,7 @@ def test_a_text_is_cut_nowhere_but_at_full_length(tokenizer, tmp_path):
 def test_the_last_documents_are_held_out(tokenizer, tmp_path):
     documents = [{"text": f"text {i} " * 9} for i in range(30)]
     path = lines(tmp_path / "a.jsonl", *documents)
-    train, held = packed_sequences(path, tokenizer, 16, 3)
+    train, held = chunked_sequences(path, tokenizer, 16, 3)
     assert held.shape == (3, 16)
     seen, kept = tokenizer.decode(train.flatten()), tokenizer.decode(held.flatten())
     assert "text 0" in seen
@@ -86,7 +86,7 @@ def test_bad_files(content, message, tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        packed_sequences(path, tokenizer, 16, 1)
+        chunked_sequences(path, tokenizer, 16, 1)
 
 
 def test_no_file_and_no_template(tmp_path):

@@ -43,7 +43,7 @@ class FinetuneArguments:
     calibration_sequences: int = field(
         default=32, metadata={"help": "Training sequences that scales are found on."}
     )
-    sequence_length: int = field(default=512, metadata={"help": "Tokens of a packed sequence."})
+    sequence_length: int = field(default=512, metadata={"help": "Tokens of a sequence."})
     eval_sequences: int = field(
         default=32, metadata={"help": "Sequences held out, of the last documents."}
     )

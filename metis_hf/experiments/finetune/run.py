@@ -30,7 +30,7 @@ from transformers import (
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.chat import packed_sequences
+from metis_hf.data.chat import chunked_sequences
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.report import HEADER, Outcome, rows_of, trainable
@@ -59,7 +59,7 @@ class Finetuning:
         if arguments.data is None:
             raise ValueError("no data: give --data FILE, JSON lines of messages or text")
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.model)
-        self.train, self.held_out = packed_sequences(
+        self.train, self.held_out = chunked_sequences(
             Path(arguments.data),
             self.tokenizer,
             arguments.sequence_length,
