@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from metis_hf.schemes import register_scheme, scheme_names
     from metis_hf.training.calibration import calibrate, freeze_scales
     from metis_hf.training.callback import MetisCallback
-    from metis_hf.training.precision_schedule import PrecisionSchedule, set_precision
+    from metis_hf.training.precision_schedule import (
+        PrecisionSchedule,
+        high_precision,
+        set_precision,
+    )
     from metis_hf.training.refresh import refresh
     from metis_hf.training.trainer import MetisTrainer, MetisTrainerMixin
     from metis_hf.training.weight_reuse import reuse_weights
@@ -30,6 +34,7 @@ __all__ = [
     "calibrate",
     "freeze_scales",
     "get_metis_model",
+    "high_precision",
     "metis_layers",
     "refresh",
     "register_scheme",
@@ -50,6 +55,7 @@ _LAZY = {
     "calibrate": "training.calibration",
     "freeze_scales": "training.calibration",
     "get_metis_model": "conversion.convert",
+    "high_precision": "training.precision_schedule",
     "metis_layers": "conversion.convert",
     "refresh": "training.refresh",
     "register_scheme": "schemes",

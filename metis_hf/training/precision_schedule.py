@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -47,9 +48,7 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
         ValueError: no converted layer, a field that cannot change, or a scheme that stores weights
             in another form; nothing changes.
     """
-    layers = dict(metis_layers(model))
-    if not layers:
-        raise ValueError("the model has no Metis layer; call get_metis_model first")
+    layers = _converted(model)
     fixed = [name for name in changes if name not in CHANGEABLE]
     if fixed:
         raise ValueError(
@@ -64,6 +63,43 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
         model.config.quantization_config = config.replace(**changes)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def high_precision(model: nn.Module) -> Iterator[None]:
+    """Run all converted layers of a model unquantized inside the block.
+
+        with high_precision(model), torch.no_grad():
+            exact = model(**batch).logits
+
+    The layers compute as those that `to_dense` makes do, bit for bit. Their configs, buffers and
+    noise stay as they are, so that training goes on as if the block had not been; a layer whose
+    precision is changed inside by `set_precision` keeps that change. Backward passes through
+    activations that are recomputed belong inside too. For a switch that checkpoints carry see
+    `set_precision`.
+
+    Raises:
+        ValueError: no converted layer.
+    """
+    layers = _converted(model).values()
+    before = [(layer, layer.scheme, layer.eval_scheme) for layer in layers]
+    exact = [layer.scheme.in_high_precision(PASSES) for layer in layers]
+    for layer, scheme in zip(layers, exact):
+        layer.scheme = layer.eval_scheme = scheme
+    try:
+        yield
+    finally:
+        for (layer, *schemes), scheme in zip(before, exact):
+            if layer.scheme is scheme:
+                layer.scheme, layer.eval_scheme = schemes
+
+
+def _converted(model: nn.Module) -> dict[str, MetisLayer]:
+    """Return the converted layers by name; a model without any is refused."""
+    layers = dict(metis_layers(model))
+    if not layers:
+        raise ValueError("the model has no Metis layer; call get_metis_model first")
+    return layers
 
 
 def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
