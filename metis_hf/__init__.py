@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from metis_hf.schemes import register_scheme, scheme_names
     from metis_hf.training.calibration import calibrate, freeze_scales
     from metis_hf.training.callback import MetisCallback
+    from metis_hf.training.distillation import DistillTrainer, DistillTrainerMixin
     from metis_hf.training.precision_schedule import (
         PrecisionSchedule,
         high_precision,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistillTrainer",
+    "DistillTrainerMixin",
     "MetisCallback",
     "MetisConfig",
     "MetisLinear",
@@ -46,6 +49,8 @@ __all__ = [
 
 # Imported when first used: they need transformers' models and Trainer, which take seconds.
 _LAZY = {
+    "DistillTrainer": "training.distillation",
+    "DistillTrainerMixin": "training.distillation",
     "MetisCallback": "training.callback",
     "MetisLinear": "layers.linear",
     "MetisTrainer": "training.trainer",

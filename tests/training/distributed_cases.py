@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 import transformers
 from conftest import gpt2, llama
+from peft import LoraConfig, get_peft_model
 
 from metis_hf import (
+    DistillTrainer,
     MetisCallback,
     MetisConfig,
     get_metis_model,
@@ -284,6 +288,37 @@ def experts(engine, out):
     models = {"MixtralDecoderLayer": build(mixtral, **NOISELESS)}
     options = {"ddp_find_unused_parameters": True} if engine == "ddp" else {}
     return _train_blocks(engine, out, models, per_device_train_batch_size=1, **options)
+
+
+class Padded(Rows):
+    """Rows of which each has a length of its own, so that ranks have other numbers of tokens."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        mask = torch.arange(len(row["input_ids"])) < 4 + 7 * index % 25
+        labels = row["labels"].where(mask, -100)
+        return row | {"attention_mask": mask.long(), "labels": labels}
+
+
+def distilling(engine, out):
+    """Two steps towards a teacher of its own weights, and an adapter's towards its base."""
+    seen = {}
+    for name in ("copy", "own"):
+        model = build(scheme="nvfp4-rne", **NEAREST)
+        teacher = one_block() if name == "copy" else None
+        if teacher is None:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        cls = functools.partial(DistillTrainer, teacher=teacher, cross_entropy_share=0.25)
+        trainer = make_trainer(engine, out, model, cls=cls, max_steps=2)
+        trainer.train_dataset = Padded()
+        trainer.train()
+        seen[name] = {
+            "loss": history(trainer),
+            "grad_norm": history(trainer, "grad_norm"),
+            "state": full_state(trainer.model),
+            "kl": trainer.evaluate(Padded(count=16))["eval_kl"],
+        }
+    return seen
 
 
 def ram_efficient(engine, out):

@@ -46,9 +46,9 @@ LAUNCH_TIMEOUT = 600  # s for all cases of an engine; half a minute is usual
 # What is launched together, by engine and, where one has several launches, a name after a dash.
 CASES = {
     "ddp": "training loop noise refreshing saving checkpointing mixed_precision errors "
-    "architectures experts",
+    "architectures experts distilling",
     "fsdp": "training loop refreshing saving sharded checkpointing mixed_precision errors "
-    "architectures ram_efficient",
+    "architectures ram_efficient distilling",
     "fsdp-experts": "experts",
     "zero2": "training saving refused",
     "zero3": "training saving refused",
@@ -175,6 +175,20 @@ class TestTraining:
             assert result["loss"] == pytest.approx(expected["loss"], abs=LOSS_TOLERANCE)
             close(result["state"], expected["state"], WEIGHT_TOLERANCE)
             assert 0 < max(result["drifts"].values()) < DRIFT_TOLERANCE
+
+    @pytest.mark.parametrize("teacher", ["copy", "own"])
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_distillation_equals_one_process(self, ranks, alone, engine, teacher):
+        """Ranks have other numbers of tokens; each token has one weight."""
+        expected = alone("distilling")[teacher]
+        results = [result[teacher] for result in ranks(engine, "distilling")]
+        for result in results:
+            for key, tolerance in {
+                "loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE, "kl": LOSS_TOLERANCE
+            }.items():  # fmt: skip
+                assert result[key] == pytest.approx(expected[key], abs=tolerance)
+            close(result["state"], expected["state"], WEIGHT_TOLERANCE)
+        same(results[0]["state"], results[1]["state"])
 
     def test_noise_differs_between_ranks(self, ranks):
         first, second = ranks("ddp", "noise")

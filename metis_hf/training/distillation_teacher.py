@@ -1,0 +1,235 @@
+"""The teacher of a distillation: where it comes from, whether it fits, and how it is run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import patch_environment
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.shared.messages import shown
+from metis_hf.training.precision_schedule import high_precision
+
+# What only the student gets.
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+_OTHER_VOCABULARY = (
+    "distillation compares whole next-token distributions, so both need one vocabulary. Take a "
+    "teacher of the student's family, such as the model that the student was converted from"
+)
+
+
+class Teacher:
+    """A frozen model in evaluation mode, or the student itself without quantizers and adapters.
+
+    Args:
+        source: a causal language model; a path or hub name of one; None: the student itself.
+        student: the model that is trained, before it is wrapped.
+        device: where the student is.
+        dtype: what a model that is loaded from a path is loaded in.
+        tokenizer: the student's, which a tokenizer that lies beside the teacher is compared with.
+
+    Raises:
+        ValueError: a teacher that is no causal language model, or has another vocabulary, or shares
+            parameters with the student; None, where the student's dense weights train or none of
+            its layers is converted; a teacher under DeepSpeed ZeRO-3.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | str | Path | None,
+        student: nn.Module,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        tokenizer: Any = None,
+    ) -> None:
+        self.model: nn.Module | None = None
+        _check_causal("the student", student)
+        if source is None:
+            _check_own(student)
+            return
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "DeepSpeed ZeRO-3 would cut the teacher's weights into parts that nothing gathers; "
+                "train with ZeRO-2, FSDP2 or DDP, where each process holds the teacher whole"
+            )
+        if isinstance(source, str | Path):
+            source = _load(str(source), student, dtype, tokenizer)
+        _check_causal("the teacher", source)
+        _check_widths(student, source)
+        _check_apart(student, source)
+        if getattr(source, "hf_device_map", None) is None:
+            source.to(device)
+        self.model = source.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def logits(self, student: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the teacher's logits [b s v] for a batch.
+
+        Args:
+            student: the model that is trained, unwrapped; the teacher itself where no other is.
+            inputs: keyword arguments of the student, of which labels are left out.
+        """
+        model = student if self.model is None else self.model
+        given = {key: value for key, value in inputs.items() if key not in _OF_THE_LOSS}
+        with contextlib.ExitStack() as block:
+            block.enter_context(_evaluating(model))
+            if next(metis_layers(model), None) is not None:
+                block.enter_context(high_precision(model))
+            if self.model is None:
+                block.enter_context(model.disable_adapter())  # type: ignore[operator]
+            return logits_of("teacher", model(**given, use_cache=False))
+
+
+def logits_of(role: str, outputs: Any) -> Tensor:
+    """Return the logits among a model's outputs.
+
+    Args:
+        role: "teacher" or "student".
+        outputs: what the model returned.
+
+    Raises:
+        ValueError: there are none.
+    """
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f"the {role} returned no logits, and distillation compares logits; give a causal "
+            "language model, without a loss that is fused with its head (use_liger_kernel=False)"
+        )
+    return logits
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the block; each module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _load(name: str, student: nn.Module, dtype: torch.dtype, tokenizer: Any) -> nn.Module:
+    """Load a teacher from a path or the hub, after what its config and tokenizer say is checked."""
+    config = AutoConfig.from_pretrained(name)
+    _check_decoder("the teacher", config)
+    _check_sizes(_vocabulary(student), config.get_text_config().vocab_size)
+    _check_tokens(tokenizer, name)
+    # FSDP may read checkpoints on one process only, to send the weights when it shards the model.
+    # Nothing shards the teacher.
+    with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+
+
+def _check_causal(role: str, model: Any) -> None:
+    """Refuse what gives no next-token distribution."""
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
+        raise ValueError(
+            f"{role} is {shown(model)}; expected a transformers model, or for the teacher a path, "
+            "a hub name, or None"
+        )
+    _check_decoder(role, config)
+    if _head(model) is None:
+        raise ValueError(
+            f"{role} is a {type(model).__name__}, which has no language model head and so no "
+            "logits of next tokens; load it with AutoModelForCausalLM"
+        )
+
+
+def _check_decoder(role: str, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{role} is an encoder-decoder ({config.model_type}); distillation takes causal "
+            "language models, whose logits belong to the tokens of input_ids"
+        )
+
+
+def _head(model: Any) -> Any:
+    """Return the layer that makes logits; None where there is none."""
+    find = getattr(model, "get_output_embeddings", None)
+    return None if find is None else find()
+
+
+def _vocabulary(model: Any) -> int:
+    """Return how many logits a token has."""
+    width = getattr(_head(model), "out_features", None)
+    return width or model.config.get_text_config().vocab_size
+
+
+def _check_widths(student: nn.Module, teacher: nn.Module) -> None:
+    _check_sizes(_vocabulary(student), _vocabulary(teacher))
+
+
+def _check_sizes(student: int, teacher: int) -> None:
+    if student != teacher:
+        raise ValueError(
+            f"the teacher has a vocabulary of {teacher}, the student of {student}: "
+            f"{_OTHER_VOCABULARY}, or resize_token_embeddings where they differ by padding only"
+        )
+
+
+def _check_tokens(tokenizer: Any, name: str) -> None:
+    """Refuse a teacher whose tokenizer gives a token of the student's another number."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    try:
+        theirs = AutoTokenizer.from_pretrained(name)
+    except Exception:  # a checkpoint without a tokenizer raises one of many kinds
+        return
+    tokens = {number: token for token, number in theirs.get_vocab().items()}
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if tokens.get(number, token) != token:
+            raise ValueError(
+                f"token {number} is {shown(token)} to the student's tokenizer and "
+                f"{shown(tokens[number])} to that of the teacher ({name}): {_OTHER_VOCABULARY}"
+            )
+
+
+def _check_apart(student: nn.Module, teacher: nn.Module) -> None:
+    """Refuse a teacher that trains with the student, or would freeze it."""
+    names = {id(param): name for name, param in student.named_parameters()}
+    for param in teacher.parameters():
+        if id(param) in names:
+            raise ValueError(
+                f"the teacher shares {names[id(param)]} with the student, and a teacher is frozen. "
+                "Convert a copy (get_metis_model(copy.deepcopy(model), ...)), or give the "
+                "teacher's path"
+            )
+
+
+def _check_own(student: Any) -> None:
+    """Refuse a student that cannot be its own teacher."""
+    if next(metis_layers(student), None) is None:
+        raise ValueError(
+            "teacher=None takes the student without its quantizers, and none of its layers is "
+            "converted; call get_metis_model first, or give a teacher"
+        )
+    advice = (
+        "Give the model that the student was converted from (teacher=path or model), or train "
+        "LoRA over the frozen student (peft.get_peft_model)"
+    )
+    if not isinstance(student, PeftModel):
+        raise ValueError(
+            "teacher=None takes the student without its quantizers and adapters, but it has no "
+            f"adapters: its dense weights train, and a teacher must stay as it is. {advice}"
+        )
+    with student.disable_adapter():  # takes requires_grad off all that belongs to adapters
+        trained = [name for name, param in student.named_parameters() if param.requires_grad]
+    if trained:
+        raise ValueError(
+            f"teacher=None takes the student without its quantizers and adapters, but {trained[0]} "
+            f"and {len(trained) - 1} more parameters train that are no adapter's, and a teacher "
+            f"must stay as it is. {advice}"
+        )
