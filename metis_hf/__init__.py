@@ -8,7 +8,10 @@ from metis_hf.conversion.registration import register_on_import
 
 if TYPE_CHECKING:
     from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+    from metis_hf.conversion.merge import merge_packed
+    from metis_hf.conversion.packed import load_packed, packed_config
     from metis_hf.layers.linear import MetisLinear, QuantLinear
+    from metis_hf.layers.packed import PackedLinear
     from metis_hf.schemes import register_scheme, scheme_names
     from metis_hf.training.calibration import calibrate, freeze_scales
     from metis_hf.training.callback import MetisCallback
@@ -32,13 +35,17 @@ __all__ = [
     "MetisLinear",
     "MetisTrainer",
     "MetisTrainerMixin",
+    "PackedLinear",
     "PrecisionSchedule",
     "QuantLinear",
     "calibrate",
     "freeze_scales",
     "get_metis_model",
     "high_precision",
+    "load_packed",
+    "merge_packed",
     "metis_layers",
+    "packed_config",
     "refresh",
     "register_scheme",
     "reuse_weights",
@@ -55,13 +62,17 @@ _LAZY = {
     "MetisLinear": "layers.linear",
     "MetisTrainer": "training.trainer",
     "MetisTrainerMixin": "training.trainer",
+    "PackedLinear": "layers.packed",
     "PrecisionSchedule": "training.precision_schedule",
     "QuantLinear": "layers.linear",
     "calibrate": "training.calibration",
     "freeze_scales": "training.calibration",
     "get_metis_model": "conversion.convert",
     "high_precision": "training.precision_schedule",
+    "load_packed": "conversion.packed",
+    "merge_packed": "conversion.merge",
     "metis_layers": "conversion.convert",
+    "packed_config": "conversion.packed",
     "refresh": "training.refresh",
     "register_scheme": "schemes",
     "reuse_weights": "training.weight_reuse",

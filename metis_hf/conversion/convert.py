@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.linears import LinearOrigin
+from metis_hf.conversion.packed import packed_layers
 from metis_hf.conversion.report import ConversionReport, LayerReport, count_params, gemm_weights
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import (
@@ -102,14 +103,17 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
 def to_dense(model: nn.Module) -> nn.Module:
     """Turn every converted layer back into a plain one with the weight it represents, in place.
 
+    Packed layers (`load_packed`) are unpacked in the model's dtype, under adapters too: PEFT's
+    `merge_and_unload` then merges them exactly.
+
     Returns:
         The same model, a plain transformers model again; its checkpoints need no metis_hf.
 
     Raises:
-        ValueError: the model has no converted layer, or its parameters are sharded.
+        ValueError: the model has no converted or packed layer, or its parameters are sharded.
     """
-    layers = dict(metis_layers(model))
-    if not layers:
+    layers, packed = dict(metis_layers(model)), packed_layers(model)
+    if not layers and not packed:
         raise ValueError("the model has no Metis layer; nothing to turn back")
     if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
         raise ValueError(
@@ -122,12 +126,29 @@ def to_dense(model: nn.Module) -> nn.Module:
     for name, layer in metis_layers(model):
         dense = layer.to_dense()
         model.set_submodule(name, layer.origin.restore(dense) if layer.origin else dense)
+    for name, frozen in packed.items():
+        model.set_submodule(name, frozen.to_dense())
+    if packed:
+        _unmark_quantized(model)
     if hasattr(model, "metis_report"):
         del model.metis_report
     TokenMask.unregister(model)
     if isinstance(model, PreTrainedModel) and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model
+
+
+def _unmark_quantized(model: nn.Module) -> None:
+    """Take off what transformers puts on a model that it loaded with a quantizer."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.is_quantized = False  # type: ignore[assignment]
+            for name in ("hf_quantizer", "quantization_method"):
+                if name in module.__dict__:
+                    delattr(module, name)
+            for name in ("quantization_config", "_is_quantized"):
+                if hasattr(module.config, name):
+                    delattr(module.config, name)
 
 
 class _TokenMasks:
@@ -211,6 +232,12 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"the model is converted already ({existing[0]} runs scheme "
             f"{existing[1].config.scheme!r}); call to_dense(model) first"
+        )
+    packed = next(iter(packed_layers(model)), None)
+    if packed is not None:
+        raise ValueError(
+            f"{packed} is packed in NVFP4 and frozen, so there is no weight to train in a scheme. "
+            "Train an adapter over it (PEFT), or call to_dense(model) first"
         )
     for name, module in model.named_modules():
         ddp = isinstance(module, nn.parallel.DistributedDataParallel)

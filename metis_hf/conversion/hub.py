@@ -23,6 +23,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from metis_hf.config import MetisConfig
+from metis_hf.conversion.packed_layouts import MODELOPT
+from metis_hf.conversion.packed_loader import METHOD, PackedConfig, PackedLoader
 
 # `conversion.convert` is imported where it is used: this module is imported by `registration` while
 # transformers' quantizers are, and models import those.
@@ -125,7 +127,12 @@ def _check_complete(model: nn.Module) -> None:
         )
 
 
-if MetisConfig.quant_method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-    register_quantization_config(MetisConfig.quant_method)(MetisConfigLoader)
-if MetisConfig.quant_method not in AUTO_QUANTIZER_MAPPING:
-    register_quantizer(MetisConfig.quant_method)(MetisLoader)
+for method, config_class, loader in (
+    (MetisConfig.quant_method, MetisConfigLoader, MetisLoader),
+    (METHOD, PackedConfig, PackedLoader),
+    (MODELOPT, PackedConfig, PackedLoader),  # unless transformers itself reads it by then
+):
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(method)(config_class)
+    if method not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(method)(loader)

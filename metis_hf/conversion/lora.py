@@ -1,4 +1,4 @@
-"""LoRA over a frozen converted model, through PEFT.
+"""LoRA over a frozen converted model or a packed NVFP4 base, through PEFT.
 
 `registration` imports this module once PEFT is imported. It puts a tuner that knows our layers and
 a config that remembers the conversion into PEFT's tables; models without such layers take PEFT's
@@ -31,36 +31,26 @@ from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.packed import packed_layers
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.packed import PackedLinear, PackedWeight
+from metis_hf.numerics import relative_error
 
 # Initializations that leave the base weight alone; the others write to it, or need its factors.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
 
-class MetisLoraLinear(LoraLinear):
-    """PEFT's LoRA layer around a frozen quantized layer: y = base(x) + scaling B A x.
+class QuantizedLoraLinear(LoraLinear):
+    """PEFT's LoRA layer around a frozen quantized layer: y = base(x) + scaling B A x."""
 
-    Merging adds scaling B A to the dense weight or to `weight_residual`: the represented weight is
-    then W + scaling B A, decomposed as before (`metis_hf.refresh` decomposes it again).
-    """
+    kind = "a quantized layer"  # of the base, for messages
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: LoraConfig, **kwargs):
         super().__init__(base_layer, adapter_name, config, **kwargs)
-        self.fan_in_fan_out = False  # deltas are [o i]; where they go is `_add_to_weight`'s matter
-
-    @property
-    def base(self) -> MetisLayer:
-        """The quantized layer."""
-        layer = self.get_base_layer()
-        assert isinstance(layer, MetisLayer)
-        return layer
-
-    def row_mask(self, x: Tensor) -> Tensor | None:
-        """Return the bias as the layer has it; experts ask for it."""
-        return self.base.row_mask(x)
+        self.fan_in_fan_out = False  # deltas are [o i]; where they go is the merge's matter
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        assert isinstance(module, MetisLayer)
+        assert isinstance(module, MetisLayer | PackedLinear)
         return module.in_features, module.out_features
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs) -> LoraVariant | None:
@@ -73,19 +63,61 @@ class MetisLoraLinear(LoraLinear):
         if config.init_lora_weights not in _INITIALIZATIONS:
             choices = ", ".join(map(repr, _INITIALIZATIONS))
             raise ValueError(
-                f"init_lora_weights={config.init_lora_weights!r} rewrites the base weight, which a "
-                f"Metis layer stores quantized; choose one of {choices}"
+                f"init_lora_weights={config.init_lora_weights!r} rewrites the base weight, which "
+                f"{self.kind} stores quantized; choose one of {choices}"
             )
         try:
             variant = super().resolve_lora_variant(config=config, **kwargs)
         except ValueError as error:
-            raise ValueError(f"{error}; over a Metis layer LoRA has no variants") from error
+            raise ValueError(f"{error}; over {self.kind} LoRA has no variants") from error
         if variant is not None:
             raise ValueError(
-                f"{type(variant).__name__} is not supported over a Metis layer; use plain LoRA "
+                f"{type(variant).__name__} is not supported over {self.kind}; use plain LoRA "
                 "(use_rslora works)"
             )
         return None
+
+    def adapters_to_merge(self, adapter_names: list[str] | None) -> list[str]:
+        """Return the adapters of this layer that are asked for and not merged yet."""
+        names = check_adapters_to_merge(self, adapter_names) or []
+        return [name for name in names if name in self.lora_A]
+
+    def check_merge(self, name: str, bias: Tensor | None, safe_merge: bool) -> None:
+        """Refuse an adapter that the layer cannot take.
+
+        Args:
+            name: of the adapter.
+            bias: the layer's.
+            safe_merge: look for NaN and inf.
+        """
+        if self.lora_bias[name] and bias is None:
+            raise ValueError(
+                f"adapter {name!r} has a bias (lora_bias=True) that the layer cannot take: it "
+                "has none. Keep the adapter beside the model, unmerged"
+            )
+        if safe_merge and not bool(torch.isfinite(self.get_delta_weight(name)).all()):
+            raise ValueError(f"adapter {name!r} has NaN or inf; nothing was merged")
+
+
+class MetisLoraLinear(QuantizedLoraLinear):
+    """LoRA over a converted layer.
+
+    Merging adds scaling B A to the dense weight or to `weight_residual`: the represented weight is
+    then W + scaling B A, decomposed as before (`metis_hf.refresh` decomposes it again).
+    """
+
+    kind = "a Metis layer"
+
+    @property
+    def base(self) -> MetisLayer:
+        """The quantized layer."""
+        layer = self.get_base_layer()
+        assert isinstance(layer, MetisLayer)
+        return layer
+
+    def row_mask(self, x: Tensor) -> Tensor | None:
+        """Return the bias as the layer has it; experts ask for it."""
+        return self.base.row_mask(x)
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -99,16 +131,9 @@ class MetisLoraLinear(LoraLinear):
             ValueError: an adapter with a bias for a layer without; with `safe_merge`, one that is
                 not finite. The layer is then unchanged.
         """
-        names = check_adapters_to_merge(self, adapter_names) or []
-        names = [name for name in names if name in self.lora_A]
+        names = self.adapters_to_merge(adapter_names)
         for name in names:
-            if self.lora_bias[name] and self.base.bias is None:
-                raise ValueError(
-                    f"adapter {name!r} has a bias (lora_bias=True) that the layer cannot take: it "
-                    "has none. Keep the adapter beside the model, unmerged"
-                )
-            if safe_merge and not bool(torch.isfinite(self.get_delta_weight(name)).all()):
-                raise ValueError(f"adapter {name!r} has NaN or inf; nothing was merged")
+            self.check_merge(name, self.base.bias, safe_merge)
         for name in names:
             self._add(name, sign=1)
             self.merged_adapters.append(name)
@@ -129,6 +154,78 @@ class MetisLoraLinear(LoraLinear):
 def _add_to_weight(layer: MetisLayer, delta: Tensor) -> None:
     """Add delta [o i] to the weight that a layer represents, in place."""
     layer.weight_params()[-1].add_(delta)
+
+
+class PackedLoraLinear(QuantizedLoraLinear):
+    """LoRA over a packed layer. The adapter reads x as it is, also where the base quantizes it.
+
+    Attributes:
+        requantize: the encode scale [1] under which merging may quantize W + scaling B A again;
+            None, as long as nobody asked for that, makes merging an error. `merge_packed` asks.
+    """
+
+    kind = "a packed layer"
+    requantize: Tensor | None = None
+
+    @torch.no_grad()
+    def merged_weight(self, adapter_names: list[str] | None = None) -> Tensor:
+        """Return W + scaling B A, fp32 [o i]."""
+        base = self.get_base_layer()
+        assert isinstance(base, PackedLinear)
+        weight = base.packed.dense(torch.float32)
+        for name in self.adapters_to_merge(adapter_names):
+            weight += self.get_delta_weight(name).float()
+        return weight
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Quantize W + scaling B A again, if `requantize` says how; merge into a dense layer.
+
+        Raises:
+            ValueError: over a packed layer, unless `merge_packed` is what merges.
+        """
+        base = self.get_base_layer()
+        if not isinstance(base, PackedLinear):  # to_dense has unpacked it
+            return super().merge(safe_merge, adapter_names)
+        names = self.adapters_to_merge(adapter_names)
+        if not names:
+            return None
+        for name in names:
+            self.check_merge(name, base.bias, safe_merge)
+        weight = self.merged_weight(names)
+        if self.requantize is None:
+            error = relative_error(weight, PackedWeight.of(weight).dense(torch.float32))
+            before = base.packed.dense(torch.float32)
+            raise ValueError(
+                f"merging into {base.name or 'a packed layer'} would quantize its weight to NVFP4 "
+                f"again: an error of {float(error):.2%} of the merged weight, of which the adapter "
+                f"makes up {float(relative_error(weight, before)):.2%}. Keep the adapter beside "
+                "the base (save_pretrained; vLLM serves both), accept the error "
+                "(metis_hf.merge_packed(model, requantize=True), which reports it for each "
+                "layer), or unpack the base first (metis_hf.to_dense(model), then "
+                "merge_and_unload)"
+            )
+        base.packed = PackedWeight.of(weight, self.requantize)
+        for name in names:
+            if self.lora_bias[name]:
+                base.bias.data += self.scaling[name] * self.lora_B[name].bias  # type: ignore
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Take adapters out of a dense layer again.
+
+        Raises:
+            ValueError: over a packed layer, whose codes do not tell what they were.
+        """
+        if self.merged and isinstance(self.get_base_layer(), PackedLinear):
+            raise ValueError(
+                "an adapter that was merged into a packed base cannot be taken out again: load "
+                "the base once more"
+            )
+        super().unmerge()
+
+
+_LAYERS = {MetisLayer: MetisLoraLinear, PackedLinear: PackedLoraLinear}
 
 
 @dataclass
@@ -166,9 +263,10 @@ class MetisLoraModel(LoraModel):
         recorded = getattr(config, "metis_config", None)
         if recorded is not None:
             _reconcile(model, MetisConfig.from_dict(recorded))
-        if next(metis_layers(model), None) is not None:
+        _check_saved(config, model)
+        if _quantized_names(model):
             config = _recording(config, model)
-            config._register_custom_module({MetisLayer: MetisLoraLinear})
+            config._register_custom_module(_LAYERS)
             if isinstance(config.target_modules, str):
                 # Before PEFT sees it: for models whose experts transformers fuses, PEFT would turn
                 # it into names of fused parameters, which conversion has replaced by layers.
@@ -246,9 +344,26 @@ def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
     # A layer that carries an adapter already is found by PEFT, by the name of the adapter's class.
     return plain.target_modules | {
         name
-        for name, layer in metis_layers(model)
+        for name, layer in _quantized_names(model).items()
         if layer is not head and not name.endswith(".base_layer")
     }
+
+
+def _check_saved(config: LoraConfig, model: nn.Module) -> None:
+    """Refuse packed layers in `modules_to_save`, which would be copied and never change."""
+    saved = set(config.modules_to_save or ())
+    for name in packed_layers(model):
+        if saved & {*name.split("."), name}:
+            raise ValueError(
+                f"modules_to_save={sorted(saved)} asks {name} to train in full, and its weight is "
+                "packed in NVFP4 and frozen. Name it in target_modules, which puts an adapter "
+                "beside it, or make the model dense first (metis_hf.to_dense)"
+            )
+
+
+def _quantized_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that PEFT does not know, by name."""
+    return {**dict(metis_layers(model)), **packed_layers(model)}
 
 
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MetisLoraConfig

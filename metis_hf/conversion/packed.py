@@ -1,0 +1,119 @@
+"""Loading of NVFP4 checkpoints with their weights kept packed, as a base for LoRA.
+
+from metis_hf import load_packed
+model = load_packed("model-nvfp4")  # compressed-tensors or ModelOpt, W4A16 or W4A4
+model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+Trainer(model, ...).train()
+model.save_pretrained("adapter")  # vLLM serves it beside the packed base
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from metis_hf.conversion.packed_loader import AS_CONFIGURED, PackedConfig
+from metis_hf.layers.packed import PackedLinear
+
+_MODELOPT_FILE = "hf_quant_config.json"
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+
+
+def packed_config(
+    path: str | Path, *, activations: str = AS_CONFIGURED, **options: Any
+) -> PreTrainedConfig:
+    """Return the config with which any auto class keeps a checkpoint packed.
+
+    For classes other than the one that config.json names:
+
+        config = packed_config("model-nvfp4", num_labels=3)
+        AutoModelForSequenceClassification.from_pretrained("model-nvfp4", config=config)
+
+    Args:
+        path: a directory or a name on the hub.
+        activations: as in `load_packed`.
+        options: for `AutoConfig.from_pretrained`.
+
+    Raises:
+        ValueError: no NVFP4 checkpoint; the message names what it is.
+    """
+    config = AutoConfig.from_pretrained(path, **options)
+    source = getattr(config, "quantization_config", None)
+    if source is None:
+        source = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if source is None:
+        hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
+        file = cached_file(path, _MODELOPT_FILE, _raise_exceptions_for_missing_entries=False, **hub)
+        if file is None:
+            raise ValueError(
+                f"{path} is not quantized: it has neither a quantization_config in config.json nor "
+                f"{_MODELOPT_FILE}. Load it with from_pretrained, or pack it first (metis-hf "
+                "export --format compressed-tensors, llm-compressor, ModelOpt)"
+            )
+        source = json.loads(Path(file).read_text())
+    source = source if isinstance(source, dict) else source.to_dict()
+    request = PackedConfig(source, activations, str(path))
+    config.quantization_config = request.as_request()
+    return config
+
+
+def load_packed(
+    path: str | Path,
+    *,
+    activations: str = AS_CONFIGURED,
+    dtype: torch.dtype | str = torch.bfloat16,
+    device_map: Any = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load an NVFP4 checkpoint with its weights kept packed and frozen: 4.5 bits an element.
+
+    The layouts are compressed-tensors' `nvfp4-pack-quantized` and ModelOpt's NVFP4. Layers that
+    the checkpoint holds dense (`ignore`, `exclude_modules`) stay nn.Linear. A layer's weight is
+    unpacked when it is used and given back after, in the backward pass again; its values in bf16
+    are those of the compressed-tensors library, to the bit.
+
+        >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
+        >>> model = load_packed("model-nvfp4")  # doctest: +SKIP
+        >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))  # doctest: +SKIP
+
+    Trainer then trains the adapter; without one it refuses. `save_pretrained` writes the
+    compressed-tensors layout back, the same tensors. Deployment: the adapter beside the base,
+    `merge_packed`, or `to_dense` and PEFT's `merge_and_unload`.
+
+    Packed weights are buffers: every process holds all of them, under FSDP too, and DDP has to be
+    told not to send them around (TrainingArguments(ddp_broadcast_buffers=False); it fails at its
+    start otherwise).
+
+    Args:
+        path: a directory or a name on the hub, with safetensors files.
+        activations: "as configured" quantizes inputs where the checkpoint says so (W4A4: dynamic
+            block scales under the static `input_global_scale`, straight-through in the backward
+            pass); "high precision" leaves them (W4A16).
+        dtype: of everything that is not packed, and of the computation.
+        device_map: as in `from_pretrained`.
+        options: for `from_pretrained` (`attn_implementation`, `revision`, ..).
+
+    Returns:
+        A model of the class that config.json names, in eval mode.
+
+    Raises:
+        ValueError: another format, which is named; tensors that are missing, of another shape, or
+            swizzled for a kernel; scales that are zero, negative or NaN; fused experts.
+    """
+    hub = {k: options[k] for k in (*_HUB_OPTIONS, "trust_remote_code") if k in options}
+    config = packed_config(path, activations=activations, **hub)
+    name = (config.architectures or [""])[0]
+    cls = getattr(transformers, name, AutoModelForCausalLM)
+    return cls.from_pretrained(path, config=config, dtype=dtype, device_map=device_map, **options)
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """Return every packed layer of a model by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}

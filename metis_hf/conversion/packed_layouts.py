@@ -1,0 +1,331 @@
+"""Reads which NVFP4 checkpoint a `quantization_config` describes, and what it is refused for.
+
+Two layouts of the same numbers, for a layer [o i]:
+
+    compressed-tensors, `nvfp4-pack-quantized`        ModelOpt, `quant_algo` NVFP4
+    weight_packed        uint8 [o i/2]                weight          uint8 [o i/2]
+    weight_scale         float8_e4m3fn [o i/16]       weight_scale    float8_e4m3fn [o i/16]
+    weight_global_scale  fp32 [1], encode             weight_scale_2  fp32, decode: the inverse
+    input_global_scale   fp32 [1], encode             input_scale     fp32, decode: the inverse
+
+Nothing of transformers or the compressed-tensors library is needed here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from metis_hf.layers.packed import BLOCK
+
+FORMAT = "nvfp4-pack-quantized"
+COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
+_ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # of ModelOpt -> whether inputs are quantized
+_READS = (
+    "load_packed reads compressed-tensors' nvfp4-pack-quantized and ModelOpt's NVFP4 and "
+    "W4A16_NVFP4"
+)
+_BESIDE = ("bias", "q_scale", "k_scale", "v_scale")  # the last three: of the KV cache
+_ARGS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": BLOCK,
+    "symmetric": True,
+    "dynamic": False,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
+
+
+class Names(tuple[str, str, str, str]):
+    """The names of a layer's tensors: codes, block scales, tensor scale, tensor scale of inputs."""
+
+
+NAMES = {
+    COMPRESSED: Names(
+        ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    ),
+    MODELOPT: Names(("weight", "weight_scale", "weight_scale_2", "input_scale")),
+}
+
+
+@dataclass(frozen=True)
+class PackedScheme:
+    """The part of a checkpoint's quantization config that says how it is read.
+
+    Attributes:
+        layout: "compressed-tensors" or "modelopt".
+        quantizes_input: whether activations are quantized too (W4A4); None: those of some layers,
+            which have a scale for them.
+        written: the `quantization_config` that `save_pretrained` writes; None where it has to be
+            made of the layers (`compressed_config`).
+        dropped: what the checkpoint asks for and is left out, for a warning.
+    """
+
+    layout: str
+    quantizes_input: bool | None
+    written: dict[str, Any] | None
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> Names:
+        """Names of the layer's tensors in the files."""
+        return NAMES[self.layout]
+
+
+def read_scheme(config: Mapping[str, Any], where: str) -> PackedScheme:
+    """Return what a `quantization_config`, or a hf_quant_config.json, describes.
+
+    Args:
+        config: the contents.
+        where: path or name of the checkpoint, for messages.
+
+    Raises:
+        ValueError: another method or format, which is named; scales in another order.
+    """
+    if "swizzl" in json.dumps(config, default=str).lower():
+        raise ValueError(
+            f"{where}: its quantization config says that block scales are swizzled for a kernel; "
+            "in a checkpoint they lie in rows, [o, i/16]. Export it again without preparing it "
+            "for a kernel"
+        )
+    method = config.get("quant_method")
+    if (
+        method == MODELOPT
+        or "quantization" in config
+        or (method is None and "quant_algo" in config)
+    ):
+        return _modelopt(config, where)
+    if method != COMPRESSED:
+        raise ValueError(f"{where} is quantized by {method!r}; {_READS}")
+    return _compressed(config, where)
+
+
+def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
+    groups = config.get("config_groups") or {}
+    inputs = set()
+    for name, group in groups.items():
+        form = group.get("format") or config.get("format")
+        weights, activations = group.get("weights") or {}, group.get("input_activations")
+        if form != FORMAT:
+            raise ValueError(f"{where}: {name} is in the format {form!r}; {_READS}")
+        if not _is_nvfp4(weights):
+            raise ValueError(f"{where}: the weights of {name} are {_said(weights)}; {_READS}")
+        if activations is not None and not (
+            _is_nvfp4(activations) and activations.get("dynamic") in ("local", False)
+        ):
+            raise ValueError(
+                f"{where}: the input activations of {name} are {_said(activations)}; {_READS}, "
+                "with inputs in NVFP4 under a static tensor scale (dynamic: local) or not quantized"
+            )
+        inputs.add(activations is not None)
+    if not inputs:
+        raise ValueError(f"{where}: its quantization config has no config group; {_READS}")
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise ValueError(
+            f"{where} has quantization_status={status!r}: its weights are not packed. Save it "
+            "compressed first (llm-compressor: save_pretrained(..., save_compressed=True))"
+        )
+    written = copy.deepcopy(dict(config))
+    dropped = _drop(written, "kv_cache_scheme")
+    return PackedScheme(COMPRESSED, _common(inputs), written, dropped)
+
+
+def _modelopt(config: Mapping[str, Any], where: str) -> PackedScheme:
+    details = config.get("quantization", config)
+    algorithms = {details.get("quant_algo")}
+    if algorithms == {"MIXED_PRECISION"}:
+        layers = details.get("quantized_layers") or {}
+        algorithms |= {layer.get("quant_algo") for layer in layers.values()}
+        algorithms -= {"MIXED_PRECISION"} if layers else set()
+    if other := algorithms - _ALGORITHMS.keys():
+        named = ", ".join(sorted(map(repr, other)))
+        raise ValueError(f"{where} is a ModelOpt checkpoint with quant_algo {named}; {_READS}")
+    sizes = {details.get("group_size", BLOCK)}
+    sizes |= {
+        group["weights"].get("group_size", BLOCK)
+        for group in (config.get("config_groups") or {}).values()
+        if group.get("weights")
+    }
+    if sizes != {BLOCK}:
+        raise ValueError(f"{where}: group_size {sorted(sizes)}, and NVFP4 has blocks of {BLOCK}")
+    dropped = tuple(
+        f"{key}={details[key]!r}"
+        for key in ("kv_cache_quant_algo", "kv_cache_scheme")
+        if details.get(key)
+    )
+    return PackedScheme(
+        MODELOPT, _common({_ALGORITHMS[each] for each in algorithms}), None, dropped
+    )
+
+
+def _common(inputs: set[bool]) -> bool | None:
+    return next(iter(inputs)) if len(inputs) == 1 else None
+
+
+def compressed_config(inputs: Mapping[str, bool], ignore: Iterable[str]) -> dict[str, Any]:
+    """Return compressed-tensors' `quantization_config` as llm-compressor gives it.
+
+    Args:
+        inputs: name of each packed layer -> whether its input is quantized.
+        ignore: names of the nn.Linear modules that are not packed.
+    """
+    groups: list[dict[str, Any]] = []
+    kinds = sorted(set(inputs.values()), reverse=True)
+    for quantizes in kinds:
+        named = sorted(name for name, each in inputs.items() if each is quantizes)
+        group: dict[str, Any] = {"targets": named if len(kinds) > 1 else ["Linear"]}
+        group["weights"] = dict(_ARGS)
+        if quantizes:
+            group["input_activations"] = {**_ARGS, "dynamic": "local", "observer": "static_minmax"}
+        groups.append(group | {"format": FORMAT})
+    return {
+        "quant_method": COMPRESSED,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+        "ignore": sorted(ignore),
+    }
+
+
+def _drop(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key)
+    if not value:
+        return ()
+    config[key] = None
+    return (f"{key}={value!r}",)
+
+
+def _is_nvfp4(args: Mapping[str, Any]) -> bool:
+    return (args.get("num_bits"), args.get("type"), args.get("group_size")) == (4, "float", BLOCK)
+
+
+def _said(args: Mapping[str, Any]) -> str:
+    keys = ("type", "num_bits", "strategy", "group_size", "dynamic")
+    return ", ".join(f"{key}={args.get(key)}" for key in keys)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file: its dtype in safetensors' words and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """Return what safetensors files hold, by the name of the tensor; no tensor is read."""
+    found = {}
+    for path in files:
+        with safe_open(path, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118, no dict
+                part = tensors.get_slice(key)
+                found[key] = StoredTensor(part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def check_layer(
+    name: str,
+    tensors: Mapping[str, StoredTensor],
+    names: Names,
+    shape: tuple[int, int],
+    quantizes_input: bool | None,
+) -> None:
+    """Refuse a layer whose tensors in the files are not those of its layout.
+
+    Args:
+        name: of the layer, for messages.
+        tensors: the layer's in the files, by the last part of their names.
+        names: what they are called.
+        shape: (out_features, in_features) of the model's layer.
+        quantizes_input: whether the scale of inputs is needed; None if it may be missing.
+
+    Raises:
+        ValueError: tensors are missing, of another dtype or shape, or swizzled.
+    """
+    codes, scale, global_scale, input_scale = names
+    needed = names[: 4 if quantizes_input else 3]
+    if missing := [f"{name}.{key}" for key in needed if key not in tensors]:
+        raise ValueError(
+            f"the checkpoint lacks {', '.join(missing)}. Nothing can stand in for them; restore "
+            "the files, or correct the quantization config beside them"
+        )
+    if other := sorted(tensors.keys() - {*names, *_BESIDE}):
+        raise ValueError(
+            f"{name} has {', '.join(other)} beside its packed weight, which changes what the layer "
+            "computes in a way that load_packed does not know. Export it without (asymmetric "
+            "weights, AWQ and low-rank corrections are other formats)"
+        )
+    rows, columns = shape
+    blocks = columns // BLOCK
+    expected: dict[str, tuple[str, list[tuple[int, ...]]]] = {
+        codes: ("U8", [(rows, columns // 2)]),
+        scale: ("F8_E4M3", [(rows, blocks)]),
+        global_scale: ("F32", [(1,), ()]),
+        input_scale: ("F32", [(1,), ()]),
+    }
+    for key, stored in tensors.items():
+        if key not in expected:
+            continue
+        dtype, shapes = expected[key]
+        if key == scale and stored.shape not in shapes and _is_swizzled(stored.shape, rows, blocks):
+            raise ValueError(
+                f"{name}.{key} has shape {list(stored.shape)} for a weight of {rows} x {columns}: "
+                f"block scales that are padded or swizzled for a kernel. A checkpoint has them in "
+                f"rows, {[rows, blocks]}; export it again without preparing it for a kernel"
+            )
+        if stored.dtype != dtype or stored.shape not in shapes:
+            raise ValueError(
+                f"{name}.{key} is {stored.dtype} {list(stored.shape)}; NVFP4 for a weight of "
+                f"{rows} x {columns} has {dtype} {list(shapes[0])} there"
+            )
+
+
+def _is_swizzled(shape: tuple[int, ...], rows: int, blocks: int) -> bool:
+    padded = math.ceil(rows / 128) * 128 * math.ceil(blocks / 4) * 4
+    return math.prod(shape) in (padded, rows * blocks)
+
+
+def check_scales(
+    name: str, codes: Tensor, scale: Tensor, tensor_scales: Mapping[str, Tensor]
+) -> None:
+    """Refuse scales that no quantizer writes.
+
+    A block of zeros may have a scale of zero, and so may one that is 2^-20 of the largest.
+
+    Args:
+        name: of the layer, for messages.
+        codes: uint8 [o i/2].
+        scale: float8_e4m3fn [o i/16].
+        tensor_scales: tensor scales by name, as the files have them.
+
+    Raises:
+        ValueError: a tensor scale that is zero, negative or not finite; a block scale that is
+            negative or NaN; block scales that are all zero though the codes are not.
+    """
+    for key, value in tensor_scales.items():
+        number = float(value)
+        if not (math.isfinite(number) and number > 0 and math.isfinite(1 / number)):
+            raise ValueError(
+                f"{name}.{key} is {number}; a tensor scale is a positive number. The checkpoint is "
+                "damaged, or was exported before it was calibrated: export it again"
+            )
+    bits = scale.view(codes.dtype)
+    if bad := int((bits >= 0x7F).sum()):  # 0x7f is NaN, from 0x80 on is negative
+        raise ValueError(
+            f"{name}: {bad} of {scale.numel()} block scales are NaN or negative. The checkpoint is "
+            "damaged, or the weights that it was made of were not finite: export it again"
+        )
+    if not bool(bits.any()) and bool((codes & 0x77).any()):
+        raise ValueError(
+            f"{name}: all block scales are zero and the codes are not, so the weight would be "
+            "zero. The checkpoint is damaged or incomplete: restore the files or export it again"
+        )

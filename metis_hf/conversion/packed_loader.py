@@ -1,0 +1,275 @@
+"""Registers packed NVFP4 bases with transformers, so that from_pretrained keeps them packed.
+
+transformers finds the loader by `quant_method`. That of ModelOpt's checkpoints it does not know, so
+`from_pretrained(path)` is enough for these. For compressed-tensors it has one that unpacks at the
+first forward pass; the config beside the weights decides, and an argument cannot overrule it.
+`packed_config` therefore gives a config whose `quant_method` is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from metis_hf.conversion.packed_layouts import (
+    COMPRESSED,
+    MODELOPT,
+    PackedScheme,
+    StoredTensor,
+    check_layer,
+    check_scales,
+    compressed_config,
+    read_headers,
+    read_scheme,
+)
+from metis_hf.layers.packed import PackedLinear
+
+METHOD = "metis-packed"
+AS_CONFIGURED, HIGH_PRECISION = "as configured", "high precision"
+ACTIVATIONS = (AS_CONFIGURED, HIGH_PRECISION)
+
+
+class PackedConfig(QuantizationConfigMixin):
+    """The quantization config of a packed base; `to_dict` is compressed-tensors' own.
+
+    So `save_pretrained` writes a checkpoint that plain transformers and vLLM read.
+
+    Args:
+        source: the `quantization_config`, or contents of hf_quant_config.json, of the checkpoint.
+        activations: "as configured" or "high precision".
+        where: path or name of the checkpoint, for messages.
+    """
+
+    def __init__(
+        self, source: dict[str, Any], activations: str = AS_CONFIGURED, where: str = "checkpoint"
+    ) -> None:
+        if activations not in ACTIVATIONS:
+            choices = " or ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"activations={activations!r} is unknown; choose {choices}")
+        self.quant_method: Any = METHOD
+        self.source, self.activations, self.where = source, activations, where
+        self.scheme: PackedScheme = read_scheme(source, where)
+        self.written = copy.deepcopy(self.scheme.written)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
+        if config_dict.get("quant_method") == METHOD:
+            values = {k: config_dict[k] for k in ("source", "activations", "where")}
+            config = cls(**values)
+        else:  # a checkpoint's own
+            config = cls(dict(config_dict))
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def as_request(self) -> dict[str, Any]:
+        """Return what a model's config has as `quantization_config` to be loaded by us."""
+        return {
+            "quant_method": METHOD,
+            "source": self.source,
+            "activations": self.activations,
+            "where": self.where,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.as_request() if self.written is None else copy.deepcopy(self.written)
+
+
+class _ModelOptLinear(nn.Module):
+    """Holds a layer's tensors under ModelOpt's names until all have arrived."""
+
+    def __init__(self, layer: PackedLinear) -> None:
+        super().__init__()
+        self.layer = [layer]  # in a list: its own buffers are not to be loaded
+        self.register_buffer("weight", torch.empty_like(layer.weight_packed))
+        self.register_buffer("weight_scale", torch.empty_like(layer.weight_scale))
+        for name, there in (("weight_scale_2", True), ("input_scale", layer.scales_input)):
+            value = layer.weight_global_scale.new_empty(()) if there else None
+            self.register_buffer(name, value)
+        self.register_parameter("bias", layer.bias)
+
+    def finish(self) -> PackedLinear:
+        """Return the layer, with tensor scales turned into encode scales."""
+        layer: PackedLinear = self.layer[0]
+        layer.weight_packed, layer.weight_scale = self.weight, self.weight_scale  # type: ignore
+        layer.weight_global_scale = _inverse(self.weight_scale_2)  # type: ignore[arg-type]
+        if self.input_scale is not None:
+            layer.input_global_scale = _inverse(self.input_scale)  # type: ignore[arg-type]
+        layer.bias = self.bias  # type: ignore[assignment]
+        layer.follow(layer.weight_packed.device)
+        return layer.train(self.training)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return 1 / scale.reshape(1)
+
+
+class PackedLoader(HfQuantizer):
+    """Puts packed layers in place of nn.Linear on the way through from_pretrained."""
+
+    requires_calibration = True  # reads packed weights and makes none
+    quantization_config: PackedConfig
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        config = self.quantization_config
+        files = kwargs.get("checkpoint_files") or []
+        if not files or not all(str(path).endswith(".safetensors") for path in files):
+            raise ValueError(
+                f"{config.where}: packed weights are read from safetensors files, and there are "
+                "none; give a directory or repository that has them"
+            )
+        scheme = config.scheme
+        found = _stored_layers(model, read_headers(files), scheme, config.where)
+        for name, tensors in found.items():
+            linear = model.get_submodule(name)
+            with torch.device("meta"):
+                layer = PackedLinear(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=linear.bias is not None,
+                    input_scale=scheme.names[3] in tensors,
+                    dtype=linear.weight.dtype,
+                    name=name,
+                )
+            check_layer(
+                name,
+                tensors,
+                scheme.names,
+                (linear.out_features, linear.in_features),
+                scheme.quantizes_input,
+            )
+            configured = scheme.quantizes_input is not False and layer.scales_input
+            layer.quantizes_input = configured and config.activations == AS_CONFIGURED
+            loading = layer if scheme.layout == COMPRESSED else _ModelOptLinear(layer)
+            model.set_submodule(name, loading)
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        config = self.quantization_config
+        names = config.scheme.names
+        for name, module in list(model.named_modules()):
+            if isinstance(module, PackedLinear | _ModelOptLinear):
+                values = {key: getattr(module, key) for key in names if hasattr(module, key)}
+                codes, scale, *others = (values.get(key) for key in names)
+                given = {k: v for k, v in zip(names[2:], others) if v is not None}
+                assert codes is not None
+                assert scale is not None
+                if not codes.is_meta:  # meta: offloaded to disk
+                    check_scales(name, codes, scale, given)
+                if module.bias is not None:
+                    module.bias.requires_grad_(False)
+            if isinstance(module, _ModelOptLinear):
+                model.set_submodule(name, module.finish())
+        if config.written is None:
+            config.written = _written(model, config.scheme.quantizes_input is not False)
+        if config.scheme.dropped:
+            warnings.warn(
+                f"{config.where} also has {', '.join(config.scheme.dropped)}, which is not "
+                "emulated and left out of what save_pretrained writes",
+                stacklevel=2,
+            )
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters beside it are; Trainer refuses to train the base itself
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _written(model: nn.Module, quantizes_input: bool) -> dict[str, Any]:
+    inputs, ignore = {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            inputs[name] = quantizes_input and module.scales_input
+        elif isinstance(module, nn.Linear):
+            ignore.append(name)
+    return compressed_config(inputs, ignore)
+
+
+def _stored_layers(
+    model: nn.Module, headers: dict[str, StoredTensor], scheme: PackedScheme, where: str
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return the model's layers that the files hold packed, with their tensors by last name.
+
+    Raises:
+        ValueError: nothing is packed; or something that is no nn.Linear of the model.
+    """
+    layers: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for key, stored in headers.items():
+        owner, _, last = key.rpartition(".")
+        layers[owner][last] = stored
+    codes, *scales = scheme.names
+
+    def is_packed(tensors: dict[str, StoredTensor]) -> bool:
+        if scheme.layout == MODELOPT and codes in tensors:  # a dense weight has the same name
+            return tensors[codes].dtype == "U8" or not tensors.keys().isdisjoint(scales)
+        return not tensors.keys().isdisjoint(scheme.names)
+
+    packed = {name: tensors for name, tensors in layers.items() if is_packed(tensors)}
+    if not packed:
+        raise ValueError(
+            f"{where} has no packed weight ({codes}); load it without load_packed, or correct "
+            "its quantization config"
+        )
+    return _in_model(model, packed, where)
+
+
+def _in_model(
+    model: Any, packed: dict[str, dict[str, StoredTensor]], where: str
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return layers of the files by their names in the model, which transformers may rename."""
+    # Not at the top: transformers' models import its quantizers, and these import us.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, None, None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = set(tied) | set(tied.values())
+    found = {}
+    for name, tensors in packed.items():
+        key, merged = rename_source_key(
+            f"{name}.weight", renamings, converters, model.base_model_prefix, state
+        )
+        if merged is not None or ".experts." in f".{name}.":
+            raise ValueError(
+                f"{where}: {name} belongs to what the model holds as one fused tensor ({key}; "
+                "experts, mostly), and packed layers stand for nn.Linear only. Load it dense "
+                "(CompressedTensorsConfig(dequantize=True)), or leave it out when quantizing"
+            )
+        target = key.removesuffix(".weight")
+        try:
+            module = model.get_submodule(target)
+        except AttributeError:
+            continue  # of a head that this class does not have; transformers lists them
+        if type(module) is not nn.Linear:
+            raise ValueError(
+                f"{where}: {name} is packed and the model has a {type(module).__name__} there; "
+                "packed layers stand for nn.Linear only. Leave it out when quantizing"
+            )
+        if key in tied:
+            raise ValueError(
+                f"{where}: {name} is packed, and the config ties its weight to another's "
+                "(tie_word_embeddings). One of the two is wrong: set tie_word_embeddings=False if "
+                "both were saved"
+            )
+        found[target] = tensors
+    if not found:
+        raise ValueError(
+            f"{where} has packed layers ({next(iter(packed))}, ..), of which "
+            f"{type(model).__name__} has none; load it as the class that config.json names"
+        )
+    return found

@@ -1,0 +1,323 @@
+"""A linear layer over a frozen NVFP4 weight that stays packed: 4.5 bits an element.
+
+The tensors are those of compressed-tensors' layout `nvfp4-pack-quantized`. The weight is unpacked
+when a GEMM needs it and given back after, in the backward pass once more; autograd keeps the packed
+tensors alone. Gradients go to the input and the bias, never to the weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from metis_hf.layers.unsupported import (
+    differentiable_once,
+    refuse_batched_gradients,
+    refuse_unsupported,
+)
+from metis_hf.numerics import NVFP4, ScaleRounding, storage
+from metis_hf.numerics.rounding import round_nearest
+from metis_hf.numerics.scaling import (
+    LARGEST_SCALE,
+    ScaleRule,
+    TensorScale,
+    block_scale,
+    tensor_scale,
+)
+
+BLOCK = 16
+
+
+class PackedWeight(NamedTuple):
+    """A weight [o i] in NVFP4; value = code * (scale / global_scale).
+
+    Attributes:
+        codes: uint8 [o i/2], two E2M1 codes to a byte, the even column in the low nibble.
+        scale: float8_e4m3fn [o i/16].
+        global_scale: fp32 [1], an encode scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor, global_scale: Tensor | None = None) -> PackedWeight:
+        """Quantize a weight [o i] to nearest, blocks along i.
+
+        Args:
+            weight: finite; 16 divides i.
+            global_scale: fp32 [1]; None brings the weight's largest magnitude to 448 * 6. Under
+                another one, what is larger saturates.
+        """
+        weight = weight.detach().float()
+        if global_scale is None:
+            global_scale = encode_scale(weight)
+        codes, scale, _ = _quantized_blocks(weight, global_scale)
+        packed = storage.pack(NVFP4.element.encode(codes.flatten(-2)), NVFP4.element.bits)
+        return cls(packed, scale.squeeze(-1).to(torch.float8_e4m3fn), global_scale)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [o i], computed in fp32 and rounded to `dtype` once.
+
+        The order is that of the compressed-tensors library, whose values in bf16 these are, to the
+        bit.
+        """
+        rows, half = self.codes.shape
+        table = _pairs(self.codes.device)
+        pairs = table.index_select(0, self.codes.reshape(-1).int())  # [o i/2], two fp32 in each
+        values = pairs.view(torch.float32).view(rows, -1, BLOCK)
+        values = values.mul_((self.scale.float() / self.global_scale)[..., None])
+        return values.view(rows, 2 * half).to(dtype)
+
+
+def encode_scale(weight: Tensor) -> Tensor:
+    """Return fp32 [1] that brings the largest magnitude of a tensor to 448 * 6; 1 for zeros."""
+    amax = weight.detach().abs().amax().float()
+    return tensor_scale(amax, NVFP4, LARGEST_SCALE[ScaleRule.ABSMAX]).encode.reshape(1)
+
+
+def quantize_input(x: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [t i] with the values that it has in NVFP4 under a static tensor scale.
+
+    Args:
+        x: blocks along i; each has the scale of its own largest magnitude, rounded to nearest.
+        global_scale: fp32 [1], an encode scale; magnitudes beyond 448 * 6 / global_scale saturate.
+        dtype: of the result, which is computed in fp32.
+    """
+    if x.numel() == 0:
+        return x.to(dtype)
+    codes, scale, decode = _quantized_blocks(x.detach().float(), global_scale)
+    return codes.mul_(scale).mul_(decode).view(x.shape).to(dtype)
+
+
+def _quantized_blocks(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes [r b 16], block scales [r b 1], decode scale) of x [r i], all fp32."""
+    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    encode = global_scale.reshape(())
+    tensor = TensorScale(encode, encode.reciprocal())
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale, inverse = block_scale(amax, NVFP4, ScaleRounding.NEAREST, tensor)
+    largest = NVFP4.element.max
+    codes = round_nearest((blocks * inverse).clamp_(-largest, largest), NVFP4.element)
+    return codes, scale, tensor.decode
+
+
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two fp32 values of every byte of codes, as int64 [256]."""
+    if torch.compiler.is_compiling():
+        return _make_pairs(device)
+    return _held_pairs(device)
+
+
+def _make_pairs(device: torch.device) -> Tensor:
+    byte = torch.arange(256, device=device)
+    codes = torch.stack((byte & 15, byte >> 4), -1).to(torch.uint8)  # the low nibble is first
+    return NVFP4.element.decode(codes).contiguous().view(torch.int64).view(-1)
+
+
+@functools.cache
+def _held_pairs(device: torch.device) -> Tensor:
+    with _disable_current_modes():  # a tensor of a tracing mode must not outlive it
+        return _make_pairs(device)
+
+
+class _PackedGemm(torch.autograd.Function):
+    """y = x_hat @ weight.T + bias; see the module docstring."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # [t i]
+        bias: Tensor | None,  # [o]
+        input_scale: Tensor | None,
+        dtype: torch.dtype,
+        *packed: Tensor,
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x_hat = x.to(dtype) if input_scale is None else quantize_input(x, input_scale, dtype)
+            weight = PackedWeight(*packed).dense(dtype)
+            y = F.linear(x_hat, weight, None if bias is None else bias.to(dtype))
+        ctx.save_for_backward(*packed)
+        ctx.dtype, ctx.x_dtype = dtype, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy: Tensor):  # [t o]
+        refuse_batched_gradients(dy)
+        packed = ctx.saved_tensors
+        need_x, need_bias, *others = ctx.needs_input_grad
+        dx = dbias = None
+        with torch.autocast(dy.device.type, enabled=False):
+            if need_x:
+                dx = (dy @ PackedWeight(*packed).dense(ctx.dtype)).to(ctx.x_dtype)
+            if need_bias:
+                dbias = dy.sum(0).to(ctx.bias_dtype)
+        return dx, dbias, *(None for _ in others)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a frozen weight [o i] in NVFP4. x [... i] -> [... o].
+
+    Buffers, in the state dict under the names of compressed-tensors: `weight_packed` uint8
+    [o i/2], `weight_scale` float8_e4m3fn [o i/16], `weight_global_scale` fp32 [1], and where the
+    checkpoint quantizes activations `input_global_scale` fp32 [1]. They keep their precision in
+    casts of the model (`.to(torch.bfloat16)`).
+
+    Args:
+        in_features: i, a multiple of 16.
+        out_features: o.
+        bias: whether there is one.
+        input_scale: whether there is an `input_global_scale`.
+        dtype: of the bias and of `weight`; a call computes in the dtype of its input.
+        device: "meta" where a checkpoint is about to be loaded.
+        name: full name in the model, for messages.
+
+    Attributes:
+        quantizes_input: whether x goes through NVFP4 as the checkpoint is configured (W4A4): a
+            dynamic scale for each block of 16 under the static `input_global_scale`, straight-
+            through in the backward pass. False computes with x as it is (W4A16).
+    """
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_global_scale: Tensor
+    input_global_scale: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        input_scale: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        if in_features % BLOCK:
+            raise ValueError(
+                f"{name or 'a packed layer'} has in_features={in_features}, no multiple of the "
+                f"block of {BLOCK}; NVFP4 weights cannot be packed so. Leave this layer dense"
+            )
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.quantizes_input = input_scale
+        dtype = dtype or torch.get_default_dtype()
+        blocks = in_features // BLOCK
+        fp8, fp32 = torch.float8_e4m3fn, torch.float32
+        shapes = {
+            "weight_packed": ((out_features, in_features // 2), torch.uint8),
+            "weight_scale": ((out_features, blocks), fp8),
+            "weight_global_scale": ((1,), fp32),
+            "input_global_scale": ((1,), fp32) if input_scale else None,
+        }
+        for key, shape in shapes.items():
+            value = None if shape is None else torch.zeros(shape[0], dtype=shape[1], device=device)
+            self.register_buffer(key, value)
+        # Follows casts and moves of the model, which the others do not all do.
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.bias = None
+        if bias:
+            zeros = torch.zeros(out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(zeros, requires_grad=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The packed tensors themselves."""
+        return PackedWeight(self.weight_packed, self.weight_scale, self.weight_global_scale)
+
+    @packed.setter
+    def packed(self, packed: PackedWeight) -> None:
+        self.weight_packed, self.weight_scale, self.weight_global_scale = packed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model was loaded in or cast to."""
+        return self._buffers["_like"].dtype  # type: ignore[union-attr]
+
+    @property
+    def scales_input(self) -> bool:
+        """True if there is a static scale for inputs."""
+        return self.input_global_scale is not None
+
+    def follow(self, device: torch.device) -> None:
+        """Take up the device that the weight has been put on."""
+        self._like = torch.empty(0, dtype=self.dtype, device=device)
+
+    @property
+    def weight(self) -> Tensor:
+        """The represented weight [o i], unpacked at each access; writing to it changes nothing."""
+        return self.packed.dense(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layer holds: codes, scales and bias."""
+        tensors = (*self._buffers.values(), self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [... i] to [... o], in the dtype of x or of autocast."""
+        packed = self.packed
+        refuse_unsupported(self.name or "a packed layer", x, packed)
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        scale = self.input_global_scale if self.quantizes_input else None
+        y = _PackedGemm.apply(x.reshape(-1, self.in_features), self.bias, scale, dtype, *packed)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """Freeze the layer; it cannot be asked to train.
+
+        Raises:
+            ValueError: with `requires_grad=True`.
+        """
+        if requires_grad:
+            raise ValueError(
+                f"{self.name or 'a packed layer'} was asked to train, and its weight is packed in "
+                "NVFP4, where no small step can be taken. Train an adapter beside it (PEFT: "
+                "get_peft_model(model, LoraConfig(...))), or make the model dense first "
+                "(metis_hf.to_dense) and train that"
+            )
+        return super().requires_grad_(False)
+
+    def _apply(self, fn, recurse=True):
+        # Casts of the model leave the scales in their precision: they pass over integers, and
+        # moves between devices do not.
+        kept = {"weight_scale": torch.uint8, "weight_global_scale": torch.int32}
+        if self.input_global_scale is not None:
+            kept["input_global_scale"] = torch.int32
+        dtypes = {}
+        for name, integer in kept.items():
+            buffer = getattr(self, name)
+            dtypes[name] = buffer.dtype
+            self._buffers[name] = buffer.view(integer)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for name, dtype in dtypes.items():
+                self._buffers[name] = getattr(self, name).view(dtype)
+        return self
+
+    def to_dense(self) -> nn.Linear:
+        """Return the nn.Linear with the represented weight, trainable."""
+        with torch.device("meta"):
+            dense = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        dense.weight = nn.Parameter(self.weight)
+        if self.bias is not None:
+            dense.bias = nn.Parameter(self.bias.detach())
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        activations = "nvfp4" if self.quantizes_input else "high precision"
+        return f"{self.in_features}, {self.out_features}, nvfp4, activations={activations}"
