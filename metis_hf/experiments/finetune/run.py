@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -30,6 +31,7 @@ from transformers import (
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
+from metis_hf.conversion.packed import load_packed
 from metis_hf.data.chat import chunked_sequences
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
@@ -160,14 +162,12 @@ class Finetuning:
         return self._finish("qad", model, self.steps)
 
     def _lora(self) -> Outcome:
-        from peft import LoraConfig, get_peft_model
-
-        from metis_hf.conversion.packed import load_packed
-
-        base = load_packed(str(self._directory("ptq")), dtype=torch.float32)
+        dtype = torch.bfloat16 if self.training.bf16 else torch.float32
+        base = load_packed(str(self._directory("ptq")), dtype=dtype)
         rank = self.arguments.lora_rank
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        model: Any = get_peft_model(base.to(self.training.device), config)
+        nn.Module.to(base, self.training.device)
+        model: Any = get_peft_model(base, config)
         self._fit(Trainer, "lora", model)
         outcome = Outcome(
             "lora",
