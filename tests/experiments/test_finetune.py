@@ -65,16 +65,31 @@ def test_smoke(tmp_path):
     assert (tmp_path / "table.md").read_text().count("\n") == 7
 
 
-def test_one_method_exports_into_the_directory_that_was_given(source, tmp_path):
+def test_exports_lie_in_the_directory_that_was_given(source, tmp_path):
     run = finetuning(source, tmp_path / "out", method="ptq", export=str(tmp_path / "deployed"))
     exact, ptq = run.run(report=lambda line: None)
     assert ptq.loss > exact.loss
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "deployed", dtype=torch.bfloat16
+        tmp_path / "deployed/ptq", dtype=torch.bfloat16
     )
     assert run.loss(model) == pytest.approx(ptq.exported, abs=1e-6)
     assert ptq.exported == pytest.approx(ptq.loss, abs=0.02)
-    assert (tmp_path / "deployed/tokenizer.json").is_file()
+    assert (tmp_path / "deployed/ptq/tokenizer.json").is_file()
+
+
+def test_what_is_finished_is_kept(source, tmp_path):
+    exact, ptq = finetuning(source, tmp_path, method="ptq").run(report=lambda line: None)
+    said = []
+    again = finetuning(source, tmp_path, method="qat").run(report=said.append)
+    assert again[:2] == [exact, ptq]
+    assert [outcome.method for outcome in again] == ["exact", "ptq", "qat"]
+    assert said == ["ptq: finished before", "qat ..."]
+    with pytest.raises(ValueError, match="temperature"):
+        finetuning(source, tmp_path, temperature=2.0)
+    (tmp_path / "other/qad").mkdir(parents=True)
+    (tmp_path / "other/qad/mine").touch()
+    with pytest.raises(ValueError, match="qad exists already, and qad would be exported there"):
+        finetuning(source, tmp_path, method="qad", export=str(tmp_path / "other"))
 
 
 def test_distillation_nears_the_exact_model(source, tmp_path):
@@ -92,7 +107,7 @@ def test_distillation_nears_the_exact_model(source, tmp_path):
     run.run(report=lambda line: None)
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qad/model")
     assert divergence(trained.eval()) < first
-    described = json.loads((tmp_path / "export/hf_quant_config.json").read_text())
+    described = json.loads((tmp_path / "export/qad/hf_quant_config.json").read_text())
     assert described["quantization"]["quant_algo"] == "NVFP4"
 
 

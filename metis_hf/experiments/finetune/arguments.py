@@ -30,7 +30,8 @@ class FinetuneArguments:
         default="qad", metadata={"help": f"One or several of {', '.join(METHODS)}, by commas."}
     )
     export: str | None = field(
-        default=None, metadata={"help": "Directory to export into; default: below output_dir."}
+        default=None,
+        metadata={"help": "Directory to export into, a folder a method; default: in output_dir."},
     )
     layout: str = field(
         default="compressed-tensors", metadata={"help": "compressed-tensors or modelopt."}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -34,10 +33,10 @@ from metis_hf.conversion.convert import get_metis_model
 from metis_hf.conversion.packed import load_packed
 from metis_hf.data.chat import chunked_sequences
 from metis_hf.data.chunked import causal_batch
-from metis_hf.experiments.finetune.arguments import FinetuneArguments
+from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.experiments.finetune.report import HEADER, Outcome, rows_of, trainable
 from metis_hf.export import export_checkpoint
-from metis_hf.shared.records import environment, write_json
+from metis_hf.shared.records import claim_directory, environment, read_json, write_json
 from metis_hf.shared.tables import markdown_table
 from metis_hf.training.calibration import calibrate
 from metis_hf.training.callback import MetisCallback
@@ -78,6 +77,34 @@ class Finetuning:
                 "sequences each take at a time"
             )
         training.gradient_accumulation_steps = arguments.global_batch // processes
+        self._claim()
+
+    def _claim(self) -> None:
+        """Take the output directory, with the methods that earlier runs of it have finished.
+
+        Raises:
+            ValueError: it holds a run of other settings, or an export would have to be overwritten.
+        """
+        free = ("method", "export", "dry_run")
+        settings = {k: v for k, v in asdict(self.arguments).items() if k not in free}
+        names = ("max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "seed", "bf16")
+        settings |= {name: str(getattr(self.training, name)) for name in names}
+        self.finished: dict[str, Outcome] = {}
+        if self.arguments.dry_run:
+            return
+        if self.is_main:
+            self.out.mkdir(parents=True, exist_ok=True)
+            claim_directory(self.out, settings)
+        if (self.out / RESULTS_FILE).is_file():
+            kept = read_json(self.out / RESULTS_FILE)["outcomes"]
+            self.finished = {values["method"]: Outcome(**values) for values in kept}
+        for method in self.methods:
+            directory = self._directory(method)
+            if method not in self.finished and directory.exists() and any(directory.iterdir()):
+                raise ValueError(
+                    f"{directory} exists already, and {method} would be exported there; remove it, "
+                    "or choose another --export"
+                )
 
     @property
     def steps(self) -> int:
@@ -129,15 +156,29 @@ class Finetuning:
         return torch.autocast(self.training.device.type, torch.bfloat16, enabled=enabled)
 
     def run(self, report: Callable[[str], None] = print) -> list[Outcome]:
-        """Run the methods one after the other, and write results.json and table.md."""
-        outcomes = [Outcome("exact", self.loss(self.load()))]
+        """Run the methods that are not finished, and write results.json and table.md after each.
+
+        Args:
+            report: takes a line of text when a method begins.
+
+        Returns:
+            What all methods of this directory gave, the exact model first.
+        """
+        if "exact" not in self.finished:
+            self.finished["exact"] = Outcome("exact", self.loss(self.load()))
         for method in self.methods:
+            if method in self.finished:
+                report(f"{method}: finished before")
+                continue
             report(f"{method} ...")
-            outcomes.append(getattr(self, f"_{method}")())
+            self.finished[method] = getattr(self, f"_{method}")()
             gc.collect()
             if self.is_main:
-                self._write(outcomes)
-        return outcomes
+                self._write(self._outcomes())
+        return self._outcomes()
+
+    def _outcomes(self) -> list[Outcome]:
+        return [self.finished[name] for name in ("exact", *METHODS) if name in self.finished]
 
     def _ptq(self) -> Outcome:
         model = self.quantized()
@@ -195,8 +236,7 @@ class Finetuning:
         ).train()
 
     def _directory(self, method: str) -> Path:
-        alone = len(self.methods) == 1 or (len(self.methods) == 2 and method == self.methods[1])
-        return self.exports if alone else self.exports / method
+        return self.exports / method
 
     def _finish(self, method: str, model: PreTrainedModel, steps: int) -> Outcome:
         """Evaluate, save and export a model in the scheme."""
@@ -206,7 +246,6 @@ class Finetuning:
             saved = self.out / method / "model"
             model.save_pretrained(saved)
             self.tokenizer.save_pretrained(saved)
-            shutil.rmtree(directory, ignore_errors=True)
             export_checkpoint(saved, directory, format=self.arguments.layout)
         return Outcome(method, loss, self._read(directory), trained, steps, str(directory))
 
@@ -222,7 +261,6 @@ class Finetuning:
         return self.loss(model)
 
     def _write(self, outcomes: list[Outcome]) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
         record = {
             "format_version": _RESULT_VERSION,
             "arguments": asdict(self.arguments) | {"data": Path(str(self.arguments.data)).name},
