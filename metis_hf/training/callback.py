@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -124,7 +125,8 @@ class MetisCallback(ResumeGuard):
             ValueError: no converted layer, an optimizer that does not own their parameters,
                 parameters of several dtypes in one FSDP2 unit, a checkpoint of another scheme, or
                 a refresh interval where no weight is stored split.
-            NotImplementedError: refresh under an engine that keeps its own copy of the weights.
+            NotImplementedError: refresh under an engine that keeps its own copy of the weights, or
+                accelerate's FP8.
         """
         assert model is not None
         self._model = model
@@ -153,6 +155,7 @@ class MetisCallback(ResumeGuard):
             check_split(model, f"refresh_interval={self._refresh_every}")
             check_engine(model, f"refresh_interval={self._refresh_every}")
         check_states(model)
+        _check_precision()
         if self.freeze_scales is not None and not has_static_scales(model):
             raise ValueError(
                 f"freeze_scales={self.freeze_scales}, and no layer of the model has static tensor "
@@ -329,6 +332,16 @@ def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optim
                     "optimizer was built. Call get_metis_model first, then build the optimizer "
                     "(or let Trainer build it)"
                 )
+
+
+def _check_precision() -> None:
+    """Refuse accelerate's FP8, which puts other layers and other scales under the same model."""
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision == "fp8":
+        raise NotImplementedError(
+            "accelerate runs with mixed_precision=fp8, which quantizes linear layers itself, and "
+            "the model's are converted: they quantize as their scheme says. Choose bf16 or no "
+            "(accelerate config, or --mixed_precision bf16), or train the plain model"
+        )
 
 
 def _check_dtypes(model: nn.Module) -> None:

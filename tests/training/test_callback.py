@@ -248,6 +248,12 @@ class TestErrors:
         with pytest.raises(NotImplementedError, match=r"refresh_interval=2.*DeepSpeed"):
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
+    def test_fp8_of_accelerate_is_refused(self, tmp_path, monkeypatch):
+        made = trainer(tmp_path, get_metis_model(one_block()), [MetisCallback])
+        monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp8")
+        with pytest.raises(NotImplementedError, match=r"mixed_precision=fp8.*bf16"):
+            made.train()
+
     @pytest.mark.parametrize("scheme", ["metis", "bf16"])
     def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):
         """Nothing is there to decompose anew, and asking for it is an error before any step."""

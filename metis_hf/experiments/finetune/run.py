@@ -225,6 +225,8 @@ class Finetuning:
         arguments = copy.copy(self.training)
         arguments.output_dir = str(self.out / method)
         arguments.learning_rate = self.training.learning_rate or LEARNING_RATE[method]
+        if method == "lora":  # packed weights are buffers, equal everywhere, that DDP cannot send
+            arguments.ddp_broadcast_buffers = False
         columns = {"input_ids": self.train.tolist()}
         rows = Dataset.from_dict(columns).shuffle(seed=arguments.seed).with_format("torch")
         trainer(
