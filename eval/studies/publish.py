@@ -4,6 +4,7 @@
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
     python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
+    python eval/studies/publish.py finetune --run runs/finetune-nvfp4 --name deploy/smollm2
 
 The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
 in docs/ that has these markers, the comparison named N between `<!-- compare N -->` and
@@ -98,6 +99,20 @@ def publish_fidelity(run: Path, name: str) -> None:
     _into_pages(f"fidelity {name}", target)
 
 
+def publish_finetune(run: Path, name: str) -> None:
+    """A fine-tuning's record; of the model its name."""
+    target = RESULTS / name
+    _copy(run, target, ("table.md",))
+    record = json.loads((run / "results.json").read_text())
+    model = Path(record["arguments"]["model"]).name
+    record["arguments"] |= {"model": model, "export": None}
+    for outcome in record["outcomes"]:
+        if outcome["directory"]:
+            outcome["directory"] = Path(outcome["directory"]).name
+    (target / "results.json").write_text(json.dumps(_rounded(record)) + "\n")
+    _into_pages(f"finetune {name}", target)
+
+
 def _rounded(value: Any) -> Any:
     """Return JSON with five digits of each number: more would be this machine's sums."""
     if isinstance(value, dict):
@@ -146,11 +161,16 @@ def main() -> None:
     fidelity = kinds.add_parser("fidelity")
     fidelity.add_argument("--run", type=Path, required=True, help="directory of metis-hf fidelity")
     fidelity.add_argument("--name", required=True, help="of the directory below eval/results")
+    finetune = kinds.add_parser("finetune")
+    finetune.add_argument("--run", type=Path, required=True, help="its output_dir")
+    finetune.add_argument("--name", required=True, help="of the directory below eval/results")
     args = parser.parse_args()
     if args.kind == "demo":
         publish_demo(args.run)
     elif args.kind == "fidelity":
         publish_fidelity(args.run, args.name)
+    elif args.kind == "finetune":
+        publish_finetune(args.run, args.name)
     elif args.run is None:
         draw_compare(args.name)
     else:

@@ -43,6 +43,26 @@ def publish(tmp_path, monkeypatch):
     return module
 
 
+def test_a_finetuning_goes_between_its_markers(publish, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "table.md").write_text("| new |\n")
+    record = {
+        "arguments": {"model": "/somewhere/model-a", "export": "/elsewhere"},
+        "outcomes": [{"method": "ptq", "loss": 1.23456789, "directory": str(run / "export/ptq")}],
+    }
+    (run / "results.json").write_text(json.dumps(record))
+    (tmp_path / "README.md").write_text("<!-- finetune deploy/a -->\nold\n<!-- end -->\n")
+    publish.publish_finetune(run, "deploy/a")
+    shown = (tmp_path / "README.md").read_text()
+    assert shown == "<!-- finetune deploy/a -->\n| new |\n<!-- end -->\n"
+    found = json.loads((tmp_path / "eval/results/deploy/a/results.json").read_text())
+    assert found == {
+        "arguments": {"model": "model-a", "export": None},
+        "outcomes": [{"method": "ptq", "loss": 1.2346, "directory": "ptq"}],
+    }
+
+
 def test_a_fidelity_measurement_goes_between_its_markers(publish, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
