@@ -116,7 +116,7 @@ class MetisLoraLinear(QuantizedLoraLinear):
         return layer
 
     def row_mask(self, x: Tensor) -> Tensor | None:
-        """Return the bias as the layer has it; experts ask for it."""
+        """Return which rows of x hold tokens, as the layer does; experts ask for it."""
         return self.base.row_mask(x)
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ HEADER = (
     "Held-out loss",
     "Rise %",
     "Recovered %",
+    "KL",
     "Exported",
 )
 _TRAINED_BYTES = 16  # of a parameter that trains: weight, gradient and Adam's two averages, fp32
@@ -34,6 +35,7 @@ class Outcome:
     Attributes:
         method: its name; "exact" for the model as it was.
         loss: held-out cross entropy, nats per token, in the scheme.
+        kl: divergence of the unquantized model's distributions from these, nats per token.
         exported: the same of the export, read and computed by the compressed-tensors library in
             BF16; None where it was not read.
         trained: parameters that trained.
@@ -43,6 +45,7 @@ class Outcome:
 
     method: str
     loss: float
+    kl: float = 0.0
     exported: float | None = None
     trained: int = 0
     steps: int = 0
@@ -66,6 +69,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
                 f"{one.loss:.4f}",
                 f"{100 * (one.loss / exact - 1):+.2f}" if one.method != "exact" else "",
                 recovered,
+                f"{one.kl:.4f}" if one.method != "exact" else "",
                 "" if one.exported is None else f"{one.exported:.4f}",
             )
         )

@@ -41,6 +41,7 @@ from metis_hf.shared.tables import markdown_table
 from metis_hf.training.calibration import calibrate
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.distillation import DistillTrainer
+from metis_hf.training.distillation_loss import distillation_loss
 from metis_hf.training.trainer import MetisTrainer
 
 # Where --learning_rate is 0: of weights, and of adapters, which start at zero.
@@ -137,19 +138,37 @@ class Finetuning:
             calibrate(model, list(rows.split(batch)), method=a.calibration)
         return model
 
-    @torch.no_grad()
     def loss(self, model: PreTrainedModel) -> float:
         """Return the held-out cross entropy, nats per token."""
-        total = torch.zeros((), dtype=torch.float64)
+        return self.measure(model)[0]
+
+    @torch.no_grad()
+    def measure(
+        self, model: PreTrainedModel, exact: PreTrainedModel | None = None
+    ) -> tuple[float, float]:
+        """Return held-out cross entropy and KL from the unquantized model, nats per token.
+
+        Args:
+            model: in its own precision.
+            exact: the unquantized model; None: the KL is 0.
+        """
+        totals = torch.zeros(2, dtype=torch.float64)
         training, device = model.training, next(model.parameters()).device
         model.eval()
         for rows in self.held_out.split(self.training.per_device_eval_batch_size):
+            rows = rows.to(device)
             with self._autocast():
-                logits = model(input_ids=rows.to(device)).logits
-            for row, ids in zip(logits[:, :-1], rows[:, 1:].to(device)):
-                total += F.cross_entropy(row.float(), ids, reduction="sum").double().cpu()
+                logits = model(input_ids=rows).logits
+                target = None if exact is None else exact.eval()(input_ids=rows).logits
+            for row, ids in zip(logits[:, :-1], rows[:, 1:]):
+                totals[0] += F.cross_entropy(row.float(), ids, reduction="sum").cpu()
+            if target is not None:
+                mask = torch.ones_like(rows, dtype=torch.bool)
+                mask[:, -1] = False
+                totals[1] += distillation_loss(logits, target, mask, tokens=1).cpu()
         model.train(training)
-        return (total / self.held_out[:, 1:].numel()).item()
+        loss, divergence = (totals / self.held_out[:, 1:].numel()).tolist()
+        return loss, divergence
 
     def _autocast(self) -> Any:
         enabled = bool(self.training.bf16)
@@ -210,9 +229,11 @@ class Finetuning:
         nn.Module.to(base, self.training.device)
         model: Any = get_peft_model(base, config)
         self._fit(Trainer, "lora", model)
+        loss, divergence = self.measure(model, self.load())
         outcome = Outcome(
             "lora",
-            self.loss(model),
+            loss,
+            divergence,
             trained=trainable(model),
             steps=self.steps,
             directory=str(self._directory("lora")),
@@ -242,14 +263,16 @@ class Finetuning:
 
     def _finish(self, method: str, model: PreTrainedModel, steps: int) -> Outcome:
         """Evaluate, save and export a model in the scheme."""
-        loss, trained = self.loss(model), trainable(model) if steps else 0
+        loss, divergence = self.measure(model, self.load())
+        trained = trainable(model) if steps else 0
         directory = self._directory(method)
         if self.is_main:
             saved = self.out / method / "model"
             model.save_pretrained(saved)
             self.tokenizer.save_pretrained(saved)
             export_checkpoint(saved, directory, format=self.arguments.layout)
-        return Outcome(method, loss, self._read(directory), trained, steps, str(directory))
+        exported = self._read(directory)
+        return Outcome(method, loss, divergence, exported, trained, steps, str(directory))
 
     def _read(self, directory: Path) -> float | None:
         """Return the loss of an export in the hands of the library that reads it."""
