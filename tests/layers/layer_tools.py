@@ -102,7 +102,9 @@ class Exact:
 
     two_level: bool = False
 
-    def __call__(self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None):
+    def __call__(
+        self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None, amax=None
+    ):
         after = x if minus is None else x - minus
         return after if plus is None else after + plus
 
@@ -141,9 +143,11 @@ class Recorder:
     quantizer: Quantizer
     calls: list[Call]
 
-    def __call__(self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None):
+    def __call__(
+        self, x, *, dim=-1, key=None, dtype=torch.float32, minus=None, plus=None, amax=None
+    ):
         before = x.detach().clone() if minus is None else x.detach() - minus
-        after = self.quantizer(before, dim=dim, key=key)
+        after = self.quantizer(before, dim=dim, key=key, amax=amax)
         # The callers go on to work in place.
         self.calls.append(Call(self.quantizer, before, dim, key, after.clone()))
         return (after if plus is None else after + plus).to(dtype)

@@ -365,6 +365,20 @@ hot-channel, contraction
     dgrad.weight       = fprop.weight
     wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  hadamard
     wgrad.input        x   1x16   tokens  nearest     nearest  hadamard
+w4a4, shared
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   1x16   in      nearest     nearest-search direct
+    dgrad.grad_output  dy  -      -       -           -        direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
+w4a16, shared
+    fprop.input        x   -      -       -           -        direct
+    fprop.weight       w   1x16   in      nearest     nearest-search direct
+    dgrad.grad_output  dy  -      -       -           -        direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  = dgrad.grad_output
+    wgrad.input        = fprop.input
 quartet2, contraction
     fprop.input        x   1x16   in      nearest     nearest-4/6 direct
     fprop.weight       w   1x16   in      nearest     nearest-4/6 direct
@@ -393,8 +407,8 @@ def parse(table: str) -> dict[tuple[str, str], dict[str, Slot]]:
         corrected = conditioner.endswith(" corrected")
         conditioner = conditioner.removesuffix(" corrected")
         section[slot] = Slot(slot, source, *rest, conditioner, corrected=corrected)
-    # Nothing is quantized in them, so that the mode changes nothing.
-    for scheme in ("bf16", "bf16-split"):
+    # Nothing is quantized in backward, so that the mode changes nothing.
+    for scheme in ("bf16", "bf16-split", "w4a4", "w4a16"):
         sections[scheme, "contraction"] = sections[scheme, "shared"]
     return sections
 
