@@ -33,9 +33,9 @@ TITLES = ("one batch", "mean of 16 batches", "held-out loss")
 
 
 def variants() -> dict[str, MetisConfig]:
-    """Every scheme with an FP4 operand, and what `metis` is without some of its parts."""
-    controls = {"bf16", "bf16-split"}
-    configs = {name: MetisConfig(scheme=name) for name in scheme_names() if name not in controls}
+    """Every scheme that trains in FP4, and what `metis` is without some of its parts."""
+    others = {"bf16", "bf16-split", "w4a4", "w4a16"}
+    configs = {name: MetisConfig(scheme=name) for name in scheme_names() if name not in others}
     every = (*CORRECTED, DY_DGRAD, DY_WGRAD)
     return configs | {
         "metis, contraction mode": MetisConfig(operand_mode="contraction"),
