@@ -16,9 +16,9 @@ from metis_hf.planning.plan import meta_model
 
 HEADER = (
     "Method",
-    "Parameters trained",
+    "Trained",
     "Steps",
-    "Held-out loss",
+    "Loss",
     "Rise %",
     "Recovered %",
     "KL",
@@ -64,7 +64,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 one.method,
-                f"{one.trained:,}" if one.trained else "",
+                _count(one.trained) if one.trained else "",
                 str(one.steps) if one.steps else "",
                 f"{one.loss:.4f}",
                 f"{100 * (one.loss / exact - 1):+.2f}" if one.method != "exact" else "",
@@ -74,6 +74,11 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _count(parameters: int) -> str:
+    """Return a number of parameters in a few characters."""
+    return f"{parameters / 1e6:.1f}M" if parameters >= 10**6 else f"{parameters:,}"
 
 
 def describe(a: FinetuneArguments, train: int, held_out: int, steps: int) -> str:
