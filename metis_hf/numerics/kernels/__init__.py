@@ -81,21 +81,20 @@ def fake_quantize(
     same = minus is not None and minus is plus
     x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer)
     plus = minus if same else _detached(plus)
+    options: dict[str, Any] = {
+        "dim": dim,
+        "key": key,
+        "dtype": dtype,
+        "scaled": scaled,
+        "minus": minus,
+        "plus": plus,
+        "amax": amax,
+    }
     kernels = "reference"
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
     if kernels == "triton" and quantizer.scale_rule is ScaleRule.ABSMAX:
-        return _triton().fake_quantize(
-            x,
-            quantizer,
-            dim=dim,
-            key=key,
-            dtype=dtype,
-            scaled=scaled,
-            minus=minus,
-            plus=plus,
-            amax=amax,
-        )
+        return _triton().fake_quantize(x, quantizer, **options)
     if kernels != "reference":
         form = form_of(x, quantizer.tile, dim)
         variant = _variant(
@@ -114,17 +113,7 @@ def fake_quantize(
         out = _run(kernels, variant, key, _readable(form.x), amax, *taken)
         if out is not None:
             return form.restore(out[0]), out[1] if len(out) > 1 else None
-    return reference.fake_quantize(
-        x,
-        quantizer,
-        dim=dim,
-        key=key,
-        dtype=dtype,
-        scaled=scaled,
-        minus=minus,
-        plus=plus,
-        amax=amax,
-    )
+    return reference.fake_quantize(x, quantizer, **options)
 
 
 def pack(
