@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -271,6 +272,7 @@ class Finetuning:
             model.save_pretrained(saved)
             self.tokenizer.save_pretrained(saved)
             export_checkpoint(saved, directory, format=self.arguments.layout)
+        PartialState().wait_for_everyone()  # lora reads what ptq has exported
         exported = self._read(directory)
         return Outcome(method, loss, divergence, exported, trained, steps, str(directory))
 
