@@ -204,7 +204,7 @@ class TestCalibrate:
             for key, value in layer.state_buffers().items():
                 assert torch.equal(value, other.get_buffer(key)), f"{name}.{key}"
 
-    def test_an_unknown_layer_without_tokens_is_named(self):
+    def test_a_layer_without_tokens_is_named(self):
         model = converted()
 
         class Never(nn.Module):
