@@ -15,6 +15,7 @@ from metis_hf.commands.demo import demo
 from metis_hf.commands.evaluate import evaluate
 from metis_hf.commands.export import export
 from metis_hf.commands.fidelity import fidelity
+from metis_hf.commands.ranks import ranks
 from metis_hf.commands.report import report
 from metis_hf.commands.schemes import schemes
 
@@ -29,6 +30,7 @@ app.command()(demo)
 app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(fidelity)
+app.command()(ranks)
 app.command()(analyze)
 app.command()(report)
 app.command()(export)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from metis_hf.commands.options import Imports, import_sources, split_names
+from metis_hf.commands.options import Imports, device_or_best, import_sources, split_names
 
 
 def fidelity(
@@ -20,6 +20,9 @@ def fidelity(
         Path | None, typer.Option(help="Directory.", show_default="runs/fidelity-MODEL")
     ] = None,
     ranks: Annotated[str, typer.Option(help="Measure metis at these ranks too, as 8,16,64.")] = "",
+    configs: Annotated[
+        str, typer.Option(help="Measure these configs too: JSON files, comma-separated.")
+    ] = "",
     alone: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +54,6 @@ def fidelity(
     interrupted measurement goes on where it stopped.
     """
     import_sources(imports)
-    import torch
     from rich.console import Console
 
     from metis_hf.fidelity.result import HEADER, cells, narrow
@@ -60,23 +62,19 @@ def fidelity(
     from metis_hf.shared.tables import terminal_table
 
     chosen = split_names(schemes)
-    if device is None:
-        found = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        )
-        device = "cpu" if found is None else found.type
     settings = Settings(
         model=model,
         text=text,
         schemes=None if chosen == ["all"] else tuple(chosen),
         ranks=tuple(_numbers(ranks)),
+        configs=tuple(map(Path, split_names(configs))),
         alone=None if alone is None else tuple(split_names(alone) if alone != "none" else ()),
         sequences=limit,
         length=length,
         batch=batch,
         tokens_per_step=tokens_per_step,
         dtype=dtype,
-        device=device,
+        device=device_or_best(device),
         seed=seed,
         tokenizer=tokenizer,
     )

@@ -38,3 +38,13 @@ def import_sources(sources: Sequence[str] | None) -> list[str]:
 def split_names(text: str) -> list[str]:
     """Split a comma-separated list; blanks around names do not count."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def device_or_best(device: str | None) -> str:
+    """Return the device that was asked for, else the machine's accelerator, else "cpu"."""
+    if device is not None:
+        return device
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type

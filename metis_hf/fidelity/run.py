@@ -52,6 +52,7 @@ class Settings:
         tokenizer: directory of another tokenizer than the model's own.
         schemes: names; None: all but the control.
         ranks: further ranks at which `metis` is measured.
+        configs: JSON files of further configs, called by the files' names in tables.
         alone: schemes whose layers are quantized one at a time; None: the first.
         sequences: of the text, at most.
         length: tokens of each.
@@ -66,6 +67,7 @@ class Settings:
     text: Path
     schemes: tuple[str, ...] | None = None
     ranks: tuple[int, ...] = ()
+    configs: tuple[Path, ...] = ()
     alone: tuple[str, ...] | None = None
     sequences: int = 18
     length: int = 256
@@ -80,8 +82,9 @@ class Settings:
         """Return (name in tables, config) of everything to measure.
 
         Raises:
-            ValueError: a scheme is not registered; a scheme or a rank is given twice; `alone` names
-                something else; a rank is not positive.
+            FileNotFoundError: no such file of a config.
+            ValueError: a scheme is not registered; something is given twice; `alone` names
+                something else; a rank is not positive; a file that is no config.
         """
         names = self.schemes or tuple(name for name in scheme_names() if name != CONTROL)
         for name in names:
@@ -95,6 +98,10 @@ class Settings:
         found += [
             (f"metis, rank {rank}", MetisConfig(rank=rank, seed=self.seed)) for rank in self.ranks
         ]
+        found += [(path.stem, _read_config(path, self.seed)) for path in self.configs]
+        twice = sorted({n for n, _ in found if [m for m, _ in found].count(n) > 1})
+        if twice:
+            raise ValueError(f"two rows would be called {', '.join(twice)}: rename a config's file")
         for name in self.alone or ():
             if name not in dict(found):
                 measured = ", ".join(name for name, _ in found)
@@ -173,7 +180,10 @@ class _Measurements:
         return results
 
     def _record(self, results: Sequence[SchemeResult], expected: int) -> dict[str, Any]:
-        settings = dataclasses.asdict(self.settings) | {"text": self.settings.text.name}
+        settings = dataclasses.asdict(self.settings) | {
+            "text": self.settings.text.name,
+            "configs": [path.name for path in self.settings.configs],
+        }
         record = {
             "settings": settings,
             "held_out_tokens": self.subject.held_out.numel(),
@@ -310,6 +320,13 @@ class _Measurements:
         first = self.subject.held_out[:1]
         whole, *parts = self._predictions(layers, first, [schemes, *one_by_one], ALONE)
         return {"layers": dict(zip(schemes, map(_effect, parts))), "whole": _effect(whole)}
+
+
+def _read_config(path: Path, seed: int) -> MetisConfig:
+    try:
+        return MetisConfig.from_json(path.read_text()).replace(seed=seed)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no config: {error}") from error
 
 
 def _effect(rows: Sequence[dict[str, float]]) -> dict[str, float]:

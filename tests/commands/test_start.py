@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich", "lm_eval", "datasets", "peft")
-COMMANDS = ("demo", "compare", "eval", "fidelity", "analyze", "report", "export", "schemes")
+COMMANDS = ("demo", "compare", "eval", "fidelity", "ranks", "analyze", "report", "export", "schemes")
 
 CODE = f"""
 import sys

@@ -30,33 +30,7 @@ from metis_hf.schemes import Role, Scheme, build_scheme
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.tables import terminal_table
 
-TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
 SMALL = {"sequences": 9, "length": 24, "batch": 2}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory with a model, its tokenizer and a text."""
-    folder = tmp_path_factory.mktemp("fidelity")
-    tokenizer = train_tokenizer([Document("a", TEXT)], 300)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=300,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
-    )
-    for parameter in model.parameters():  # predictions that differ from token to token
-        parameter.data.mul_(2.0)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(TEXT)
-    return folder
 
 
 def settings(place, **changes):
@@ -76,7 +50,8 @@ def load(place):
 
 def token_ids(place):
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    text = (place / "text.txt").read_text()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return torch.tensor(ids[: 9 * 24]).view(9, 24)
 
 
@@ -479,7 +454,8 @@ class TestBadInput:
 
     def test_another_model_s_tokenizer(self, place, tmp_path):
         load(place).save_pretrained(tmp_path / "model")
-        documents = [Document("a", TEXT + "".join(map(chr, range(1000, 3000))))]
+        text = (place / "text.txt").read_text()
+        documents = [Document("a", text + "".join(map(chr, range(1000, 3000))))]
         train_tokenizer(documents, 900).save_pretrained(tmp_path / "model")
         with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300"):
             fidelity(

@@ -1,0 +1,179 @@
+"""Ranks for a budget: errors and costs against plain computations, the choice, bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.cli import main
+from metis_hf.fidelity.ranks import _Group, _spend, allocate_ranks
+from metis_hf.fidelity.run import Settings
+from metis_hf.planning.overhead import model_overhead
+
+RANKS = (2, 4, 8, 16)
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return torch.randint(0, 97, (4, 32), generator=torch.Generator().manual_seed(1)).split(2)
+
+
+@pytest.fixture(scope="module")
+def plan(batches):
+    return allocate_ranks(llama(), batches, 0.6, tokens=512, ranks=RANKS)
+
+
+class TestPlan:
+    @pytest.mark.parametrize(
+        "name", ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"]
+    )
+    def test_errors_are_those_of_plain_layers(self, name, plan, batches):
+        """In the converted layer of that rank alone, on inputs and gradients of a plain model."""
+        expected = [0.0] * len(RANKS)
+        for ids in batches:
+            model, kept = llama(), {}
+            model.get_submodule(name).register_forward_hook(
+                lambda _layer, inputs, y, kept=kept: kept.update(x=inputs[0].detach(), y=y)
+            )
+            loss = model(input_ids=ids, labels=ids).loss
+            (dy,) = torch.autograd.grad(loss, kept["y"])
+            for place, rank in enumerate(RANKS):
+                layer = dict(metis_layers(get_metis_model(llama(), MetisConfig(rank=rank))))[name]
+                with torch.no_grad():
+                    e = (layer.eval()(kept["x"]) - kept["y"]).flatten(0, 1)
+                expected[place] += sum(
+                    float(e_s @ dy_t) ** 2 for e_s in e for dy_t in dy.flatten(0, 1)
+                )
+        assert plan.errors[name] == pytest.approx(expected, rel=1e-3)
+
+    def test_cost_is_that_of_the_model_and_within_the_budget(self, plan):
+        counted = model_overhead(llama().config, plan.config, tokens=512)
+        assert plan.overhead.share == pytest.approx(counted.share)
+        assert 0.3 < plan.overhead.share <= 0.6
+
+    def test_layers_of_one_input_have_one_rank(self, plan):
+        for block in (0, 1):
+            for module, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+                found = {plan.ranks[f"model.layers.{block}.{module}.{n}_proj"] for n in names}
+                assert len(found) == 1
+
+    def test_config_gives_every_layer_its_rank(self, plan):
+        layers = dict(metis_layers(get_metis_model(llama(), plan.config)))
+        assert {n: layer.scheme.rank for n, layer in layers.items()} == dict(plan.ranks)
+
+    def test_leaves_the_model_as_it_was(self, batches):
+        model, before = llama(), llama().state_dict()
+        model.requires_grad_(False)
+        allocate_ranks(model, batches[:1], 0.6, tokens=512, ranks=RANKS)
+        assert not list(metis_layers(model))
+        assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name])
+
+    def test_more_budget_leaves_less(self, plan, batches):
+        more = allocate_ranks(llama(), batches, 1.2, tokens=512, ranks=RANKS)
+        assert more.left < plan.left < 1
+        assert all(more.ranks[n] >= plan.ranks[n] for n in plan.ranks)
+
+
+class TestSpending:
+    @given(
+        st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=3), min_size=1, max_size=4),
+        st.integers(0, 12),
+    )
+    def test_is_the_best_choice_where_steps_cost_alike_and_gain_less_and_less(self, gains, steps):
+        groups = []
+        for own in gains:
+            falling = sorted(own, reverse=True)
+            errors = [float(sum(falling[place:])) for place in range(4)]
+            groups.append(_Group(["layer"], (1, 2, 3, 4), [0.0, 1.0, 2.0, 3.0], errors))
+        at = _spend(groups, float(steps), float(steps))
+        assert sum(at) <= steps
+        left = sum(group.errors[place] for group, place in zip(groups, at))
+        best = min(
+            sum(group.errors[place] for group, place in zip(groups, choice))
+            for choice in itertools.product(range(4), repeat=len(groups))
+            if sum(choice) <= steps
+        )
+        assert left == best
+
+    def test_steps_over_a_rank_that_gains_nothing(self):
+        group = _Group(["layer"], (1, 2, 3), [0.0, 1.0, 2.0], [5.0, 6.0, 1.0])
+        assert _spend([group], 2.0, 2.0) == [2]
+        assert _spend([group], 1.0, 1.0) == [0]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"config": MetisConfig(scheme="nvidia")}, "splits no operand"),
+            ({"budget": 0.001}, r"a budget of 0.1% is less than rank 2 everywhere takes, \d+"),
+            ({"ranks": (8, 4)}, "that rise"),
+            ({"ranks": ()}, "that rise"),
+            ({"batches": []}, "there is none"),
+        ],
+    )
+    def test_says_why(self, changes, said, batches):
+        arguments = {"batches": batches[:1], "budget": 0.6, "ranks": RANKS} | changes
+        with pytest.raises(ValueError, match=said):
+            allocate_ranks(llama(), tokens=512, **arguments)
+
+
+class TestCommand:
+    def test_writes_a_config_that_fidelity_measures(self, place, tmp_path, monkeypatch, capsys):
+        model, text = str(place / "model"), str(place / "text.txt")
+        small = ["--length", "24", "--tokens-per-step", "512"]
+        out = tmp_path / "budget.json"
+        call = ["metis-hf", "ranks", model, "--text", text, "--budget", "90", "--out", str(out)]
+        monkeypatch.setattr("sys.argv", [*call, "--limit", "3", *small])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        said = capsys.readouterr().out
+        assert "down_proj" in said
+        assert "more multiply-adds" in said
+        assert str(out) in said
+        config = MetisConfig.from_json(out.read_text())
+        assert set(config.rank_pattern.values()) <= {2, 4, 8, 16, 32, 64, 128}
+
+        call = ["metis-hf", "fidelity", model, "--text", text, "--out", str(tmp_path / "out")]
+        chosen = ["--schemes", "nvfp4-rne", "--configs", str(out), "--alone", "none"]
+        monkeypatch.setattr("sys.argv", [*call, *chosen, "--limit", "3", *small])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        record = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert [row["name"] for row in record["schemes"]] == ["nvfp4-rne", "budget"]
+        plain, budget = record["schemes"]
+        assert budget["batches"][0]["kl"] < plain["batches"][0]["kl"]
+        assert 0.3 < sum(budget["overhead"].values()) <= 0.9
+
+    def test_files_that_are_no_configs(self, tmp_path):
+        path = tmp_path / "metis.json"
+        path.write_text('{"rank": "many"}')
+        with pytest.raises(ValueError, match=r"metis.json holds no config: rank='many'"):
+            Settings("model", path, configs=(path,)).candidates()
+        path.write_text("{}")
+        with pytest.raises(ValueError, match="two rows would be called metis"):
+            Settings("model", path, schemes=("metis",), configs=(path,)).candidates()
