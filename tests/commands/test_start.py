@@ -8,7 +8,9 @@ import sys
 import pytest
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich", "lm_eval", "datasets", "peft")
-COMMANDS = ("demo", "compare", "eval", "fidelity", "ranks", "analyze", "report", "export", "schemes")
+COMMANDS = (
+    "demo", "compare", "eval", "fidelity", "ranks", "analyze", "report", "export", "schemes",
+)  # fmt: skip
 
 CODE = f"""
 import sys
