@@ -33,9 +33,9 @@ def ranks(
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Choose the rank of each layer of a model within a budget, from one calibration.
+    """Choose the rank of each layer of a model within a budget.
 
-    Writes a config with a rank for each layer, which `metis-hf fidelity --configs` can measure.
+    One calibration on a text. Writes a config with a rank for each layer, which `metis-hf fidelity --configs` can measure.
     """
     import_sources(imports)
     from rich.console import Console
