@@ -35,7 +35,7 @@ def ranks(
 ) -> None:
     """Choose the rank of each layer of a model within a budget.
 
-    One calibration on a text. Writes a config with a rank for each layer, which `metis-hf fidelity --configs` can measure.
+    Calibrates once, on a text, and writes a config that `metis-hf fidelity --configs` measures.
     """
     import_sources(imports)
     from rich.console import Console
