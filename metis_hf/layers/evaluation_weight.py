@@ -30,6 +30,9 @@ class EvaluationWeight:
     count no version. Only a write through `param.data` to a few elements, between two calls in
     evaluation, would go unnoticed; call `layer.train()` or write under `torch.no_grad()`.
 
+    Not held are weights whose operand depends on the call: that of scales per channel, and of
+    static tensor scales until they are fixed or with several processes (see `is_known_set`).
+
     Packed, 4.5 bits an element and the thin factors of a split, since a model in evaluation may
     fill the memory: a dense w_hat would double it.
     """

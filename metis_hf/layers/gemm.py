@@ -60,7 +60,8 @@ class GemmPlan:
             "key": self.keys[role],
             "dtype": self.dtype,
         }
-        if self.held is not None and self.state is None:
+        stays = self.state is None or operand.conditioner.comes_again
+        if self.held is not None and stays:
             return self.held.operand(self.weight, params, operand, **options)
         return self.weight.quantize(params, operand, **options)
 

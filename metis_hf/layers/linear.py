@@ -195,11 +195,12 @@ class MetisLayer(nn.Module):
         if state is None:
             return None
         buffers, rows = self.state_buffers(), x.detach().reshape(-1, self.in_features)
-        if update:
-            mark = keys.weight_key.data
-            assert mark is not None
-            state.update(buffers, rows, mark)
-        return state.freeze(buffers, rows, self.weight_params()[-1].detach())
+        weight = self.weight_params()[-1].detach()
+        if not update:
+            return state.freeze(buffers, rows, weight)
+        mark = keys.weight_key.data
+        assert mark is not None
+        return state.update_and_freeze(buffers, rows, weight, mark)
 
     def row_mask(self, x: Tensor) -> Tensor | None:
         """Return which rows of x [... i] are tokens, as [t] bool; None: all, or unknown."""

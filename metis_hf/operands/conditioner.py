@@ -192,6 +192,11 @@ class Conditioner(ABC):
         """Return the conditioner of one call, which knows what the layer's state froze for it."""
         return self
 
+    @property
+    def comes_again(self) -> bool:
+        """Return whether later calls of the layer bind one that is equal to this bound one."""
+        return False
+
     def tensor_amax(self) -> Tensor | None:
         """Return what a direct conditioner has the tensor scale made of; None: of the tensor."""
         return None

@@ -7,13 +7,14 @@ the buffers, and call the hooks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import Channels, TensorAmax
 
@@ -70,6 +71,13 @@ class LayerState:
         """Return what a call with input x [t i] takes for weight [o i]; None: nothing."""
         return None
 
+    def update_and_freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, mark: Tensor
+    ) -> Any:
+        """Do `update` and then `freeze` for a call in training; override to read x only once."""
+        self.update(buffers, x, mark)
+        return self.freeze(buffers, x, weight)
+
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         """Make the processes agree on the buffers of these layers; only where there are several.
 
@@ -118,14 +126,24 @@ class StaticScales(LayerState):
         }
 
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
-        if self.input:
+        if self.input and not is_known_set(buffers["scales_frozen"]):
             buffers["input_amax"].copy_(self._input_amax(buffers, x))
 
     def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> TensorAmax:
-        frozen = buffers["scales_frozen"] > 0
-        of_weight = torch.where(frozen, buffers["weight_amax"], largest_magnitude(weight))
+        known = buffers["input_amax"], buffers["weight_amax"]
+        if is_known_set(buffers["scales_frozen"]):
+            return TensorAmax(*known, fixed=not any(each.is_inference() for each in known))
         of_input = self._input_amax(buffers, x) if self.input else buffers["input_amax"]
-        return TensorAmax(of_input, of_weight)
+        return TensorAmax(of_input, self._weight_amax(buffers, weight))
+
+    def update_and_freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, mark: Tensor
+    ) -> TensorAmax:
+        self.update(buffers, x, mark)
+        if is_known_set(buffers["scales_frozen"]):
+            return self.freeze(buffers, x, weight)
+        # The buffer has the amax of x in it by now. A copy, since micro-batches to come raise it.
+        return TensorAmax(buffers["input_amax"].clone(), self._weight_amax(buffers, weight))
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         largest = torch.stack([layer.buffers["input_amax"] for layer in layers.values()])
@@ -133,11 +151,47 @@ class StaticScales(LayerState):
         for layer, amax in zip(layers.values(), largest):
             layer.buffers["input_amax"].copy_(amax)
 
+    def _weight_amax(self, buffers: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+        return torch.where(
+            buffers["scales_frozen"] > 0, buffers["weight_amax"], largest_magnitude(weight)
+        )
+
     def _input_amax(self, buffers: Mapping[str, Tensor], x: Tensor) -> Tensor:
         known = buffers["input_amax"]
         return torch.where(
             buffers["scales_frozen"] > 0, known, torch.maximum(known, largest_magnitude(x))
         )
+
+
+# What was last read of flags: where they were, their version, and whether they were set.
+_READ: MutableMapping[Tensor, tuple[int, int, bool]] = WeakTensorKeyDictionary()
+
+
+def is_known_set(flag: Tensor) -> bool:
+    """Return whether a flag that seldom changes is set, as far as it costs no step any time.
+
+    A flag is read from its device once after each change of it. False also where reading is
+    impossible, or would wait in every step: while a graph is traced or captured, for tensors
+    without values, and with several processes, as DDP writes buffers before each forward pass.
+
+    Args:
+        flag: 0-dim integers, written in place.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or type(flag) is not Tensor
+        or flag.is_meta
+        or flag.is_inference()
+        or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        or (flag.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return False
+    found = _READ.get(flag)
+    if found is None or found[:2] != (flag.data_ptr(), flag._version):
+        found = flag.data_ptr(), flag._version, bool(flag.item())
+        _READ[flag] = found
+    return found[2]
 
 
 def largest_magnitude(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A weight's noise depends on the weight alone, so that all micro-batches of a ste
 w_hat, whatever the rounding: reusing it changes no bit. What is kept is packed, 4.5 bits an element
 and operand. Inside torch.compile nothing is reused, nor where the operand depends on the call:
 under a scheme with scales per channel, which are those of the call's own input until there is an
-average.
+average, and with static tensor scales until they are fixed.
 """
 
 from __future__ import annotations

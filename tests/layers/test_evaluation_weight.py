@@ -58,6 +58,45 @@ def test_holding_changes_no_bit(scheme, mode, autocast):
     assert codes(layer) == (not bound)
 
 
+def frozen(**options):
+    """A layer whose static scales are fixed, those of the weight above its own amax."""
+    layer = evaluated("w4a4", **options)
+    layer.input_amax.fill_(2.0)
+    layer.weight_amax.fill_(1.5 * layer.weight.detach().abs().max())
+    layer.scales_frozen.fill_(1)
+    return layer
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_static_scales_that_are_fixed(autocast, x):
+    layer = frozen()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(3):
+            assert torch.equal(call(layer, x), fresh(layer, x))
+    assert codes(layer) == 1
+
+
+SCALES = {
+    "another amax": lambda layer: layer.weight_amax.mul_(3),
+    "not fixed any more": lambda layer: layer.scales_frozen.zero_(),
+    "another buffer": lambda layer: setattr(layer, "weight_amax", layer.weight_amax * 3),
+    "load_state_dict, assign": lambda layer: layer.load_state_dict(
+        {**layer.state_dict(), "weight_amax": layer.weight_amax * 3}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SCALES)
+def test_another_static_scale_is_taken(change, x):
+    layer = frozen()
+    before = [call(layer, x) for _ in range(3)][-1]
+    SCALES[change](layer)
+    for _ in range(3):
+        after = call(layer, x)
+        assert torch.equal(after, fresh(layer, x))
+    assert not torch.equal(after, before)
+
+
 @pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
 def test_a_weight_is_quantized_once(no_gradients, x, monkeypatch):
     layer = evaluated("metis")

@@ -122,6 +122,32 @@ class TestLayer:
             torch.equal(before[name], value) for name, value in layer.state_buffers().items()
         )
 
+    @pytest.mark.parametrize(("frozen", "scans"), [(False, 2), (True, 0)])
+    def test_scans_of_a_call(self, frozen, scans, monkeypatch):
+        """The input and the weight once each in training, and nothing once scales are fixed."""
+        from metis_hf.schemes import states
+
+        layer = self.fixed("w4a4") if frozen else layer_of("w4a4", i=IN, o=OUT)[1]
+        scanned = []
+        original = states.largest_magnitude
+        monkeypatch.setattr(
+            states, "largest_magnitude", lambda x: scanned.append(x.shape) or original(x)
+        )
+        layer(torch.randn(TOKENS, IN)).sum().backward()
+        assert len(scanned) == scans
+        assert len(set(scanned)) == scans
+
+    def test_micro_batches_keep_the_scale_of_their_call(self):
+        """A later one raises the buffer before the backward pass of the first."""
+        layer = layer_of("w4a4", i=IN, o=OUT)[1]
+        first = torch.randn(TOKENS, IN).requires_grad_()
+        expected = torch.autograd.grad(layer(first).square().sum(), (first, layer.weight))
+        layer.input_amax.zero_()
+        y = layer(first)
+        layer(50 * torch.randn(TOKENS, IN))
+        found = torch.autograd.grad(y.square().sum(), (first, layer.weight))
+        assert all(map(torch.equal, found, expected))
+
 
 class TestCalibrate:
     @pytest.mark.parametrize("method", ["amax", "percentile", "mse"])

@@ -69,6 +69,20 @@ def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
     assert layer.held_weight is None
 
 
+def test_static_scales_that_are_fixed(encodings):
+    """What they scale is the same in every micro-batch."""
+    _, layer = layer_of("w4a4", i=64, o=48)
+    layer.input_amax.fill_(2.0)
+    layer.weight_amax.fill_(layer.weight.detach().abs().max())
+    layer.scales_frozen.fill_(1)
+    plain = micro_batches(layer, torch.float32)
+    encodings.clear()
+    with reuse_weights(layer):
+        reused = micro_batches(layer, torch.float32)
+    assert encodings == ["encode"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
+
+
 @pytest.mark.parametrize("scheme", ["nvfp4", "metis"])
 def test_a_changed_weight_is_quantized_anew(scheme, encodings):
     """Though nothing may change inside the block."""

@@ -19,10 +19,17 @@ from metis_hf.operands.conditioners.identity import Identity
 
 
 class TensorAmax(NamedTuple):
-    """The amax that tensor scales of one call are made of; 0-dim fp32, frozen for backward."""
+    """The amax that tensor scales of one call are made of; 0-dim fp32, frozen for backward.
+
+    Attributes:
+        input: of the input.
+        weight: of the weight.
+        fixed: both are the buffers of a layer whose scales are fixed, the same in every call.
+    """
 
     input: Tensor
     weight: Tensor
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,33 @@ class StaticScale(Identity):
     needs_state: ClassVar[bool] = True
 
     def bind(self, state: TensorAmax) -> GivenScale:
-        return GivenScale(state.weight if self.weight else state.input)
+        amax = state.weight if self.weight else state.input
+        return GivenScale(amax, (amax.data_ptr(), amax._version) if state.fixed else None)
 
 
 @dataclass(frozen=True, eq=False)
 class GivenScale(Identity):
-    """Quantizes under a tensor scale made of `amax`, 0-dim fp32; equal to no other one."""
+    """Quantizes under a tensor scale made of `amax`; equal to others with the same mark.
+
+    Args:
+        amax: 0-dim fp32.
+        mark: address and version of an amax that stays from call to call; None: equal to none.
+    """
 
     amax: Tensor
+    mark: tuple[int, int] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GivenScale) or self.mark is None:
+            return self is other
+        return self.mark == other.mark
+
+    def __hash__(self) -> int:
+        return id(self) if self.mark is None else hash(self.mark)
+
+    @property
+    def comes_again(self) -> bool:
+        return self.mark is not None
 
     def tensor_amax(self) -> Tensor:
         return self.amax
