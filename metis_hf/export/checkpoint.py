@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from fnmatch import fnmatch
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers, to_dense
 from metis_hf.export import modelopt
 from metis_hf.export.compressed_tensors import (
@@ -34,10 +31,9 @@ from metis_hf.export.compressed_tensors import (
     quantization_config,
     save_low_rank,
     split_layer,
-    static_scales,
-    unsupported,
     weight_quantizer,
 )
+from metis_hf.export.fused import scale_notes, shared_amaxes
 from metis_hf.export.inputs import QuantizedInput, quantized_input, quantizing_inputs
 from metis_hf.export.model_card import load_lines, model_card
 from metis_hf.export.report import (
@@ -48,7 +44,12 @@ from metis_hf.export.report import (
     WeightErrors,
     report_section,
 )
-from metis_hf.layers.experts import converted_names
+from metis_hf.export.source import (
+    check_calibrated,
+    check_packable,
+    copy_companions,
+    load_metis_model,
+)
 from metis_hf.layers.linear import MetisLayer
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
@@ -59,17 +60,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 UNPACKED_DTYPE = "bfloat16"  # what the compressed-tensors library decompresses to
 REPORT_FILE = "metis_export.json"
 RESIDUAL_DIR = "residual"
-# What a checkpoint holds besides weights, config and trainer state; copied as it is.
-_COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "*processor_config.json",
-)
 _WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
 
 
@@ -80,8 +70,10 @@ def export_checkpoint(
     format: str = "dense",
     dtype: str = "bfloat16",
     low_rank: str = "fold",
+    share_scales: bool = True,
     text: str | Path | None = None,
     results: str | Path | None = None,
+    load: Callable[[str | Path], PreTrainedModel] = load_metis_model,
 ) -> ExportReport:
     """Write a Metis checkpoint in a format that needs no metis_hf.
 
@@ -100,8 +92,13 @@ def export_checkpoint(
             compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
             quantized parts that they were trained as; "side-file" packs the residual and keeps the
             factors, quantized as in training, in a file beside it.
+        share_scales: pack weights that inference engines run as one (query, key and value; gate
+            and up) under one tensor scale, without which engines compute wrong values. False packs
+            each under its own, as it was trained; a side file's parts always are.
         text: a file of held-out text (UTF-8) to measure the loss on, for causal language models.
         results: a JSON file of metrics to show in the model card.
+        load: makes the converted model, in fp32 on the CPU, of `checkpoint`, which may then be
+            anything that it takes: a dense model, or a name on the hub.
 
     Returns:
         The report, also written to `metis_export.json`.
@@ -125,18 +122,19 @@ def export_checkpoint(
             f"choose {UNPACKED_DTYPE}. To compute in another dtype, load the checkpoint with that "
             "dtype and quantization_config=CompressedTensorsConfig(dequantize=True)"
         )
-    source, out = Path(checkpoint), Path(out)
+    out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; give a new directory, or remove it first")
-    model = load_metis_model(source)
-    split = [name for name, layer in metis_layers(model) if is_split(layer)]
     if format == "modelopt" and low_rank == "side-file":
         raise ValueError(
             'low_rank="side-file" is for format="compressed-tensors": ModelOpt has no place for '
             'factors. Use low_rank="fold"'
         )
+    model = load(checkpoint)
+    split = [name for name, layer in metis_layers(model) if is_split(layer)]
     if format != "dense":
-        _check_layers(model)
+        check_packable(model)
+        check_calibrated(model)
         if low_rank == "side-file" and not split:
             raise ValueError(
                 'low_rank="side-file" needs weights that are split, and scheme '
@@ -150,85 +148,35 @@ def export_checkpoint(
         kind = "w4a4"
     metrics = None if results is None else json.loads(Path(results).read_text())
     card = model_card(model, name=out.name, kind=kind, results=metrics)
-    windows = None if text is None else _windows(model, source, Path(text))
+    windows = None if text is None else _windows(model, checkpoint, Path(text))
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
     values = getattr(torch, dtype)
+    notes: tuple[str, ...] = ()
     if format == "dense":
         packed, rows = _write_dense(model, partial, values, windows, held_out)
     else:
         side_file = low_rank == "side-file"
         layout = format if not side_file else "side-file"
-        packed, rows = _write_packed(model, partial, values, layout, windows, held_out)
-    for path in sorted(source.iterdir()):
-        if any(fnmatch(path.name, pattern) for pattern in _COMPANIONS):
-            (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+        shared = shared_amaxes(model) if share_scales and not side_file else {}
+        packed, rows, notes = _write_packed(
+            model, partial, values, layout, shared, windows, held_out
+        )
+    copy_companions(checkpoint, partial)
     size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
     kept = low_rank if format != "dense" and split else None
     order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
     held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
     loading = load_lines(model, kind, str(out))
-    report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading)
+    report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
     (partial / REPORT_FILE).write_text(report.to_json())
     ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
     if out.exists():
         out.rmdir()
     partial.rename(out)
     return report
-
-
-def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
-    """Return a Metis checkpoint in fp32 and eval mode, as the class that its config names.
-
-    Raises:
-        ValueError: no directory, no Metis checkpoint, or a class that transformers does not have.
-    """
-    path = Path(checkpoint)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} has no config.json; give a directory that save_pretrained wrote")
-    config = AutoConfig.from_pretrained(path)
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method != MetisConfig.quant_method:
-        kind = "a plain checkpoint" if method is None else f"quantized by {method!r}"
-        raise ValueError(f"{path} is no Metis checkpoint but {kind}; there is nothing to export")
-    name = (config.architectures or ["none"])[0]
-    if not hasattr(transformers, name):
-        raise ValueError(f"{path}: transformers has no class {name!r}, which its config names")
-    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32)
-
-
-def _check_layers(model: nn.Module) -> None:
-    """Refuse what nvfp4-pack-quantized cannot hold, with the layer's name."""
-    for name, module in model.named_modules():
-        if keys := converted_names(module):
-            raise ValueError(
-                f"{name}.{keys[0]}: fused experts, which transformers does not read "
-                "from the nvfp4-pack-quantized layout. Use format='dense'"
-            )
-    packable = 0
-    for name, layer in metis_layers(model):
-        if reason := unsupported(layer):
-            raise ValueError(
-                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. "
-                "Use format='dense'"
-            )
-        if static_scales(layer) is not None and not layer.get_buffer("scales_frozen").item():
-            raise ValueError(
-                f"{name}: its tensor scales are not calibrated. Load the checkpoint, call "
-                "metis_hf.calibrate(model, batches) (or freeze_scales(model) after training), save "
-                "it and export that"
-            )
-        packable += weight_quantizer(layer) is not None
-    if not packable:
-        _, layer = next(metis_layers(model))
-        passes = layer.config.high_precision
-        why = f"high_precision={list(passes)}" if passes else f"scheme {layer.config.scheme!r}"
-        raise ValueError(
-            f"no layer of this checkpoint has quantized weights in its forward pass ({why}), so "
-            "there is nothing to pack. Use format='dense'"
-        )
 
 
 def _write_dense(
@@ -259,13 +207,15 @@ def _write_packed(
     out: Path,
     dtype: torch.dtype,
     layout: str,
+    shared: Mapping[str, Tensor],
     windows: list[Tensor] | None,
     held_out: dict[str, float],
-) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
-    """Write the packed model; returns the packed layers and the errors.
+) -> tuple[tuple[str, ...], tuple[LossRow, ...], tuple[str, ...]]:
+    """Write the packed model; returns the packed layers, the errors and the notes.
 
     Args:
         layout: "compressed-tensors", "modelopt", or "side-file" for the first with a side file.
+        shared: what tensor scales are made of that layers share, of `shared_amaxes`.
     """
     errors = WeightErrors()
     folded: dict[str, CompressedMatrix] = {}
@@ -277,7 +227,7 @@ def _write_packed(
         if quantizer is None:
             continue  # a layer that its scheme leaves in high precision stays so
         weight = _represented(layer)
-        folded[name] = compress(layer, weight)
+        folded[name] = compress(layer, weight, shared.get(name))
         errors.add("fold", name, weight, folded[name].dequantize())
         if is_split(layer):
             residuals[name], factors[name] = split_layer(layer, quantizer)
@@ -285,6 +235,7 @@ def _write_packed(
             errors.add("side-file", name, weight, whole)
         if (quantized := quantized_input(layer)) is not None:
             inputs[name] = quantized
+    notes = () if layout == "side-file" else scale_notes(model, folded, shared)
     dense = _dense(model)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
@@ -299,7 +250,7 @@ def _write_packed(
         save_low_rank(out, factors)
     else:
         _save_packed(dense, out, folded, inputs, layout, dtype)
-    return tuple(folded), errors.rows()
+    return tuple(folded), errors.rows(), notes
 
 
 def _save_packed(
@@ -361,7 +312,7 @@ def _represented(layer: MetisLayer) -> Tensor:
     return layer.weight_form.dense(layer.weight_params()).detach().float()
 
 
-def _windows(model: PreTrainedModel, source: Path, text: Path) -> list[Tensor]:
+def _windows(model: PreTrainedModel, source: str | Path, text: Path) -> list[Tensor]:
     """Return a text as windows of token ids [1, length], without overlap."""
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(

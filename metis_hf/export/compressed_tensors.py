@@ -150,14 +150,20 @@ def static_scales(layer: MetisLayer) -> StaticScales | None:
     return state if isinstance(state, StaticScales) else None
 
 
-def compress(layer: MetisLayer, weight: Tensor) -> CompressedMatrix:
-    """Pack the weight [o i] that a layer represents as its forward pass quantizes it."""
+def compress(layer: MetisLayer, weight: Tensor, amax: Tensor | None = None) -> CompressedMatrix:
+    """Pack the weight [o i] that a layer represents as its forward pass quantizes it.
+
+    Args:
+        layer: converted.
+        weight: what it represents.
+        amax: 0-dim, what the tensor scale is made of in place of the weight's largest magnitude;
+            a calibrated one goes before.
+    """
     quantizer = weight_quantizer(layer)
     assert quantizer is not None
-    static = static_scales(layer) is not None and not layer.weight_form.is_split
-    return CompressedMatrix.of(
-        weight, quantizer, layer.get_buffer("weight_amax") if static else None
-    )
+    if static_scales(layer) is not None and not layer.weight_form.is_split:
+        amax = layer.get_buffer("weight_amax")
+    return CompressedMatrix.of(weight, quantizer, amax)
 
 
 def is_split(layer: MetisLayer) -> bool:

@@ -60,6 +60,7 @@ class ExportReport:
             values that are stored. All are computed in fp32. Empty without a text.
         bytes: of all weight files.
         loading: Python that loads what was written.
+        notes: sentences on what was written, for who deploys it.
     """
 
     format: str
@@ -70,6 +71,7 @@ class ExportReport:
     held_out: Mapping[str, float]
     bytes: int
     loading: str = ""
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return the report as a JSON object; an infinite signal-to-noise ratio is null."""
@@ -152,4 +154,6 @@ def report_section(report: ExportReport) -> str:
     if report.held_out:
         lines += ["", f"| {' | '.join(LOSS_HEADER)} |", "| --- | ---: | ---: |"]
         lines += [f"| {' | '.join(cells)} |" for cells in loss_rows(report)]
+    for note in report.notes:
+        lines += ["", note]
     return "\n".join(lines) + "\n"

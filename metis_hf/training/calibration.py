@@ -16,18 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.deployed import deployed_groups
 from metis_hf.layers.linear import MetisLayer, full_tensor
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 
 METHODS = ("mse", "amax", "percentile")
-# Layers that inference engines run as one, under one tensor scale; as llm-compressor lists them.
-DEPLOYED_TOGETHER = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 # Shares of the largest magnitude that "mse" tries, the largest first, which wins a tie.
 TRIED_SHARES = tuple(2.0 ** (-step / 4) for step in range(9))
 
@@ -71,7 +65,7 @@ def calibrate(
 
     The model runs in evaluation mode with the quantizers on, each input under its own amax, so that
     layers see what the layers before them give in deployment. Rows of padding are left out. Layers
-    that are deployed as one (`DEPLOYED_TOGETHER`) get the same scales. With several processes each
+    that are deployed as one (`deployed_groups`) get the same scales. With several processes each
     gives its share of the batches, and all get the same scales; all have to call it together.
 
     Args:
@@ -102,7 +96,7 @@ def calibrate(
         )
     layers = _static_layers(model)
     observed = {name: layer for name, layer in layers.items() if _state(layer).input}
-    groups = _groups(layers)
+    groups = deployed_groups(layers)
     seen = {name: _Seen() for name in observed}
     with _reset_buffers(layers):
         if observed:
@@ -141,7 +135,7 @@ def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
     }
     _gather(seen)
     _refuse_unseen({n: s if s.largest else _Seen() for n, s in seen.items()})
-    groups = _groups(layers)
+    groups = deployed_groups(layers)
     chosen = {name: max(seen[member].largest for member in groups[name]) for name in seen}
     return _fix(layers, groups, chosen, {name: one.largest for name, one in seen.items()})
 
@@ -264,17 +258,6 @@ def _refuse_unseen(seen: dict[str, _Seen]) -> None:
             "run more text through the model (an expert sees the tokens of its router alone), or "
             "leave the layer out with exclude_modules"
         )
-
-
-def _groups(layers: dict[str, MetisLayer]) -> dict[str, tuple[str, ...]]:
-    """Return, for each layer, the layers with its tensor scale, itself included."""
-    groups = {}
-    for name in layers:
-        parent, _, own = name.rpartition(".")
-        together = next((names for names in DEPLOYED_TOGETHER if own in names), (own,))
-        full = [f"{parent}.{other}" if parent else other for other in together]
-        groups[name] = tuple(other for other in full if other in layers)
-    return groups
 
 
 def _choose(method: str, group: list[_Seen]) -> float:

@@ -21,8 +21,9 @@ from metis_hf import (
     get_metis_model,
     metis_layers,
 )
+from metis_hf.conversion.deployed import DEPLOYED_TOGETHER
 from metis_hf.numerics import fake_quantize
-from metis_hf.training.calibration import DEPLOYED_TOGETHER, TRIED_SHARES
+from metis_hf.training.calibration import TRIED_SHARES
 
 IN, OUT, TOKENS = 70, 48, 40
 FP32 = {"rtol": 1e-5, "atol": 1e-6}

@@ -1,0 +1,117 @@
+"""Tensor scales of layers that engines run as one, in exports of weights alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import llama
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from export.test_export import ALL_SPLIT, checkpoint, w_hat
+from metis_hf import metis_layers
+from metis_hf.export import export_checkpoint, load_metis_model
+from metis_hf.export.compressed_tensors import CompressedMatrix
+from metis_hf.export.fused import OWN_SCALES, SHARED_SCALES
+from metis_hf.numerics import fake_quantize
+
+JOINED = (
+    ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    ("mlp", ("gate_proj", "up_proj")),
+)
+
+
+def joined_as_vllm_does(state, names):
+    """The rows that vLLM computes with: all blocks, and the largest encode scale for all."""
+    packed, scale = (
+        torch.cat([state[f"{name}.weight_{part}"].view(torch.uint8) for name in names])
+        for part in ("packed", "scale")
+    )
+    largest = torch.cat([state[f"{name}.weight_global_scale"] for name in names]).max()
+    columns = 2 * packed.shape[1]
+    whole = CompressedMatrix(packed, scale.view(torch.float8_e4m3fn), largest[None], columns)
+    return whole.dequantize()
+
+
+def groups(state):
+    for block in range(2):
+        for parent, names in JOINED:
+            yield [f"model.layers.{block}.{parent}.{name}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [({"scheme": "metis"}, "search"), ({"scheme": "nvfp4-rne"}, "absmax"), (ALL_SPLIT, "search")],
+    ids=["metis", "nvfp4-rne", "folded"],
+)
+def test_an_engine_that_joins_layers_reads_the_weights(config, rule, tmp_path):
+    source = checkpoint(tmp_path / "metis", **config)
+    report = export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+    state = load_file(tmp_path / "out/model.safetensors")
+    layers = dict(metis_layers(load_metis_model(source)))
+    for names in groups(state):
+        weights = [layers[name].weight_form.dense(layers[name].weight_params()) for name in names]
+        amax = max(weight.abs().max() for weight in weights).detach()
+        expected = torch.cat(
+            [fake_quantize(weight.detach(), scale_rule=rule, amax=amax) for weight in weights]
+        )
+        assert torch.equal(joined_as_vllm_does(state, names), expected)
+    for name in ("o_proj", "down_proj"):  # alone, and under their own scale
+        (key,) = [key for key in state if key.endswith(f"0.self_attn.{name}.weight_packed")
+                  or key.endswith(f"0.mlp.{name}.weight_packed")]  # fmt: skip
+        layer = key.removesuffix(".weight_packed")
+        own = fake_quantize(
+            layers[layer].weight_form.dense(layers[layer].weight_params()).detach(),
+            scale_rule=rule,
+        )
+        assert torch.equal(joined_as_vllm_does(state, [layer]), own)
+    assert report.notes == (() if config is ALL_SPLIT else (SHARED_SCALES,))
+
+
+def test_own_scales_are_those_of_training_and_are_said_to_be(tmp_path):
+    source = checkpoint(tmp_path / "metis", scheme="metis")
+    report = export_checkpoint(
+        source, tmp_path / "out", format="compressed-tensors", share_scales=False
+    )
+    state = load_file(tmp_path / "out/model.safetensors")
+    layers = dict(metis_layers(load_metis_model(source)))
+    for names in groups(state):
+        trained = [w_hat(layers[name]) for name in names]
+        for name, expected in zip(names, trained):
+            assert torch.equal(joined_as_vllm_does(state, [name]), expected)
+        assert not torch.allclose(joined_as_vllm_does(state, names), torch.cat(trained), rtol=1e-2)
+    assert report.notes == (OWN_SCALES,)
+    assert OWN_SCALES in ModelCard.load(tmp_path / "out/README.md").text
+    assert json.loads((tmp_path / "out/metis_export.json").read_text())["notes"] == [OWN_SCALES]
+
+
+def test_modelopt_shares_them_too(tmp_path):
+    source = checkpoint(tmp_path / "metis", scheme="metis")
+    export_checkpoint(source, tmp_path / "out", format="modelopt")
+    state = load_file(tmp_path / "out/model.safetensors")
+    for names in groups(state):
+        assert len({state[f"{name}.weight_scale_2"].item() for name in names}) == 1
+
+
+@pytest.mark.parametrize("config", [{"two_level": False}, {"layers": 1}], ids=str)
+def test_nothing_to_say(config, tmp_path):
+    """Without tensor scales there are none to share; nor are they where training had one value."""
+
+    def equal():
+        model = llama()
+        for name, param in model.named_parameters():
+            if name.endswith("proj.weight"):
+                param.data.clamp_(-0.02, 0.02)
+                param.data[0, 0] = 0.02
+        return model
+
+    if config.pop("layers", None):
+        from metis_hf import MetisConfig, get_metis_model
+
+        get_metis_model(equal(), MetisConfig(scheme="metis")).save_pretrained(tmp_path / "metis")
+    else:
+        checkpoint(tmp_path / "metis", scheme="metis", **config)
+    report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
+    assert report.notes == ()
