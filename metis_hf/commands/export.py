@@ -11,7 +11,10 @@ from metis_hf.commands.options import Imports, import_sources
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Directory of a Metis checkpoint.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="Directory of a Metis checkpoint; to quantize it, also a dense model."),
+    ],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     format: Annotated[
         Literal["dense", "compressed-tensors", "modelopt"], typer.Option(help="What is written.")
@@ -22,23 +25,77 @@ def export(
     low_rank: Annotated[
         Literal["fold", "side-file"], typer.Option(help="Low-rank part of split weights.")
     ] = "fold",
+    share_scales: Annotated[
+        bool,
+        typer.Option(
+            "--share-scales/--own-scales",
+            help="One tensor scale for layers that engines run as one, or as trained.",
+        ),
+    ] = True,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Quantize the model: text or .jsonl that the scales of inputs are found on.",
+        ),
+    ] = None,
+    scheme: Annotated[
+        Literal["w4a4", "w4a16"] | None,
+        typer.Option(help="What it is quantized to.", show_default="w4a4"),
+    ] = None,
+    calibration_sequences: Annotated[
+        int, typer.Option(help="Sequences of that text, at most.")
+    ] = 128,
+    calibration_length: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+    calibration_method: Annotated[
+        Literal["mse", "amax", "percentile"], typer.Option(help="How the scales are chosen.")
+    ] = "mse",
+    device: Annotated[
+        str | None,
+        typer.Option(help='For calibration, as "cuda".', show_default="a GPU if there is one"),
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="Held-out text to measure the loss on.")] = None,
     results: Annotated[
         Path | None, typer.Option(help="JSON of metrics for the model card.")
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Write a checkpoint for software without metis_hf.
+    """Write a model for software without metis_hf.
 
-    Prints what each choice costs, and how to load what was written.
+    A checkpoint of this package as it is; or, with --calibrate TEXT and a packed --format, any
+    model in NVFP4 with quantized inputs. Prints what each choice costs, and how to load what was
+    written.
     """
     import_sources(imports)
+    quantizes = calibrate is not None or scheme is not None
+    if quantizes and format == "dense":
+        raise ValueError(
+            "--calibrate and --scheme quantize the model, and --format dense does not; choose "
+            "--format compressed-tensors or modelopt"
+        )
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    from metis_hf.export import export_checkpoint
+    from metis_hf.export import export_checkpoint, load_metis_model
     from metis_hf.export.report import HEADER, LOSS_HEADER, loss_rows, report_rows
+
+    console = Console()
+    load = load_metis_model
+    if quantizes:
+        from metis_hf.experiments.finetune.ptq import Calibration, calibrated_model
+
+        calibration = Calibration(
+            text=calibrate,
+            scheme=scheme,
+            sequences=calibration_sequences,
+            length=calibration_length,
+            method=calibration_method,
+            device=device,
+        )
+
+        def load(checkpoint):
+            return calibrated_model(checkpoint, calibration, console.print)
 
     report = export_checkpoint(
         checkpoint,
@@ -46,10 +103,11 @@ def export(
         format=format,
         dtype=dtype,
         low_rank=low_rank,
+        share_scales=share_scales,
         text=text,
         results=results,
+        load=load,
     )
-    console = Console()
     table = Table(title="Error of the weights against those that the checkpoint represents")
     for index, title in enumerate(HEADER):
         table.add_column(title, justify="left" if index < 2 else "right")
@@ -63,6 +121,8 @@ def export(
         for cells in loss_rows(report):
             losses.add_row(*cells)
         console.print(losses)
+    for note in report.notes:
+        console.print(note, highlight=False)
     summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4. Load it:"
     for lines in (summary, report.loading):  # a path is never broken into lines
         console.print(lines, soft_wrap=True, markup=False, highlight=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,31 @@ def chunk(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]
         while len(held) >= length:
             yield held[:length]
             del held[:length]
+
+
+def first_sequences(
+    path: Path, tokenizer: PreTrainedTokenizerBase, length: int, count: int
+) -> Tensor:
+    """Return the first sequences of a file, token ids [n length] with 1 <= n <= count.
+
+    Args:
+        path: see above.
+        tokenizer: of the model.
+        length: tokens of a sequence.
+        count: at most so many; no more of the file is tokenized.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a damaged line, conversations without a chat template, or not one sequence.
+    """
+    documents = (tokens_of(document, tokenizer) for document in read_documents(path))
+    rows = list(islice(chunk(documents, length), count))
+    if not rows:
+        raise ValueError(
+            f"{path} has fewer than {length} tokens, which is one sequence; give a longer text, or "
+            "ask for shorter sequences"
+        )
+    return torch.tensor(rows)
 
 
 def chunked_sequences(

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metis_hf.data.chat import chunk, chunked_sequences, read_documents, tokens_of
+from metis_hf.data.chat import (
+    chunk,
+    chunked_sequences,
+    first_sequences,
+    read_documents,
+    tokens_of,
+)
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
@@ -95,3 +101,28 @@ def test_no_file_and_no_template(tmp_path):
     plain = train_tokenizer(stdlib_documents()[:2], vocab_size=300)
     with pytest.raises(ValueError, match="no chat template; set tokenizer"):
         tokens_of(TALK, plain)
+
+
+def test_the_first_sequences(tokenizer, tmp_path):
+    """No more is tokenized than is asked for."""
+    path = tmp_path / "text.txt"
+    path.write_text("one two three\n\n" * 40)
+    whole = tokenizer("one two three\n\n" * 40, add_special_tokens=False)["input_ids"]
+    found = first_sequences(path, tokenizer, 7, 3)
+    assert found.flatten().tolist() == whole[:21]
+    assert found.shape == (3, 7)
+    assert len(first_sequences(path, tokenizer, 7, 10**6)) == len(whole) // 7
+    read = []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, text, **options):
+            read.append(text)
+            return tokenizer(text, **options)
+
+    first_sequences(path, Counting(), 7, 1)
+    assert len(read) < 10
+    with pytest.raises(ValueError, match=r"fewer than 10,000 tokens, which is one sequence"):
+        first_sequences(path, tokenizer, 10_000, 1)

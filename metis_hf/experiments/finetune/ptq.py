@@ -1,0 +1,171 @@
+"""Quantization after training in one step: any dense model or checkpoint, calibrated on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.data.chat import first_sequences
+from metis_hf.experiments.finetune.arguments import SCHEMES
+from metis_hf.export.source import check_packable, load_model, quantization_of
+from metis_hf.schemes.states import StaticScales
+from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
+
+_BATCH = 4  # sequences of a forward pass
+_WHICH_LAYERS = (
+    "target_modules",
+    "exclude_modules",
+    "modules_to_not_convert",
+    "layers_to_transform",
+    "layers_pattern",
+    "keep_first_blocks",
+    "keep_last_blocks",
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The choices of a calibration.
+
+    Attributes:
+        text: UTF-8 text, or .jsonl of messages or texts; None where only weights are quantized.
+        scheme: what a model without static scales is converted to, of `SCHEMES`; None: "w4a4".
+        sequences: at most so many of the text's beginning.
+        length: tokens of each; the model's context if that is shorter.
+        method: how the scales of inputs are found; see `calibrate`.
+        device: such as "cuda"; None takes the accelerator that there is.
+    """
+
+    text: str | Path | None
+    scheme: str | None = None
+    sequences: int = 128
+    length: int = 512
+    method: str = METHODS[0]
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("scheme", self.scheme or SCHEMES[0], SCHEMES),
+            ("method", self.method, METHODS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}; choose one of {', '.join(known)}")
+        if self.sequences < 1 or self.length < 2:
+            raise ValueError(
+                f"{self.sequences} sequences of {self.length} tokens; expected at least 1 of 2"
+            )
+
+
+def calibrated_model(
+    checkpoint: str | Path, calibration: Calibration, report: Callable[[str], None] = print
+) -> PreTrainedModel:
+    """Return a checkpoint in a scheme of static scales, calibrated; in fp32 on the CPU.
+
+    A dense checkpoint is converted. One in a scheme without static scales takes the chosen one,
+    with the weights that it represents and the layers that it has converted. One in a scheme with
+    them keeps its schemes, and its scales are found again.
+
+    Args:
+        checkpoint: a directory or a name on the hub.
+        calibration: the text, and how it is used.
+        report: takes a line on what is done.
+
+    Raises:
+        FileNotFoundError: no such text.
+        ValueError: a checkpoint quantized by other software; layers that cannot be packed; no
+            text where inputs are quantized; a text too short; a model that reads more than token
+            ids.
+    """
+    method = quantization_of(AutoConfig.from_pretrained(checkpoint))
+    if method not in (None, MetisConfig.quant_method):
+        raise ValueError(
+            f"{checkpoint} is quantized by {method!r} already; give the model that it was made of"
+        )
+    model = load_model(checkpoint)
+    _convert(model, calibration.scheme, report)
+    check_packable(model)
+    batches: list[Tensor] = []
+    if _quantizes_inputs(model):
+        rows = _rows(model, checkpoint, calibration)
+        batches = list(rows.split(_BATCH))
+        report(
+            f"calibrating on {rows.shape[0]} sequences of {rows.shape[1]} tokens "
+            f"(method {calibration.method})"
+        )
+    nn.Module.to(model, _device(calibration.device))
+    calibrate(model, batches, method=calibration.method)
+    nn.Module.to(model, "cpu")
+    return model
+
+
+def _convert(model: PreTrainedModel, scheme: str | None, report: Callable[[str], None]) -> None:
+    """Give the model the scheme, in place, unless it has one with static scales."""
+    if has_static_scales(model):
+        if scheme is not None:
+            raise ValueError(
+                f"scheme={scheme!r}, and the checkpoint has static scales in scheme "
+                f"{_config(model).scheme!r} already; leave the scheme out"
+            )
+        return
+    config = MetisConfig(scheme=scheme or SCHEMES[0])
+    if getattr(model.config, "quantization_config", None) is not None:
+        own = _config(model)
+        report(f"scheme {own.scheme} -> {config.scheme}")
+        config = replace(config, **{name: getattr(own, name) for name in _WHICH_LAYERS})
+        to_dense(model)
+    get_metis_model(model, config)
+
+
+def _config(model: PreTrainedModel) -> MetisConfig:
+    config = model.config.quantization_config
+    assert isinstance(config, MetisConfig)
+    return config
+
+
+def _quantizes_inputs(model: nn.Module) -> bool:
+    states = (layer.scheme.state for _, layer in metis_layers(model))
+    return any(isinstance(state, StaticScales) and state.input for state in states)
+
+
+def _rows(model: PreTrainedModel, checkpoint: str | Path, calibration: Calibration) -> Tensor:
+    """Return token ids [n length]."""
+    if calibration.text is None:
+        raise ValueError(
+            "the inputs of this model's layers are quantized too, so their scales need a text to "
+            "be found on: give --calibrate TEXT, or --scheme w4a16 for weights alone"
+        )
+    if model.config.is_encoder_decoder or model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} does not read token ids alone; calibrate it in a script: "
+            "metis_hf.calibrate(model, batches) with its own arguments, save it and export that"
+        )
+    context = getattr(model.config, "max_position_embeddings", None) or calibration.length
+    rows = first_sequences(
+        Path(calibration.text),
+        AutoTokenizer.from_pretrained(checkpoint),
+        min(context, calibration.length),
+        calibration.sequences,
+    )
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
+    if int(rows.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {checkpoint} gives token {int(rows.max())}, and the model knows "
+            f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
+        )
+    return rows
+
+
+def _device(name: str | None) -> torch.device:
+    if name is not None:
+        return torch.device(name)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found
