@@ -20,6 +20,7 @@ from layers.layer_tools import layer_of
 from metis_hf import (
     MetisCallback,
     MetisConfig,
+    calibrate,
     get_metis_model,
     metis_layers,
     scheme_names,
@@ -233,3 +234,45 @@ def test_trainer(scheme, tmp_path):
         [entry["loss"] for entry in expected], abs=MEASURED_LOSS
     )
     assert ["metis/weight/o_proj/stable_rank" in entry for entry in measured] == [1, 0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [True, False], ids=["calibrated", "scales that move"])
+def test_trainer_with_static_scales(frozen, tmp_path):
+    """Quantization-aware training as it is deployed: losses, weights and scales of eager mode."""
+    rows = [{"input_ids": row, "labels": row} for row in batch(24, 24)]
+
+    def run(directory, **changes):
+        torch._dynamo.reset()
+        model = model_for("w4a4")
+        if frozen:
+            calibrate(model, [batch(4, 24)])
+        trainer = transformers.Trainer(
+            model,
+            transformers.TrainingArguments(
+                str(directory),
+                max_steps=3,
+                per_device_train_batch_size=2,
+                logging_steps=1,
+                learning_rate=1e-3,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                **changes,
+            ),
+            train_dataset=rows,
+            callbacks=[MetisCallback(health_interval=0)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+    plain, expected = run(tmp_path / "eager")
+    model, history = run(
+        tmp_path / "compiled", torch_compile=True, torch_compile_backend="aot_eager"
+    )
+    assert len(history) == 3
+    assert history == expected
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    assert all(layer.scales_frozen == frozen for _, layer in metis_layers(model))
