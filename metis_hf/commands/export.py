@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from metis_hf.commands.options import Imports, import_sources
+from metis_hf.commands.options import Imports, device_or_best, import_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def export(
@@ -81,7 +86,7 @@ def export(
     from metis_hf.export.report import HEADER, LOSS_HEADER, loss_rows, report_rows
 
     console = Console()
-    load = load_metis_model
+    load: Callable[[str | Path], PreTrainedModel] = load_metis_model
     if quantizes:
         from metis_hf.experiments.finetune.ptq import Calibration, calibrated_model
 
@@ -91,12 +96,9 @@ def export(
             sequences=calibration_sequences,
             length=calibration_length,
             method=calibration_method,
-            device=device,
+            device=device_or_best(device),
         )
-
-        def load(checkpoint):
-            return calibrated_model(checkpoint, calibration, console.print)
-
+        load = partial(calibrated_model, calibration=calibration, report=console.print)
     report = export_checkpoint(
         checkpoint,
         out,

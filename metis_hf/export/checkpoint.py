@@ -81,7 +81,8 @@ def export_checkpoint(
     complete; an interrupted export leaves `<out>.partial`.
 
     Args:
-        checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model.
+        checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model;
+            with another `load`, whatever that takes.
         out: the directory to write; must not exist, or be empty.
         format: "dense", "compressed-tensors" or "modelopt". Where tensor scales are calibrated
             (schemes "w4a4" and "w4a16"), the packed formats hold them, and inputs are quantized as
@@ -97,8 +98,8 @@ def export_checkpoint(
             each under its own, as it was trained; a side file's parts always are.
         text: a file of held-out text (UTF-8) to measure the loss on, for causal language models.
         results: a JSON file of metrics to show in the model card.
-        load: makes the converted model, in fp32 on the CPU, of `checkpoint`, which may then be
-            anything that it takes: a dense model, or a name on the hub.
+        load: makes the converted model of `checkpoint`, in fp32 on the CPU. Tokenizer and other
+            files beside the weights are taken from `checkpoint`, a directory or name on the hub.
 
     Returns:
         The report, also written to `metis_export.json`.

@@ -124,5 +124,5 @@ def test_the_first_sequences(tokenizer, tmp_path):
 
     first_sequences(path, Counting(), 7, 1)
     assert len(read) < 10
-    with pytest.raises(ValueError, match=r"fewer than 10,000 tokens, which is one sequence"):
+    with pytest.raises(ValueError, match=r"fewer than 10000 tokens, which is one sequence"):
         first_sequences(path, tokenizer, 10_000, 1)

@@ -12,7 +12,7 @@ from design import cases
 from torch import nn
 
 from layers.layer_tools import FP4_SCHEME_MODES, layer_of
-from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.layers import linear
 
 SPLIT = {"split_weight": True}
@@ -271,10 +271,12 @@ def test_a_copy_holds_nothing(copied, x):
     assert torch.equal(call(other, x), expected)
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4-rne", "metis"])
+@pytest.mark.parametrize("scheme", ["nvfp4-rne", "metis", "w4a4"])
 def test_generation(scheme, monkeypatch):
     """The tokens of a model that quantizes its weights for each of them."""
     model = get_metis_model(llama(), MetisConfig(scheme=scheme)).eval()
+    if scheme == "w4a4":
+        calibrate(model, [torch.randint(0, VOCAB, (2, 24))])
     prompt = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True}
     options["return_dict_in_generate"] = True

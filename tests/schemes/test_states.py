@@ -9,9 +9,10 @@ import pytest
 import torch
 from layers.layer_tools import layer_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metis_hf.layers.linear import QuantLinear
-from metis_hf.schemes.states import LayerState
+from metis_hf.schemes.states import LayerState, is_known_set
 from metis_hf.training import layer_states
 from metis_hf.training.layer_states import after_step, check_states
 
@@ -118,3 +119,32 @@ def test_engines_that_train_copies_are_refused_by_name():
     harmless = nn.Sequential(with_state(LayerState()))
     harmless[0].weight.ds_id = 0
     check_states(harmless)
+
+
+class TestKnownFlag:
+    """A flag on the device, read once a change."""
+
+    def test_follows_the_flag(self, monkeypatch):
+        flag = torch.zeros((), dtype=torch.int32)
+        reads = []
+        item = torch.Tensor.item
+        monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append(1) or item(self))
+        assert [is_known_set(flag) for _ in range(3)] == [False] * 3
+        flag.fill_(1)
+        assert [is_known_set(flag) for _ in range(3)] == [True] * 3
+        assert len(reads) == 2
+        flag.data = torch.zeros((), dtype=torch.int32)
+        assert not is_known_set(flag)
+
+    def test_unknown_where_reading_would_wait_or_fail(self, monkeypatch):
+        flag = torch.ones((), dtype=torch.int32)
+        assert is_known_set(flag)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert not is_known_set(mode.from_tensor(flag))
+            assert not is_known_set(flag)
+        assert not is_known_set(flag.to("meta"))
+        with torch.inference_mode():
+            assert not is_known_set(torch.ones((), dtype=torch.int32))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        assert not is_known_set(flag)

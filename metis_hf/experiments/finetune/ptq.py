@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -41,7 +40,7 @@ class Calibration:
         sequences: at most so many of the text's beginning.
         length: tokens of each; the model's context if that is shorter.
         method: how the scales of inputs are found; see `calibrate`.
-        device: such as "cuda"; None takes the accelerator that there is.
+        device: such as "cuda".
     """
 
     text: str | Path | None
@@ -49,7 +48,7 @@ class Calibration:
     sequences: int = 128
     length: int = 512
     method: str = METHODS[0]
-    device: str | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -100,7 +99,7 @@ def calibrated_model(
             f"calibrating on {rows.shape[0]} sequences of {rows.shape[1]} tokens "
             f"(method {calibration.method})"
         )
-    nn.Module.to(model, _device(calibration.device))
+    nn.Module.to(model, calibration.device)
     calibrate(model, batches, method=calibration.method)
     nn.Module.to(model, "cpu")
     return model
@@ -162,10 +161,3 @@ def _rows(model: PreTrainedModel, checkpoint: str | Path, calibration: Calibrati
             f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
         )
     return rows
-
-
-def _device(name: str | None) -> torch.device:
-    if name is not None:
-        return torch.device(name)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if found is None else found
