@@ -165,7 +165,11 @@ def test_a_checkpoint_of_another_scheme(config, text, tmp_path):
 
 
 def test_weights_alone_need_no_text(dense, tmp_path):
-    run(dense, "--out", tmp_path / "out", "--format", "compressed-tensors", "--scheme", "w4a16")
+    printed = run(dense, "--out", tmp_path / "out", "--format", "compressed-tensors",
+                  "--scheme", "w4a16", "--calibrate", tmp_path / "none.txt")  # fmt: skip
+    assert "no layer quantizes its inputs" in printed
+    run(dense, "--out", tmp_path / "alone", "--format", "compressed-tensors", "--scheme", "w4a16")
+    assert same(state_of(tmp_path / "out"), state_of(tmp_path / "alone"))
     state = state_of(tmp_path / "out")
     assert any(key.endswith("weight_global_scale") for key in state)
     assert not any(key.endswith("input_global_scale") for key in state)

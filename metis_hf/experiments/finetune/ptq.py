@@ -99,6 +99,8 @@ def calibrated_model(
             f"calibrating on {rows.shape[0]} sequences of {rows.shape[1]} tokens "
             f"(method {calibration.method})"
         )
+    elif calibration.text is not None:
+        report(f"no layer quantizes its inputs, so {calibration.text} is not read")
     nn.Module.to(model, calibration.device)
     calibrate(model, batches, method=calibration.method)
     nn.Module.to(model, "cpu")
