@@ -28,7 +28,7 @@ OWN_SCALES = (
 )
 SHARED_SCALES = (
     "Layers that engines run as one (query, key and value; gate and up) are packed under one "
-    "tensor scale. In training each had a scale of its own, so some codes differ from those there."
+    "tensor scale. In training each had a scale of its own, so codes differ from those there."
 )
 
 
