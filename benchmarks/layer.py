@@ -11,12 +11,13 @@ costs time itself. Writes results/layer.json and .png.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import parts
 import peers
 import torch
+from memory import megabytes, peak_memory
 from quantizers import available
 from timing import (
     Row,
@@ -46,14 +47,14 @@ NN_LINEAR, PAPER = "nn.Linear", "paper's code"
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor, kernels: str | None) -> Callable[[], None]:
-    """Forward and backward; gradients are dropped at the start, as an optimizer would."""
+    """Forward and backward; gradients are dropped at the end, as after an optimizer's step."""
     x = x.clone().requires_grad_()
 
     def step() -> None:
-        layer.zero_grad()
-        x.grad = None
         with use_kernels(kernels):
             layer(x).backward(dy)
+        layer.zero_grad()
+        x.grad = None
 
     return step
 
@@ -68,32 +69,37 @@ def realistic(tokens: int, width: int, seed: int, device: torch.device) -> Tenso
 
 
 def cases(
-    shape: tuple[int, int, int], device: torch.device, paper: Path | None
+    shape: tuple[int, int, int],
+    device: torch.device,
+    paper: Path | None,
+    kernels: Sequence[str] | None = None,
 ) -> list[tuple[Row, Callable[[], None]]]:
+    """(row, step) of nn.Linear, then of each scheme with each of the kernels (None: all)."""
+    chosen = available(device) if kernels is None else list(kernels)
     tokens, inputs, outputs = shape
     x, dy = realistic(tokens, inputs, 0, device), realistic(tokens, outputs, 1, device) * 1e-3
     base = torch.bfloat16 if device.type == "cuda" else torch.float32
     found: list[tuple[Row, Callable[[], None]]] = []
 
-    def add(name: str, layer: nn.Module, dtype: torch.dtype, kernels: str | None = None) -> None:
-        row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": kernels}
+    def add(name: str, layer: nn.Module, dtype: torch.dtype, kernel: str | None = None) -> None:
+        row = {"name": name, "dtype": str(dtype).split(".")[1], "kernels": kernel}
         layer = layer.to(device, dtype)
-        found.append((row, step_of(layer, x.to(dtype), dy.to(dtype), kernels)))
+        found.append((row, step_of(layer, x.to(dtype), dy.to(dtype), kernel)))
 
     def linear() -> nn.Linear:
         torch.manual_seed(0)
         return nn.Linear(inputs, outputs, bias=False)
 
     add(NN_LINEAR, linear(), base)
-    for kernels in reversed(available(device)):
-        for scheme in SCHEMES if kernels != "reference" else SCHEMES[1:]:
+    for kernel in reversed(chosen):
+        for scheme in SCHEMES if kernel != "reference" else SCHEMES[1:]:
             config = MetisConfig(scheme=scheme)
             layer = convert_linear(linear(), config, name="layer").train()
-            add(scheme, layer, base, kernels)
+            add(scheme, layer, base, kernel)
     other = torch.bfloat16 if base is torch.float32 else torch.float32
     add(NN_LINEAR, linear(), other)
     metis = convert_linear(linear(), MetisConfig(), name="layer").train()
-    add("metis", metis, other, available(device)[-1])
+    add("metis", metis, other, chosen[-1])
     if paper is not None:
         rank = max(1, round(MetisConfig().rank_frac * min(inputs, outputs)))
         peer = peers.PaperLayer(paper, linear(), rank)
@@ -110,12 +116,18 @@ def measure(
     budget: float,
     device: torch.device,
     paper: Path | None,
+    kernels: Sequence[str] | None = None,
 ) -> list[Row]:
-    found = cases(shape, device, paper)
+    """Times and parts of each case; on a GPU also the most memory that a step takes."""
+    found = cases(shape, device, paper, kernels)
     times = interleave([step for _, step in found], rounds, budget=budget, device=device)
     rows = []
     for (case, step), seconds in zip(found, times):
         row = {**case, "shape": list(shape), **summary(seconds, times[0])}
+        if device.type == "cuda":
+            with peak_memory(device) as peak:
+                step()
+            row["peak_bytes"] = peak["bytes"]
         if case["name"] not in (NN_LINEAR, PAPER):
             split = [parts.by_part(step, device) for _ in range(PART_ROUNDS)]
             row["parts_ms"] = {
@@ -127,17 +139,18 @@ def measure(
 
 def markdown(rows: list[Row]) -> str:
     names = [name for name in parts.NAMES if any(row["parts_ms"][name] > 0 for row in _split(rows))]
+    memory = any("peak_bytes" in row for row in rows)
     cells = []
     for row in rows:
         split = row.get("parts_ms")
         shares = [f"{100 * split[n] / sum(split.values()):.0f} %" if split else "" for n in names]
         shape = " x ".join(str(n) for n in row["shape"])
         kernels = row["kernels"] or ""
-        cells.append(
-            [shape, row["name"], row["dtype"], kernels, spread(row, "ms"), spread(row), *shares]
-        )
+        times = [spread(row, "ms"), spread(row)]
+        peak = [megabytes(row.get("peak_bytes"))] if memory else []
+        cells.append([shape, row["name"], row["dtype"], kernels, *times, *peak, *shares])
     columns = ["shape", "layer", "dtype", "kernels", "ms (quartiles)", "over nn.Linear"]
-    return table([*columns, *names], cells)
+    return table([*columns, *(["peak MB"] if memory else []), *names], cells)
 
 
 def _split(rows: list[Row]) -> list[Row]:

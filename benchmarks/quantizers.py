@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import peers
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import KERNELS, compiled, use_kernels
-from metis_hf.numerics.kernels.choice import ENVIRONMENT
+from metis_hf.numerics.kernels.choice import ENVIRONMENT, triton_backend
 
 COPY = "copy"
 QUANTIZERS = {
@@ -78,7 +78,31 @@ def available(device: torch.device) -> list[str]:
     if lacks is not None:
         print(f"only the reference runs: there is no {lacks}", file=sys.stderr)
         return ["reference"]
-    return [name for name in KERNELS if name != "triton" or device.type == "cuda"]
+    if device.type != "cuda":
+        return [name for name in KERNELS if name != "triton"]
+    backend = triton_backend()
+    lacks = "package triton" if backend is None else backend.missing(device)
+    if lacks is not None:
+        print(f"the Triton kernels do not run: there is no {lacks}", file=sys.stderr)
+    return [name for name in KERNELS if name != "triton" or lacks is None]
+
+
+def covered(name: str, kernels: str) -> bool:
+    """Whether kernels compute a quantizer themselves."""
+    if kernels == "triton":
+        return "scale_rule" not in QUANTIZERS[name] and name not in REFERENCE_ONLY
+    return kernels == "reference" or name not in REFERENCE_ONLY
+
+
+def own_cases(x: Tensor, names: Sequence[str], kernels: Sequence[str]) -> list[Case]:
+    """Calls that quantize x with each of our kernels."""
+    kind = str(x.dtype).split(".")[1]
+    return [
+        ({"name": name, "kernels": kernel, "dtype": kind}, ours(x, name, kernel))
+        for name in names
+        for kernel in kernels
+        if covered(name, kernel)
+    ]
 
 
 def cases(
@@ -91,11 +115,7 @@ def cases(
     for dtype in DTYPES[: 1 if quick else None]:
         typed = x.to(dtype)
         kind = str(dtype).split(".")[1]
-        for name in list(QUANTIZERS)[: 3 if quick else None]:
-            for kernel in kernels:
-                if kernel == "reference" or name not in REFERENCE_ONLY:
-                    case = {"name": name, "kernels": kernel, "dtype": kind}
-                    found.append((case, ours(typed, name, kernel)))
+        found += own_cases(typed, list(QUANTIZERS)[: 3 if quick else None], kernels)
         others = {
             peer: (lambda make=make, typed=typed: make(typed))
             for peer, make in peers.QUANTIZERS.items()

@@ -5,7 +5,7 @@
 
 A step is forward, backward and AdamW. Parameters are fp32; "bf16" rows run under autocast, the
 others in fp32 (on a GPU all but the first run under autocast). Ratios are over the plain fp32
-model, round by round. Writes results/step.json and .png.
+model, round by round, on a GPU over the plain bf16 model too. Writes results/step.json and .png.
 
 Saved bytes are what autograd keeps between forward and backward (`saved_tensors_hooks`), every
 storage once, parameters left out: of the linear layers' own forward passes, without copies of their
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from memory import megabytes, peak_memory
 from timing import (
     Row,
     arguments,
@@ -197,35 +197,6 @@ def counting_saved(case: Case, shape: Shape) -> Iterator[Saved]:
         handle.remove()
 
 
-@contextlib.contextmanager
-def peak_memory(device: torch.device) -> Iterator[dict[str, int]]:
-    """{"bytes": the highest use inside, over that before}; empty where nobody counts."""
-    found: dict[str, int] = {}
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield found
-        found["bytes"] = torch.cuda.max_memory_allocated(device) - before
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        resident = _status("VmRSS")
-    except OSError:
-        yield found
-        return
-    yield found
-    found["bytes"] = _status("VmHWM") - resident
-
-
-def _status(field: str) -> int:
-    """A size of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
-
-
 # --- measurement ----------------------------------------------------------------------------------
 
 
@@ -262,17 +233,26 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
     for row, seconds in zip(rows, times):
         row |= summary(seconds, times[0])
         row["tokens_per_s"] = tokens / statistics.median(seconds)
-    _add_ratios(rows)
+    _add_ratios(rows, times, device)
     return rows
 
 
-def _add_ratios(rows: list[Row]) -> None:
-    plain = [row for row in rows if row["name"] == PLAIN and row["dtype"] == "bfloat16"]
-    for row in rows if plain else ():
-        row["saved_over_bf16"] = row["saved_linear_bytes"] / plain[0]["saved_linear_bytes"]
+def _add_ratios(rows: list[Row], times: list[list[float]], device: torch.device) -> None:
+    """Ratios over the plain bf16 model: of saved bytes, on a GPU of times and memory too."""
+    kinds = [(row["name"], row["dtype"]) for row in rows]
+    if (PLAIN, "bfloat16") not in kinds:
+        return
+    plain = kinds.index((PLAIN, "bfloat16"))
+    for row, seconds in zip(rows, times):
+        row["saved_over_bf16"] = row["saved_linear_bytes"] / rows[plain]["saved_linear_bytes"]
+        if device.type == "cuda":
+            over = summary(seconds, times[plain])
+            row["over_bf16"], row["quartiles_over_bf16"] = over["ratio"], over["quartiles_ratio"]
+            row["peak_over_bf16"] = row["peak_bytes"] / rows[plain]["peak_bytes"]
 
 
 def markdown(rows: list[Row]) -> str:
+    on_gpu = any("over_bf16" in row for row in rows)
     cells = [
         [
             f"{row['model']}, {row['batch'][0]} x {row['batch'][1]}",
@@ -281,20 +261,19 @@ def markdown(rows: list[Row]) -> str:
             spread(row, "ms"),
             f"{row['tokens_per_s']:.0f}",
             spread(row),
-            _mb(row["peak_bytes"]),
-            _mb(row["saved_bytes"]),
-            _mb(row["saved_linear_bytes"]),
+            *([spread(row, "over_bf16")] if on_gpu else []),
+            megabytes(row["peak_bytes"]),
+            *([f"{row['peak_over_bf16']:.2f}"] if on_gpu else []),
+            megabytes(row["saved_bytes"]),
+            megabytes(row["saved_linear_bytes"]),
             f"{row['saved_over_bf16']:.2f}" if "saved_over_bf16" in row else "",
         ]
         for row in rows
     ]
     columns = ["model", "linears", "GEMMs", "ms a step (quartiles)", "tokens/s", "over fp32"]
-    memory = ["peak MB", "saved MB", "saved by linears MB", "of bf16's"]
-    return table(columns + memory, cells)
-
-
-def _mb(size: int | None) -> str:
-    return "" if size is None else f"{size / 2**20:.0f}" if size > 2**20 else f"{size / 2**20:.2f}"
+    columns += [*(["over bf16"] if on_gpu else []), "peak MB"]
+    columns += [*(["of bf16's"] if on_gpu else []), "saved MB", "saved by linears MB", "of bf16's"]
+    return table(columns, cells)
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -63,6 +63,7 @@ def prepare(threads: int) -> None:
 def seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
     """One call."""
     if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)  # what is still queued is not this call's
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()

@@ -34,8 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[design.FULL] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, so that the last ones are short."""
+    """Mark tests that need a GPU; put files with slow tests first, so that the last are short."""
+    for item in items:
+        reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
+        if any("CUDA" in reason or "GPU" in reason for reason in reasons):
+            item.add_marker("gpu")  # `make gpu` runs them
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -46,18 +46,23 @@ def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> dat
     """
     import datasets
 
-    directory = Path(directory)
-    meta = read_meta(directory)
-    if vocab_size is not None and meta["vocab_size"] > vocab_size:
-        raise ValueError(
-            f"{directory} was tokenized with {meta['tokenizer']}, {meta['vocab_size']} tokens, but "
-            f"the model embeds {vocab_size}; prepare the data with the model's tokenizer, or build "
-            f"the model with vocab_size={meta['vocab_size']}"
-        )
-    shards = sorted(directory.glob("shard-*.parquet"))
-    _check_shards(directory, shards, meta)
+    shards = _shards(Path(directory), vocab_size)
     dataset = datasets.Dataset.from_parquet([str(shard) for shard in shards])
     return dataset.with_format("torch")
+
+
+def load_tokens(directory: str | Path, *, vocab_size: int | None = None) -> torch.Tensor:
+    """Chunked sequences in memory, without the package datasets: int32 `[n, seq_len]`.
+
+    Args and errors are those of `load_chunked`.
+    """
+    import pyarrow.parquet as pq
+
+    directory = Path(directory)
+    columns = [pq.read_table(shard).column(0) for shard in _shards(directory, vocab_size)]
+    pieces = [chunk.flatten().to_numpy() for column in columns for chunk in column.chunks]
+    tokens = np.concatenate([np.zeros(0, np.int32), *pieces])
+    return torch.from_numpy(tokens).view(-1, read_meta(directory)["seq_len"])
 
 
 def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -89,6 +94,20 @@ def read_meta(directory: Path) -> dict[str, Any]:
             f"{path} lacks {', '.join(missing)}; expected what recipes/prepare_data.py writes"
         )
     return meta
+
+
+def _shards(directory: Path, vocab_size: int | None) -> list[Path]:
+    """Return the files of a chunked dataset; raises as `load_chunked` does."""
+    meta = read_meta(directory)
+    if vocab_size is not None and meta["vocab_size"] > vocab_size:
+        raise ValueError(
+            f"{directory} was tokenized with {meta['tokenizer']}, {meta['vocab_size']} tokens, but "
+            f"the model embeds {vocab_size}; prepare the data with the model's tokenizer, or build "
+            f"the model with vocab_size={meta['vocab_size']}"
+        )
+    shards = sorted(directory.glob("shard-*.parquet"))
+    _check_shards(directory, shards, meta)
+    return shards
 
 
 def _check_shards(directory: Path, shards: list[Path], meta: dict[str, Any]) -> None:

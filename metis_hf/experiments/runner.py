@@ -166,12 +166,16 @@ def training_arguments(experiment: Experiment, run: Path) -> transformers.Traini
 def train(
     experiment: Experiment,
     variant: Variant,
-    dataset: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    dataset: datasets.Dataset | torch.utils.data.Dataset,
+    tokenizer: PreTrainedTokenizerBase | None,
     run: Path,
     on_step: OnStep,
+    callbacks: Sequence[transformers.TrainerCallback] = (),
 ) -> Trained:
-    """Train one variant, from its last whole checkpoint if it has one; see `run_variant`."""
+    """Train one variant, from its last whole checkpoint if it has one; see `run_variant`.
+
+    A callback of `callbacks` may end the training early: the trainer's state says at which step.
+    """
     args = training_arguments(experiment, run)
     memory = PeakMemory()
     model = initial_model(experiment, args.device)
@@ -187,6 +191,7 @@ def train(
             MetisCallback(experiment.health_interval),
             *variant.callbacks(),
             StepClock(on_step),
+            *callbacks,
         ],
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -215,15 +220,23 @@ class StepClock(transformers.TrainerCallback):
         self._start = self._seconds = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
+        _synchronize()
         self._start = time.perf_counter()
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        _synchronize()
         self._seconds = time.perf_counter() - self._start
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if logs and "loss" in logs:
             state.log_history[-1]["step_seconds"] = self._seconds
             self.on_step(state.global_step, logs["loss"])
+
+
+def _synchronize() -> None:
+    """Wait for what an accelerator has still to do, which no clock of the CPU sees."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _finished(

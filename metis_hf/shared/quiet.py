@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,7 +27,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Silence the progress bars of datasets in the block."""
+    """Silence the progress bars of datasets in the block, where that package is installed."""
+    if importlib.util.find_spec("datasets") is None:
+        yield
+        return
     import datasets
 
     bars = not datasets.are_progress_bars_disabled()

@@ -249,6 +249,9 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         fakes: list[Any] = [fake(index, example) for index, example in enumerate(examples)]
         with mode:
             graph = make_fx(traced)(*fakes)
+        for node in graph.graph.output_node().args[0]:
+            # By this name torch 2.8 finds the mode that the graph's tensors are of.
+            node.meta.setdefault("example_value", node.meta["val"])
         _refuse_fixed_sizes(shapes)
         return torch._inductor.standalone_compile(graph, fakes, dynamic_shapes="from_graph")
 

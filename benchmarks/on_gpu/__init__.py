@@ -1,0 +1,14 @@
+"""What only a GPU can tell, measured part by part: see benchmarks/gpu.py.
+
+Importing this package makes metis_hf of this checkout importable, which need not be installed.
+"""
+
+import os
+import sys
+
+from on_gpu.context import ROOT
+
+if str(ROOT) not in sys.path:
+    sys.path.insert(1, str(ROOT))  # after the script's own folder
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,51 @@
+"""What the parts are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from on_gpu.record import Clock, Entry
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The options of a call, and what its parts share.
+
+    Attributes:
+        device: that is measured.
+        quick: tiny sizes, to see that everything runs.
+        clock: of the call.
+        entry: name of a part -> what the record holds of it.
+        work: folder for checkpoints and other large files.
+        model: directory of a causal language model, for `fidelity`.
+        text: UTF-8 file, for `fidelity`.
+        data: directory of chunked tokens, for `compare`.
+        schemes: that `compare` trains.
+        train_minutes: that `compare` trains, all schemes together.
+    """
+
+    device: torch.device
+    quick: bool
+    clock: Clock
+    entry: Callable[[str], Entry]
+    work: Path
+    model: str | None = None
+    text: Path | None = None
+    data: Path | None = None
+    schemes: tuple[str, ...] = ()
+    train_minutes: float = 12.0
+
+    @property
+    def budget(self) -> float:
+        """Seconds that the timed rounds of one item may take."""
+        return min(2.0 if self.quick else 20.0, max(0.0, self.clock.left()))
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.quick else 20

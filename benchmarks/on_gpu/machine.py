@@ -1,0 +1,74 @@
+"""What is measured on: the GPU, versions, and the settings that decide about speed and bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import timing
+import torch
+from timing import Row
+
+PACKAGES = ("transformers", "accelerate", "triton", "pytest", "datasets", "pyarrow", "numpy")
+# Another value of these is another machine, whose results do not belong into one record.
+IDENTITY = ("device", "gpu", "torch", "transformers", "quick")
+# Compute capabilities of GPUs that multiply FP4: B200, B300, RTX 50.
+FP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0))
+
+
+def facts(device: torch.device, quick: bool) -> Row:
+    """What every result depends on."""
+    row = {**timing.machine(device), "device": device.type, "quick": quick, **packages()}
+    row["allow_tf32"] = torch.backends.cuda.matmul.allow_tf32
+    row["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        row |= {
+            "capability_of_gpu": list(torch.cuda.get_device_capability(device)),
+            "memory_gb": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "driver": driver(),
+        }
+    return row
+
+
+def packages() -> dict[str, str]:
+    """Versions; "not installed" where there is none."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            there = importlib.util.find_spec(name) is not None
+            found[name] = "there, of no known version" if there else "not installed"
+    return found
+
+
+def driver() -> str:
+    """The driver's version, as nvidia-smi says it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "not known: nvidia-smi did not answer"
+    return done.stdout.split("\n")[0].strip() or "not known: nvidia-smi said nothing"
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a checkout, or None."""
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return None
+    return done.stdout.strip() or None
+
+
+def name_of(device: torch.device) -> str:
+    """A name for files: "nvidia-h200"."""
+    found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return re.sub(r"[^a-z0-9]+", "-", found.lower()).strip("-")

@@ -1,0 +1,232 @@
+"""The page of a machine: its record as markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from memory import megabytes
+from timing import Row, short, spread, table
+
+from on_gpu.record import DOES_NOT_FIT, SKIPPED, Entry, Record
+
+_FACTS = {
+    "gpu": "GPU", "capability_of_gpu": "compute capability", "memory_gb": "memory, GiB",
+    "driver": "driver", "cuda": "CUDA", "processor": "processor", "cores": "cores",
+    "python": "python", "torch": "torch", "transformers": "transformers", "triton": "triton",
+    "datasets": "datasets", "allow_tf32": "torch.backends.cuda.matmul.allow_tf32",
+    "float32_matmul_precision": "precision of fp32 products",
+}  # fmt: skip
+
+
+def page(record: Record, name: str, order: Sequence[str]) -> str:
+    """All of a record; parts in the given order."""
+    machine = record.machine
+    kind = "quick run: tiny sizes, which say nothing about speed" if machine["quick"] else ""
+    lines = [f"# {machine.get('gpu', name)}", ""]
+    if kind:
+        lines += [f"**A {kind}.**", ""]
+    lines += [
+        "Written by `make gpu` (`benchmarks/gpu.py`) from the record of the same name. Times are "
+        "medians with quartiles, of CUDA events on a GPU; what is compared ran in turn in one "
+        "process.",
+        "",
+        _machine(machine),
+        "",
+        _states(record, order),
+    ]
+    for part in order:
+        entry = record.parts.get(part)
+        if entry is None:
+            continue
+        body = _SECTIONS[part](entry) if entry.items else ""
+        body += _not_measured(entry) + _errors(entry)
+        if body:
+            lines += ["", f"## {_TITLES[part]}", "", body.rstrip()]
+    commits = list(dict.fromkeys(str(call["commit"]) for call in record.calls))
+    lines += ["", f"{len(record.calls)} calls, of commit {', '.join(commits)}.", ""]
+    return "\n".join(lines)
+
+
+def _machine(machine: Row) -> str:
+    rows = []
+    for key, title in _FACTS.items():
+        if key in machine:
+            value = machine[key]
+            text = ".".join(map(str, value)) if isinstance(value, list) else str(value)
+            rows.append([title, text])
+    return table(["machine", ""], rows).rstrip()
+
+
+def _states(record: Record, order: Sequence[str]) -> str:
+    rows = []
+    for part in order:
+        entry = record.part(part) if part in record.parts else Entry()
+        taken = sum(entry.seconds.values())
+        rows.append([part, entry.state, f"{taken:.0f}" if taken else "", _one_line(entry.reason)])
+    return table(["part", "state", "seconds", "reason"], rows).rstrip()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _not_measured(entry: Entry) -> str:
+    """What the results say that there is no result of, with the reason."""
+    found = []
+    for key, item in entry.items.items():
+        if DOES_NOT_FIT in item:
+            found.append(f"- {key}: memory is too small ({item[DOES_NOT_FIT]})")
+        for row in item.get("without", ()):
+            what = ", ".join(str(row[k]) for k in ("name", "kernels", "backend") if k in row)
+            found.append(f"- {key}: {what}: {row['reason']}")
+        if entry.state != SKIPPED and "reason" in item:
+            found.append(f"- {key}: {item['reason']}")
+    return "\nNot measured:\n\n" + "\n".join(found) + "\n" if found else ""
+
+
+def _errors(entry: Entry) -> str:
+    return "".join(
+        f"\nFailed: {key}\n\n```text\n{text}\n```\n" for key, text in entry.errors.items()
+    )
+
+
+def _rows(entry: Entry, keys: Iterable[str] | None = None) -> list[Row]:
+    items = entry.items if keys is None else {key: entry.items[key] for key in keys}
+    return [row for item in items.values() for row in item.get("rows", ())]
+
+
+def _tests(entry: Entry) -> str:
+    cells = []
+    for key, row in entry.items.items():
+        skipped = "; ".join(row.get("skipped_because", ()))
+        cells.append([key, row["passed"], row["failed"], row["skipped"], _one_line(skipped)])
+    return table(["tests", "passed", "failed", "skipped", "skipped because"], cells)
+
+
+def _kernels(entry: Entry) -> str:
+    bits = [key for key in entry.items if key.startswith("bits")]
+    rates = [key for key in entry.items if key not in bits]
+    compared = _rows(entry, bits)
+    wrong = sum(1 for row in compared if row["differing"])
+    text = ""
+    if compared:
+        verdict = "All give" if not wrong else f"{len(compared) - wrong} of them give"
+        text = (
+            f"{len(compared)} quantizers, kernels and dtypes were compared with the reference on "
+            f"the CPU, on tensors that are hard to round. {verdict} its bits.\n\n"
+        )
+    cells = [
+        [
+            f"{row['shape'][0]} x {row['shape'][1]}",
+            row["dtype"],
+            row["name"],
+            row["kernels"],
+            spread(row, "ms"),
+            spread(row),
+            f"{row['gb_per_s']:.0f}",
+            f"{row['first_call_s']:.2f}",
+        ]
+        for row in _rows(entry, rates)
+    ]
+    columns = ["shape", "dtype", "quantizer", "kernels", "ms (quartiles)", "over copy"]
+    if cells:
+        text += table([*columns, "GB/s", "first call, s"], cells)
+        text += "\nGB/s: the tensor read once and written once; a two-level scale reads it twice.\n"
+    return text
+
+
+def _layer(entry: Entry) -> str:
+    import layer
+
+    rows = _rows(entry)
+    return layer.markdown(rows) if rows else ""
+
+
+def _step(entry: Entry) -> str:
+    import step
+
+    rows = _rows(entry)
+    text = step.markdown(rows) if rows else ""
+    for key, item in entry.items.items():
+        if item.get("too_large"):
+            batches = ", ".join(map(str, item["too_large"]))
+            text += f"\n{key}: batches of {batches} do not fit into memory.\n"
+    return text
+
+
+def _fidelity(entry: Entry) -> str:
+    columns = ["loss_rise_percent", "kl_nats", "same_top_token"]
+    columns += ["gradient_error", "gradient_cosine"]
+    cells = [
+        [key, short(row["extra_multiply_adds"]), *(_estimate(row[column]) for column in columns)]
+        for key, row in entry.items.items()
+        if "reason" not in row and DOES_NOT_FIT not in row
+    ]
+    header = ["scheme", "extra multiply-adds, %", *(name.replace("_", " ") for name in columns)]
+    return table(header, cells) if cells else ""
+
+
+def _estimate(pair: Sequence[float]) -> str:
+    mean, error = pair
+    if not math.isfinite(mean):
+        return "not finite"
+    return f"{mean:.4g}" + (f" ± {error:.2g}" if math.isfinite(error) else "")
+
+
+def _compare(entry: Entry) -> str:
+    found = dict(entry.items)
+    planned = found.pop("plan", None)
+    if planned is None or "steps" not in planned:
+        return ""
+    text = (
+        f"{planned['parameters'] / 1e6:.0f} million parameters from scratch, {planned['steps']} "
+        f"steps of {planned['tokens_per_step']:,} tokens for each scheme, one seed; bound by "
+        f"{planned['bound_by']}. GEMMs in {planned['precision']}.\n\n"
+    )
+    rows = [row for row in found.values() if "loss" in row]
+    base = next((row for row in rows if row["scheme"] == "bf16"), None)
+    cells = []
+    for row in rows:
+        gap = "" if base is None else f"{100 * (row['loss'] / base['loss'] - 1):+.2f}"
+        time = row["seconds_per_step"]
+        over = "" if base is None else short(time / base["seconds_per_step"])
+        peak = megabytes(row["peak_bytes"])
+        cells.append([row["scheme"], f"{row['loss']:.4f}", gap, short(1e3 * time), over, peak])
+    columns = ["scheme", "held-out loss", "above bf16, %", "ms a step", "over bf16", "peak MB"]
+    return text + (table(columns, cells) if cells else "")
+
+
+def _native(entry: Entry) -> str:
+    cells = [
+        [
+            " x ".join(map(str, row["shape"])),
+            row["name"],
+            row.get("backend", ""),
+            spread(row, "ms"),
+            spread(row),
+        ]
+        for row in _rows(entry)
+    ]
+    columns = ["shape", "layer", "GEMMs", "ms (quartiles)", "over nn.Linear"]
+    return table(columns, cells) if cells else ""
+
+
+_TITLES = {
+    "tests": "Tests that need a GPU",
+    "kernels": "Quantizers",
+    "layer": "One layer, forward and backward",
+    "step": "A training step",
+    "fidelity": "Fidelity",
+    "compare": "Comparison",
+    "native": "Real FP4 GEMMs",
+}
+_SECTIONS: dict[str, Callable[[Entry], str]] = {
+    "tests": _tests,
+    "kernels": _kernels,
+    "layer": _layer,
+    "step": _step,
+    "fidelity": _fidelity,
+    "compare": _compare,
+    "native": _native,
+}

@@ -1,0 +1,115 @@
+"""The part `tests`: those of the suite that need a GPU, each class or function in a process."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from timing import Row
+
+from on_gpu.context import ROOT, Context
+from on_gpu.record import FAILURES, Clock, Item, OutOfTime, Skipped
+
+MARK = "gpu"  # tests/conftest.py gives it to every test that is skipped without a CUDA device
+_NEEDS_CUDA = re.compile(r"cuda\.is_available|mark\.gpu")
+_LINES = 25  # of pytest's output that an error shows
+_NOTHING_RAN, _FAILED = 5, 1  # exit codes of pytest
+
+
+def tests(context: Context) -> Iterator[Item]:
+    if importlib.util.find_spec("pytest") is None:
+        raise Skipped("the package pytest is not installed")
+    found = groups()
+    if context.device.type != "cuda":
+        raise Skipped(f"{len(found)} classes and functions of tests need a CUDA device")
+    for group in found:
+        yield Item(group, partial(run_group, group, context.clock))
+
+
+def groups(root: Path = ROOT) -> list[str]:
+    """Classes and functions of tests that need a GPU, as pytest names them.
+
+    Only files that look for CUDA are collected: others may need packages that are not there.
+    """
+    files = [
+        str(path.relative_to(root))
+        for path in sorted((root / "tests").rglob("test_*.py"))
+        if _NEEDS_CUDA.search(path.read_text("utf-8"))
+    ]
+    if not files:
+        raise Skipped("no test of the suite needs a GPU")
+    done = _pytest(root, "--collect-only", *files)
+    if done.returncode not in (0, _NOTHING_RAN):
+        raise RuntimeError(_tail(done))
+    nodes = [line.strip() for line in done.stdout.splitlines() if "::" in line]
+    if not nodes:
+        raise Skipped(f"none of {', '.join(files)} has a test that needs a GPU")
+    return list(dict.fromkeys("::".join(n.split("[")[0].split("::")[:2]) for n in nodes))
+
+
+def run_group(group: str, clock: Clock, root: Path = ROOT) -> Row:
+    """Counts of one group; every failed test is one of its failures.
+
+    Raises:
+        OutOfTime: the call's minutes ended first.
+    """
+    left = clock.left()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        try:
+            done = _pytest(
+                root, group, f"--junitxml={report}", timeout=None if math.isinf(left) else left
+            )
+        except subprocess.TimeoutExpired:
+            raise OutOfTime(f"it had not ended after {left:.0f} s") from None
+        if done.returncode not in (0, _FAILED) or not report.is_file():
+            raise RuntimeError(_tail(done))
+        return counts(report.read_text("utf-8"))
+
+
+def counts(report: str) -> Row:
+    """What pytest's JUnit report says."""
+    cases = list(ElementTree.fromstring(report).iter("testcase"))
+    failed: list[str] = []
+    skipped: list[str] = []
+    for case in cases:
+        for kind, found in (("failure", failed), ("error", failed), ("skipped", skipped)):
+            for node in case.findall(kind):
+                message = (node.get("message") or "").split("\n")[0]
+                found.append(message if kind == "skipped" else f"{case.get('name')}: {message}")
+    row: Row = {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": len(failed),
+        "skipped": len(skipped),
+    }
+    if skipped:
+        row["skipped_because"] = sorted(set(skipped))
+    if failed:
+        row[FAILURES] = failed
+    return row
+
+
+def _pytest(
+    root: Path, *arguments: str, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-m", MARK, "-p", "no:cacheprovider", *arguments]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout,
+        check=False,
+    )  # fmt: skip
+
+
+def _tail(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stdout + done.stderr).strip().splitlines()[-_LINES:]
+    return f"pytest ended with {done.returncode}:\n" + "\n".join(lines)
