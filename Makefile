@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 # CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
 INSTALL := $(BIN)/pip install --disable-pip-version-check -q --no-compile -c constraints.txt
 
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small language model in FP4 four ways and print the table"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the documentation site into build/site"
 	@echo "make bench  measure speed and memory, and write benchmarks/README.md (a quarter of an hour)"
+	@echo "make gpu    measure what only a GPU can tell, in this machine's own python (40 minutes at most)"
 	@echo "make clean  remove .venv and runs/"
 
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
@@ -66,6 +67,10 @@ bench: $(VENV)/.peers
 	  $(BIN)/python benchmarks/$$name.py $$own $(ARGS) || exit 1; \
 	done
 	$(BIN)/python benchmarks/report.py
+
+# In the machine's own python, which needs torch and transformers: nothing is installed or downloaded.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs

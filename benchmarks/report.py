@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "README.md"]
 QUANTIZED_SHAPE = [4096, 1024]
 LAYER_SHAPE = [8192, 1024, 1024]
+GPU_SHAPE = [16384, 4096, 4096]
 GPT2, GPT2_BATCH = "GPT-2 130M", [4, 512]
 
 
@@ -108,8 +109,24 @@ def import_seconds() -> float:
     return read("imports")["rows"][0]["ms"] / 1e3
 
 
-def not_measured() -> None:
-    return None
+def gpu_records() -> dict[str, Row]:
+    """Name -> what `make gpu` wrote on a machine."""
+    return {path.stem: read(path.stem) for path in sorted(RESULTS.glob("gpu-*.json"))}
+
+
+def gpu_layer_ratio(name: str) -> Callable[[], float | None]:
+    """Of an H100 or H200, which multiply at the same rate."""
+
+    def measure() -> float | None:
+        wanted = {"name": name, "kernels": "compiled", "dtype": "bfloat16", "shape": GPU_SHAPE}
+        for record in gpu_records().values():
+            items = record["parts"].get("layer", {}).get("items", {}).values()
+            row = find([row for item in items for row in item.get("rows", ())], **wanted)
+            if row is not None and re.search("H100|H200", record["machine"].get("gpu", "")):
+                return row["ratio"]
+        return None
+
+    return measure
 
 
 _LAYER = "linear 8192 x 1024 x 1024, forward and backward, over nn.Linear, fp32: "
@@ -133,8 +150,9 @@ TARGETS = [
     Target("its linear layers' saved activations, metis over bf16", 0.33,
            step_value("saved_over_bf16", "float32")),
     Target("`import metis_hf` beyond torch and transformers, s", 0.3, import_seconds),
-    Target("H100, 16384 x 4096 x 4096, nvfp4 over bf16 nn.Linear", 1.8, not_measured),
-    Target("the same, metis", 2.2, not_measured),
+    Target("H100 or H200, 16384 x 4096 x 4096, nvfp4 over bf16 nn.Linear", 1.8,
+           gpu_layer_ratio("nvfp4")),
+    Target("the same, metis", 2.2, gpu_layer_ratio("metis")),
 ]  # fmt: skip
 
 
@@ -216,6 +234,22 @@ def machines_markdown() -> str:
     return table([*columns, "other load"], cells)
 
 
+def gpus_markdown() -> str:
+    cells = []
+    for name, record in gpu_records().items():
+        states: dict[str, list[str]] = {}
+        for part, entry in record["parts"].items():
+            states.setdefault(entry["state"], []).append(part)
+        done = ", ".join(states.pop("done", []))
+        others = "; ".join(f"{', '.join(names)}: {state}" for state, names in states.items())
+        machine = record["machine"]
+        title = machine.get("gpu", name)
+        cells.append([f"[{title}]({name}.md)", machine["torch"], done, others])
+    if not cells:
+        return "No GPU has been measured.\n"
+    return table(["GPU", "torch", "measured", "other parts"], cells)
+
+
 def compile_markdown() -> str:
     rows = [row for row in read("quantizers")["rows"] if row.get("kernels") == "compiled"]
     times = [row["first_call_s"] for row in rows if row["shape"] == rows[0]["shape"]]
@@ -234,6 +268,7 @@ def tables() -> dict[str, str]:
         "targets": targets_markdown(),
         "headline": headline_markdown(),
         "machines": machines_markdown(),
+        "gpus": gpus_markdown(),
         "quantizers": quantizers.markdown(quantized),
         "compilation": compile_markdown(),
         "layer": layer.markdown(read("layer")["rows"]),

@@ -1,0 +1,441 @@
+"""`make gpu`: parts go on, fail, end in time and say why; the page tells all of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import gpu
+import quantizers
+import report
+from on_gpu import parts, suite
+from on_gpu import record as records
+from on_gpu.page import page
+from on_gpu.record import Clock, Entry, Item, OutOfTime, Record, Skipped
+
+FACTS = {"device": "cuda", "gpu": "A GPU", "torch": "2.8.0", "transformers": "5.1", "quick": False}
+
+
+def measure(part, entry: Entry, clock: Clock | None = None) -> list[str]:
+    """Run a part; returns what it said."""
+    said: list[str] = []
+    written = lambda: json.dumps(vars(entry))  # noqa: E731
+    clock = clock or Clock(None)
+    records.run_part("part", part, None, entry, clock, written=written, say=said.append)
+    return said
+
+
+class Stopped(Clock):
+    """A clock that runs out after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(1)
+        self.looks = looks
+
+    def left(self) -> float:
+        self.looks -= 1
+        return 1.0 if self.looks >= 0 else 0.0
+
+
+def two_items(calls: list[str]):
+    def part(_context):
+        for key in ("first", "second"):
+            yield Item(key, lambda key=key: calls.append(key) or {"value": key})
+
+    return part
+
+
+def test_a_part_goes_on_where_the_minutes_ended():
+    entry, calls = Entry(), []
+    measure(two_items(calls), entry, Stopped(1))
+    assert (entry.state, entry.reason) == (records.UNFINISHED, "no time was left for second")
+    measure(two_items(calls), entry)
+    assert (entry.state, entry.reason, calls) == (records.DONE, "", ["first", "second"])
+    assert list(entry.items) == list(entry.seconds) == ["first", "second"]
+
+
+def test_what_is_known_to_take_longer_than_is_left_does_not_begin():
+    entry = Entry()
+    measure(lambda _: [Item("long", lambda: 1 / 0, seconds=61.0)], entry, Clock(1))
+    assert (entry.state, entry.errors) == (records.UNFINISHED, {})
+
+
+def test_an_item_that_the_minutes_end_is_not_failed():
+    def ended():
+        raise OutOfTime("3 of 4 steps are done")
+
+    entry = Entry()
+    measure(lambda _: [Item("run", ended), Item("next", dict)], entry)
+    assert (entry.state, entry.reason) == (records.UNFINISHED, "run: 3 of 4 steps are done")
+    assert (entry.items, entry.errors) == ({}, {})
+
+
+def test_what_fails_is_recorded_and_the_others_go_on():
+    broken = [True]
+
+    def fails():
+        if broken[0]:
+            raise RuntimeError("no such kernel")
+        return {"value": 1}
+
+    def part(_context):
+        return [Item("first", fails), Item("second", dict)]
+
+    entry = Entry()
+    said = measure(part, entry)
+    assert entry.state == records.FAILED
+    assert entry.errors["first"].endswith("RuntimeError: no such kernel")
+    assert "in fails" in entry.errors["first"]  # where it happened
+    assert list(entry.items) == ["second"]
+    assert any("FAILED: RuntimeError: no such kernel" in line for line in said)
+    broken[0] = False
+    measure(part, entry)
+    assert (entry.state, entry.errors, entry.reason) == (records.DONE, {}, "")
+
+
+def test_a_part_that_fails_outside_of_its_items():
+    def part(_context):
+        yield Item("first", dict)
+        import a_package_that_nobody_has  # noqa: F401
+
+    entry = Entry()
+    measure(part, entry)
+    assert entry.state == records.FAILED
+    assert "No module named 'a_package_that_nobody_has'" in entry.errors[records.ITSELF]
+    assert list(entry.items) == ["first"]
+
+
+def test_results_that_show_something_wrong_fail_and_stay():
+    entry = Entry()
+    measure(lambda _: [Item("bits", lambda: {records.FAILURES: ["3 of normal"]})], entry)
+    assert (entry.state, entry.errors) == (records.FAILED, {"bits": "3 of normal"})
+    assert "bits" in entry.items
+
+
+def test_too_little_memory_is_a_result_and_no_failure():
+    def large():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. More text.")
+
+    entry = Entry()
+    measure(lambda _: [Item("large", large), Item("small", dict)], entry)
+    assert (entry.state, list(entry.items)) == (records.DONE, ["large", "small"])
+    assert entry.items["large"] == {records.DOES_NOT_FIT: "CUDA out of memory"}
+
+
+def skipped(_context):
+    raise Skipped("no tokens were given")
+
+
+def test_a_skipped_part_says_why_and_is_tried_again():
+    entry = Entry()
+    measure(skipped, entry)
+    assert (entry.state, entry.reason) == (records.SKIPPED, "no tokens were given")
+    measure(lambda _: [Item("first", dict)], entry)
+    assert (entry.state, entry.reason) == (records.DONE, "")
+
+
+def test_a_record_of_another_machine_is_refused(tmp_path):
+    path = tmp_path / "gpu-x.json"
+    first = Record(path, FACTS, gpu.machine.IDENTITY)
+    first.part("kernels").items["bits"] = {"rows": []}
+    first.write()
+    same = Record(path, FACTS, gpu.machine.IDENTITY)
+    assert same.part("kernels").items == {"bits": {"rows": []}}
+    with pytest.raises(ValueError, match=r"torch '2\.8\.0', and this is '2\.13\.0'"):
+        Record(path, FACTS | {"torch": "2.13.0"}, gpu.machine.IDENTITY)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match="no whole record"):
+        Record(path, FACTS, gpu.machine.IDENTITY)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """A function that runs the command with parts of our own: (exit status, what it said)."""
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "benchmarks" / "results")
+
+    def run(known, *options: str) -> tuple[int, list[str]]:
+        said: list[str] = []
+        names = {**dict.fromkeys(gpu.PARTS, skipped), **known}
+        args = gpu.arguments(["--device", "cpu", *options])
+        return gpu.run(args, names, said.append), said
+
+    return run
+
+
+def good(_context):
+    return [Item("x", lambda: {"rows": []})]
+
+
+def bad(_context):
+    return [Item("x", lambda: 1 / 0)]
+
+
+def test_exit_status_is_that_of_the_parts_that_were_asked_for(call):
+    assert call({"kernels": good})[0] == 0
+    assert call({"layer": bad}, "--parts", "layer,kernels")[0] == 1
+    assert call({"layer": bad}, "--parts", "kernels")[0] == 0
+
+
+def test_results_are_copied_and_taken_up_from_the_copy(call, tmp_path):
+    out, own = tmp_path / "out", tmp_path / "benchmarks"
+    call({"kernels": good}, "--parts", "kernels", "--out", str(out))
+    names = {"gpu-cpu.json", "gpu-cpu.md"}
+    assert {path.name for path in out.iterdir()} == names
+    assert (own / "gpu-cpu.md").read_text() == (out / "gpu-cpu.md").read_text()
+    (own / "results" / "gpu-cpu.json").unlink()  # another machine, which has only the copy
+    call({"kernels": bad}, "--parts", "kernels", "--out", str(out))
+    found = json.loads((own / "results" / "gpu-cpu.json").read_text())
+    assert found["parts"]["kernels"]["state"] == records.DONE  # it was not measured again
+    assert len(found["calls"]) == 2
+    call({"kernels": bad}, "--parts", "kernels", "--again")
+    found = json.loads((own / "results" / "gpu-cpu.json").read_text())
+    assert found["parts"]["kernels"]["state"] == records.FAILED
+
+
+def test_a_quick_run_leaves_the_records_alone(call, tmp_path):
+    call({"kernels": good}, "--quick", "--out", str(tmp_path / "quick"))
+    assert not (tmp_path / "benchmarks").exists()
+    assert "quick run" in (tmp_path / "quick" / "gpu-cpu.md").read_text()
+
+
+def test_when_the_minutes_are_over_it_says_so(call):
+    status, said = call({"kernels": good}, "--minutes", "0", "--parts", "kernels")
+    assert status == 0
+    assert said[0] == "kernels: to come"
+    assert said[-1] == "the minutes are over: the same command goes on where this one stopped"
+
+
+def test_arguments_are_checked(capsys):
+    with pytest.raises(argparse.ArgumentTypeError, match="kernel is no part; choose from tests"):
+        gpu.names("layer,kernel")
+    assert gpu.names("step,kernels") == ["kernels", "step"]
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--device", "cpu", "--model", "x"])
+    assert "--model and --text belong together" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            gpu.arguments([])
+        assert "add --device cpu --quick" in capsys.readouterr().err
+
+
+def test_the_page_tells_of_every_part(tmp_path):
+    record = Record(tmp_path / "r.json", FACTS | {"allow_tf32": False}, ())
+    record.begin_call(9, "abc1234")
+    record.parts = {
+        "tests": Entry(records.DONE, items={"a.py::T": {"passed": 2, "failed": 0, "skipped": 1}}),
+        "kernels": Entry(records.FAILED, "1 failed", errors={"bits": "ZeroDivisionError: x"}),
+        "layer": Entry(records.DONE, items={"9 x 9": {records.DOES_NOT_FIT: "CUDA out of memory"}}),
+        "fidelity": Entry(records.SKIPPED, "no model was given: a | b"),
+        "native": Entry(
+            items={"s": {"rows": [], "without": [{"name": "n", "reason": "it has no codes"}]}}
+        ),
+    }
+    text = page(record, "x", list(gpu.PARTS))
+    assert "| a.py::T | 2 | 0 | 1 |  |" in text
+    assert "Failed: bits\n\n```text\nZeroDivisionError: x\n```" in text
+    assert "- 9 x 9: memory is too small (CUDA out of memory)" in text
+    assert "| fidelity | skipped |  | no model was given: a \\| b |" in text
+    assert "- s: n: it has no codes" in text
+    assert "| step | to come |  |  |" in text
+    assert "| torch.backends.cuda.matmul.allow_tf32 | False |" in text
+    assert "1 calls, of commit abc1234." in text
+
+
+def test_the_comparison_is_read_off_its_plan(tmp_path):
+    record = Record(tmp_path / "r.json", FACTS, ())
+    plan = {"parameters": 124e6, "steps": 400, "tokens_per_step": 16384, "bound_by": "the data",
+            "precision": "bf16"}  # fmt: skip
+    rows = {
+        name: {"scheme": name, "loss": loss, "seconds_per_step": seconds, "peak_bytes": 2**21}
+        for name, loss, seconds in (("bf16", 4.0, 0.1), ("metis", 4.1, 0.25))
+    }
+    record.parts = {"compare": Entry(records.DONE, items={"plan": plan, **rows})}
+    text = page(record, "x", ["compare"])
+    assert "| metis | 4.1000 | +2.50 | 250 | 2.50 | 2 |" in text
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_kernels_with_other_bits_are_named(monkeypatch):
+    ours = quantizers.ours
+
+    def wrong(x, name, kernels):
+        call = ours(x, name, "reference")
+        return call if kernels == "reference" else lambda: torch.where(x > 2, call() * 2, call())
+
+    monkeypatch.setattr(quantizers, "ours", wrong)
+    monkeypatch.setattr(quantizers, "available", lambda device: ["reference", "compiled"])
+    found = parts.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
+    assert [row["kernels"] for row in found["rows"] if row["differing"]] == ["compiled"]
+    assert "zeros" not in found["rows"][1]["differing"]
+    assert found[records.FAILURES][0].startswith("nvfp4, compiled: elements with other bits")
+
+
+def test_bits_are_compared_on_tensors_that_round_in_every_way():
+    tensors = parts.hard_tensors()
+    assert any(0 < x.abs().max() < torch.finfo(x.dtype).tiny for x in tensors.values())
+    magnitudes = tensors["rows from 2^-40 to 2^40"].abs().amax(1).log2()
+    assert magnitudes.max() - magnitudes.min() > 70
+    assert tensors["33 x 48"].shape[0] % 16
+
+
+def test_bandwidth_leaves_out_what_does_not_fit(monkeypatch):
+    def large():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    row = {"name": "nvfp4", "kernels": "reference", "dtype": "float32"}
+    monkeypatch.setattr(quantizers, "own_cases", lambda *_: [(row, large)])
+    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
+    found = parts.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
+    assert [row["name"] for row in found["rows"]] == ["copy"]
+    assert found["without"] == [row | {"reason": "memory is too small"}]
+    copy = found["rows"][0]
+    assert copy["gb_per_s"] == pytest.approx(2 * 64 * 64 * 4 / (copy["ms"] / 1e3) / 1e9)
+
+
+def test_native_gemms_are_skipped_with_the_reason(monkeypatch):
+    assert parts.native_obstacle(torch.device("cpu")) == "a cpu has no FP4 units"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = parts.native_obstacle(torch.device("cuda"))
+    assert "no FP4 units: its compute capability is 9.0" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(parts.dataclasses, "fields", lambda config: ())
+    assert "not in this version" in parts.native_obstacle(torch.device("cuda"))
+
+
+def test_layers_are_those_of_the_models():
+    shapes = {shape for title, shape in parts.layer_shapes(quick=False) if title == "130m, "}
+    assert shapes == {(8192, 768, 2304), (8192, 768, 3072), (8192, 3072, 768)}
+
+
+SUITE = """
+import pytest
+
+@pytest.mark.gpu
+class TestKernels:
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_it(self, n):
+        assert n == 1, "n is too large"
+
+@pytest.mark.gpu
+def test_skipped():
+    pytest.skip("no Blackwell")  # torch.cuda.is_available() is not enough
+
+@pytest.mark.gpu
+def test_slow():
+    import time
+    time.sleep(60)
+
+def test_without():
+    pass
+"""
+
+
+def test_the_suite_is_run_in_groups(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = -q\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text(SUITE)
+    (tmp_path / "tests" / "test_two.py").write_text("import a_package_that_nobody_has")
+    found = suite.groups(tmp_path)
+    assert [name.split("::")[1] for name in found] == ["TestKernels", "test_skipped", "test_slow"]
+    kernels = suite.run_group(found[0], Clock(None), tmp_path)
+    assert (kernels["passed"], kernels["failed"], kernels["skipped"]) == (1, 1, 0)
+    assert kernels[records.FAILURES][0].startswith("test_it[2]: AssertionError: n is too large")
+    skipped = suite.run_group(found[1], Clock(None), tmp_path)
+    assert (skipped["skipped"], skipped["skipped_because"]) == (1, ["no Blackwell"])
+    with pytest.raises(OutOfTime, match="it had not ended after"):
+        suite.run_group(found[2], Clock(0.05), tmp_path)
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_targets_for_a_gpu_are_read_from_its_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.gpu_layer_ratio("nvfp4")() is None
+    assert "No GPU" in report.gpus_markdown()
+    row = {"name": "nvfp4", "kernels": "compiled", "dtype": "bfloat16",
+           "shape": [16384, 4096, 4096], "ratio": 1.5}  # fmt: skip
+    record = Record(tmp_path / "gpu-h.json", FACTS | {"gpu": "NVIDIA H200"}, ())
+    record.parts["layer"] = Entry(records.DONE, items={"16384": {"rows": [row]}})
+    record.parts["native"] = Entry(records.SKIPPED, "no FP4 units")
+    record.write()
+    assert report.gpu_layer_ratio("nvfp4")() == 1.5
+    assert report.gpu_layer_ratio("metis")() is None
+    shown = report.gpus_markdown()
+    assert "| [NVIDIA H200](gpu-h.md) | 2.8.0 | layer |" in shown
+
+
+# --- everything -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """A tiny model with its tokenizer, a text, and chunked tokens: options of the command."""
+    import numpy as np
+    import transformers
+
+    from metis_hf.data.chunked import META, write_shards
+    from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+
+    documents = stdlib_documents()[:20]
+    tokenizer = train_tokenizer(documents, 512, max_chars=100_000)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(documents[0].text[:20_000])
+    data, tokens = tmp_path / "data", np.arange(64 * 32, dtype=np.int32) % 512
+    sequences = write_shards(data, lambda _: tokens, [len(tokens)], 32, 64, lambda _: None)
+    meta = {"tokenizer": "x", "seq_len": 32, "num_sequences": sequences, "num_tokens": len(tokens),
+            "vocab_size": 512, "eos_token_id": 0}  # fmt: skip
+    (data / META).write_text(json.dumps(meta))
+    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--data", data]
+    return list(map(str, options))
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_the_cpu(inputs, tmp_path, monkeypatch):
+    """As on a machine with a GPU, only smaller; the second call has nothing left to do."""
+    monkeypatch.setenv("METIS_KERNELS", "reference")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--quick"]
+    command += ["--out", str(tmp_path), "--work", str(tmp_path / "work"), *inputs]
+    command += ["--schemes", "bf16,metis"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu-cpu.json").read_text())
+    states = {name: entry["state"] for name, entry in found["parts"].items()}
+    measured = ["kernels", "layer", "step", "fidelity", "compare"]
+    assert states == {
+        **dict.fromkeys(measured, records.DONE), "tests": records.SKIPPED,
+        "native": records.SKIPPED,
+    }  # fmt: skip
+    reason = found["parts"]["tests"]["reason"]
+    assert int(reason.split()[0]) >= 2
+    assert "need a CUDA device" in reason
+    assert found["machine"]["allow_tf32"] is False
+    compared = found["parts"]["compare"]["items"]
+    assert compared["plan"]["steps"] == 6
+    for scheme in ("bf16", "metis"):
+        assert [step for step, _ in compared[scheme]["curve"]] == [1, 2, 3, 4, 5, 6]
+        # Six small steps: about what a guess among all tokens of the model has.
+        assert compared[scheme]["loss"] == pytest.approx(math.log(50257), abs=0.5)
+    assert "| metis |" in (tmp_path / "gpu-cpu.md").read_text()
+    again = subprocess.run([*command, "--parts", "kernels,compare"], capture_output=True, text=True)
+    assert again.stdout.splitlines()[:2] == ["kernels: done", "compare: done"]
