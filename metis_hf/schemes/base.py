@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from metis_hf.operands import (
     HIGH_PRECISION,
@@ -71,8 +71,9 @@ class Scheme:
     corrected: frozenset[Role] = frozenset()
     state: LayerState | None = None
     rank: int = 0
-    is_high_precision: bool = field(init=False, repr=False, compare=False)
-    samples_rows: bool = field(init=False, repr=False, compare=False)
+    # Of each instance, but no fields: torch 2.8 rebuilds a traced scheme from all its fields.
+    is_high_precision: ClassVar[bool]
+    samples_rows: ClassVar[bool]
 
     @property
     def splits_weight(self) -> bool:

@@ -7,6 +7,7 @@ through Dynamo alone (backend eager), as a single layer and for one shape; `--fu
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -27,6 +28,8 @@ from metis_hf import (
     set_precision,
 )
 from metis_hf.numerics.kernels import use_kernels
+from metis_hf.operands.conditioners.clamped import Sparse
+from metis_hf.schemes import build_scheme
 
 # Gradients that differ in their last bits put some elements on other FP4 values at the next step:
 # differences of 2^-2 of a few elements, seen as up to 0.005 nats.
@@ -115,6 +118,24 @@ def test_dynamo_traces_one_graph(scheme):
     counter = CompileCounterWithBackend("eager")
     assert same(step(torch.compile(layer, backend=counter, fullgraph=True)), expected)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_scheme_is_rebuilt_from_its_fields(name):
+    """As torch 2.8 does with one that it traces: it passes all of them, in their order."""
+    scheme = build_scheme(MetisConfig(scheme=name), 64, 64)
+    values = [getattr(scheme, field.name) for field in dataclasses.fields(scheme)]
+    again = type(scheme)(*values)
+    assert again == scheme
+    assert again.samples_rows == scheme.samples_rows
+    assert again.is_high_precision == scheme.is_high_precision
+
+
+def test_a_sparse_part_is_made_without_replace(monkeypatch):
+    """Which torch 2.8 does not trace."""
+    monkeypatch.delattr(Sparse, "_replace")
+    _, layer = layer_of("occ", i=64, o=48)
+    layer(torch.randn(48, 64, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.slow

@@ -249,7 +249,8 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         fakes: list[Any] = [fake(index, example) for index, example in enumerate(examples)]
         with mode:
             graph = make_fx(traced)(*fakes)
-        for node in graph.graph.output_node().args[0]:
+        results: Any = graph.graph.output_node().args[0]
+        for node in results:
             # By this name torch 2.8 finds the mode that the graph's tensors are of.
             node.meta.setdefault("example_value", node.meta["val"])
         _refuse_fixed_sizes(shapes)

@@ -97,7 +97,8 @@ class Clamped(Conditioner):
         clamped = torch.where(x32 < low, low.to(x.dtype), clamped)
         outside = (x32 > high) | (x32 < low)
         sparse = Sparse.difference(x, clamped, outside, 2 * count)
-        return clamped, sparse._replace(values=sparse.values.to(kind))
+        # No `_replace`, which the compiler of torch 2.8 does not trace.
+        return clamped, Sparse(sparse.values.to(kind), sparse.columns, sparse.row_ends)
 
 
 def thresholds(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 
 from data.preparation.sources import SEQ_LEN, VOCAB, tokens_of
 from metis_hf.data import load_chunked
+from metis_hf.data.chunked import load_tokens
 
 
 def test_load_chunked(plain, reference):
@@ -28,6 +30,17 @@ def test_load_chunked(plain, reference):
     assert meta["vocab_size"] == len(AutoTokenizer.from_pretrained(reference))
     schema = pq.read_schema(output / "shard-00000.parquet")
     assert schema.field("input_ids").type == pa.list_(pa.int32(), SEQ_LEN)
+
+
+def test_load_tokens_without_datasets(plain, monkeypatch):
+    """The sequences of `load_chunked`, in their order, read from the shards alone."""
+    wanted = torch.stack([row["input_ids"] for row in load_chunked(plain[0])])
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it raises ImportError
+    tokens = load_tokens(plain[0], vocab_size=VOCAB)
+    assert tokens.dtype == torch.int32
+    assert torch.equal(tokens.long(), wanted)
+    with pytest.raises(ValueError, match="but the model embeds 100"):
+        load_tokens(plain[0], vocab_size=100)
 
 
 def test_load_chunked_errors(tmp_path, plain):

@@ -307,6 +307,28 @@ def chosen(x: Tensor, quantizer: Quantizer | None = None) -> str:
     return ran[0] if ran else "reference"
 
 
+def test_a_graph_names_its_mode_as_older_compilers_look_for_it(monkeypatch) -> None:
+    """Torch 2.8 takes the mode of a graph from "example_value" of its results."""
+    import torch._inductor
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    found = []
+
+    def compile_(graph, examples, **_):
+        for node in graph.graph.output_node().args[0]:
+            value = node.meta["example_value"]
+            assert isinstance(value, FakeTensor)
+            found.append(value.fake_mode is examples[0].fake_mode)
+        return lambda *args: args
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compile_)
+    for two_level in (True, False):
+        variant = Specialization("quantize", (1,), two_level, dtype=torch.float32)
+        compiled._build(compiled.program_of(variant, torch.zeros(32, 16)))
+    assert found
+    assert all(found)
+
+
 def test_automatic_choice(monkeypatch) -> None:
     large, small = torch.zeros(256, 256), torch.zeros(16, 16)
     monkeypatch.setattr(choice, "_chosen", None)

@@ -1,0 +1,33 @@
+"""The clock of training steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from metis_hf.experiments import runner
+
+
+def test_an_accelerator_has_ended_its_work_when_the_clock_is_read(monkeypatch):
+    """Launched kernels take 3 s, which no clock of the CPU sees before a synchronization."""
+    now, queued = [100.0], [0.0]
+
+    def synchronize():
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    said: list[tuple] = []
+    clock = runner.StepClock(lambda *values: said.append(values))
+    state = SimpleNamespace(log_history=[{"loss": 2.0}], global_step=1)
+    queued[0] = 50.0  # of what ran before
+    clock.on_step_begin(None, state, None)
+    now[0] += 1.0
+    queued[0] = 3.0
+    clock.on_optimizer_step(None, state, None)
+    clock.on_log(None, state, None, logs={"loss": 2.0})
+    assert state.log_history[-1]["step_seconds"] == 4.0
+    assert said == [(1, 2.0)]
