@@ -7,12 +7,14 @@
 
 It needs python with torch and transformers, and installs and downloads nothing. Each result is
 written at once, to results/gpu-NAME.json and gpu-NAME.md; what is there is not measured again. A
-part that cannot run says why; one that fails has its error there, and the exit status is 1.
+part that cannot run says why; one that fails has its error there, and the exit status is 1. One
+GPU is measured, the first; CUDA_VISIBLE_DEVICES names another.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -161,6 +163,8 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
 
 
 def main() -> None:
+    # Before CUDA starts. Trainer would split batches over several GPUs.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     args = arguments()
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -252,7 +253,12 @@ def _fidelity(scheme: str, context: Context) -> Row:
         "gradient_cosine": found.gradient("cosine"),
     }
     row = {name: [value.mean, value.se] for name, value in estimates.items()}
-    return {"scheme": scheme, "model": context.model, "extra_multiply_adds": found.cost, **row}
+    return {
+        "scheme": scheme,
+        "model": Path(context.model).name,
+        "extra_multiply_adds": found.cost,
+        **row,
+    }
 
 
 # --- real FP4 GEMMs -------------------------------------------------------------------------------
