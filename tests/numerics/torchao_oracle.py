@@ -18,6 +18,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import (  # noqa: E402
     nvfp4_quantize,
     per_tensor_amax_to_scale,
 )
+from torchao.prototype.mx_formats.utils import to_blocked  # noqa: E402
 
 __all__ = [
     "DTYPE_FP6_E2M3",
@@ -26,6 +27,7 @@ __all__ = [
     "f4_unpacked_to_f32",
     "nvfp4_quantize",
     "per_tensor_amax_to_scale",
+    "to_blocked",
     "to_dtype",
     "to_mx",
     "unpack_uint4",

@@ -82,19 +82,36 @@ def unpack(
     plus: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.unpack`."""
+    codes, scale = blocks_of(packed, quantizer, dim=dim, shape=shape)
+    fmt = quantizer.fmt
+    values = decode_e2m1(codes) if fmt.element == E2M1 else fmt.element.decode(codes)
+    values = values.mul_(scale.float())
+    if packed.global_scale is not None and scaled:
+        values = values.mul_(packed.global_scale)
+    return add_back(from_blocks(values, shape, quantizer.tile, dim), plus).to(dtype)
+
+
+def blocks_of(
+    packed: Packed, quantizer: QuantizerDefinition, *, dim: int, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return what `pack` made of a matrix, element by element.
+
+    Args:
+        packed, quantizer, dim, shape: as in `kernels.unpack`.
+
+    Returns:
+        (codes, uint8 in the order of `to_blocks`; block scales in their stored dtype, broadcastable
+        against the codes).
+    """
     fmt, tile = quantizer.fmt, quantizer.tile
     blocked = blocked_shape(shape, tile, fmt.block_size, dim)
-    codes, scale = packed.codes, packed.scale.float()
+    codes = packed.codes
     if fmt.element.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], 1)
     codes = codes.flatten()[: math.prod(blocked)].view(blocked)
     inside = {d % len(blocked) for d in block_dims(tile, len(shape), dim)}
     scales = [1 if d in inside else size for d, size in enumerate(blocked)]
-    values = _decode_e2m1(codes) if fmt.element == E2M1 else fmt.element.decode(codes)
-    values = values.mul_(scale[: math.prod(scales)].view(scales))
-    if packed.global_scale is not None and scaled:
-        values = values.mul_(packed.global_scale)
-    return add_back(from_blocks(values, shape, tile, dim), plus).to(dtype)
+    return codes, packed.scale[: math.prod(scales)].view(scales)
 
 
 def _encode_e2m1(values: Tensor) -> Tensor:
@@ -109,7 +126,7 @@ def _encode_e2m1(values: Tensor) -> Tensor:
     return magnitude.bitwise_or_((bits >> 12).bitwise_and_(8)).to(torch.uint8)
 
 
-def _decode_e2m1(codes: Tensor) -> Tensor:
+def decode_e2m1(codes: Tensor) -> Tensor:
     """Compute `E2M1.decode`, the same way back."""
     codes = codes.to(torch.int16)
     bits = (codes & 7).bitwise_left_shift_(9).bitwise_or_((codes & 8) << 12)

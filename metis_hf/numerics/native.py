@@ -1,0 +1,255 @@
+"""Quantized matrices as the GEMM of FP4 units reads them, and that GEMM.
+
+The GEMM is torch's `scaled_mm` (2.13: `torch.nn.functional.scaled_mm`), inside an operator of our
+own: torch.compile passes it by, where Inductor's lowering would refuse swizzled scales. Whether an
+operand may take this way is decided above, in `layers.native`.
+
+Facts of torch 2.13, from its source: codes are uint8 [M, K/2] viewed as `float4_e2m1fn_x2`, the
+even element in the low nibble; the second matrix is [N, K/2], transposed; K % 32 and N % 16 are 0;
+block scales are swizzled and padded to [128 R, 4 C]; tensor scales are decode scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metis_hf.numerics.definition import QuantizerDefinition
+from metis_hf.numerics.formats import MXFP4, NVFP4
+from metis_hf.numerics.kernels.layout import Packed
+from metis_hf.numerics.kernels.reference import blocks_of, decode_e2m1
+from metis_hf.numerics.layout import Tile, from_blocks
+
+Gemm = Callable[..., Tensor]  # with the arguments of torch.nn.functional.scaled_mm
+
+_ROWS, _CONTRACTED = 16, 32  # rows and length are padded to multiples of these
+_SCALE_ROWS, _SCALE_COLUMNS = 128, 4  # of a tile of swizzled scales
+# Compute capabilities whose FP4 units torch multiplies with: B200 and B300, RTX 50. MXFP4 goes
+# through another library than NVFP4, which is for the first two only.
+CAPABILITIES = {NVFP4.name: ((10, 0), (10, 3), (12, 0)), MXFP4.name: ((10, 0), (10, 3))}
+# Of results.
+DTYPES = {
+    NVFP4.name: (torch.bfloat16, torch.float16, torch.float32),
+    MXFP4.name: (torch.bfloat16,),
+}
+
+_stand_in: Gemm | None = None
+
+
+class NativeMatrix(NamedTuple):
+    """A quantized matrix [rows n] for a GEMM that contracts n.
+
+    Attributes:
+        codes: uint8 [rows' n'/2], the even element in the low nibble; rows' and n' are rows and n
+            padded with zeros to multiples of 16 and 32.
+        scale: block scales in their stored dtype, flat, as `swizzle` leaves them.
+        global_scale: fp32 [1], or None for a format without.
+        rows, length: rows and n.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    rows: int
+    length: int
+
+    def values(self) -> Tensor:
+        """Return code * block scale, fp32 [rows n]: the represented matrix over `global_scale`."""
+        codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
+        size = _block_size(self.scale)
+        bits = unswizzle(self.scale.view(torch.uint8), codes.shape[0], codes.shape[1] // size)
+        scale = bits.view(self.scale.dtype).float().repeat_interleave(size, 1)
+        return decode_e2m1(codes).mul_(scale)[: self.rows, : self.length]
+
+
+def native_matrix(
+    packed: Packed,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    shape: tuple[int, int],
+    contracted: int,
+) -> NativeMatrix:
+    """Lay codes and scales of a matrix [t c] out for a GEMM; no number changes.
+
+    Args:
+        packed: what `kernels.pack` gave, in NVFP4 or MXFP4.
+        quantizer, dim, shape: as for `kernels.unpack`.
+        contracted: the dimension that the GEMM contracts: `dim`, or for square tiles either.
+
+    Returns:
+        [t c] where `contracted` is -1, else its transpose.
+    """
+    fmt, square = quantizer.fmt, quantizer.tile is Tile.SQUARE
+    assert square or (dim - contracted) % 2 == 0, "blocks must lie along what the GEMM contracts"
+    blocks, scale = blocks_of(packed, quantizer, dim=dim, shape=shape)
+    codes, bits = from_blocks(blocks, shape, quantizer.tile, dim), scale.view(torch.uint8)
+    bits = bits.squeeze(-1).squeeze(-2) if square else bits.squeeze(dim % 2 + 1)
+    if contracted % 2 == 0:
+        codes, bits = codes.T, bits.T
+    rows, length = codes.shape
+    if square:  # a tile's scale once for each of its rows
+        assert fmt.block_size is not None
+        bits = bits.repeat_interleave(fmt.block_size, 0)[:rows]
+    codes = F.pad(codes, (0, -length % _CONTRACTED, 0, -rows % _ROWS))
+    two = codes.unflatten(-1, (-1, 2))
+    packed_codes = two[..., 0] | two[..., 1] << 4
+    largest = packed.global_scale
+    if largest is None and fmt.scale.tensor_scale:
+        largest = torch.ones((), device=codes.device)
+    return NativeMatrix(
+        packed_codes.contiguous(),
+        swizzle(bits).view(packed.scale.dtype),
+        None if largest is None else largest.reshape(1),
+        rows,
+        length,
+    )
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """Lay block scales [rows blocks] out as cuBLAS's tiles of 128 x 4, zeros in the padding.
+
+    A tile is contiguous; in it row 32 a + b, column c is at 16 b + 4 a + c ("32 x 4 x 4", cuBLAS:
+    1D block scaling factors layout).
+
+    Returns:
+        Flat, of the dtype of `scale`; one of 8 bits that torch can pad.
+    """
+    rows, blocks = scale.shape
+    scale = F.pad(scale, (0, -blocks % _SCALE_COLUMNS, 0, -rows % _SCALE_ROWS))
+    tiles = scale.view(scale.shape[0] // _SCALE_ROWS, 4, 32, -1, _SCALE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """Invert `swizzle`: [rows blocks]."""
+    down, across = -(-rows // _SCALE_ROWS), -(-blocks // _SCALE_COLUMNS)
+    tiles = scale.view(down, across, 32, 4, _SCALE_COLUMNS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * _SCALE_ROWS, across * _SCALE_COLUMNS)[:rows, :blocks]
+
+
+def multiply(a: NativeMatrix, b: NativeMatrix, dtype: torch.dtype) -> Tensor:
+    """Return a [m n] @ b [p n]^T -> [m p], contiguous, in `dtype`, one of the format's `DTYPES`."""
+    out = torch.ops.metis_hf.fp4_gemm(
+        a.codes, a.scale, a.global_scale, b.codes, b.scale, b.global_scale, dtype
+    )
+    return out[: a.rows, : b.rows].contiguous()
+
+
+@torch.library.custom_op("metis_hf::fp4_gemm", mutates_args=())
+def _fp4_gemm(
+    a: Tensor,
+    scale_a: Tensor,
+    global_a: Tensor | None,
+    b: Tensor,
+    scale_b: Tensor,
+    global_b: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return codes [m k/2] by codes [n k/2] -> [m n], of padded matrices."""
+    gemm = _stand_in or F.scaled_mm  # type: ignore[attr-defined]
+    return call_gemm(gemm, a, scale_a, global_a, b, scale_b, global_b, dtype)
+
+
+@_fp4_gemm.register_fake
+def _(a, scale_a, global_a, b, scale_b, global_b, dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+def call_gemm(
+    gemm: Gemm,
+    a: Tensor,
+    scale_a: Tensor,
+    global_a: Tensor | None,
+    b: Tensor,
+    scale_b: Tensor,
+    global_b: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Call torch's `scaled_mm`, or what has its arguments; the fields are those of `NativeMatrix`.
+
+    Tensor scales are multiplied in before the result is rounded to `dtype`.
+    """
+    scaling, swizzles = F.ScalingType, F.SwizzleType  # type: ignore[attr-defined]
+    scales_a, scales_b = [scale_a], [scale_b]
+    recipe = [scaling.BlockWise1x16 if _block_size(scale_a) == 16 else scaling.BlockWise1x32]
+    swizzled = [swizzles.SWIZZLE_32_4_4]
+    if global_a is not None and global_b is not None:
+        scales_a, scales_b = [scale_a, global_a], [scale_b, global_b]
+        recipe, swizzled = [*recipe, scaling.TensorWise], [*swizzled, swizzles.NO_SWIZZLE]
+    return gemm(
+        a.view(torch.float4_e2m1fn_x2),
+        b.view(torch.float4_e2m1fn_x2).t(),
+        scales_a,
+        recipe,
+        scales_b,
+        recipe,
+        swizzled,
+        swizzled,
+        output_dtype=dtype,
+    )
+
+
+@contextlib.contextmanager
+def use_gemm(gemm: Gemm) -> Iterator[None]:
+    """Inside the block another function stands in for `scaled_mm`, on every device.
+
+    For tests without FP4 units. It is called as torch's is, with the very same tensors.
+    """
+    global _stand_in
+    before, _stand_in = _stand_in, gemm
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
+@torch.compiler.assume_constant_result
+def obstacle_of_device(device: torch.device, fmt: str) -> str | None:
+    """Return why FP4 GEMMs cannot run on a device, in a clause; None if they can.
+
+    Args:
+        device: of the operands.
+        fmt: name of the format, one of `CAPABILITIES`.
+    """
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.13 has it"
+    if _stand_in is not None:
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"the tensors are on {device.type!r}, not on an NVIDIA GPU"
+    return _obstacle_of_gpu(device.index or 0, fmt)
+
+
+def device_to_be(device: torch.device) -> torch.device:
+    """Return where a model is taken to run that is on `device` when it is converted.
+
+    A model on a CPU or without storage yet will be moved to the GPU, where there is one.
+    """
+    if device.type in ("cpu", "meta") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+@functools.cache
+def _obstacle_of_gpu(index: int, fmt: str) -> str | None:
+    has, wanted = torch.cuda.get_device_capability(index), CAPABILITIES[fmt]
+    if has in wanted:
+        return None
+    listed = ", ".join(f"{major}.{minor}" for major, minor in wanted)
+    return (
+        f"{torch.cuda.get_device_name(index)} has compute capability {has[0]}.{has[1]}, and torch "
+        f"multiplies {fmt} on {listed}"
+    )
+
+
+def _block_size(scale: Tensor) -> int:
+    fmt = NVFP4 if scale.dtype is NVFP4.scale.dtype else MXFP4
+    assert fmt.block_size is not None
+    return fmt.block_size
