@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from metis_hf.noise import Key
-from metis_hf.operands import Encoded, Operand, Quantized
+from metis_hf.operands import Operand, Quantized
 from metis_hf.operands.weight_forms import WeightForm
+
+T = TypeVar("T")
 
 
 class _Held(NamedTuple):
     """Knowledge of one state of a layer's weight."""
 
     mark: tuple[Any, ...]
-    encoded: dict[tuple[Any, ...], Encoded]
+    encoded: dict[tuple[Any, ...], Any]  # codes, as emulation or FP4 units take them
 
 
 class EvaluationWeight:
@@ -58,11 +60,8 @@ class EvaluationWeight:
         dtype: torch.dtype,
     ) -> Quantized:
         """Return `form.quantize(..)`, of codes made earlier where there are some."""
-        held = self._held
-        mark = _mark_of(params, key)
-        if held is None or held.mark != mark:
-            self._held = _Held(mark, {})
-        elif form.encodes(params, operand):
+        held = self._seen_before(params, key)
+        if held is not None and form.encodes(params, operand):
             name = (operand, dim, key.static)
             encoded = held.encoded.get(name)
             if encoded is None:
@@ -70,6 +69,26 @@ class EvaluationWeight:
                 held.encoded[name] = encoded
             return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
         return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
+
+    def keep(
+        self, params: Sequence[Tensor], name: tuple[Any, ...], make: Callable[[], T], *, key: Key
+    ) -> T:
+        """Return what `make` makes of these parameters: kept by name from the second call on."""
+        held = self._seen_before(params, key)
+        if held is None:
+            return make()
+        if name not in held.encoded:
+            held.encoded[name] = make()
+        return held.encoded[name]
+
+    def _seen_before(self, params: Sequence[Tensor], key: Key) -> _Held | None:
+        """Return what is held of this state of the weight; None at the first call with it."""
+        held = self._held
+        mark = _mark_of(params, key)
+        if held is not None and held.mark == mark:
+            return held
+        self._held = _Held(mark, {})
+        return None
 
 
 def can_hold(layer: nn.Module) -> bool:

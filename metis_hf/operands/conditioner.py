@@ -8,7 +8,7 @@ qdq(residual)`. A new outlier trick is one conditioner. The published ones are i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -55,6 +55,22 @@ class Encoded(NamedTuple):
     def stored(self) -> Encoded:
         """Without what can be made again."""
         return Encoded(self.tensors)
+
+
+class Codes(NamedTuple):
+    """Codes of an encoded matrix [t c], for a GEMM that multiplies them as they are.
+
+    Attributes:
+        packed: of the matrix, in the basis that `Conditioner.basis` names; of what a split leaves.
+        shape: of the matrix that was packed.
+        factors: of a split matrix: left [t k] and right [k c], packed.
+        low: of a split matrix: the same, unpacked.
+    """
+
+    packed: Packed
+    shape: tuple[int, int]
+    factors: tuple[Packed, Packed] | None = None
+    low: LowRank | None = None
 
 
 class Work(NamedTuple):
@@ -188,6 +204,23 @@ class Conditioner(ABC):
         """Return the result of `decode` and its low-rank part; None where there is none."""
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
 
+    def basis(self, tensor: str) -> Hashable | None:
+        """Return a name for the basis that `encode`'s codes are in; None: in none with a name.
+
+        Two operands of equal basis have the product of their codes: what is done to one cancels
+        what is done to the other. So a GEMM of FP4 units can multiply them.
+
+        Args:
+            tensor: "input", "weight" or "grad_output": what the operand is made of.
+        """
+        return None
+
+    def codes(
+        self, encoded: Encoded, quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
+    ) -> Codes:
+        """Return the codes of what `encode` gave for x of that shape, where `basis` is not None."""
+        return Codes(Packed(*encoded.tensors[:3]), shape)  # type: ignore[arg-type]
+
     def bind(self, state: Any) -> Conditioner:
         """Return the conditioner of one call, which knows what the layer's state froze for it."""
         return self
@@ -259,6 +292,10 @@ class AroundQuantizer(Conditioner):
         packed, shape = Packed(*encoded.tensors), self.transformed_shape(shape, dim=dim)
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return self.inverse(quantized, dim=dim).to(dtype)
+
+    def codes(self, encoded, quantizer, *, dim, shape) -> Codes:
+        shape = self.transformed_shape(shape, dim=dim)
+        return super().codes(encoded, quantizer, dim=dim, shape=shape)
 
 
 def as_fp32(x: Tensor) -> Tensor:

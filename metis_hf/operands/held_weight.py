@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,15 +13,18 @@ from metis_hf.operands.conditioner import Encoded
 from metis_hf.operands.operand import Operand, Quantized
 from metis_hf.operands.weight_forms import WeightForm
 
+T = TypeVar("T")
+
 
 class HeldWeight:
     """Codes and scales of one layer's w_hat, for as long as the parameters do not change.
 
-    4.5 bits an element for each operand; the dense w_hat is made of them at each use.
+    4.5 bits an element for each operand; the dense w_hat is made of them at each use, except where
+    FP4 units take them as they are.
     """
 
     def __init__(self) -> None:
-        self._encoded: dict[tuple[Any, ...], Encoded] = {}
+        self._encoded: dict[tuple[Any, ...], Any] = {}
 
     def operand(
         self,
@@ -34,21 +37,31 @@ class HeldWeight:
         dtype: torch.dtype,
     ) -> Quantized:
         """Return `WeightForm.quantize`, of which the first half is done once."""
-        encoded = self._find(form, params, operand, dim, key)
-        if encoded is None:
+        if not form.encodes(params, operand) or params[-1].is_inference():
             return form.quantize(params, operand, dim=dim, key=key, dtype=dtype)
+
+        def encode() -> Encoded:
+            return form.encode(params, operand, dim=dim, key=key).stored()
+
+        encoded = self.keep(params, (operand, dim, key.static), encode, key=key)
         return form.decode(params, encoded, operand, dim=dim, dtype=dtype)
 
-    def _find(
-        self, form: WeightForm, params: Sequence[Tensor], operand: Operand, dim: int, key: Key
-    ) -> Encoded | None:
-        """Return the codes of these parameters, made if missing; None where there are none."""
-        if not form.encodes(params, operand) or params[-1].is_inference():
-            return None
+    def keep(
+        self, params: Sequence[Tensor], name: tuple[Any, ...], make: Callable[[], T], *, key: Key
+    ) -> T:
+        """Return what `make` makes of these parameters, made once for each name.
+
+        Args:
+            params: of the layer.
+            name: of what is made.
+            make: what makes it of the parameters as they are.
+            key: noise key of the weight.
+        """
+        if params[-1].is_inference():
+            return make()
         # A parameter that was written to or moved has another storage or version.
         seen = tuple((param.data_ptr(), param._version) for param in params)
-        name = (operand, dim, key.static, seen)
+        name = (*name, seen)
         if name not in self._encoded:
-            encoded = form.encode(params, operand, dim=dim, key=key)
-            self._encoded[name] = encoded.stored()
+            self._encoded[name] = make()
         return self._encoded[name]

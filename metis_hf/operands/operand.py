@@ -32,6 +32,10 @@ class Quantized(NamedTuple):
     scale: Tensor | None = None
     low: LowRank | None = None
 
+    def transposed(self) -> Quantized:
+        """Return what stands for the transpose; without the low-rank part."""
+        return Quantized(self.values.T, self.scale)
+
     def error(self, x: Tensor) -> Tensor:
         """Return x [t c] less what stands for it, [t c] in the dtype of x or wider."""
         values = self.values if self.scale is None else self.values * self.scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +34,9 @@ class Hadamard(AroundQuantizer):
 
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
         return padded_shape(shape, dim=dim)
+
+    def basis(self, tensor: str) -> Hashable:
+        return self
 
     def work(self, shape: tuple[int, int], *, dim: int) -> Work:
         t, c = shape

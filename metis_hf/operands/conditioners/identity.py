@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +21,9 @@ class Identity(Conditioner):
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         return quantizer(x, dim=dim, key=key, dtype=dtype)
+
+    def basis(self, tensor: str) -> Hashable:
+        return "plain"
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         return [Part("tensor", x, quantizer(x, dim=dim, key=key))]

@@ -5,6 +5,7 @@ The quantizer's part, nearest elements and corrected scales, is `numerics.scalin
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -64,6 +65,9 @@ class RandomHadamard(AroundQuantizer):
 
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
         return padded_shape(shape, dim=dim)
+
+    def basis(self, tensor: str) -> Hashable:
+        return type(self), self.seed, self.partner or tensor
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
         codes = super().encode(x, quantizer, dim=dim, key=key)

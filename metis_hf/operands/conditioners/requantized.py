@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
+from metis_hf.operands.conditioner import Codes, Conditioner, Encoded, Part, Work
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Requantized(Conditioner):
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
         return self.second.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
+
+    def basis(self, tensor: str) -> Hashable | None:
+        return self.second.basis(tensor)
+
+    def codes(self, encoded, quantizer, *, dim, shape) -> Codes:
+        return self.second.codes(encoded, quantizer, dim=dim, shape=shape)
 
     def work(self, shape, *, dim) -> Work:
         second = self.second.work(shape, dim=dim)

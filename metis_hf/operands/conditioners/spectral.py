@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank, Part, Work
+from metis_hf.operands.conditioner import (
+    Codes,
+    Conditioner,
+    Encoded,
+    LowRank,
+    Part,
+    Work,
+)
 from metis_hf.transforms.spectral import fewest_rows, find_subspace, project
 
 
@@ -90,6 +98,20 @@ class Spectral(Conditioner):
             dense = low.dense()
         options = {"dim": dim, "shape": shape, "dtype": dtype, "plus": dense}
         return unpack(residual, quantizer, **options), low
+
+    def basis(self, tensor: str) -> Hashable:
+        return "plain"
+
+    def codes(self, encoded, quantizer, *, dim, shape) -> Codes:
+        factors, low = encoded.tensors[3:], encoded.low
+        if low is None:
+            low = self._low(factors, quantizer, dim=dim, shape=shape)
+        return Codes(
+            Packed(*encoded.tensors[:3]),
+            shape,
+            (Packed(*factors[:3]), Packed(*factors[3:6])),
+            low,
+        )
 
     def work(self, shape, *, dim) -> Work:
         """Range finder on the sampled rows (`transforms.spectral`), then the projection of all.

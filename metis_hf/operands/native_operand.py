@@ -1,0 +1,104 @@
+"""Operands of GEMMs that FP4 units compute: codes and scales as they are, and thin parts beside.
+
+A split operand [m n] is  far @ near + residual  with near [k n] and residual quantized along n,
+which the GEMM contracts, and far [m k] in high precision. The product with b [p n] is
+
+    residual @ b_residual^T                             in FP4, the large one
+    + far @ (near @ b_residual^T)                       in FP4, then [m k] @ [k p] in high precision
+    + (residual @ b_near^T + far @ (near @ b_near^T)) @ b_far^T     where b is split too
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics import Quantizer
+from metis_hf.numerics.native import NativeMatrix, multiply, native_matrix
+from metis_hf.operands.conditioner import Encoded, LowRank
+from metis_hf.operands.operand import Operand
+
+
+class NativeOperand(NamedTuple):
+    """An operand of an FP4 GEMM; `Quantized` is that of an emulated one.
+
+    Attributes:
+        main: the matrix that is multiplied in FP4, of which the GEMM contracts the second
+            dimension; of a split operand the residual.
+        contracted: the dimension of the operand [t c] that this is.
+        dtype: of results.
+        near: [k n], the factor of the low-rank part along what is contracted.
+        far: [m k], the other one, with the lengths, in `dtype`.
+        low: the low-rank part of the operand as it is, [t c].
+    """
+
+    main: NativeMatrix
+    contracted: int
+    dtype: torch.dtype
+    near: NativeMatrix | None = None
+    far: Tensor | None = None
+    low: LowRank | None = None
+
+    @classmethod
+    def of(
+        cls,
+        encoded: Encoded,
+        operand: Operand,
+        *,
+        dim: int,
+        shape: tuple[int, int],
+        contracted: int,
+        dtype: torch.dtype,
+    ) -> NativeOperand:
+        """Lay out what `operand.encode(.., dim=dim)` gave for a matrix of that shape."""
+        quantizer = operand.quantizer
+        assert isinstance(quantizer, Quantizer)
+        codes = operand.conditioner.codes(encoded, quantizer, dim=dim, shape=shape)
+        main = native_matrix(
+            codes.packed, quantizer, dim=dim, shape=codes.shape, contracted=contracted
+        )
+        if codes.factors is None or codes.low is None:
+            return cls(main, contracted, dtype)
+        left, lengths, right = codes.low
+        along_rows = contracted % 2 == 1
+        near_shape = right.shape if along_rows else left.shape
+        near = native_matrix(
+            codes.factors[int(along_rows)],
+            quantizer,
+            dim=dim,
+            shape=(near_shape[0], near_shape[1]),
+            contracted=contracted,
+        )
+        far = left * lengths if along_rows else (lengths[:, None] * right).T
+        return cls(main, contracted, dtype, near, far.to(dtype), codes.low)
+
+    def transposed(self) -> NativeOperand:
+        """Return the operand as it is: which dimension a GEMM contracts is settled."""
+        return self
+
+    def error(self, x: Tensor) -> Tensor:
+        """Return x [t c] less what stands for it, in the dtype of x or wider."""
+        values, scale = self.main.values(), self.main.global_scale
+        if self.contracted % 2 == 0:
+            values = values.T
+        if self.low is None and self.dtype is torch.bfloat16:
+            values = values.to(self.dtype)  # exactly; the product with the scale is rounded
+        if scale is not None:
+            values = values * scale[0]
+        return x - (values if self.low is None else values + self.low.dense()).to(self.dtype)
+
+
+def product(a: NativeOperand, b: NativeOperand) -> Tensor:
+    """Return a [m n] @ b [p n]^T -> [m p]; the module has the equation."""
+    dtype = a.dtype
+    out = multiply(a.main, b.main, dtype)
+    if a.near is not None and a.far is not None:
+        out.addmm_(a.far, multiply(a.near, b.main, dtype))
+    if b.near is not None and b.far is not None:
+        left = multiply(a.main, b.near, dtype)
+        if a.near is not None and a.far is not None:
+            left.addmm_(a.far, multiply(a.near, b.near, dtype))
+        out.addmm_(left, b.far.T)
+    return out
