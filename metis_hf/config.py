@@ -21,6 +21,7 @@ from metis_hf.shared.patterns import MAX_STATES, Matcher, name_pattern
 DECOMPOSABLE = ("weight", "activation", "gradient")
 OPERAND_MODES = ("shared", "contraction")
 PASSES = ("forward", "backward")
+BACKENDS = ("emulated", "native", "auto")
 ROUNDINGS = ("nearest", "stochastic")
 SCALE_ROUNDINGS = ("nearest", "up")
 # A config is read from other people's checkpoints: no value may make a model run for ever.
@@ -92,6 +93,10 @@ class MetisConfig:
         keep_last_blocks: transformer blocks at the end that stay in high precision.
         refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
             residual by MetisCallback; 0 never refreshes, as the paper.
+        backend: what computes the GEMMs: "emulated", in the model's precision on any device;
+            "native", the FP4 units of a GPU that has them, an error where a layer or a device
+            does not allow it; "auto", native where it can be and emulated elsewhere, as the report
+            of the conversion says.
         seed: seed of all noise (stochastic rounding, sampled rows, sketches, sign vectors); a
             signed integer of 64 bits.
 
@@ -125,6 +130,7 @@ class MetisConfig:
     keep_first_blocks: int = 0
     keep_last_blocks: int = 0
     refresh_interval: int = 0
+    backend: str = "emulated"
     seed: int = 0
 
     quant_method: ClassVar[str] = "metis"
@@ -183,6 +189,8 @@ class MetisConfig:
             none = name == "decompose"
             ok = (none and value is None) or (_is_names(value) and set(value) <= set(choices))
             require(ok, name, f"{'None or ' * none}a list of any of {', '.join(choices)}")
+        known = isinstance(self.backend, str) and self.backend in BACKENDS
+        require(known, "backend", f"one of {BACKENDS}")
         for name, choices in (
             ("operand_mode", OPERAND_MODES),
             ("forward_rounding", ROUNDINGS),
@@ -307,8 +315,11 @@ class MetisConfig:
         values = {
             field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
-        if self.format is None:  # so that records read as they did before there was a choice
+        # So that records read as they did before there was a choice.
+        if self.format is None:
             del values["format"]
+        if self.backend == "emulated":
+            del values["backend"]
         return {"quant_method": self.quant_method, "format_version": self.format_version, **values}
 
     @classmethod

@@ -36,6 +36,7 @@ from metis_hf.layers.linear import (
     linear_shape,
     make_layer,
 )
+from metis_hf.layers.native import why_emulated
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.schemes import build_scheme, kept_directions
 
@@ -65,7 +66,8 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
 
     Raises:
         ValueError: unknown scheme, no layer selected, a rank above half of a layer's directions,
-            a tied weight named as target, non-finite weights, a model that is converted already or
+            a tied weight named as target, `backend="native"` where a scheme or this machine does
+            not allow it, non-finite weights, a model that is converted already or
             wrapped by DDP, FSDP or torch.compile. The model is then unchanged.
     """
     config = config or MetisConfig()
@@ -273,6 +275,10 @@ def _check_layer(
             f"{asked} keeps {kept} of {smaller} directions of {name}; "
             f"choose at most {smaller // 2 if absolute else 0.5}"
         )
+    try:
+        why_emulated(config, scheme, weight.device)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     if not weight.is_meta and not bool(torch.isfinite(weight).all()):
         raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
 
@@ -288,4 +294,7 @@ def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerR
             scale = original.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
             weight = layer.weight_form.dense(layer.weight_params())
             error = ((weight - original).abs().max() / scale).item()
-    return LayerReport(name, kind, i, o, layer.config.scheme, rank, bits, error)
+    emulated = why_emulated(layer.config, layer.scheme, original.device)
+    native = layer.config.backend != "emulated" and emulated is None
+    native = native and not layer.scheme.is_high_precision
+    return LayerReport(name, kind, i, o, layer.config.scheme, rank, bits, error, native, emulated)

@@ -36,6 +36,8 @@ class MetisConfigLoader(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
         config = MetisConfig.from_dict({**config_dict, **kwargs})
+        if config.backend == "native":  # of the machine that wrote the checkpoint, not of this one
+            config = config.replace(backend="auto")
         return (config, {}) if return_unused_kwargs else config
 
 

@@ -25,6 +25,8 @@ class LayerReport:
         rank: directions of the weight's split, stored or made at each use; None: no split.
         bits_per_weight: operand bits of the GEMM weight, low-rank part included.
         error: max |represented - original| / max |original| at conversion; 0 for one stored matrix.
+        native: whether FP4 units compute its GEMMs.
+        emulated: why `backend="auto"` emulates it; None: it does not, or was not asked.
     """
 
     name: str
@@ -35,6 +37,8 @@ class LayerReport:
     rank: int | None
     bits_per_weight: float
     error: float
+    native: bool = False
+    emulated: str | None = None
 
     @property
     def params(self) -> int:
@@ -88,6 +92,11 @@ class ConversionReport:
         return dict(Counter(x.scheme for x in self.layers if x.scheme != self.scheme))
 
     @property
+    def emulated(self) -> dict[str, int]:
+        """Number of layers by the reason why `backend="auto"` emulates them."""
+        return dict(Counter(layer.emulated for layer in self.layers if layer.emulated))
+
+    @property
     def max_error(self) -> float:
         """The largest `LayerReport.error`."""
         return max((layer.error for layer in self.layers), default=0.0)
@@ -132,6 +141,11 @@ class ConversionReport:
             stored = error and self.max_error > 0
             exact = f"; split reproduces the weights to {self.max_error:.1e}" if stored else ""
             lines.append(f"  rank {ranks}{exact}")
+        native = sum(layer.native for layer in self.layers)
+        if native:
+            lines.append(f"  GEMMs on FP4 units: {native} layers")
+        for reason, count in self.emulated.items():
+            lines.append(f"  GEMMs emulated in {count} layers: {reason}")
         for reason, names in self.skipped_by_reason().items():
             shown = ", ".join(names[:4]) + (f", ... ({len(names)})" if len(names) > 4 else "")
             lines.append(f"  kept in high precision ({reason}): {shown}")

@@ -69,7 +69,7 @@ class GemmPlan:
         self, x: Tensor, x_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
     ) -> Tensor:
         """Return y [t o] without bias."""
-        y = _multiply(x_hat, _transposed(w_hat))
+        y = self.multiply(x_hat, w_hat.transposed())
         corrected = self._corrected(x)
         if Role.FPROP_INPUT in corrected:
             self._correct(y, Role.FPROP_INPUT, x_hat.error(x), by_columns(w_hat))
@@ -82,7 +82,7 @@ class GemmPlan:
         self, dy: Tensor, d_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
     ) -> Tensor:
         """Return dx [t i]"""
-        dx = _multiply(d_hat, w_hat)
+        dx = self.multiply(d_hat, w_hat)
         corrected = self._corrected(dy)
         if Role.DGRAD_GRAD_OUTPUT in corrected:
             self._correct(dx, Role.DGRAD_GRAD_OUTPUT, d_hat.error(dy), by_rows(w_hat))
@@ -93,10 +93,18 @@ class GemmPlan:
 
     def wgrad(self, dy: Tensor, d_hat: Quantized, x_hat: Quantized) -> Tensor:
         """Return dw [o i]"""
-        dw = _multiply(_transposed(d_hat), x_hat)
+        dw = self.multiply(d_hat.transposed(), x_hat)
         if Role.WGRAD_GRAD_OUTPUT in self._corrected(dy):
             self._correct(dw, Role.WGRAD_GRAD_OUTPUT, d_hat.error(dy).T, by_rows(x_hat))
         return dw
+
+    def multiply(self, a: Quantized, b: Quantized) -> Tensor:
+        """Run `contract`, with the operands' tensor scales applied in fp32 and once."""
+        out = contract(a.values, b.values)
+        given = [scale for scale in (a.scale, b.scale) if scale is not None]
+        if not given:
+            return out
+        return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
 
     def _corrected(self, x: Tensor) -> frozenset[Role]:
         return self.scheme.corrected if x.numel() > 0 else frozenset()
@@ -118,7 +126,7 @@ class GemmPlan:
         role, operand = self.resolve(role)
         return operand(
             x,
-            dim=_contracted(role),
+            dim=contracted_dim(role),
             key=self.keys[role],
             dtype=self.dtype,
             row_mask=self.row_mask,
@@ -129,7 +137,7 @@ class GemmPlan:
         role, operand = self.resolve(Role.WGRAD_INPUT)
         shared = role is Role.FPROP_INPUT
         if self.saves_input and operand.has_codes(x):
-            dim = _contracted(role)
+            dim = contracted_dim(role)
             encoded = encode_once(
                 operand, x, self.source, dim=dim, key=self.keys[role], row_mask=self.row_mask
             )
@@ -159,10 +167,10 @@ class GemmPlan:
             return self.matrix_operand(Role.WGRAD_INPUT, x)
         role, operand = self.resolve(Role.WGRAD_INPUT)
         encoded = Encoded(saved.tensors)
-        return operand.decode(encoded, dim=_contracted(role), shape=shape, dtype=self.dtype)
+        return operand.decode(encoded, dim=contracted_dim(role), shape=shape, dtype=self.dtype)
 
 
-def _contracted(role: Role) -> int:
+def contracted_dim(role: Role) -> int:
     """Return the dimension of x or dy along which the GEMM of that role sums."""
     return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
@@ -175,20 +183,6 @@ def contract(a: Tensor, b: Tensor) -> Tensor:
     elif missing < 0:
         a = F.pad(a, (0, -missing))
     return a @ b
-
-
-def _multiply(a: Quantized, b: Quantized) -> Tensor:
-    """Run `contract`, with the operands' tensor scales applied in fp32 and once."""
-    out = contract(a.values, b.values)
-    given = [scale for scale in (a.scale, b.scale) if scale is not None]
-    if not given:
-        return out
-    return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
-
-
-def _transposed(a: Quantized) -> Quantized:
-    """Return what stands for the transpose; without the low-rank part."""
-    return Quantized(a.values.T, a.scale)
 
 
 class QuantizedGemm(torch.autograd.Function):

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from metis_hf.config import MetisConfig
 from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
+from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.layers.unsupported import refuse_unsupported
@@ -76,6 +77,8 @@ class MetisLayer(nn.Module):
         self.config = config
         self.scheme = build_scheme(config, self.in_features, self.out_features)
         self.eval_scheme = self.scheme.deterministic()
+        asks = config.backend != "emulated" and not self.scheme.is_high_precision
+        self.native_obstacle = obstacle(self.scheme) if asks else None
         if self._parameters:  # the layer is there already
             self.evaluation_weight.forget()
             self._register_state()
@@ -113,9 +116,14 @@ class MetisLayer(nn.Module):
         """Refuse a config that this layer's parameters do not fit.
 
         Raises:
-            ValueError: another rank, or a scheme that stores the weight in another form.
+            ValueError: another rank, a scheme that stores the weight in another form, or one that
+                `backend="native"` cannot run.
         """
         new, stored = build_scheme(config, self.in_features, self.out_features), self.weight_form
+        if config.backend == "native" and not new.is_high_precision:
+            reason = obstacle(new)
+            if reason is not None:
+                raise ValueError(refusal(config, reason))
         if new.weight == stored:
             return
         if isinstance(stored, SplitWeight) and replace(stored, rank=new.rank) == new.weight:
@@ -157,7 +165,7 @@ class MetisLayer(nn.Module):
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
         keys = self.call_keys(x)
-        plan = GemmPlan(
+        plan = self._plan_type(x, dtype)(
             scheme,
             self.weight_form,
             dtype,
@@ -170,6 +178,17 @@ class MetisLayer(nn.Module):
         )
         y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _plan_type(self, x: Tensor, dtype: torch.dtype) -> type[GemmPlan]:
+        """Return the kind of plan for a call with x [... i] and GEMMs in `dtype`."""
+        if self.config.backend == "emulated" or x.numel() == 0:
+            return GemmPlan
+        reason = self.native_obstacle or obstacle_of_call(self.scheme, x.device, dtype)
+        if reason is None:
+            return NativePlan
+        if self.config.backend == "native":
+            raise ValueError(f"{self.name or 'a quantized layer'}: {refusal(self.config, reason)}")
+        return GemmPlan
 
     def _held(self) -> HeldWeight | EvaluationWeight | None:
         """Return what earlier calls with the same weight left for this one."""

@@ -29,6 +29,7 @@ _FREE = {
     "backward_rounding",
     "scale_rounding",
     "refresh_interval",
+    "backend",
     "seed",
 }
 _FACTORS = ("u", "s", "vh")

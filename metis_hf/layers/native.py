@@ -1,0 +1,192 @@
+"""The three GEMMs of a layer on FP4 units, of the very codes and scales that emulation has.
+
+What is quantized and how, what is saved and how gradients reach the parameters is all as in `gemm`.
+Only the products differ: `numerics.native` multiplies codes, where emulation multiplies the numbers
+that they stand for. A layer takes this way if its config asks for it and `obstacle` finds nothing
+against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metis_hf.config import MetisConfig
+from metis_hf.layers.gemm import GemmPlan, contracted_dim
+from metis_hf.layers.saved_input import SavedInput
+from metis_hf.numerics import Tile
+from metis_hf.numerics.native import DTYPES, device_to_be, obstacle_of_device
+from metis_hf.operands import Encoded, Operand
+from metis_hf.operands.native_operand import NativeOperand, product
+from metis_hf.schemes.base import Role, Scheme
+
+_GEMMS = {
+    "fprop": (Role.FPROP_INPUT, Role.FPROP_WEIGHT),
+    "dgrad": (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT),
+    "wgrad": (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT),
+}
+
+
+@dataclass(frozen=True)
+class NativePlan(GemmPlan):
+    """The plan of a call whose quantized GEMMs FP4 units compute; their operands: `NativeOperand`.
+
+    A GEMM that the scheme leaves in high precision stays there. `QuantizedGemm` hands operands from
+    one method of the plan to another and looks into none.
+    """
+
+    def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Any:
+        contracted = -1 if role is Role.FPROP_WEIGHT else 0
+        source, operand = self.resolve(role)
+        if operand.quantizer is None:
+            return super().weight_operand(role, params)
+        dim, key = -1 if source is Role.FPROP_WEIGHT else 0, self.keys[source]
+        rows, columns = params[-1].shape
+
+        def make() -> NativeOperand:
+            encoded = self.weight.encode(params, operand, dim=dim, key=key)
+            return NativeOperand.of(
+                encoded,
+                operand,
+                dim=dim,
+                shape=(rows, columns),
+                contracted=contracted,
+                dtype=self.dtype,
+            )
+
+        if self.held is None or self.state is not None:
+            return make()
+        name = ("native", operand, dim, contracted, self.dtype, key.static)
+        return self.held.keep(params, name, make, key=key)
+
+    def matrix_operand(self, role: Role, x: Tensor) -> Any:
+        role, operand = self.resolve(role)
+        if operand.quantizer is None:
+            return super().matrix_operand(role, x)
+        encoded = operand.encode(
+            x, dim=contracted_dim(role), key=self.keys[role], row_mask=self.row_mask
+        )
+        return self._operand(role, operand, encoded, (x.shape[0], x.shape[1]))
+
+    def wgrad_input(self, saved: SavedInput, shape: tuple[int, int]) -> Any:
+        role, operand = self.resolve(Role.WGRAD_INPUT)
+        if operand.quantizer is None:
+            return super().wgrad_input(saved, shape)
+        return self._operand(role, operand, Encoded(saved.tensors), shape)
+
+    def _operand(
+        self, role: Role, operand: Operand, encoded: Encoded, shape: tuple[int, int]
+    ) -> NativeOperand:
+        dim = contracted_dim(role)
+        return NativeOperand.of(
+            encoded, operand, dim=dim, shape=shape, contracted=dim, dtype=self.dtype
+        )
+
+    def multiply(self, a: Any, b: Any) -> Tensor:
+        return product(a, b) if isinstance(a, NativeOperand) else super().multiply(a, b)
+
+
+def obstacle(scheme: Scheme) -> str | None:
+    """Return why FP4 units cannot compute a scheme's quantized GEMMs, in a clause; None: they can.
+
+    It is about the scheme alone; `obstacle_of_call` is about dtypes and devices.
+    """
+    if scheme.weight.is_split:
+        return "its weight is stored as factors and a residual; use split_weight=False"
+    for gemm, roles in _GEMMS.items():
+        reason = _obstacle_of_gemm(scheme, gemm, roles)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> str | None:
+    names = [role.name.lower().split("_", 1)[1] for role in roles]
+    operands = [scheme.resolve(role)[1] for role in roles]
+    if all(operand.quantizer is None for operand in operands):
+        return None
+    for role, name, operand in zip(roles, names, operands):
+        quantizer = operand.quantizer
+        if quantizer is None:
+            return f"{gemm} takes its {name} in high precision, and the other operand in FP4"
+        if quantizer.fmt.name not in DTYPES:
+            return f"{gemm} takes its {name} in {quantizer.fmt.name}, not in NVFP4 or MXFP4"
+        # The tiles of a weight are the same for both its GEMMs.
+        tiles = quantizer.tile is Tile.SQUARE and role is Role.DGRAD_WEIGHT
+        if (scheme.reuses(role) and not tiles) or quantizer.tile is Tile.TENSOR:
+            return (
+                f"{gemm} takes the copy of its {name} that has blocks along another dimension "
+                'than it contracts; use operand_mode="contraction"'
+            )
+    bases = [operand.conditioner.basis(name) for operand, name in zip(operands, names)]
+    if bases[0] is None or bases[0] != bases[1]:
+        one, other = (
+            f"{type(operand.conditioner).__name__} of its {name}"
+            for operand, name in zip(operands, names)
+        )
+        return f"{gemm} is no product of codes: {one} and {other} do not cancel"
+    formats = [operand.quantizer.fmt.name for operand in operands if operand.quantizer]
+    if formats[0] != formats[1]:
+        return f"{gemm} takes operands of two formats, {' and '.join(formats)}"
+    return None
+
+
+def obstacle_of_call(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a call cannot run on FP4 units though its scheme can; None if it can.
+
+    Args:
+        scheme: one without an `obstacle`.
+        device: of the input.
+        dtype: of the GEMMs' results.
+    """
+    for fmt in _formats(scheme):
+        if dtype not in DTYPES[fmt]:
+            known = " or ".join(_name(each) for each in DTYPES[fmt])
+            return f"torch's GEMM of {fmt} gives {known}, and the model wants {_name(dtype)}"
+    return _obstacle_of_device(scheme, device)
+
+
+def why_emulated(config: MetisConfig, scheme: Scheme, device: torch.device) -> str | None:
+    """Return why `backend="auto"` emulates a layer; None: it does not, or was not asked.
+
+    Args:
+        config: of the layer.
+        scheme: of the layer.
+        device: where its weight is while the model is converted.
+
+    Raises:
+        ValueError: `backend="native"`, which takes no other way.
+    """
+    if config.backend == "emulated" or scheme.is_high_precision:
+        return None
+    reason = obstacle(scheme) or _obstacle_of_device(scheme, device_to_be(device))
+    if reason is not None and config.backend == "native":
+        raise ValueError(refusal(config, reason))
+    return reason
+
+
+def refusal(config: MetisConfig, reason: str) -> str:
+    """Return the message of a refused native layer."""
+    return (
+        f'backend="native" cannot run scheme {config.scheme!r} on FP4 units: {reason}. '
+        'backend="auto" emulates such layers, backend="emulated" all of them'
+    )
+
+
+def _obstacle_of_device(scheme: Scheme, device: torch.device) -> str | None:
+    reasons = (obstacle_of_device(device, fmt) for fmt in _formats(scheme))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _formats(scheme: Scheme) -> list[str]:
+    """Return the names of the formats of a scheme's operands, each once."""
+    operands = [scheme.resolve(role)[1] for role in Role]
+    return list(dict.fromkeys(op.quantizer.fmt.name for op in operands if op.quantizer))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
