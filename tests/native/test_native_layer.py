@@ -108,8 +108,9 @@ def test_mxfp4_in_bf16_is_equal_to_the_bit(mode):
         assert torch.equal(computed[name], value), name
 
 
-def test_evaluation_and_autocast():
-    _, layer = layer_of("metis", "contraction", rank=3, backend="native")
+@pytest.mark.parametrize("scheme", ["metis", "nvidia", "quartet2"])
+def test_evaluation_and_autocast(scheme):
+    _, layer = layer_of(scheme, "contraction", rank=3, backend="native")
     layer.eval()
     x = torch.randn(2, 5, 48)
     with use_gemm(SlowGemm()), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

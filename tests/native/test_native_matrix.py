@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from layers.layer_tools import FP4_SCHEME_MODES, layer_of
 
+from metis_hf import scheme_names
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.native import NativePlan, obstacle
 from metis_hf.noise import Key
@@ -41,6 +45,19 @@ def read(matrix: NativeMatrix) -> torch.Tensor:
 def test_these_schemes_can_run_natively():
     claimed = {"nvfp4", "nvfp4-rne", "nvidia", "nvidia-paper", "four-over-six", "quartet2", "mxfp4"}
     assert claimed | {"metis", "tetrajet2", "quarot", "quip", "omniquant"} == set(NATIVE)
+
+
+def test_the_page_says_which_schemes_can():
+    page = (Path(__file__).parents[2] / "docs" / "native.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    said = {
+        name: not answer.strip().startswith("no:")
+        for names, answer in rows
+        for name in re.findall(r"`([\w-]+)`", names)
+    }
+    schemes = set(scheme_names()) - {"bf16"}
+    assert schemes <= said.keys()
+    assert {name for name in schemes if said[name]} == set(NATIVE)
 
 
 def operands(scheme: str, shape: tuple[int, int, int], **changes):
