@@ -67,24 +67,28 @@ def equal_bits(names: Sequence[str], dtype: torch.dtype, device: torch.device) -
     import quantizers
 
     rows: list[Row] = []
-    with torch.no_grad():
-        for name in names:
-            for kernel in quantizers.available(device):
-                if quantizers.covered(name, kernel):
-                    differing = {}
-                    for title, values in hard_tensors().items():
-                        x = values.to(dtype)
-                        wanted = quantizers.ours(x, name, "reference")()
-                        found = quantizers.ours(x.to(device), name, kernel)().cpu()
-                        differing[title] = int((_bits(found) != _bits(wanted)).sum())
-                    different = {k: v for k, v in differing.items() if v}
-                    rows.append({"name": name, "kernels": kernel, "differing": different})
-    wrong = [
-        f"{row['name']}, {row['kernels']}: elements with other bits than the CPU's reference: "
-        + ", ".join(f"{count} of {title}" for title, count in row["differing"].items())
-        for row in rows
-        if row["differing"]
+    wrong: list[str] = []
+    pairs = [
+        (n, k) for n in names for k in quantizers.available(device) if quantizers.covered(n, k)
     ]
+    with torch.no_grad():
+        for name, kernel in pairs:
+            differing = {}
+            try:
+                for title, values in hard_tensors().items():
+                    x = values.to(dtype)
+                    wanted = quantizers.ours(x, name, "reference")()
+                    found = quantizers.ours(x.to(device), name, kernel)().cpu()
+                    differing[title] = int((_bits(found) != _bits(wanted)).sum())
+            except Exception as error:  # the others go on
+                wrong.append(f"{name}, {kernel}: {_text(error)}")
+                continue
+            different = {title: count for title, count in differing.items() if count}
+            rows.append({"name": name, "kernels": kernel, "differing": different})
+            if different:
+                where = ", ".join(f"{count} of {title}" for title, count in different.items())
+                bits = "elements with other bits than the CPU's reference"
+                wrong.append(f"{name}, {kernel}: {bits}: {where}")
     return {"rows": rows, "dtype": _name(dtype), FAILURES: wrong}
 
 
@@ -100,7 +104,9 @@ def bandwidth(
     row = {"name": quantizers.COPY, "kernels": "torch", "dtype": _name(dtype)}
     cases: list[tuple[Row, Callable[[], object]]] = [(row, lambda: target.copy_(x))]
     cases += quantizers.own_cases(x, names, quantizers.available(device))
-    kept, calls, lengths, without = [], [], [], []
+    kept, calls, lengths = [], [], []
+    without: list[Row] = []
+    wrong: list[str] = []
     with torch.no_grad():
         for row, call in cases:
             try:
@@ -108,6 +114,9 @@ def bandwidth(
             except torch.OutOfMemoryError:
                 without.append({**row, "reason": "memory is too small"})
                 free_memory()
+                continue
+            except Exception as error:  # the others go on
+                wrong.append(f"{row['name']}, {row['kernels']}: {_text(error)}")
                 continue
             kept.append({**row, "shape": list(shape), "first_call_s": first})
             calls.append(partial(_repeat, call, length))
@@ -117,7 +126,13 @@ def bandwidth(
     for row, found in zip(kept, each):
         row |= summary(found, each[0])
         row["gb_per_s"] = 2 * x.nbytes / (row["ms"] / 1e3) / 1e9
-    return {"rows": kept, "without": without}
+    return {"rows": kept, "without": without, FAILURES: wrong}
+
+
+def _text(error: Exception) -> str:
+    """The kind and the text of an error, and of what caused it."""
+    causes = [error, *filter(None, [error.__cause__])]
+    return "; from ".join(f"{type(one).__name__}: {one}" for one in causes)
 
 
 def _first_calls(call: Callable[[], object], device: torch.device) -> tuple[float, int]:

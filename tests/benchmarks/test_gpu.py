@@ -284,6 +284,27 @@ def test_kernels_with_other_bits_are_named(monkeypatch):
     assert found[records.FAILURES][0].startswith("nvfp4, compiled: elements with other bits")
 
 
+def test_a_kernel_that_does_not_compile_is_named_and_the_others_go_on(monkeypatch):
+    ours = quantizers.ours
+
+    def broken(x, name, kernels):
+        def fail():
+            raise RuntimeError("no code") from OSError("no compiler")
+
+        return fail if kernels == "compiled" else ours(x, name, kernels)
+
+    monkeypatch.setattr(quantizers, "ours", broken)
+    monkeypatch.setattr(quantizers, "available", lambda device: ["compiled", "reference"])
+    said = "nvfp4, compiled: RuntimeError: no code; from OSError: no compiler"
+    found = parts.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
+    assert found[records.FAILURES] == [said]
+    assert [row["kernels"] for row in found["rows"]] == ["reference"]
+    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
+    found = parts.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
+    assert found[records.FAILURES] == [said]
+    assert [row["kernels"] for row in found["rows"]] == ["torch", "reference"]
+
+
 def test_bits_are_compared_on_tensors_that_round_in_every_way():
     tensors = parts.hard_tensors()
     assert any(0 < x.abs().max() < torch.finfo(x.dtype).tiny for x in tensors.values())
