@@ -39,7 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests that need a GPU; put files with slow tests first, so that the last are short."""
     for item in items:
         reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
-        if any("CUDA" in reason or "GPU" in reason for reason in reasons):
+        named = any("CUDA" in reason or "GPU" in reason for reason in reasons)
+        if named or item.get_closest_marker("blackwell"):
             item.add_marker("gpu")  # `make gpu` runs them
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

@@ -5,7 +5,6 @@ A part imports what it needs when it runs, so that a package that is missing fai
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,7 +26,8 @@ LARGE_LAYERS = [(TOKENS, 4096, 4096), (2 * TOKENS, 4096, 4096)]
 MODEL_SIZES = ("130m", "1b1")  # whose layers are timed, names in metis_hf.experiments.sizes
 STEP_SIZE, STEP_BATCHES = "130m", (16, 8, 4)  # sequences of a step, the first that fits
 FIDELITY_SCHEMES = ("metis", "nvfp4-rne", "nvidia", "quartet2", "four-over-six")
-NATIVE_SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "four-over-six")
+# docs/native.md: each quantizes along the dimension that is contracted, or is made to.
+NATIVE_SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "four-over-six", "mxfp4", "metis")
 _BURST = 10e-3  # seconds: as many calls in a row hide what Python takes before each
 
 
@@ -290,8 +290,6 @@ def native(context: Context) -> Iterator[Item]:
 
 def native_obstacle(device: torch.device) -> str | None:
     """Why FP4 units cannot be measured here; None if they can."""
-    from metis_hf import MetisConfig
-
     if device.type != "cuda":
         return f"a {device.type} has no FP4 units"
     capability = torch.cuda.get_device_capability(device)
@@ -301,9 +299,9 @@ def native_obstacle(device: torch.device) -> str | None:
             f"this GPU has no FP4 units: its compute capability is {capability[0]}.{capability[1]}"
             f", and they are in {needed}"
         )
-    if "backend" not in {field.name for field in dataclasses.fields(MetisConfig)}:
-        return "not in this version: MetisConfig has no field backend"
-    return None
+    from metis_hf.numerics.native import obstacle_of_device
+
+    return obstacle_of_device(device, "nvfp4")  # of torch, where the GPU has them
 
 
 def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
@@ -323,17 +321,22 @@ def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
         return torch.nn.Linear(inputs, outputs, bias=False)
 
     found = [({"name": layer.NN_LINEAR}, layer.step_of(linear().to(device, low), x, dy, None))]
-    without = []
+    without: list[Row] = []
+    wrong: list[str] = []
     for scheme in NATIVE_SCHEMES:
         for backend in ("emulated", "native"):
             row = {"name": scheme, "backend": backend}
-            options: dict[str, Any] = {"scheme": scheme, "backend": backend}
+            options: dict[str, Any] = {
+                "scheme": scheme, "backend": backend, "operand_mode": "contraction"
+            }  # fmt: skip
             try:
                 module = convert_linear(linear(), MetisConfig(**options), name="layer").train()
                 call = layer.step_of(module.to(device, low), x, dy, None)
                 call()
             except (ValueError, NotImplementedError) as error:  # what cannot run so says so
                 without.append({**row, "reason": str(error)})
+            except Exception as error:  # the others go on
+                wrong.append(f"{scheme}, {backend}: {_text(error)}")
             else:
                 found.append((row, call))
     calls = [call for _, call in found]
@@ -342,4 +345,4 @@ def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
         {**row, "shape": list(shape), **summary(seconds, times[0])}
         for (row, _), seconds in zip(found, times)
     ]
-    return {"rows": rows, "without": without}
+    return {"rows": rows, "without": without, FAILURES: wrong}

@@ -22,6 +22,8 @@ from on_gpu import record as records
 from on_gpu.page import page
 from on_gpu.record import Clock, Entry, Item, OutOfTime, Record, Skipped
 
+from metis_hf.numerics import native
+
 FACTS = {"device": "cuda", "gpu": "A GPU", "torch": "2.8.0", "transformers": "5.1", "quick": False}
 
 
@@ -333,8 +335,19 @@ def test_native_gemms_are_skipped_with_the_reason(monkeypatch):
     reason = parts.native_obstacle(torch.device("cuda"))
     assert "no FP4 units: its compute capability is 9.0" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    monkeypatch.setattr(parts.dataclasses, "fields", lambda config: ())
-    assert "not in this version" in parts.native_obstacle(torch.device("cuda"))
+    monkeypatch.setattr(native, "obstacle_of_device", lambda device, fmt: f"no GEMM of {fmt}")
+    assert parts.native_obstacle(torch.device("cuda")) == "no GEMM of nvfp4"
+
+
+def test_native_layers_name_what_cannot_run():
+    """On a CPU nothing of it can: each scheme says so, and the emulated ones are timed."""
+    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
+    found = parts.native_layers((64, 32, 32), context)
+    emulated = {row["name"] for row in found["rows"] if row.get("backend") == "emulated"}
+    without = {row["name"]: row["reason"] for row in found["without"]}
+    assert emulated == without.keys() == set(parts.NATIVE_SCHEMES)
+    assert found[records.FAILURES] == []
+    assert all(without.values())
 
 
 def test_layers_are_those_of_the_models():
@@ -365,12 +378,28 @@ def test_without():
 """
 
 
+FUNCTIONS = """
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_a():
+    pass
+
+def test_b():
+    pass
+"""
+
+
 def test_the_suite_is_run_in_groups(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = -q\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_one.py").write_text(SUITE)
     (tmp_path / "tests" / "test_two.py").write_text("import a_package_that_nobody_has")
+    (tmp_path / "tests" / "test_three.py").write_text(FUNCTIONS)
     found = suite.groups(tmp_path)
+    functions = suite.run_group(found.pop(), Clock(None), tmp_path)
+    assert (functions["passed"], functions["failed"]) == (2, 0)
     assert [name.split("::")[1] for name in found] == ["TestKernels", "test_skipped", "test_slow"]
     kernels = suite.run_group(found[0], Clock(None), tmp_path)
     assert (kernels["passed"], kernels["failed"], kernels["skipped"]) == (1, 1, 0)
