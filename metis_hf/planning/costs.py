@@ -30,7 +30,7 @@ class LayerCost:
     Attributes:
         gemm: the three GEMMs that the dense layer has too.
         subspace: range finder of activations and gradients on the sampled rows, matrix products.
-        factorization: its QR and eigenvalue decompositions.
+        factorization: its orthonormal bases and eigenvectors.
         projection: coordinates of every row in that subspace.
         low_rank: putting the low-rank part together again, and taking the residual.
         corrections: rounding errors along thin factors, and their products with the other ones.

@@ -27,7 +27,7 @@ _FLOPS = {
     "attention": "Attention",
     "recomputation": "Recomputed forward pass",
     "subspace": "+ range finder",
-    "factorization": "+ its QR and eigenvectors",
+    "factorization": "+ its bases and eigenvectors",
     "projection": "+ projection",
     "low_rank": "+ low-rank part and residual",
     "corrections": "+ corrections",

@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from metis_hf.noise import Key, uniform
+from metis_hf.transforms.orthogonal import eigenvectors, gram_factor, next_basis
 
+ROTATIONS = 10  # after which only vectors of equal eigenvalues are still mixed
 _DEFAULT_KEY = Key(0)
 
 
@@ -59,18 +62,28 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
 
 
 def dominant_subspace(
-    sample: Tensor, rank: int, *, oversample: int = 8, n_iter: int = 2, key: Key = _DEFAULT_KEY
+    sample: Tensor,
+    rank: int,
+    *,
+    oversample: int = 8,
+    n_iter: int = 2,
+    rotations: int = ROTATIONS,
+    key: Key = _DEFAULT_KEY,
 ) -> Tensor:
     """Orthonormal basis of the leading right singular vectors (randomized range finder).
 
-    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1. Non-finite entries count
-    as zero here: they show in the projection, and the basis stays usable.
+    Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1, by means that never wait
+    for the device (`orthogonal`). Non-finite entries count as zero here: they show in the
+    projection, and the basis stays usable. Directions that the sample lacks are filled up with
+    arbitrary ones.
 
     Args:
         sample: [n c]
         rank: k, at most min(n, c).
         oversample: extra sketch columns, dropped at the end.
         n_iter: power iterations; each sharpens the spectrum by a square.
+        rotations: of the small eigenvalue problem at the end. With `fewest_rotations` the basis
+            holds nearly the same energy; which vector is which of close singular values takes more.
         key: noise key of the sketch.
 
     Returns:
@@ -80,20 +93,30 @@ def dominant_subspace(
     n, c = sample.shape
     sample = torch.nan_to_num(sample.detach().to(dtype), nan=0.0, posinf=0.0, neginf=0.0)
     # Products of huge or tiny values must not leave the fp32 range.
-    sample = sample / sample.abs().amax().clamp_min(torch.finfo(dtype).tiny)
+    least, largest = sample.aminmax()
+    sample.div_(torch.maximum(largest, -least).clamp_min_(torch.finfo(dtype).tiny))
     width = min(rank + oversample, n, c)
     sketch = uniform((n, width), key, sample.device).sub_(0.5).to(dtype)  # [n w]
-    q = torch.linalg.qr(sample.T @ sketch).Q  # [c w]
+    basis = torch.eye(width, c, dtype=dtype, device=sample.device)
+    basis = next_basis(sketch.T @ sample, basis)  # [w c]
     for _ in range(n_iter):
-        q = torch.linalg.qr(sample.T @ (sample @ q)).Q
-    thin = sample @ q  # [n w]
-    _, vectors = torch.linalg.eigh(thin.T @ thin)  # ascending
-    return q @ vectors.flip(1)[:, :rank]
+        basis = next_basis(basis @ sample.T @ sample, basis)
+    # What is missing to orthonormality goes into the small eigenvalue problem.
+    factor = gram_factor(basis)
+    thin = solve_triangular(factor, (basis @ sample.T).double(), upper=False)  # [w n]
+    vectors = eigenvectors(thin @ thin.T, rotations)[:rank]
+    rotation = solve_triangular(factor, vectors, upper=False, left=False)  # [k w]
+    return (rotation.to(dtype) @ basis).T
 
 
 def fewest_rows(rank: int, oversample: int, per_column: int = 4) -> int:
     """Return the fewest rows to estimate a rank-k subspace from: 4 (k + oversample) by default."""
     return per_column * (rank + oversample)
+
+
+def fewest_rotations(width: int) -> int:
+    """Return with how many rotations a sketch of that width loses no energy that would matter."""
+    return max(5, width.bit_length() - 1)
 
 
 def find_subspace(
@@ -104,13 +127,16 @@ def find_subspace(
     min_rows: int = 0,
     oversample: int = 8,
     n_iter: int = 2,
+    rotations: int = ROTATIONS,
     key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
 ) -> Tensor:
     """Find the dominant right subspace v [c k] of `x` [t c] from sampled rows, for a split."""
     count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
     sample = sample_rows(x, count, key.fold(4), row_mask)
-    return dominant_subspace(sample, rank, oversample=oversample, n_iter=n_iter, key=key.fold(5))
+    return dominant_subspace(
+        sample, rank, oversample=oversample, n_iter=n_iter, rotations=rotations, key=key.fold(5)
+    )
 
 
 def spectral_split(

@@ -29,7 +29,7 @@ from metis_hf.noise import Key
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.transforms.hadamard import hadamard_matrix
 from metis_hf.transforms.rotation import rotate_all, rotation_of
-from metis_hf.transforms.spectral import fewest_rows, find_subspace
+from metis_hf.transforms.spectral import fewest_rotations, fewest_rows, find_subspace
 from operands.operand_table import (
     IN,
     OPERANDS,
@@ -177,6 +177,7 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
             ),
             oversample=layer.config.oversample,
             n_iter=layer.config.n_iter,
+            rotations=fewest_rotations(min(rank + layer.config.oversample, *tensor.shape)),
             key=key,
         )
         return spectral_operand(recording, array(tensor), table[slot], array(basis))

@@ -237,21 +237,29 @@ LAYERS = [
     ids=lambda level: "-".join(map(str, level.values())) if isinstance(level, dict) else str(level),
 )
 def test_layer_flops(options, mode, passes):
-    """Matrix products of one layer; the counter knows no QR, no eigenvectors, no additions."""
+    """Matrix products and factorizations of one layer; the counter knows no additions."""
     metis = MetisConfig(**options, operand_mode=mode, high_precision=passes)
     layer = convert_linear(nn.Linear(96, 160), metis, name="layer")
     x = torch.randn(320, 96, requires_grad=True)
     # The counter knows addmm, but not in place.
-    in_place = {torch.ops.aten.addmm_: lambda y, a, b, **_: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    others = {
+        torch.ops.aten.addmm_: lambda y, a, b, **_: 2 * a[0] * a[1] * b[1],
+        torch.ops.aten.linalg_cholesky_ex: lambda a, **_: a[0] ** 3 / 3,
+        torch.ops.aten.linalg_solve_triangular: _solve_flops,
+    }
+    with FlopCounterMode(display=False, custom_mapping=others) as counter:
         layer(x).sum().backward()
     cost = layer_cost(layer, 320)
     additions = _additions(layer, 320)
     products = (
-        cost.gemm + cost.subspace + cost.projection + cost.low_rank
+        cost.gemm + cost.subspace + cost.factorization + cost.projection + cost.low_rank
         + cost.corrections + cost.weight_factors + cost.rotation - additions
     )  # fmt: skip
-    assert counter.get_total_flops() == products
+    assert counter.get_total_flops() == pytest.approx(products, rel=1e-12)
+
+
+def _solve_flops(factor, right, *, left=True, **_):
+    return right[0] * right[1] * factor[0]
 
 
 def _additions(layer, tokens):

@@ -18,7 +18,7 @@ from metis_hf.operands.conditioner import (
     Part,
     Work,
 )
-from metis_hf.transforms.spectral import fewest_rows, find_subspace, project
+from metis_hf.transforms.spectral import fewest_rotations, fewest_rows, find_subspace, project
 
 
 @dataclass(frozen=True)
@@ -117,22 +117,26 @@ class Spectral(Conditioner):
         """Range finder on the sampled rows (`transforms.spectral`), then the projection of all.
 
         n sampled rows, sketch width w, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
-        0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw and a QR; thin 2ncw,
-        its Gram 2nw^2, rotation 2cwk. Householder QR of [c w] with Q formed: 4(cw^2 - w^3/3);
-        symmetric eigenproblem with vectors: 9w^3 (Golub & Van Loan, sections 5.2 and 8.3). Then all
-        t rows: projection 2tck; low-rank part 2tck, twice where the residual is taken against the
-        exact one; its subtraction and addition.
+        0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw; thin 2ncw, made
+        orthonormal nw^2, its Gram 2nw^2; rotation kw^2 + 2cwk. Factorizations, as in
+        `transforms.orthogonal`: Gram and triangular solve of each basis [w c] 3cw^2, the Gram of
+        the last again; eigenvectors: a basis of a Gram matrix 3w^3, each rotation four products and
+        a solve 9w^3, the values 2w^3; a Cholesky factor w^3/3. Then all t rows: projection 2tck;
+        low-rank part 2tck, twice where the residual is taken against the exact one; its subtraction
+        and addition.
         """
         t, c = shape
         k = min(self.rank, t, c)
         rows = max(int(self.sample_frac * t + 0.999999), self._fewest(k), k)
         n = min(rows, t)
         w = min(k + self.oversample, n, c)
-        p = self.n_iter
+        p, turns = self.n_iter, fewest_rotations(w)
         products = 1 if self.compensated else 2
+        orthogonal = (p + 1) * 3.0 * c * w * w + 2.0 * c * w * w
+        eigen = (3.0 + 9.0 * turns + 2.0) * w**3
         split = {
-            "subspace": 2.0 * n * c * w * (2 + 2 * p) + 2.0 * n * w * w + 2.0 * c * w * k,
-            "factorization": (p + 1) * 4.0 * (c * w * w - w**3 / 3) + 9.0 * w**3,
+            "subspace": 2.0 * n * c * w * (2 + 2 * p) + 3.0 * n * w * w + (w + 2.0 * c) * w * k,
+            "factorization": orthogonal + eigen + (p + 3 + turns) * w**3 / 3,
             "projection": 2.0 * t * c * k,
             "low_rank": 2.0 * products * t * c * k + 2.0 * t * c,
         }
@@ -168,6 +172,7 @@ class Spectral(Conditioner):
         v from sampled rows, a and lam by projecting every row.
         """
         rank = min(self.rank, *x.shape)
+        width = min(rank + self.oversample, *x.shape)
         v = find_subspace(
             x,
             rank,
@@ -175,6 +180,7 @@ class Spectral(Conditioner):
             min_rows=self._fewest(rank),
             oversample=self.oversample,
             n_iter=self.n_iter,
+            rotations=fewest_rotations(width),
             key=key,
             row_mask=row_mask,
         )  # [c k]
