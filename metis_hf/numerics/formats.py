@@ -31,7 +31,18 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from metis_hf.noise import constant
+
 FLT_MAX = torch.finfo(torch.float32).max
+
+
+@constant
+def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor [n]; do not write to it.
+
+    It is kept: the host would wait for each copy to a GPU.
+    """
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 class SpacedFormat(Protocol):
@@ -118,14 +129,16 @@ class FloatFormat:
 
     def encode(self, values: Tensor) -> Tensor:
         """Sign bit, exponent, mantissa from the high bit down, in the low bits of a uint8."""
-        magnitude = torch.bucketize(values.abs().contiguous(), values.new_tensor(self.grid))
+        magnitude = torch.bucketize(
+            values.abs().contiguous(), on_device(self.grid, values.dtype, values.device)
+        )
         sign = values.signbit().to(torch.uint8) << (self.bits - 1)
         # NaN falls off the grid's end; its block scale says what it was.
         return magnitude.clamp_(max=len(self.grid) - 1).to(torch.uint8) | sign
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return fp32 values of codes (uint8)."""
-        grid = torch.tensor(self.grid, device=codes.device)
+        grid = on_device(self.grid, torch.float32, codes.device)
         table = grid.new_full((2 ** (self.bits - 1),), torch.nan)
         table[: len(grid)] = grid
         return torch.cat([table, -table])[codes.long()]
@@ -217,7 +230,7 @@ class CodebookFormat:
 
     def table(self, device: torch.device) -> Tensor:
         """Return the values as fp32."""
-        return torch.tensor(self.values, dtype=torch.float32, device=device)
+        return on_device(self.values, torch.float32, device)
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the places (uint8) of values of the codebook; those of NaN are arbitrary."""

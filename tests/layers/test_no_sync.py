@@ -1,14 +1,19 @@
-"""Nothing of a step waits for the device: a step runs where there are no values to wait for.
+"""Nothing of a training step waits for the device: it runs where there are no values to wait for.
 
-Fake tensors have shapes and no content; whatever needs a value on the host raises with them. What
-happens inside one operator does not show: `torch.linalg.eigh` of a small matrix, of which a split
-takes one, reads its status back from CUDA devices.
+Fake tensors have shapes and no content; whatever needs a value on the host, or a shape that depends
+on values, raises with them. Two things do not show. `torch.linalg.eigh` reads its status back from
+CUDA devices: operators of linear algebra are those listed here. A tensor made of numbers on the
+host is copied, and the host waits for that: none is made but constants that are kept.
+
+What may wait, and is no part of such a step: routing tokens to experts, refreshing the SVD of split
+weights, calibration, monitoring, evaluation, and constants and compilation on first use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from functools import partial
 
 import pytest
@@ -16,18 +21,51 @@ import torch
 from conftest import llama
 from design import cases
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from layers.layer_tools import SCHEME_MODES, layer_of
-from metis_hf import MetisConfig, get_metis_model, reuse_weights
-from metis_hf.numerics import Quantizer
+from metis_hf import MetisConfig, get_metis_model, noise, reuse_weights
+from metis_hf.numerics import FORMATS, Quantizer
+from metis_hf.numerics.formats import SCALE_E4M3, BlockFormat, CodebookFormat
+from metis_hf.numerics.kernels import compiled
 from metis_hf.operands import Conditioner, Operand
 from metis_hf.schemes import Scheme
 from metis_hf.transforms import rotate, unrotate
 from metis_hf.transforms.groups import rotate_groups, unrotate_groups
 from metis_hf.transforms.rotation import rotate_by
 
+# Of those in torch.linalg, the ones that give no status back, or hand it on unread.
+LINEAR_ALGEBRA = {"linalg_vector_norm", "linalg_cholesky_ex", "linalg_solve_triangular"}
+FROM_HOST = "lift_fresh"  # what torch.tensor and Tensor.new_tensor make of numbers on the host
 
-def step_of_a_layer(layer, row_mask=None):
+
+class Waits(Exception):
+    """An operator that makes the host wait for a CUDA device."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raise `Waits` where the host would wait although fake tensors let it pass."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        is_status = "linalg_" in name and name not in LINEAR_ALGEBRA
+        if (is_status or name == FROM_HOST) and not _makes_constant():
+            raise Waits(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _makes_constant() -> bool:
+    """Whether a function under `noise.constant` is running, whose result is kept."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "found" and frame.f_code.co_filename == noise.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def step_of_a_layer(layer, row_mask=None, optimizer=torch.optim.SGD):
     layer = copy.deepcopy(layer)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for name, param in list(layer.named_parameters()):
@@ -35,9 +73,12 @@ def step_of_a_layer(layer, row_mask=None):
         for name, buffer in list(layer.named_buffers()):
             setattr(layer, name, mode.from_tensor(buffer))
         x = torch.empty(96, 64, requires_grad=True)
-        layer(x, row_mask if row_mask is None else mode.from_tensor(row_mask)).sum().backward()
+        mask = row_mask if row_mask is None else mode.from_tensor(row_mask)
+        with NoWaiting():
+            layer(x, mask).sum().backward()
         assert x.grad is not None
         assert all(p.grad is not None for p in layer.parameters())
+        optimizer(layer.parameters(), lr=0.1).step()
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -50,6 +91,73 @@ def test_a_layer(scheme, mode, masked, reuses):
     mask = torch.ones(96, dtype=torch.bool) if masked else None
     with reuse_weights(layer) if reuses else contextlib.nullcontext():
         step_of_a_layer(layer, mask)
+
+
+OPTIONS = {
+    "split weight": {"split_weight": True},
+    "everything split at each step": {"decompose": ("weight", "activation", "gradient")},
+    "everything split, in contraction mode": {
+        "decompose": ("weight", "activation", "gradient"),
+        "operand_mode": "contraction",
+    },
+    "high precision backward": {"high_precision": ("backward",)},
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_metis(name, masked):
+    options = dict(OPTIONS[name])
+    _, layer = layer_of("metis", options.pop("operand_mode", None), i=64, o=48, **options)
+    step_of_a_layer(layer, torch.ones(96, dtype=torch.bool) if masked else None)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", [*FORMATS, "codebook"])
+def test_formats(name, rounding):
+    """Tables of a format's values are made once and kept."""
+    values = CodebookFormat("five", (-1.0, -0.4, 0.0, 0.4, 1.0))
+    fmt = FORMATS.get(name) or BlockFormat(name, values, SCALE_E4M3, 16)
+    _, layer = layer_of("nvfp4", i=64, o=48)
+    operand = Operand(Quantizer(fmt, rounding))
+    layer.scheme = Scheme(fprop_input=operand, dgrad_grad_output=operand)
+    step_of_a_layer(layer)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adamw_of_a_layer(foreach):
+    _, layer = layer_of("metis", i=64, o=48)
+    step_of_a_layer(layer, optimizer=partial(torch.optim.AdamW, foreach=foreach))
+
+
+def test_compiled_kernels_keep_the_words_of_a_key():
+    """From outside, a compiled kernel is one call on tensors that are all on the device already."""
+    key, device = noise.Key(SEED), torch.device("cpu")
+    first, second = compiled.noise_of(key, device), compiled.noise_of(key, device)
+    for kept, found in zip(tree_leaves(first), tree_leaves(second)):
+        assert kept.data_ptr() == found.data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+def test_a_layer_on_cuda(scheme, mode):
+    """The second step of each scheme, as CUDA itself sees it."""
+    _, layer = layer_of(scheme, mode, i=64, o=48)
+    layer = layer.cuda()
+    optimizer = torch.optim.AdamW(layer.parameters(), capturable=True)
+    x = torch.randn(96, 64, device="cuda", requires_grad=True)
+    mask = torch.ones(96, dtype=torch.bool, device="cuda")
+
+    def step() -> None:
+        layer(x, mask).sum().backward()
+        optimizer.step()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("scheme", ["nvidia", "metis", "smoothquant"])
@@ -74,6 +182,31 @@ def test_the_detector_detects():
     layer.scheme = Scheme(fprop_input=Operand(Quantizer(), Peeking()))
     with pytest.raises((RuntimeError, NotImplementedError), match="_local_scalar_dense"):
         step_of_a_layer(layer)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "match"),
+    [
+        (lambda x: torch.linalg.eigh(x.T @ x)[0], "_linalg_eigh"),
+        (lambda x: torch.linalg.svdvals(x), "_linalg_svd"),
+        (lambda x: torch.linalg.qr(x).Q, "linalg_qr"),
+        (lambda x: torch.linalg.inv(x.T @ x), "linalg_inv"),
+        (lambda x: x * torch.tensor([2.0], device=x.device), "lift_fresh"),
+        (lambda x: x.new_tensor([2.0]), "lift_fresh"),
+    ],
+    ids=lambda level: level if isinstance(level, str) else "",
+)
+def test_the_detector_detects_what_fake_tensors_let_pass(waiting, match):
+    with FakeTensorMode(), NoWaiting(), pytest.raises(Waits, match=match):
+        waiting(torch.empty(8, 4))
+
+
+@pytest.mark.parametrize(
+    "waiting", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.sum().item()]
+)
+def test_fake_tensors_detect_shapes_and_values_that_are_not_known(waiting):
+    with FakeTensorMode(), NoWaiting(), pytest.raises((RuntimeError, NotImplementedError)):
+        waiting(torch.empty(8))
 
 
 SEED = 990  # that no other test has

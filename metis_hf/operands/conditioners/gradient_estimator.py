@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
+from metis_hf.numerics.formats import on_device
 from metis_hf.operands.conditioners.identity import Identity
 
 
@@ -39,7 +40,7 @@ class DifferentiableEstimator(Identity):
 
     def derivative(self, y: Tensor, quantizer: Quantizer) -> Tensor:
         """Return f'(y), fp32; at the largest code beyond it."""
-        codes = torch.tensor(quantizer.fmt.element.grid, device=y.device)
+        codes = on_device(quantizer.fmt.element.grid, torch.float32, y.device)
         magnitude = y.abs().clamp(max=quantizer.fmt.element.max)
         above = torch.searchsorted(codes, magnitude.contiguous()).clamp(1, len(codes) - 1)
         low, high = codes[above - 1], codes[above]
