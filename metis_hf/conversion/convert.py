@@ -38,7 +38,7 @@ from metis_hf.layers.linear import (
 )
 from metis_hf.layers.native import why_emulated
 from metis_hf.layers.token_mask import TokenMask
-from metis_hf.schemes import build_scheme, kept_directions
+from metis_hf.schemes import build_scheme, kept_directions, most_directions
 
 DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
 
@@ -266,14 +266,14 @@ def _check_layer(
     name: str, weight: Tensor, in_features: int, out_features: int, config: MetisConfig
 ) -> None:
     scheme = build_scheme(config, in_features, out_features)
-    smaller = min(in_features, out_features)
     kept = kept_directions(config, in_features, out_features)
-    if scheme.splits and 2 * kept > smaller + 1:
+    most = most_directions(in_features, out_features)
+    if scheme.splits and kept > most:
         absolute = config.rank is not None
         asked = f"rank={kept}" if absolute else f"rank_frac={config.rank_frac}"
         raise ValueError(
-            f"{asked} keeps {kept} of {smaller} directions of {name}; "
-            f"choose at most {smaller // 2 if absolute else 0.5}"
+            f"{asked} keeps {kept} of {min(in_features, out_features)} directions of {name}; "
+            f"choose at most {most if absolute else 0.5}"
         )
     try:
         why_emulated(config, scheme, weight.device)

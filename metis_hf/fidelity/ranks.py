@@ -18,12 +18,12 @@ from metis_hf.fidelity.gradients import run_batches
 from metis_hf.fidelity.subject import MIN_LENGTH, converted, open_subject, running, trainable
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.planning.overhead import TOKENS, Overhead, inputs_of, overhead
-from metis_hf.schemes import build_scheme, scheme_info
+from metis_hf.schemes import build_scheme, most_directions, scheme_info
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.records import write_json
 from metis_hf.shared.tables import terminal_table
 
-RANKS = (2, 4, 8, 16, 32, 64, 128)  # that a layer may get
+RANKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of those that it can have
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankPlan:
         config: with the ranks as `rank_pattern`.
         ranks: of each converted layer, by name.
         overhead: of a training step with these ranks.
-        errors: of each layer at each rank tried: see `allocate_ranks`.
+        errors: of each layer at each rank tried, from the smallest: see `allocate_ranks`.
         left: estimated error of all layers, over that with the smallest rank everywhere.
     """
 
@@ -173,7 +173,7 @@ def allocate_ranks(
         budget: multiply-adds beyond the three GEMMs, as a share of theirs: .125.
         config: how the model is converted; its `rank` and `rank_pattern` do not count.
         tokens: of a training step, by which the cost is counted.
-        ranks: to choose from, rising.
+        ranks: to choose from, rising; a layer gets at most half its smaller side.
         advance: called after each batch.
 
     Raises:
@@ -214,14 +214,14 @@ def _errors(
     advance: Callable[[], None],
 ) -> dict[str, list[float]]:
     """Return the weighted error of each layer at each rank; zeros for one that does not run."""
-    found = {name: [0.0] * len(ranks) for name in layers}
     schemes = {
         name: [
             build_scheme(layer.config.replace(rank=rank), layer.in_features, layer.out_features)
-            for rank in ranks
+            for rank in _possible(layer, ranks)
         ]
         for name, layer in layers.items()
     }
+    found = {name: [0.0] * len(tried) for name, tried in schemes.items()}
     busy: set[str] = set()  # layers whose calls are measurements
 
     def hook_of(name: str):
@@ -288,12 +288,19 @@ def _groups(
     known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes
     groups = []
     for names in together.values():
+        own = min((_possible(layers[n], ranks) for n in names), key=len)
         key = tuple(_shape(layers[n], None)[0] for n in names)
         if key not in known:
-            known[key] = [cost(names, rank) for rank in ranks]
+            known[key] = [cost(names, rank) for rank in own]
         summed = [sum(column) for column in zip(*(errors[n] for n in names))]
-        groups.append(_Group(names, tuple(ranks), known[key], summed))
+        groups.append(_Group(names, own, known[key], summed))
     return cost(rest, ranks[0]) if rest else 0.0, groups
+
+
+def _possible(layer: MetisLayer, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return those of the ranks that the layer can be converted with."""
+    most = most_directions(layer.in_features, layer.out_features)
+    return tuple(rank for rank in ranks if rank <= most)
 
 
 def _shape(layer: MetisLayer, config: Any) -> tuple[tuple[int, int], Any]:

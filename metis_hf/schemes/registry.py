@@ -184,6 +184,11 @@ def kept_directions(config: MetisConfig, in_features: int, out_features: int) ->
     return max(1, -(-scaled // 10**6))  # ceil, immune to 0.1 * 30 > 3; a tiny share is one too
 
 
+def most_directions(in_features: int, out_features: int) -> int:
+    """Return the highest rank that a split layer is converted with: half its smaller side."""
+    return (min(in_features, out_features) + 1) // 2
+
+
 def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
     """Return k of a layer: an absolute rank, or a share rounded up; at most the smaller side."""
     smaller = min(in_features, out_features)

@@ -7,13 +7,11 @@ import json
 import shutil
 import sys
 
-import datasets
 import pytest
 import torch
-from conftest import llama
 from paths import ROOT
 
-from metis_hf import MetisConfig, get_metis_model
+from metis_hf import MetisConfig
 from metis_hf.experiments import tables
 from metis_hf.experiments.demo.run import control_label
 from metis_hf.experiments.results import SchemeResult
@@ -230,40 +228,6 @@ def test_eden_of_the_study_is_unbiased_over_its_bases():
     options = {"dim": -1, "dtype": torch.float32}
     draws = [study.Eden()(x, study.STOCHASTIC, key=key_of("e", i), **options) for i in range(64)]
     assert relative_error(x, sum(draws) / 64) < 0.25 * relative_error(x, draws[0])
-
-
-def gradient_error():
-    operand_study()  # one of this process: its schemes register once
-    return script("gradient_error")
-
-
-def test_table_of_gradient_errors_is_its_record():
-    study = gradient_error()
-    record = json.loads((ROOT / "eval/results/gradient-error.json").read_text())
-    assert record["schemes"].keys() == study.variants().keys()
-    assert f"<!-- {study.MARK} -->\n{study.table(record)}<!-- end -->" in study.PAGE.read_text()
-
-
-def test_gradient_errors_of_a_model(monkeypatch, tmp_path, token_ids):
-    """None where nothing is quantized, however the weights are stored; the bias is the smaller."""
-    study = gradient_error()
-    model = get_metis_model(llama(), MetisConfig(scheme="bf16"))
-    model.save_pretrained(tmp_path / "model")
-    rows = token_ids.reshape(-1, token_ids.shape[-1]).tolist() * 40
-    chunked = datasets.Dataset.from_dict({"input_ids": rows})
-    monkeypatch.setattr(study, "load_chunked", lambda directory: chunked)
-    configs = {
-        "exact": MetisConfig(scheme="bf16"),
-        "split": MetisConfig(scheme="bf16-split"),
-        "stochastic": MetisConfig(scheme="nvfp4"),
-    }
-    monkeypatch.setattr(study, "variants", lambda: configs)
-    found = study.measure(tmp_path / "model", tmp_path / "data")["schemes"]
-    assert list(found)[-1] == "stochastic"
-    for name in ("exact", "split"):
-        assert max(abs(value) for value in found[name].values()) < 1e-4
-    assert 0.05 < found["stochastic"]["batch"] < 2
-    assert found["stochastic"]["loss"] != 0
 
 
 def test_split_effect_pairs_by_seed():

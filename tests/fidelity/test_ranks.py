@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli import main
+from metis_hf.fidelity.ranks import RANKS as ALL_RANKS
 from metis_hf.fidelity.ranks import _Group, _spend, allocate_ranks
 from metis_hf.fidelity.run import Settings
 from metis_hf.planning.overhead import model_overhead
@@ -95,6 +96,17 @@ class TestPlan:
         assert more.left < plan.left < 1
         assert all(more.ranks[n] >= plan.ranks[n] for n in plan.ranks)
 
+    def test_no_layer_gets_more_than_conversion_takes(self, batches):
+        """Of 32 outputs of keys and values at most 16 directions, whatever the budget."""
+        ranks = (8, 16, 24, 32)
+        plan = allocate_ranks(llama(), batches[:1], 100.0, tokens=512, ranks=ranks)
+        layers = dict(metis_layers(get_metis_model(llama(), plan.config)))
+        assert {n: layer.scheme.rank for n, layer in layers.items()} == dict(plan.ranks)
+        for name, rank in plan.ranks.items():
+            shared = name.endswith(("q_proj", "k_proj", "v_proj"))
+            assert rank <= (16 if shared else 32), name
+        assert max(plan.ranks.values()) == 32
+
 
 class TestSpending:
     @given(
@@ -155,7 +167,7 @@ class TestCommand:
         assert "more multiply-adds" in said
         assert str(out) in said
         config = MetisConfig.from_json(out.read_text())
-        assert set(config.rank_pattern.values()) <= {2, 4, 8, 16, 32, 64, 128}
+        assert set(config.rank_pattern.values()) <= set(ALL_RANKS)
 
         call = ["metis-hf", "fidelity", model, "--text", text, "--out", str(tmp_path / "out")]
         chosen = ["--schemes", "nvfp4-rne", "--configs", str(out), "--alone", "none"]
