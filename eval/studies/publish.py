@@ -4,6 +4,7 @@
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
     python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
+    python eval/studies/publish.py fidelity --name real-model/prose-a    # the same
     python eval/studies/publish.py finetune --run runs/finetune-nvfp4 --name deploy/smollm2
 
 The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
@@ -99,6 +100,20 @@ def publish_fidelity(run: Path, name: str) -> None:
     _into_pages(f"fidelity {name}", target)
 
 
+def draw_fidelity(name: str) -> None:
+    """Write the table and the figure of a measurement that is on record."""
+    from metis_hf.fidelity.page import write_outputs
+    from metis_hf.fidelity.result import SchemeResult
+
+    target = RESULTS / name
+    record = json.loads((target / "results.json").read_text())
+    results = [SchemeResult(**row) for row in record["schemes"]]
+    with tempfile.TemporaryDirectory() as folder:
+        write_outputs(Path(folder), record, results)
+        _copy(Path(folder), target, FIDELITY_FILES)
+    _into_pages(f"fidelity {name}", target)
+
+
 def publish_finetune(run: Path, name: str) -> None:
     """A fine-tuning's record; of the model its name."""
     target = RESULTS / name
@@ -159,7 +174,7 @@ def main() -> None:
         "--name", required=True, help="of the record and the directory below eval/results"
     )
     fidelity = kinds.add_parser("fidelity")
-    fidelity.add_argument("--run", type=Path, required=True, help="directory of metis-hf fidelity")
+    fidelity.add_argument("--run", type=Path, help="directory of metis-hf fidelity")
     fidelity.add_argument("--name", required=True, help="of the directory below eval/results")
     finetune = kinds.add_parser("finetune")
     finetune.add_argument("--run", type=Path, required=True, help="its output_dir")
@@ -167,14 +182,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.kind == "demo":
         publish_demo(args.run)
-    elif args.kind == "fidelity":
-        publish_fidelity(args.run, args.name)
     elif args.kind == "finetune":
         publish_finetune(args.run, args.name)
     elif args.run is None:
-        draw_compare(args.name)
+        {"compare": draw_compare, "fidelity": draw_fidelity}[args.kind](args.name)
     else:
-        publish_compare(args.run, args.name)
+        {"compare": publish_compare, "fidelity": publish_fidelity}[args.kind](args.run, args.name)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
     figure, axes = figure_axes(1, 1, (9.5, 6.0))
     axis = axes[0][0]
     styles = scheme_styles(list(dict.fromkeys(r.scheme for r in shown)), "")
-    ranks = sorted((r for r in shown if r.scheme == _LINE), key=lambda r: r.cost)
+    ranks = sorted((r for r in shown if _is_on_line(r.name)), key=lambda r: r.cost)
     if len(ranks) > 1:
         axis.plot([r.cost for r in ranks], [r.rise.mean for r in ranks], lw=1.2,
                   color=styles[_LINE].color, zorder=1)  # fmt: skip
@@ -43,6 +43,11 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
     figure.draw_without_rendering()  # settles the scales, which places are taken in
     name_points(axis, [(r.cost, r.rise.mean, r.name) for r in shown])
     return _png(figure)
+
+
+def _is_on_line(name: str) -> bool:
+    """Return whether a row is the scheme at some rank, and no config given beside it."""
+    return name == _LINE or name.startswith(f"{_LINE}, rank ")
 
 
 def layers_figure(result: SchemeResult) -> bytes:

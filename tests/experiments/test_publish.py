@@ -15,6 +15,7 @@ from metis_hf import MetisConfig
 from metis_hf.experiments import tables
 from metis_hf.experiments.demo.run import control_label
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.fidelity import result as fidelity_result
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
 from metis_hf.schemes import Scheme, build_scheme, registry
@@ -59,6 +60,19 @@ def test_a_finetuning_goes_between_its_markers(publish, tmp_path):
         "arguments": {"model": "model-a", "export": None},
         "outcomes": [{"method": "ptq", "loss": 1.2346, "directory": "ptq"}],
     }
+
+
+RECORDS = ("real-model/prose-a", "real-model/prose-b", "real-model/parts", "tiny-model")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_fidelity_tables_are_their_records(name):
+    record = json.loads((ROOT / "eval/results" / name / "results.json").read_text())
+    schemes = [fidelity_result.SchemeResult(**row) for row in record["schemes"]]
+    rows = [fidelity_result.cells(scheme) for scheme in schemes]
+    table = markdown_table(fidelity_result.HEADER, rows)
+    assert (ROOT / "eval/results" / name / "table.md").read_text() == table
+    assert f"<!-- fidelity {name} -->\n{table}<!-- end -->" in (ROOT / "docs/method.md").read_text()
 
 
 def test_a_fidelity_measurement_goes_between_its_markers(publish, tmp_path):

@@ -20,6 +20,7 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
 from metis_hf.cli import main
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.fidelity import run as fidelity_run
+from metis_hf.fidelity.figures import _is_on_line
 from metis_hf.fidelity.gradients import errors, mean_errors
 from metis_hf.fidelity.loss import predictions
 from metis_hf.fidelity.operands import KINDS, only
@@ -301,6 +302,11 @@ def test_a_terminal_shows_whole_names(measured):
     shown = console.file.getvalue()
     assert shown.count("outlier-suppression-plus") == len(rows)
     assert "±" not in shown
+
+
+def test_line_of_the_picture_joins_the_ranks_alone():
+    joined = ["metis", "metis, rank 9", "metis-contraction", "metis-paper", "budget-4"]
+    assert [name for name in joined if _is_on_line(name)] == ["metis", "metis, rank 9"]
 
 
 class TestFiles:
