@@ -37,6 +37,7 @@ from metis_hf.layers.linear import (
     make_layer,
 )
 from metis_hf.layers.native import why_emulated
+from metis_hf.layers.parallelism import check_whole
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.schemes import build_scheme, kept_directions, most_directions
 
@@ -69,6 +70,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
             a tied weight named as target, `backend="native"` where a scheme or this machine does
             not allow it, non-finite weights, a model that is converted already or
             wrapped by DDP, FSDP or torch.compile. The model is then unchanged.
+        NotImplementedError: transformers has spread the model over processes already.
     """
     config = config or MetisConfig()
     _check_model(model)
@@ -260,6 +262,7 @@ def _check_model(model: nn.Module) -> None:
             "and convert the model before TrainingArguments(deepspeed=...), accelerator.prepare or "
             "deepspeed.zero.Init sees it"
         )
+    check_whole(model)
 
 
 def _check_layer(

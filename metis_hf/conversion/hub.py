@@ -25,8 +25,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.packed_layouts import MODELOPT
 from metis_hf.conversion.packed_loader import METHOD, PackedConfig, PackedLoader
+from metis_hf.layers.parallelism import check_plan, planned
 
-# `conversion.convert` is imported where it is used: this module is imported by `registration` while
+# `conversion.convert` and what imports it are imported where they are used: this module is imported
+# by `registration` while
 # transformers' quantizers are, and models import those.
 
 
@@ -46,19 +48,29 @@ class MetisLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         from metis_hf.conversion.convert import get_metis_model
+        from metis_hf.conversion.distributed import check_dense_checkpoint, cut_layers
 
-        if self.pre_quantized:
+        check_plan(model)
+        # What is spread over processes is converted before it is, whatever the checkpoint.
+        self._converts_early = self.pre_quantized or bool(planned(model))
+        if self._converts_early:
             get_metis_model(model, self.quantization_config)
+            if not self.pre_quantized:
+                check_dense_checkpoint(model)
+            cut_layers(model)
+        if self.pre_quantized:
             _check_shapes(model, kwargs.get("checkpoint_files") or ())
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         from metis_hf.conversion.convert import get_metis_model
+        from metis_hf.conversion.distributed import join_layers
 
         if self.pre_quantized:
             _check_complete(model)
-        else:
+        elif not self._converts_early:
             get_metis_model(model, self.quantization_config)
+        join_layers(model)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)

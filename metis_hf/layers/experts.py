@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.parallelism import EXPERT, FSDP2_INSTEAD, is_hooked
 
 IMPLEMENTATION = "metis"
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -108,10 +109,8 @@ def experts_forward(
             f"experts implementation {IMPLEMENTATION!r} is for converted experts, and these are "
             "not: get_metis_model selects it by itself"
         )
-    if module._is_expert_parallel:
-        raise NotImplementedError(
-            "converted experts do not run under expert parallelism; shard them with FSDP2 instead"
-        )
+    if module._is_expert_parallel or is_hooked(module):
+        raise NotImplementedError(f"converted experts, and {EXPERT}. {FSDP2_INSTEAD}")
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     tokens, top_k = top_k_index.shape
     expert = top_k_index.reshape(-1)

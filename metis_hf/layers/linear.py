@@ -22,6 +22,8 @@ from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
 from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.layers.tensor_parallel import ShardedPlan, Shards, shared_amax
+from metis_hf.layers.tensor_parallel import obstacle as obstacle_of_shards
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.layers.unsupported import refuse_unsupported
 from metis_hf.noise import Key, key_of
@@ -59,6 +61,7 @@ class MetisLayer(nn.Module):
         self.key = key_of("layer", config.seed, name)
         self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
+        self.shards: Shards | None = None  # under transformers' tensor parallelism
         self.held_weight: HeldWeight | None = None  # see `weight_reuse`
         self.evaluation_weight = EvaluationWeight()
         self.origin: Any = None  # what conversion has to make of it again, if no plain nn.Linear
@@ -117,13 +120,17 @@ class MetisLayer(nn.Module):
 
         Raises:
             ValueError: another rank, a scheme that stores the weight in another form, or one that
-                `backend="native"` cannot run.
+                `backend="native"` or tensor parallelism cannot run.
         """
         new, stored = build_scheme(config, self.in_features, self.out_features), self.weight_form
         if config.backend == "native" and not new.is_high_precision:
             reason = obstacle(new)
             if reason is not None:
                 raise ValueError(refusal(config, reason))
+        if self.shards is not None:
+            reason = obstacle_of_shards(new, self.shards, (self.out_features, self.in_features))
+            if reason is not None:
+                raise ValueError(f"{config.scheme} under tensor parallelism: {reason}")
         if new.weight == stored:
             return
         if isinstance(stored, SplitWeight) and replace(stored, rank=new.rank) == new.weight:
@@ -141,11 +148,15 @@ class MetisLayer(nn.Module):
 
     def noise_key(self) -> Key:
         """Return the static part of this layer's noise keys: seed, layer name, process rank."""
-        return self.key.fold(_process_rank())
+        return self.key.fold(self._batch_rank())
 
     def input_noise_key(self) -> Key:
         """Return the same for inputs, which layers share: config seed, process rank."""
-        return self.input_key.fold(_process_rank())
+        return self.input_key.fold(self._batch_rank())
+
+    def _batch_rank(self) -> int:
+        """Return the process rank; processes that compute one batch together have one number."""
+        return _process_rank() // (1 if self.shards is None else self.shards.size)
 
     def call_keys(self, x: Tensor, weight: Tensor | None = None) -> CallKeys:
         """Return the noise keys of a call with this input, and this weight if not the layer's."""
@@ -165,7 +176,11 @@ class MetisLayer(nn.Module):
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
         keys = self.call_keys(x)
-        plan = self._plan_type(x, dtype)(
+        plan_type, more = self._plan_type(x, dtype), {}
+        if self.shards is not None and self.shards.cut:
+            amax = shared_amax(scheme, self.shards, x, params[-1])
+            plan_type, more = ShardedPlan, {"shards": self.shards, "amax": amax}
+        plan = plan_type(
             scheme,
             self.weight_form,
             dtype,
@@ -175,9 +190,12 @@ class MetisLayer(nn.Module):
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
             state=self.call_state(x, keys, update=self.training),
             held=None if torch.compiler.is_compiling() else self._held(),
+            **more,
         )
-        y = QuantizedGemm.apply(x.reshape(-1, self.in_features), self.bias, plan, *params)
-        return y.view(*x.shape[:-1], self.out_features)
+        cut = self.shards is not None and self.shards.cut
+        o, i = params[-1].shape if cut else (self.out_features, self.in_features)
+        y = QuantizedGemm.apply(x.reshape(-1, i), self.bias, plan, *params)
+        return y.view(*x.shape[:-1], o)
 
     def _plan_type(self, x: Tensor, dtype: torch.dtype) -> type[GemmPlan]:
         """Return the kind of plan for a call with x [... i] and GEMMs in `dtype`."""
@@ -192,7 +210,7 @@ class MetisLayer(nn.Module):
 
     def _held(self) -> HeldWeight | EvaluationWeight | None:
         """Return what earlier calls with the same weight left for this one."""
-        if self.training or torch.is_grad_enabled():
+        if self.training or torch.is_grad_enabled() or self.shards is not None:
             self.evaluation_weight.forget()
         elif self.held_weight is None and can_hold(self):
             return self.evaluation_weight

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from metis_hf.layers.parallelism import TENSOR, check_accelerate, is_spread
+
 _DENSE = "metis_hf.to_dense(model) gives a plain model of the same weights, which can"
 _TWICE = (
     "second derivatives through a quantized layer: rounding has none, and the straight-through "
@@ -28,8 +30,8 @@ def refuse_unsupported(name: str, x: Tensor, params: Sequence[Tensor]) -> None:
         params: its stored weight.
 
     Raises:
-        NotImplementedError: torch.jit.trace, a transform of torch.func, or forward-mode
-            differentiation is running.
+        NotImplementedError: torch.jit.trace, a transform of torch.func, forward-mode
+            differentiation or context parallelism is running, or a tensor is a DTensor.
         ValueError: the input or the weight is on the meta device.
     """
     if torch.compiler.is_compiling():
@@ -54,7 +56,13 @@ def refuse_unsupported(name: str, x: Tensor, params: Sequence[Tensor]) -> None:
             f"forward-mode differentiation of {name}: a quantized layer has a backward pass only. "
             f"Use backward() or torch.autograd.grad; {_DENSE} take tangents"
         )
+    check_accelerate()
     for what, tensor in (("the input", x), ("the weight", params[-1])):
+        if is_spread(tensor):
+            raise NotImplementedError(
+                f"{what} of {name} is a DTensor, of which each process holds a part: {TENSOR}. "
+                "Shard the model with FSDP2, which gathers weights before they are used"
+            )
         if tensor.is_meta:
             raise ValueError(
                 f"{what} of {name} is on the meta device and has no values to quantize. Load the "

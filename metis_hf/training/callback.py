@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.parallelism import check_accelerate
 from metis_hf.monitoring.gradient_noise import noise_ratios
 from metis_hf.monitoring.health import (
     LayerProbe,
@@ -125,8 +126,9 @@ class MetisCallback(ResumeGuard):
             ValueError: no converted layer, an optimizer that does not own their parameters,
                 parameters of several dtypes in one FSDP2 unit, a checkpoint of another scheme, or
                 a refresh interval where no weight is stored split.
-            NotImplementedError: refresh under an engine that keeps its own copy of the weights, or
-                accelerate's FP8.
+            NotImplementedError: refresh under an engine that keeps its own copy of the weights,
+                accelerate's FP8, context or sequence parallelism, or measurements under tensor
+                parallelism.
         """
         assert model is not None
         self._model = model
@@ -156,6 +158,12 @@ class MetisCallback(ResumeGuard):
             check_engine(model, f"refresh_interval={self._refresh_every}")
         check_states(model)
         _check_precision()
+        check_accelerate()
+        if self.health_interval and any(m.shards and m.shards.cut for m in self._layers.values()):
+            raise NotImplementedError(
+                f"health_interval={self.health_interval} under tensor parallelism, where each "
+                "process sees a part of a layer's tensors. Pass MetisCallback(health_interval=0)"
+            )
         if self.freeze_scales is not None and not has_static_scales(model):
             raise ValueError(
                 f"freeze_scales={self.freeze_scales}, and no layer of the model has static tensor "

@@ -194,11 +194,11 @@ def rank():
 
 
 def main():
-    from training import distributed_cases
+    from training import distributed_cases, parallel_cases
 
     engine, out, *names = sys.argv[1:]
     for name in names:
-        case = getattr(distributed_cases, name)
+        case = getattr(distributed_cases, name, None) or getattr(parallel_cases, name)
         result = case(engine, Path(out) / f"{engine}-{name}")
         torch.save(result, Path(out) / f"{engine}-{name}.{rank()}.pt")
     dist.barrier()

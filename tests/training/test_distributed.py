@@ -61,14 +61,14 @@ DEEPSPEED = pytest.mark.skipif(
 ZERO = [pytest.param(name, marks=DEEPSPEED) for name in ("zero2", "zero3")]
 
 
-def launch(name, out):
+def launch(name, out, names=None):
     """Runs all cases of an entry of CASES in two processes; fails with their last lines."""
     engine = name.partition("-")[0]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(HERE / "distributed_run.py"), engine, str(out)]
-    command += CASES[name].split()
+    command += (names or CASES[name]).split()
     path = os.pathsep.join([str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

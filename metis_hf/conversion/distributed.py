@@ -1,0 +1,111 @@
+"""Converted models that from_pretrained spreads over processes: `DistributedConfig` beside Metis.
+
+transformers shards a model between its construction and the arrival of weights. So it is converted
+before, also where the checkpoint is a dense one; what cannot be is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.parallelism import EXPERT, FSDP2_INSTEAD, TENSOR, planned
+from metis_hf.layers.tensor_parallel import STYLES, WHOLE, Shards, obstacle
+from metis_hf.operands.weight_forms import DenseWeight
+
+
+def check_dense_checkpoint(model: nn.Module) -> None:
+    """Refuse layers that a dense checkpoint cannot fill as it is; for a converted empty model.
+
+    Raises:
+        NotImplementedError: a layer stores other tensors than the one it was converted from.
+    """
+    for name, layer in metis_layers(model):
+        stores = not isinstance(layer.weight_form, DenseWeight) or layer.scheme.state is not None
+        if stores:
+            raise _unfit(model, f"{name} stores other tensors than the dense checkpoint has")
+    report: Any = model.metis_report
+    fused = next((layer.name for layer in report.layers if layer.kind == "expert"), None)
+    if fused is not None:
+        raise _unfit(model, f"{fused} is a slice of a fused parameter in the dense checkpoint")
+
+
+def _unfit(model: nn.Module, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{_sizes(model)} while a dense checkpoint is converted: weights arrive in parts, and "
+        f"{why}. Convert it in one process, save it with save_pretrained, and load that"
+    )
+
+
+def _sizes(model: nn.Module) -> str:
+    return ", ".join(f"{name}={size}" for name, size in planned(model).items())
+
+
+def cut_layers(model: nn.Module) -> None:
+    """Tell converted layers how transformers' tensor parallelism is going to cut them.
+
+    Args:
+        model: converted, without weights, with a `DistributedConfig` in its config.
+
+    Raises:
+        NotImplementedError: a layer would be cut in a way that changes what it computes, or FSDP
+            would shard the parts again.
+    """
+    sizes = planned(model)
+    size = sizes.get("tp_size", 1)
+    if size == 1:
+        return
+    if len(sizes) > 1:
+        raise NotImplementedError(
+            f"{_sizes(model)} for a converted model: tensor parallelism is tested alone. Keep one "
+            "of them"
+        )
+    report: Any = model.metis_report
+    if any(layer.kind == "expert" for layer in report.layers):
+        asked = f"tp_size={size} for converted experts"
+        raise NotImplementedError(f"{asked}: {EXPERT}. {FSDP2_INSTEAD}")
+    plan = _tensor_plan(model)
+    for name, layer in metis_layers(model):
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        if style is not None and style not in STYLES:
+            raise _refusal(size, name, f"its style {style!r} is none of {', '.join(STYLES)}")
+        shards = Shards(STYLES[style] if style else WHOLE, size)
+        reason = obstacle(layer.scheme, shards, (layer.out_features, layer.in_features))
+        if shards.cut and reason is None and layer.config.backend == "native":
+            reason = 'it asks for backend="native", whose GEMMs know no shared scales'
+        if shards.cut and reason is None and layer.conv1d:
+            reason = "a Conv1D stores its weight transposed, and plans cut it as if it were not"
+        if reason is not None:
+            raise _refusal(size, name, reason)
+        layer.shards = shards
+        # transformers' mark of layers that take their part of a weight as a plain tensor.
+        layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+
+
+def _refusal(size: int, name: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"tp_size={size} cannot cut {name}, since {reason}: {TENSOR}. {FSDP2_INSTEAD}, load it "
+        f'with DistributedConfig(fsdp_size={size}), or take a scheme such as "nvfp4" or "nvidia"'
+    )
+
+
+def _tensor_plan(model: Any) -> dict[str, str]:
+    """Return the plan that transformers will apply: the model's own, and what the user changes."""
+    changes = model.config.distributed_config.tp_plan
+    if not isinstance(changes, dict):
+        return model.tp_plan
+    return model.tp_plan | changes if changes else {}
+
+
+def join_layers(model: Any) -> None:
+    """Give layers that are cut the processes that they share their scales with."""
+    layers = [layer for _, layer in metis_layers(model) if layer.shards is not None]
+    if not layers:
+        return
+    group = model._mesh_manager.get_mesh("tp").get_group()
+    for layer in layers:
+        assert layer.shards is not None
+        layer.shards = Shards(layer.shards.style, layer.shards.size, group)

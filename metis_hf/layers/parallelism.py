@@ -1,0 +1,109 @@
+"""Refusals of the ways to share a model among processes that quantized layers do not follow.
+
+DDP, FSDP2 and ZeRO give every layer whole weights, and whole sequences as its rows. Tensor, expert,
+pipeline and context parallelism give it parts; what they would change is said in the messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+FSDP2_INSTEAD = "Shard the model with FSDP2 instead (fsdp_version: 2)"
+TENSOR = (
+    "tensor parallelism gives each process a part of every weight, and of the inputs of some "
+    "layers. Tensor scales, blocks and subspaces would be those of the parts"
+)
+EXPERT = (
+    "expert parallelism gives each process some of the experts by slicing one 3-D parameter, and "
+    "converted experts are layers of their own: every process would keep all of them, and train "
+    "them on other tokens"
+)
+PIPELINE = "pipeline parallelism of transformers runs stages forward only, and trains nothing"
+SEQUENCE = (
+    "splits sequences over processes. Each would quantize its part by itself: tensor scales, "
+    "blocks along tokens and subspaces would be those of parts of sequences, in an order of tokens "
+    "that load balancing chooses"
+)
+
+
+def planned(model: nn.Module) -> dict[str, int]:
+    """Return the sizes above 1 of the `DistributedConfig` that a model is loaded with.
+
+    Returns:
+        "tp_size", "ep_size", "pp_size", "fsdp_size" or "dp_replicate_size" -> processes.
+    """
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if isinstance(config, dict):  # as it is in a config.json
+        config = None
+    names = ("tp_size", "ep_size", "pp_size", "fsdp_size", "dp_replicate_size")
+    sizes = {name: getattr(config, name, None) or 1 for name in names}
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+def check_plan(model: nn.Module) -> None:
+    """Refuse expert and pipeline parallelism before anything is loaded.
+
+    Args:
+        model: on its way through from_pretrained.
+
+    Raises:
+        NotImplementedError: one of them is asked for.
+    """
+    sizes = planned(model)
+    for name, reason in (("ep_size", EXPERT), ("pp_size", PIPELINE)):
+        if name in sizes:
+            raise NotImplementedError(
+                f"{name}={sizes[name]} for a converted model: {reason}. {FSDP2_INSTEAD}, or load "
+                "it with DistributedConfig(fsdp_size=...)"
+            )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse to convert a model whose parameters are spread over processes already.
+
+    Raises:
+        NotImplementedError: parameters are DTensors, or transformers has put its own
+            communication around modules.
+    """
+    name = next((n for n, param in model.named_parameters() if is_spread(param)), None)
+    if name is None:
+        name = next((n for n, module in model.named_modules() if is_hooked(module)), None)
+    if name is not None:
+        sizes = ", ".join(f"{key}={size}" for key, size in planned(model).items())
+        raise NotImplementedError(
+            f"{name} is spread over processes already{f' ({sizes})' * bool(sizes)}, and "
+            f"converted layers take whole weights: {TENSOR}. Convert the whole model, and shard it "
+            "with FSDP2 afterwards"
+        )
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which this process holds a part."""
+    return hasattr(tensor, "placements")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether transformers has put tensor or expert parallelism around a module."""
+    return bool(getattr(module, "_is_hooked", False))
+
+
+def check_accelerate() -> None:
+    """Refuse what accelerate's `ParallelismConfig` does to sequences.
+
+    Raises:
+        NotImplementedError: context or sequence parallelism is on. Tensor parallelism accelerate
+            itself refuses, unless from_pretrained has cut the model.
+    """
+    # The shared dictionary, not AcceleratorState(): that would set up a state where none is.
+    config: Any = AcceleratorState._shared_state.get("parallelism_config")
+    if config is None:
+        return
+    for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
+        if getattr(config, name) > 1:
+            raise NotImplementedError(
+                f"ParallelismConfig({name}={getattr(config, name)}): {kind} parallelism {SEQUENCE}."
+                f" {FSDP2_INSTEAD}, with activation checkpointing where a sequence is too long"
+            )

@@ -1,0 +1,223 @@
+"""Quantized layers whose weights transformers' tensor parallelism cuts, one part to each process.
+
+Blocks lie whole on one process, and the amax of a tensor that is cut is shared: codes and scales
+are then those of the whole tensor, and only the order of sums differs from one process. `obstacle`
+says which schemes and shapes allow that. Rounding noise and stored inputs are those of the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.numerics import Quantizer, Tile
+from metis_hf.numerics.kernels import pack
+from metis_hf.operands import Encoded, Hadamard, Operand
+from metis_hf.operands.conditioner import as_fp32
+from metis_hf.operands.conditioners.identity import Identity
+from metis_hf.operands.conditioners.static_scale import GivenScale
+from metis_hf.operands.weight_forms import DenseWeight
+from metis_hf.schemes.base import Role, Scheme
+from metis_hf.transforms.hadamard import SIZE
+
+COLWISE, ROWWISE, WHOLE = "colwise", "rowwise", "whole"
+# transformers' styles that cut the weight of a linear layer in one piece for each process.
+STYLES = {
+    "colwise": COLWISE,
+    "colwise_rep": COLWISE,
+    "colwise_gather_output": COLWISE,
+    "rowwise": ROWWISE,
+    "rowwise_rep": ROWWISE,
+    "rowwise_split_input": ROWWISE,
+}
+_INPUTS = (Role.FPROP_INPUT, Role.WGRAD_INPUT)
+_WEIGHTS = (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)
+_GRADIENTS = (Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT)
+# The matrices that are cut, and along which of their dimensions.
+_CUT = {
+    COLWISE: dict.fromkeys(_WEIGHTS, 0) | dict.fromkeys(_GRADIENTS, 1),
+    ROWWISE: dict.fromkeys(_WEIGHTS, 1) | dict.fromkeys(_INPUTS, 1),
+    WHOLE: {},
+}
+# The dimension along which row blocks of each operand run.
+_CONTRACTED = {
+    Role.FPROP_INPUT: 1,
+    Role.FPROP_WEIGHT: 1,
+    Role.DGRAD_GRAD_OUTPUT: 1,
+    Role.DGRAD_WEIGHT: 0,
+    Role.WGRAD_GRAD_OUTPUT: 0,
+    Role.WGRAD_INPUT: 0,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The processes that compute one layer together.
+
+    Args:
+        style: "colwise", each has some of the outputs; "rowwise", each has some of the inputs;
+            "whole", the layer itself is not cut, in a model of which other layers are.
+        size: number of processes.
+        group: of torch.distributed; None until the model is loaded.
+    """
+
+    style: str
+    size: int
+    group: Any = None
+
+    def __deepcopy__(self, memo: dict) -> Shards:
+        return self  # a process group has no copy
+
+    def __reduce__(self) -> tuple[type[Shards], tuple[str, int]]:
+        return Shards, (self.style, self.size)  # nor does it survive its process
+
+    @property
+    def cut(self) -> bool:
+        """Return whether a process has only a part of the weight."""
+        return self.style != WHOLE
+
+    def cuts(self, role: Role) -> bool:
+        """Return whether a process has only a part of the matrix at `role`."""
+        return role in _CUT[self.style]
+
+    def largest(self, *tensors: Tensor) -> Tensor:
+        """Return the largest magnitudes of whole tensors [n], fp32; all processes call it."""
+        own = [t.detach().abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
+        amax = torch.stack([each.float() for each in own])
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        return amax
+
+
+@dataclass(frozen=True)
+class SharedHadamard(Hadamard):
+    """NVIDIA's rotation of a matrix that is cut, under the tensor scale of the whole one."""
+
+    shards: Shards = field(default_factory=lambda: Shards(WHOLE, 1))
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
+        rotated = self.forward(as_fp32(x), dim=dim)
+        (amax,) = self.shards.largest(rotated)
+        quantized = quantizer(rotated, dim=dim, key=key, amax=amax)
+        return self.inverse(quantized, dim=dim).to(dtype)
+
+    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
+        rotated = self.forward(as_fp32(x), dim=dim)
+        (amax,) = self.shards.largest(rotated)
+        return Encoded(pack(rotated, quantizer, dim=dim, key=key, amax=amax))
+
+
+@dataclass(frozen=True)
+class ShardedPlan(GemmPlan):
+    """The plan of a call of a layer that is cut: tensor scales are made of the amax of the whole.
+
+    Args:
+        shards: the layer's.
+        amax: of tensors that are cut, 0-dim: "input" and "weight" of this call, and "grad_output",
+            which the backward pass fills in before each use.
+    """
+
+    shards: Shards = field(default_factory=lambda: Shards(WHOLE, 1))
+    amax: dict[str, Tensor] = field(default_factory=dict)
+
+    def resolve(self, role: Role) -> tuple[Role, Operand]:
+        role, operand = super().resolve(role)
+        quantizer = operand.quantizer
+        if quantizer is None or not quantizer.two_level or not self.shards.cuts(role):
+            return role, operand
+        if isinstance(operand.conditioner, Hadamard):
+            shared = SharedHadamard(operand.conditioner.seed, self.shards)
+            return role, replace(operand, conditioner=shared)
+        return role, replace(operand, conditioner=GivenScale(self.amax[_tensor(role)]))
+
+    def matrix_operand(self, role: Role, x: Tensor):
+        if role in _GRADIENTS and needs_amax(self.scheme, self.shards, role):
+            (self.amax["grad_output"],) = self.shards.largest(x)
+        return super().matrix_operand(role, x)
+
+
+def _tensor(role: Role) -> str:
+    return role.name.lower().split("_", 1)[1]
+
+
+def needs_amax(scheme: Scheme, shards: Shards, *roles: Role) -> bool:
+    """Return whether any of these operands has a tensor scale made of a matrix that is cut."""
+    for role in roles:
+        role, operand = scheme.resolve(role)
+        two_level = operand.quantizer is not None and bool(operand.quantizer.two_level)
+        rotated = isinstance(operand.conditioner, Hadamard)  # reduces what it has rotated
+        if two_level and not rotated and shards.cuts(role):
+            return True
+    return False
+
+
+def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Return the amax of whole input and weight as far as a call needs them, by one all-reduce.
+
+    Args:
+        scheme: of the call.
+        shards: of the layer.
+        x: input of this process, [t i].
+        weight: of this process, [o i].
+    """
+    tensors = {}
+    if needs_amax(scheme, shards, *_INPUTS):
+        tensors["input"] = x
+    if needs_amax(scheme, shards, *_WEIGHTS):
+        tensors["weight"] = weight
+    if not tensors:
+        return {}
+    return dict(zip(tensors, shards.largest(*tensors.values())))
+
+
+def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | None:
+    """Return why a layer cannot be cut so that it equals the whole one; None: it can be.
+
+    Args:
+        scheme: of the layer.
+        shards: how it would be cut.
+        shape: of the whole weight, [o i].
+    """
+    if shards.style == WHOLE:
+        return None
+    if not isinstance(scheme.weight, DenseWeight):
+        return "its weight is stored in several parameters, of which plans know one"
+    if scheme.state is not None:
+        return "its scheme keeps a state of the layer, which would be that of a part"
+    if scheme.splits or scheme.corrected:
+        return "its operands are split, and the subspace of a part is not that of the whole"
+    cut = shape[0] if shards.style == COLWISE else shape[1]
+    side = "out_features" if shards.style == COLWISE else "in_features"
+    if cut % shards.size:
+        return f"{shards.size} processes cannot cut {side}={cut} into equal parts"
+    for role in Role:
+        source, operand = scheme.resolve(role)
+        conditioner, quantizer = operand.conditioner, operand.quantizer
+        if type(conditioner) not in (Identity, Hadamard):
+            return f"{type(conditioner).__name__} works on the whole {_tensor(role)} of a layer"
+        if quantizer is None or not shards.cuts(source):
+            continue
+        block = _block_along(quantizer, source, _CUT[shards.style][source])
+        if block is None:
+            return f"a block of its {_tensor(role)} spans all of {side}"
+        if isinstance(conditioner, Hadamard) and _CONTRACTED[source] == _CUT[shards.style][source]:
+            block = max(block, SIZE)
+        if cut // shards.size % block:
+            return (
+                f"blocks of {block} along {side}={cut} would not lie whole on one of "
+                f"{shards.size} processes"
+            )
+    return None
+
+
+def _block_along(quantizer: Quantizer, role: Role, dim: int) -> int | None:
+    """Return the length of a block along a dimension of its matrix; None: all of it."""
+    if quantizer.tile is Tile.TENSOR:
+        return None
+    if quantizer.tile is Tile.SQUARE or _CONTRACTED[role] == dim:
+        return quantizer.fmt.block_size
+    return 1
