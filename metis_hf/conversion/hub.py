@@ -28,8 +28,7 @@ from metis_hf.conversion.packed_loader import METHOD, PackedConfig, PackedLoader
 from metis_hf.layers.parallelism import check_plan, planned
 
 # `conversion.convert` and what imports it are imported where they are used: this module is imported
-# by `registration` while
-# transformers' quantizers are, and models import those.
+# by `registration` while transformers' quantizers are, and models import those.
 
 
 class MetisConfigLoader(QuantizationConfigMixin):
