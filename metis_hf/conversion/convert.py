@@ -67,9 +67,9 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
 
     Raises:
         ValueError: unknown scheme, no layer selected, a rank above half of a layer's directions,
-            a tied weight named as target, `backend="native"` where a scheme or this machine does
-            not allow it, non-finite weights, a model that is converted already or
-            wrapped by DDP, FSDP or torch.compile. The model is then unchanged.
+            a tied weight in a scheme that stores weights split, `backend="native"` where a scheme
+            or this machine does not allow it, non-finite weights, a model that is converted
+            already or wrapped by DDP, FSDP or torch.compile. The model is then unchanged.
         NotImplementedError: transformers has spread the model over processes already.
     """
     config = config or MetisConfig()
@@ -78,6 +78,8 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
     for name in selection.linears:
         module = as_linear(model.get_submodule(name))
         _check_layer(name, module.weight, *linear_shape(module), config.for_layer(name))
+        if name in selection.tied:
+            _check_tied(name, selection.tied[name], *linear_shape(module), config.for_layer(name))
     for name in selection.experts:
         experts, key = _owner(model, name)
         weight = fused_weights(experts)[key]
@@ -162,10 +164,13 @@ class _TokenMasks:
         self.tokens = TokenMask("attention_mask")
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         self.decoder = TokenMask("decoder_attention_mask") if both else None
+        find = getattr(model, "get_output_embeddings", None)
+        head = None if find is None else find()
+        self.heads = {name for name, module in model.named_modules() if module is head}
 
     def of(self, name: str) -> TokenMask:
-        """Return the mask for the layer of that name."""
-        in_decoder = "decoder" in name.split(".")
+        """Return the mask for the layer of that name; an output head reads what a decoder gives."""
+        in_decoder = "decoder" in name.split(".") or name in self.heads
         return self.decoder if self.decoder is not None and in_decoder else self.tokens
 
     def register(self, model: nn.Module) -> None:
@@ -284,6 +289,20 @@ def _check_layer(
         raise ValueError(f"{name}: {error}") from error
     if not weight.is_meta and not bool(torch.isfinite(weight).all()):
         raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
+
+
+def _check_tied(
+    name: str, other: str, in_features: int, out_features: int, config: MetisConfig
+) -> None:
+    """Refuse a scheme that would put factors in the place of a weight that another module reads."""
+    if build_scheme(config, in_features, out_features).weight.is_split:
+        raise ValueError(
+            f"{name} shares its weight with {other}, and scheme {config.scheme!r} as it is "
+            "configured stores weights as u, s, vh and residual, which would untie them. Store "
+            "one matrix there (split_weight=False, or a scheme for it in scheme_pattern), take it "
+            "out of target_modules, or untie the two in the model's config "
+            "(tie_word_embeddings=False)"
+        )
 
 
 def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerReport:

@@ -35,19 +35,21 @@ class Selection:
         linears: names of nn.Linear and Conv1D modules to convert.
         experts: names of fused expert weights to convert.
         skipped: linear layers and expert weights that stay, with the reason.
+        tied: of `linears`, those that share their weight, with the name of the other module.
     """
 
     linears: tuple[str, ...]
     experts: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
     """Apply target_modules, exclude_modules and the block policy to a model.
 
     Raises:
-        ValueError: nothing matched; a target is not a linear layer; a target's weight is tied; a
-            pattern or name of the config matches nothing.
+        ValueError: nothing matched; a target is not a linear layer; a pattern or name of the config
+            matches nothing.
     """
     candidates = dict(_candidates(model))
     skipped = dict(_unconvertible(model))
@@ -64,12 +66,7 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
         explicit = rules.names(name)
         if reason := rules.why_not(name):
             skipped[name] = reason
-        elif name in tied:
-            if explicit:
-                raise ValueError(
-                    f"target module {name} shares its weight with {tied[name]}; converting it "
-                    f"would untie them. Take it out of target_modules"
-                )
+        elif name in tied and not explicit:
             skipped[name] = f"weight tied to {tied[name]}"
         elif name in heads and not explicit:
             skipped[name] = "output head"
@@ -97,6 +94,7 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
         linears=tuple(name for name in selected if not candidates[name]),
         experts=tuple(name for name in selected if candidates[name]),
         skipped=skipped,
+        tied={name: tied[name] for name in selected if name in tied},
     )
 
 

@@ -50,6 +50,7 @@ from metis_hf.export.source import (
     copy_companions,
     load_metis_model,
 )
+from metis_hf.export.tied import untie
 from metis_hf.layers.linear import MetisLayer
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
@@ -236,8 +237,11 @@ def _write_packed(
             errors.add("side-file", name, weight, whole)
         if (quantized := quantized_input(layer)) is not None:
             inputs[name] = quantized
-    notes = () if layout == "side-file" else scale_notes(model, folded, shared)
+    notes: tuple[str, ...] = ()
+    if layout != "side-file":
+        notes = scale_notes(model, folded, shared)
     dense = _dense(model)
+    notes += untie(dense, folded)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
         _round_parameters(dense, dtype)

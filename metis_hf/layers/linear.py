@@ -247,8 +247,14 @@ class MetisLayer(nn.Module):
         return F.linear(x, self.weight_form.dense(self.weight_params()), self.bias)
 
     def to_dense(self) -> nn.Module:
-        """Return the nn.Linear or Conv1D with the represented weight."""
-        weight = self.weight_form.dense(self.weight_params()).detach()
+        """Return the nn.Linear or Conv1D with the represented weight.
+
+        Where that is the stored matrix itself, it has the very Parameter, so that weights that
+        other modules share stay shared.
+        """
+        params = self.weight_params()
+        represented = self.weight_form.dense(params)
+        weight = represented.detach()
         has_bias = self.bias is not None
         with torch.device("meta"):
             if self.conv1d:
@@ -256,7 +262,10 @@ class MetisLayer(nn.Module):
                 weight = weight.T.contiguous()
             else:
                 dense = nn.Linear(self.in_features, self.out_features, bias=has_bias)
-        dense.weight = nn.Parameter(weight, requires_grad=self.weight_params()[-1].requires_grad)
+        if represented is params[-1]:
+            dense.weight = self.get_parameter("weight")
+        else:
+            dense.weight = nn.Parameter(weight, requires_grad=params[-1].requires_grad)
         dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
 

@@ -269,18 +269,19 @@ class TestErrors:
             llama(), MetisConfig(target_modules=["self_attn"]), "self_attn is a LlamaAttention"
         )
 
-    def test_tied_head_as_target(self):
-        config = MetisConfig(target_modules=["q_proj", "lm_head"])
-        message = r"lm_head shares its weight with model.embed_tokens.*untie"
+    def test_tied_weight_that_would_be_split(self):
+        config = MetisConfig(scheme="metis-paper", target_modules=["q_proj", "lm_head"])
+        message = r"lm_head shares its weight with model.embed_tokens.*'metis-paper'.*untie"
         self.refused(llama(tie_word_embeddings=True), config, message)
-        model = get_metis_model(llama(), config)  # untied, and asked for by name
+        get_metis_model(llama(), config)  # not tied: split like every other layer
+        one = config.replace(scheme_pattern={"lm_head": "nvfp4"})
+        model = get_metis_model(llama(tie_word_embeddings=True), one)
         assert isinstance(model.lm_head, QuantLinear)
 
     def test_tied_inner_layers(self):
         model = llama()
         a, b = (model.model.layers[i].mlp.up_proj for i in (0, 1))
         b.weight = a.weight
-        self.refused(model, MetisConfig(target_modules=["up_proj"]), "shares its weight with")
         get_metis_model(model, MetisConfig())
         assert "weight tied to" in model.metis_report.skipped["model.layers.0.mlp.up_proj"]
 

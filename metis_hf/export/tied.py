@@ -1,0 +1,47 @@
+"""Packed layers whose weight another module reads: the output head and the embeddings, mostly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
+    """Give each packed layer that shares its weight a copy of its own, in a plain model, in place.
+
+    The other module, which looks tokens up, keeps the exact weight, as in training. The config
+    says then that nothing is tied (`tie_word_embeddings`), so that loaders take both.
+
+    Args:
+        model: plain; its config is changed where there is such a layer.
+        packed: names of the layers that are stored in four bits.
+
+    Returns:
+        A sentence for the report where there is such a layer, else nothing.
+    """
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            users.setdefault(id(weight), []).append(name)
+    shared = {name: names for names in users.values() if len(names) > 1 for name in names}
+    found = [name for name in packed if name in shared]
+    if not found:
+        return ()
+    for name in found:
+        layer = model.get_submodule(name)
+        weight = layer.get_parameter("weight")
+        layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name in found:
+        tied.pop(f"{name}.weight", None)
+    others = ", ".join(other for other in shared[found[0]] if other != found[0])
+    return (
+        f"{found[0]} is packed in four bits, and {others}, which had the same weight, is not, as "
+        "in training. So the two are stored apart and the config says tie_word_embeddings=false.",
+    )
