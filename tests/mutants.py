@@ -71,8 +71,8 @@ MUTANTS = [
        "clamp_(fmt.min_normal / 2, fmt.max_power)", "subnormal spacing is halved", FORMATS),
     _m("e3m2-max", "numerics/formats.py", "mantissa_bits=2, bias=3, max=28.0",
        "mantissa_bits=2, bias=3, max=24.0", "the largest FP6 value is missing", FORMATS),
-    _m("e8m0-default", "numerics/formats.py", 'roundings=("floor", "up"))',
-       'roundings=("up", "floor"))', "MX scales round up by default", SCALES, FORMATS),
+    _m("e8m0-default", "numerics/formats.py", 'roundings=("floor", "up", "even"))',
+       'roundings=("up", "floor", "even"))', "MX scales round up by default", SCALES, FORMATS),
     _m("sign-bit", "numerics/formats.py", "<< (self.bits - 1)\n", "<< self.bits\n",
        "the sign bit lies one place too high", FORMATS),
     # --- scales

@@ -32,7 +32,7 @@ from reference_formats import e2m1_nearest as e2m1_nearest
 from reference_formats import midpoints as midpoints
 
 Tile = Literal["row", "square", "tensor"]
-ScaleRule = Literal["absmax", "four-over-six", "search", "six"]
+ScaleRule = Literal["absmax", "four-over-six", "search", "six", "unbiased"]
 
 # Four Over Six: the tensor's largest block has to be able to grow by 1.5 without saturating.
 FOUR_OVER_SIX_MAX = 256.0
@@ -76,8 +76,14 @@ def global_encode(
     x: np.ndarray, fmt: Format, scale_rule: ScaleRule, amax: float | None = None
 ) -> np.float32:
     """S_enc: brings the tensor's amax to the largest element times the largest block scale."""
-    largest_scale = E4M3_MAX if scale_rule == "absmax" else FOUR_OVER_SIX_MAX
-    return _encode(_amax(x) if amax is None else F32(amax), fmt.element.max * largest_scale)
+    largest_scale = E4M3_MAX if scale_rule in ("absmax", "unbiased") else FOUR_OVER_SIX_MAX
+    largest = largest_code(fmt, scale_rule) * largest_scale
+    return _encode(_amax(x) if amax is None else F32(amax), largest)
+
+
+def largest_code(fmt: Format, scale_rule: ScaleRule) -> float:
+    """What a block's amax is scaled to: 16/17 of the largest code where nothing may clip."""
+    return fmt.element.max * (16 / 17 if scale_rule == "unbiased" else 1)
 
 
 def _e4m3_scale(wanted: np.float32, inv_global: np.float32, rounding: ScaleRounding) -> Scale:
@@ -87,18 +93,23 @@ def _e4m3_scale(wanted: np.float32, inv_global: np.float32, rounding: ScaleRound
 
 
 def absmax_scale(
-    amax: np.float32, fmt: Format, s_enc: np.float32, rounding: ScaleRounding
+    amax: np.float32,
+    fmt: Format,
+    s_enc: np.float32,
+    rounding: ScaleRounding,
+    scale_rule: ScaleRule = "absmax",
 ) -> Scale:
-    """The scale that brings `amax` to the largest element. Do not reorder the products."""
+    """The scale that brings `amax` to `largest_code`. Do not reorder the products."""
     if not np.isfinite(amax):
         return Scale(F32(np.nan), F32(np.nan))
     if fmt.scale == "fp32":
         encode = _encode(amax, fmt.element.max)
         return Scale(F32(1) / encode, encode)
     if fmt.scale == "e8m0":
-        decode = F32(2.0 ** e8m0_exponent(amax, fmt.element.max, rounding))
+        below, largest = fmt.element.grid[-2:]
+        decode = F32(2.0 ** e8m0_exponent(amax, largest, rounding, largest - below))
         return Scale(decode, F32(1) / decode)
-    wanted = amax * (s_enc * (F32(1) / F32(fmt.element.max)))
+    wanted = amax * (s_enc * F32(1 / largest_code(fmt, scale_rule)))
     return _e4m3_scale(wanted, F32(1) / s_enc, rounding)
 
 
@@ -181,8 +192,8 @@ def fake_quantize(
         scaled, values = np.zeros_like(x), np.zeros_like(x)
         for index in _blocks(x.shape, dim, tile, form.block):
             flat, shape = x[index].reshape(-1), x[index].shape
-            if scale_rule == "absmax":
-                scale = absmax_scale(_amax(flat), form, s_enc, scale_rounding)
+            if scale_rule in ("absmax", "unbiased"):
+                scale = absmax_scale(_amax(flat), form, s_enc, scale_rounding, scale_rule)
             else:
                 scale = least_error_scale(flat, form, s_enc, scale_rounding, scale_rule)
             block_codes, block_scaled = _codes(flat, scale.encode, form.element)

@@ -19,7 +19,7 @@ F32 = np.float32
 FLT_MAX = np.finfo(np.float32).max
 E8M0_MIN_EXPONENT, E8M0_MAX_EXPONENT = -127, 127
 
-ScaleRounding = Literal["nearest", "up", "floor"]
+ScaleRounding = Literal["nearest", "up", "floor", "even"]
 
 
 def _enumerate_float(exponent_bits: int, mantissa_bits: int, bias: int) -> list[float]:
@@ -83,6 +83,7 @@ FORMATS: dict[str, Format] = {
     "fp8-e5m2": Format(ELEMENTS["e5m2"], "fp32", None),
     "int4": Format(ELEMENTS["int4"], "fp32", 32),
     "nvint4": Format(ELEMENTS["int4"], "e4m3", 16),
+    "ufp4": Format(ELEMENTS["int4"], "fp32", 16),
 }
 
 
@@ -157,20 +158,29 @@ def ceil_log2(value: Fraction) -> int:
     return -floor_log2(1 / value)
 
 
-def e8m0_exponent(amax: float, largest: float, rounding: ScaleRounding) -> int:
+def e8m0_exponent(
+    amax: float, largest: float, rounding: ScaleRounding, spacing: float | None = None
+) -> int:
     """Exponent of the power-of-two scale of a block, in exact arithmetic.
 
     "floor" is OCP MX section 6.3: the largest power of two in the block over the largest power of
-    two of the element format. "up" is the smallest power of two with which nothing clips.
+    two of the element format. "up" is the smallest power of two with which nothing clips. "even" is
+    "floor" of amax rounded to the nearest code of that spacing, halves away from zero: it may round
+    to a power of two beyond the codes.
 
     Args:
         amax: finite, >= 0.
         largest: largest value of the element format.
+        spacing: of its largest values, for "even".
     """
     if amax == 0:
         return E8M0_MIN_EXPONENT
-    if rounding == "floor":
-        exponent = floor_log2(Fraction(float(amax))) - floor_log2(Fraction(largest))
+    top = floor_log2(Fraction(largest))
+    if rounding in ("floor", "even"):
+        exponent = max(floor_log2(Fraction(float(amax))) - top, E8M0_MIN_EXPONENT)
+        if rounding == "even":
+            steps = Fraction(float(amax)) / Fraction(2) ** exponent / Fraction(spacing)
+            exponent += math.floor(steps + Fraction(1, 2)) * Fraction(spacing) >= 2 ** (top + 1)
     else:
         exponent = ceil_log2(Fraction(float(amax)) / Fraction(largest))
     return min(max(exponent, E8M0_MIN_EXPONENT), E8M0_MAX_EXPONENT)

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
-from metis_hf.numerics.scaling import largest_scale, tensor_scale
+from metis_hf.numerics.scaling import largest_value, tensor_scale
 from metis_hf.numerics.storage import QuantizedTensor
 from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
@@ -116,8 +116,8 @@ def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[st
 
 def global_scale(amax: Tensor, quantizer: Quantizer) -> Tensor:
     """Return the encode scale of a tensor, 0-dim fp32: its largest block gets the largest scale."""
-    largest = largest_scale(quantizer.fmt, quantizer.scale_rule)
-    return tensor_scale(amax.detach().float(), quantizer.fmt, largest).encode
+    largest = largest_value(quantizer.fmt, quantizer.scale_rule)
+    return tensor_scale(amax.detach().float(), largest).encode
 
 
 @dataclass(frozen=True)

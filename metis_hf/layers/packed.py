@@ -23,10 +23,10 @@ from metis_hf.layers.unsupported import (
 from metis_hf.numerics import NVFP4, ScaleRounding, storage
 from metis_hf.numerics.rounding import round_nearest
 from metis_hf.numerics.scaling import (
-    LARGEST_SCALE,
     ScaleRule,
     TensorScale,
     block_scale,
+    largest_value,
     tensor_scale,
 )
 
@@ -80,7 +80,7 @@ class PackedWeight(NamedTuple):
 def encode_scale(weight: Tensor) -> Tensor:
     """Return fp32 [1] that brings the largest magnitude of a tensor to 448 * 6; 1 for zeros."""
     amax = weight.detach().abs().amax().float()
-    return tensor_scale(amax, NVFP4, LARGEST_SCALE[ScaleRule.ABSMAX]).encode.reshape(1)
+    return tensor_scale(amax, largest_value(NVFP4, ScaleRule.ABSMAX)).encode.reshape(1)
 
 
 def quantize_input(x: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:

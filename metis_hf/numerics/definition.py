@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.formats import NVFP4, SCALE_FP32, BlockFormat, get_format
+from metis_hf.numerics.formats import (
+    NVFP4,
+    SCALE_FP32,
+    BlockFormat,
+    CodebookFormat,
+    get_format,
+)
 from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
@@ -32,7 +38,7 @@ from metis_hf.numerics.scaling import (
     block_scale,
     clipping_scale,
     corrected_scale,
-    largest_scale,
+    largest_value,
     least_error_scale,
     tensor_scale,
 )
@@ -129,6 +135,16 @@ class QuantizerDefinition:
                 f'scale_rule="eden" corrects E4M3 scales of NVFP4 blocks, '
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
+        if self.scale_rule is ScaleRule.UNBIASED and fmt != NVFP4:
+            raise ValueError(
+                'scale_rule="unbiased" leaves room for the rounding of E4M3 scales of NVFP4 '
+                f'blocks, and the format is {fmt.name}; use scale_rule="absmax"'
+            )
+        if self.scale_rounding is ScaleRounding.EVEN and isinstance(fmt.element, CodebookFormat):
+            raise ValueError(
+                'scale_rounding="even" rounds amax to the spacing of the largest codes, and '
+                f'{fmt.name} has a codebook; use scale_rounding="floor" or "up"'
+            )
 
     def blocks(
         self,
@@ -173,7 +189,7 @@ class QuantizerDefinition:
         tensor = None
         if self.two_level:
             largest = amax.amax() if largest is None else largest.detach().float()
-            tensor = tensor_scale(largest, self.fmt, largest_scale(self.fmt, self.scale_rule))
+            tensor = tensor_scale(largest, largest_value(self.fmt, self.scale_rule))
         if self.scale_rule in TRIED_SCALES:
             scale, inverse = least_error_scale(
                 x, amax, dims, self.fmt, self.scale_rounding, tensor, self.scale_rule
@@ -181,7 +197,9 @@ class QuantizerDefinition:
         elif self.scale_rule is ScaleRule.EDEN:
             scale, inverse = clipping_scale(amax, self.fmt, self.scale_rounding, tensor)
         else:
-            scale, inverse = block_scale(amax, self.fmt, self.scale_rounding, tensor)
+            scale, inverse = block_scale(
+                amax, self.fmt, self.scale_rounding, tensor, self.scale_rule
+            )
         return scale, inverse, tensor
 
     @property

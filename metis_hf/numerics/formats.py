@@ -280,7 +280,7 @@ class ScaleFormat:
 SCALE_E4M3 = ScaleFormat(
     "e4m3", E4M3.dtype or torch.uint8, E4M3.max, roundings=("nearest", "up"), tensor_scale=True
 )
-SCALE_E8M0 = ScaleFormat("e8m0", torch.float8_e8m0fnu, 2.0**127, roundings=("floor", "up"))
+SCALE_E8M0 = ScaleFormat("e8m0", torch.float8_e8m0fnu, 2.0**127, roundings=("floor", "up", "even"))
 SCALE_FP32 = ScaleFormat("fp32", torch.float32, FLT_MAX, roundings=("nearest",))
 
 
@@ -321,6 +321,8 @@ FP8_E4M3 = BlockFormat("fp8-e4m3", E4M3, SCALE_FP32, None, _TE)
 FP8_E5M2 = BlockFormat("fp8-e5m2", E5M2, SCALE_FP32, None, _TE)
 INT4 = BlockFormat("int4", INT4_ELEMENT, SCALE_FP32, 32, "symmetric group quantization")
 NVINT4 = BlockFormat("nvint4", INT4_ELEMENT, SCALE_E4M3, 16, "arXiv 2510.25602")
+# E1M2 without its tensor scale: its values, 0 to 3.5 by halves, are the integers to 7 over 2.
+UFP4 = BlockFormat("ufp4", INT4_ELEMENT, SCALE_FP32, 16, "arXiv 2606.20381")
 
 FORMATS: dict[str, BlockFormat] = {
     fmt.name: fmt
@@ -335,6 +337,7 @@ FORMATS: dict[str, BlockFormat] = {
         FP8_E5M2,
         INT4,
         NVINT4,
+        UFP4,
     )
 }
 

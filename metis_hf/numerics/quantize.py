@@ -122,19 +122,21 @@ def fake_quantize(
     Args:
         x: any shape, any float dtype; zero-padded to whole blocks along `dim`, padding dropped.
         fmt: a block format or its name: "nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2",
-            "mxfp8-e4m3", "mxfp8-e5m2", "fp8-e4m3", "fp8-e5m2", "int4", "nvint4".
+            "mxfp8-e4m3", "mxfp8-e5m2", "fp8-e4m3", "fp8-e5m2", "int4", "nvint4", "ufp4".
         dim: the dimension along which row blocks run.
         rounding: "nearest" (ties to even) or "stochastic" (unbiased).
         scale_rounding: E4M3 scales: "nearest" (TransformerEngine, the default) or "up"
-            (arXiv 2509.00404: never clips). E8M0 scales: "floor" (OCP MX, the default) or "up".
+            (arXiv 2509.00404: never clips). E8M0 scales: "floor" (OCP MX, the default), "up" or
+            "even" (of an amax rounded to as many bits as a code has).
         two_level: one fp32 scale per tensor above E4M3 block scales; by default if the format has
             one. Without it, block scales of values below about 1e-2 underflow E4M3 and the tensor
             is lost.
         tile: "row" (1 x block size; the whole row for "fp8-*"), "square" (block size x block size
             over the last two dimensions) or "tensor" (one scale; for fp32 scales).
         scale_rule: "absmax"; for NVFP4 only: "four-over-six" (arXiv 2512.02010), "search" (six
-            scales in the same way) or "eden" (arXiv 2601.22813: unbiased in a random basis,
-            with noise in the scales alone).
+            scales in the same way), "eden" (arXiv 2601.22813: unbiased in a random basis,
+            with noise in the scales alone) or "unbiased" (amax on 16/17 of 6: stochastic rounding
+            is then unbiased with scales to nearest).
         generator: source of the stochastic noise; None draws from torch's default generator.
         amax: 0-dim, finite and >= 0: the tensor scale is made of it; None takes the largest
             magnitude of `x`. Blocks that need a larger scale than the largest are clipped.

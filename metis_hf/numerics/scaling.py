@@ -18,7 +18,9 @@ from metis_hf.numerics.formats import (
     SCALE_E8M0,
     SCALE_FP32,
     BlockFormat,
+    CodebookFormat,
     ScaleFormat,
+    SpacedFormat,
 )
 from metis_hf.numerics.rounding import power_below, round_nearest
 
@@ -39,6 +41,8 @@ class ScaleRounding(str, enum.Enum):
     NEAREST = "nearest"  # TransformerEngine; 3.4 % of a normal tensor's elements then clip
     UP = "up"  # to the next one above: no element of the block can clip
     FLOOR = "floor"  # OCP MX: the powers of two below amax and below the largest code match
+    # "floor" of an amax rounded to as many bits as a code has, halves away from zero: torchao.
+    EVEN = "even"
 
 
 class ScaleRule(str, enum.Enum):
@@ -48,6 +52,7 @@ class ScaleRule(str, enum.Enum):
     FOUR_OVER_SIX = "four-over-six"  # 6 or 4, whichever gives the block the smaller squared error
     SEARCH = "search"  # the best of several in the same sense, 6 and 4 among them
     EDEN = "eden"  # a little beyond the largest; the scale is then corrected, in expectation
+    UNBIASED = "unbiased"  # 16/17 of the largest: a scale rounded down does not clip it then
 
 
 # The block scale that the largest block of an NVFP4 tensor gets. Four Over Six leaves room to scale
@@ -58,7 +63,11 @@ LARGEST_SCALE = {
     ScaleRule.FOUR_OVER_SIX: 256.0,
     ScaleRule.SEARCH: 256.0,
     ScaleRule.EDEN: 256.0,
+    ScaleRule.UNBIASED: SCALE_E4M3.max,
 }
+# An E4M3 number rounded down from between two normal ones is 16/17 of it at least: 17/16 lies
+# half-way between 1 and the next one, 9/8.
+UNBIASED_SHARE = 16 / 17
 
 
 # The scales that are tried for a block, over the one that brings its amax to the largest code. The
@@ -83,16 +92,23 @@ def encode_scale(amax: Tensor, largest: float) -> Tensor:
     return encode.masked_fill_(amax == 0, 1.0)
 
 
-def tensor_scale(amax: Tensor, fmt: BlockFormat, scale_max: float) -> TensorScale:
-    """Return the scale of a whole tensor: its largest block gets the block scale `scale_max`."""
-    encode = encode_scale(amax, fmt.element.max * scale_max)
+def tensor_scale(amax: Tensor, largest: float) -> TensorScale:
+    """Return the scale of a whole tensor, which brings its amax to `largest`: code * block scale.
+
+    What a rule has there is `largest_value`.
+    """
+    encode = encode_scale(amax, largest)
     return TensorScale(encode, encode.reciprocal())
 
 
 def block_scale(
-    amax: Tensor, fmt: BlockFormat, rounding: ScaleRounding, tensor: TensorScale | None
+    amax: Tensor,
+    fmt: BlockFormat,
+    rounding: ScaleRounding,
+    tensor: TensorScale | None,
+    rule: ScaleRule = ScaleRule.ABSMAX,
 ) -> tuple[Tensor, Tensor]:
-    """Return scales that bring each block's amax to the largest code.
+    """Return scales that bring each block's amax to the largest code, or to `largest_code`.
 
     Returns:
         (scale, inverse), fp32, the shape of `amax`: values of the scale format, and what the
@@ -106,12 +122,23 @@ def block_scale(
         scale.masked_fill_(~amax.isfinite(), torch.nan)
         if rounding is ScaleRounding.UP:
             scale = torch.where(amax > scale * fmt.element.max, scale * 2, scale)
+        elif rounding is ScaleRounding.EVEN:
+            assert not isinstance(fmt.element, CodebookFormat)
+            scale = torch.where(amax >= scale * next_binade(fmt.element), scale * 2, scale)
         return scale, scale.reciprocal()
     # One rounding after this product; (amax / 6) * S would be another number.
-    to_largest = 1 / fmt.element.max
+    to_largest = 1 / largest_code(fmt, rule)
     wanted = amax * (to_largest if tensor is None else tensor.encode * to_largest)
     scale = round_scale(wanted, fmt.scale, rounding)
     return scale, inverse_scale(scale, tensor)
+
+
+def next_binade(element: SpacedFormat) -> float:
+    """Return the least number that a format without an end would round to 2 * max_power.
+
+    It is half a step below: 7 for E2M1, whose top binade has the spacing 2.
+    """
+    return element.max_power * (2 - 2.0 ** -(element.mantissa_bits + 1))
 
 
 def inverse_scale(scale: Tensor, tensor: TensorScale | None) -> Tensor:
@@ -136,9 +163,15 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
     return scale
 
 
-def largest_scale(fmt: BlockFormat, rule: ScaleRule) -> float:
-    """Return the block scale that the tensor's largest block gets."""
-    return fmt.scale.max if rule is ScaleRule.ABSMAX else LARGEST_SCALE[rule]
+def largest_code(fmt: BlockFormat, rule: ScaleRule) -> float:
+    """Return what a block's amax is scaled to before the scale is rounded."""
+    return fmt.element.max * (UNBIASED_SHARE if rule is ScaleRule.UNBIASED else 1)
+
+
+def largest_value(fmt: BlockFormat, rule: ScaleRule) -> float:
+    """Return the largest code times the scale that the tensor's largest block gets."""
+    scale = fmt.scale.max if rule is ScaleRule.ABSMAX else LARGEST_SCALE[rule]
+    return largest_code(fmt, rule) * scale
 
 
 def least_error_scale(

@@ -13,9 +13,9 @@ from torch import Tensor
 MX_FORMATS = ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"]
 FP8_FORMATS = ["fp8-e4m3", "fp8-e5m2"]
 E4M3_SCALED = ["nvfp4", "nvint4"]
-INT_FORMATS = ["int4", "nvint4"]  # elements without a negative zero
-FORMAT_NAMES = ["nvfp4", *MX_FORMATS, *FP8_FORMATS, "int4", "nvint4"]
-BLOCK_SIZES = {"nvfp4": 16, "nvint4": 16, "int4": 32} | dict.fromkeys(MX_FORMATS, 32)
+INT_FORMATS = ["int4", "nvint4", "ufp4"]  # elements without a negative zero
+FORMAT_NAMES = ["nvfp4", *MX_FORMATS, *FP8_FORMATS, "int4", "nvint4", "ufp4"]
+BLOCK_SIZES = {"nvfp4": 16, "nvint4": 16, "ufp4": 16, "int4": 32} | dict.fromkeys(MX_FORMATS, 32)
 
 Options = dict[str, object]
 
@@ -34,10 +34,11 @@ def _options() -> list[Options]:
                         )
                 if fmt == "nvfp4" and scale_rounding == "nearest":
                     options.append({**base, "two_level": True, "scale_rule": "search"})
+                    options.append({**base, "two_level": True, "scale_rule": "unbiased"})
         for fmt in MX_FORMATS:
-            for scale_rounding in ("floor", "up"):
+            for scale_rounding in ("floor", "up", "even"):
                 options.append({"fmt": fmt, "tile": tile, "scale_rounding": scale_rounding})
-        options.append({"fmt": "int4", "tile": tile})
+        options += [{"fmt": fmt, "tile": tile} for fmt in ("int4", "ufp4")]
     options.append({"fmt": "int4", "tile": "tensor"})
     for fmt in FP8_FORMATS:
         options += [{"fmt": fmt, "tile": tile} for tile in ("row", "tensor")]

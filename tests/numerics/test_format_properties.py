@@ -305,7 +305,7 @@ def test_idempotent_with_fp32_scales_that_are_powers_of_two(x, exponent, options
     largest = theory.FORMATS[options["fmt"]].largest
     amax = largest * 2.0**exponent
     x = x / x.abs().amax().clamp(min=2.0**-40) * amax * 0.9
-    x[:, ::32], x[::32, :] = amax, amax  # in each row, block and tile
+    x[:, ::16], x[::16, :] = amax, amax  # in each row, block and tile
     x[:, 0] = amax
     once = fake_quantize(x, **options)
     assert_equal(fake_quantize(once, **options), once)
@@ -325,13 +325,14 @@ SMALLEST_SAFE_SCALES = {
     ("nvfp4", "up"): 6 * 2.0**-9,
     ("nvint4", "nearest"): 8 * 2.0**-9,
 }
-# A search may clip the tensor's largest element, and the tensor's scale changes with it.
+# A search may clip the tensor's largest element, and the tensor's scale changes with it. With room
+# for the scale's rounding the largest element may become a larger one.
 STABLE = [
     options
     for options in OPTIONS
     if (options["fmt"], options.get("scale_rounding")) in SMALLEST_SAFE_SCALES
     and not (options["scale_rounding"] == "up" and options["two_level"])
-    and options.get("scale_rule") != "search"
+    and options.get("scale_rule") not in ("search", "unbiased")
 ]
 
 

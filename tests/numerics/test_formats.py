@@ -204,6 +204,7 @@ def test_int4_codes_are_twos_complement() -> None:
         ("fp8-e5m2", "e5m2", "fp32", None, 8),
         ("int4", "int4", "fp32", 32, 5),
         ("nvint4", "int4", "e4m3", 16, 4.5),
+        ("ufp4", "int4", "fp32", 16, 6),
     ],
 )
 def test_format_is_what_its_name_says(name, element, scale, block, bits) -> None:

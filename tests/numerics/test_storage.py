@@ -18,7 +18,16 @@ import torch
 from design import cases
 from torch import Tensor
 
-from metis_hf.numerics import QuantizedTensor, dequantize, fake_quantize, get_format, quantize
+from metis_hf.numerics import (
+    SCALE_E8M0,
+    BlockFormat,
+    CodebookFormat,
+    QuantizedTensor,
+    dequantize,
+    fake_quantize,
+    get_format,
+    quantize,
+)
 from metis_hf.numerics.storage import pack, unpack
 from numerics.cases import (
     MX_FORMATS,
@@ -353,6 +362,14 @@ BOTH = pytest.mark.parametrize("function", [fake_quantize, quantize], ids=["fake
             ["four-over-six", "mxfp4", "NVFP4", "absmax"],
         ),
         ({"fmt": "nvint4", "scale_rule": "four-over-six"}, ["four-over-six", "nvint4", "absmax"]),
+        ({"fmt": "mxfp4", "scale_rule": "unbiased"}, ["unbiased", "mxfp4", "NVFP4", "absmax"]),
+        (
+            {
+                "fmt": BlockFormat("own", CodebookFormat("own", (-1, 0, 1)), SCALE_E8M0, 32),
+                "scale_rounding": "even",
+            },
+            ['scale_rounding="even"', "own", "codebook", '"floor"'],
+        ),
         ({"fmt": "mxfp4", "scale_rule": "search"}, ["search", "mxfp4", "NVFP4", "absmax"]),
     ],
     ids=label,

@@ -36,7 +36,11 @@ ELEMENT_DTYPES = {
     "mxfp8-e4m3": torch.float8_e4m3fn,
     "mxfp8-e5m2": torch.float8_e5m2,
 }
-MODES = {"floor": ScaleCalculationMode.FLOOR, "up": ScaleCalculationMode.RCEIL}
+MODES = {
+    "floor": ScaleCalculationMode.FLOOR,
+    "up": ScaleCalculationMode.RCEIL,
+    "even": ScaleCalculationMode.EVEN,
+}
 BF16_TIES = 0.01  # share of a bf16 tensor's scales or codes that may be exact ties
 SMALLEST_SCALE = 2.0**-6  # torchao clamps E4M3 block scales to the smallest normal value
 
@@ -73,7 +77,7 @@ def our_mx(x: Tensor, fmt: str, scale_rounding: str) -> tuple[Tensor, Tensor, Te
 
 BOTH_LEVELS = pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
-BOTH_SCALES = pytest.mark.parametrize("scale_rounding", ["floor", "up"])
+EVERY_SCALE = pytest.mark.parametrize("scale_rounding", list(MODES))
 EVERY_MX = pytest.mark.parametrize("fmt", MX_FORMATS)
 
 
@@ -95,11 +99,11 @@ def test_nvfp4_codes_and_scales_are_identical(dtype, two_level) -> None:
 
 
 @EVERY_MX
-@BOTH_SCALES
+@EVERY_SCALE
 @BOTH_DTYPES
 @pytest.mark.parametrize("rows", ["alike", "of many sizes"])
 def test_mx_codes_scales_and_values_are_identical(fmt, scale_rounding, dtype, rows) -> None:
-    """FLOOR is "floor" and RCEIL is "up"."""
+    """FLOOR is "floor", RCEIL is "up" and EVEN is "even"."""
     x = gaussian(64, 128) if rows == "alike" else normal(64, 128)
     x = x.to(dtype)
     scale, codes, values = torchao_mx(x, fmt, scale_rounding)
@@ -111,7 +115,7 @@ def test_mx_codes_scales_and_values_are_identical(fmt, scale_rounding, dtype, ro
 
 
 @EVERY_MX
-@BOTH_SCALES
+@EVERY_SCALE
 def test_mx_nan_blocks_are_identical(fmt, scale_rounding) -> None:
     x = gaussian(2, 64)
     x[0, 3] = math.nan
@@ -252,7 +256,7 @@ def test_torchao_loses_blocks_with_the_smallest_scale(fmt, amax) -> None:
 
 
 @EVERY_MX
-@BOTH_SCALES
+@EVERY_SCALE
 def test_torchao_gives_a_block_with_inf_a_finite_scale(fmt, scale_rounding) -> None:
     """The infinity becomes the largest code and its neighbours 0; here the block is NaN."""
     x = torch.ones(1, 32)

@@ -61,6 +61,7 @@ FORMATS = {
     "fp8-e5m2": Format(E5M2_GRID, "fp32", None),
     "int4": Format(INT4_GRID, "fp32", 32),
     "nvint4": Format(INT4_GRID, "e4m3", 16),
+    "ufp4": Format(INT4_GRID, "fp32", 16),
 }
 
 

@@ -5,7 +5,7 @@ the same arithmetic in a form that torch's compiler turns into a few passes over
 GPU. `triton` are kernels written by hand, for CUDA devices; the two halves of the way, `pack` and
 `unpack`, are the compiled ones there too. Results are equal to the bit, stochastic rounding
 included. What the kernels do not cover (formats other than NVFP4) the reference computes; block
-scales by Four Over Six and MS-EDEN are in `compiled` alone, which then runs in place of `triton`.
+scales by another rule than "absmax" are in `compiled` alone, which then runs in place of `triton`.
 What is inside torch.compile is compiled with all around it.
 
 The choice is automatic: compiled where it can be and the tensor is large enough to be worth it.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.formats import E4M3, FLT_MAX
+from metis_hf.numerics.formats import E4M3, FLT_MAX, NVFP4
 from metis_hf.numerics.scaling import (
     EDEN_CLIP,
-    LARGEST_SCALE,
     SMALLEST_BASE,
     TRIED_SCALES,
     ScaleRule,
+    largest_code,
+    largest_value,
     whole_errors,
     whole_products,
 )
@@ -87,12 +88,13 @@ def block_scales(
     encode = decode = None
     if two_level:
         largest = stored(amax.amax()) if largest is None else largest
-        encode = torch.full_like(largest, LARGEST_SCALE[rule] * MAX_CODE) / largest
+        encode = torch.full_like(largest, largest_value(NVFP4, rule)) / largest
         encode = stored(torch.where(largest == 0, 1.0, encode.clamp(max=FLT_MAX)))
         decode = stored(_inverse(encode))
     if rule in TRIED_SCALES:
         return *_least_error(x, stored(amax), dims, rule, up, encode, decode), decode
-    to_scale = _INVERSE_MAX_CODE if encode is None else encode * _INVERSE_MAX_CODE
+    to_code = 1 / largest_code(NVFP4, rule)
+    to_scale = to_code if encode is None else encode * to_code
     top = amax * EDEN_CLIP if rule is ScaleRule.EDEN else amax
     return *_scale(top * to_scale, up, decode), decode
 

@@ -56,12 +56,17 @@ COMPILED = {
         torch.float32,
     ),
     "squares, up": (Quantizer(tile="square", scale_rounding="up"), -1, torch.float32),
+    "rows, 16/17, stochastic": (
+        Quantizer(rounding="stochastic", scale_rule="unbiased"),
+        -1,
+        torch.float32,
+    ),
 }
 ALL = [
     Quantizer(
         rounding=rounding, scale_rounding=scale, two_level=two_level, tile=tile, scale_rule=rule
     )
-    for rule in ("absmax", "four-over-six")
+    for rule in ("absmax", "four-over-six", "unbiased")
     for rounding in ("nearest", "stochastic")
     for scale in ("nearest", "up")
     for two_level in (True, False)

@@ -297,7 +297,11 @@ def test_only_where_they_are_asked_for(monkeypatch) -> None:
         assert ran[:2] == wanted
     ran.clear()
     with use_kernels("triton"):
-        for other in (Quantizer("mxfp4"), Quantizer(scale_rule="four-over-six")):
+        for other in (
+            Quantizer("mxfp4"),
+            Quantizer(scale_rule="four-over-six"),
+            Quantizer(scale_rule="unbiased"),
+        ):
             other(x)
             assert kernels.store(x, other) is None
         quantize(torch.zeros(()))
