@@ -100,7 +100,7 @@ def conditioner_name(conditioner: Conditioner) -> str:
         else {}
     )
     options = [option.replace("_", " ") for option, value in values.items() if value is True]
-    inner = (value for value in values.values() if isinstance(value, Conditioner))
+    inner = (v for v in values.values() if isinstance(v, Conditioner) and v != IDENTITY)
     options += map(conditioner_name, inner)
     return " ".join(words).lower() + (f" ({', '.join(options)})" if options else "")
 

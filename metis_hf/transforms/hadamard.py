@@ -1,4 +1,4 @@
-"""Randomized Hadamard rotation in blocks of 16, as in NVIDIA's recipe (arXiv 2509.25149)."""
+"""Hadamard rotation in blocks of 16: with random signs (arXiv 2509.25149), or none (2605.09825)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from metis_hf.transforms.rotation import sylvester
 SIZE = 16
 
 
-def hadamard_matrix(seed: int) -> Tensor:
-    """Sylvester's 16 x 16 matrix / 4, columns multiplied by one random sign vector; orthonormal."""
+def hadamard_matrix(seed: int | None) -> Tensor:
+    """Return Sylvester's 16 x 16 matrix / 4, columns times one sign vector; orthonormal.
+
+    Args:
+        seed: of the signs; None: no signs, so that the matrix is its own inverse.
+    """
+    if seed is None:
+        return sylvester(SIZE).float()
     signs = 1.0 - 2.0 * (random_bits(SIZE, seed) < 0)
     return sylvester(SIZE).float() * signs
 
 
 @constant
-def _matrix(seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _matrix(seed: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
     return hadamard_matrix(seed).to(device, dtype)
 
 
@@ -35,8 +41,8 @@ def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     return (matrix @ blocks).view(x.shape)
 
 
-def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
-    """Rotate every block of 16 along `dim`, zero-padded to whole blocks.
+def rotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
+    """Rotate every block of 16 along `dim`, zero-padded to whole blocks; `seed` of the signs.
 
     Returns:
         `x` rotated; its size along `dim` rounded up to a multiple of 16.
@@ -44,7 +50,7 @@ def rotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
     return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype), dim)
 
 
-def unrotate(x: Tensor, *, dim: int, seed: int) -> Tensor:
+def unrotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
     """Inverse of `rotate`, padding included: what is added to x in between reaches it."""
     return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype).T, dim)
 

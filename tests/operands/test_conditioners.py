@@ -28,6 +28,7 @@ CONDITIONERS = [
     RandomKronecker(5),
     RandomKronecker(5, across=True),
     MeanRemoved(),
+    MeanRemoved(FullHadamard(5)),
 ]
 QUANTIZERS = [
     Quantizer(),
@@ -184,10 +185,15 @@ class TestConditioner:
         x, quantizer = matrix(shape), Quantizer()
         x_hat = conditioner(x, quantizer, dim=dim, key=KEY, dtype=torch.float32)
         parts = conditioner.parts(x, quantizer, dim=dim, key=KEY)
-        if isinstance(conditioner, MeanRemoved):
+        if conditioner == MeanRemoved():
             (_, mean, mean_hat), (_, residual, residual_hat) = parts
             torch.testing.assert_close(residual + mean, x)
             torch.testing.assert_close(residual_hat + mean_hat, x_hat)
+        elif isinstance(conditioner, MeanRemoved):
+            (_, mean, mean_hat), (_, _, after) = parts
+            torch.testing.assert_close(mean, row_mean(x))
+            rest = conditioner.inner.inverse(after, dim=dim)
+            torch.testing.assert_close(rest + mean_hat, x_hat)
         else:
             ((_, _, after),) = parts
             torch.testing.assert_close(after.norm(), x_hat.norm(), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""NVIDIA's rotation: Hadamard's matrix with random signs, in blocks of 16 (arXiv 2509.25149)."""
+"""Rotation in blocks of 16 by Hadamard's matrix: NVIDIA's with random signs (arXiv 2509.25149)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ class Hadamard(AroundQuantizer):
     since the rotation is orthonormal and cancels in the contraction. The result keeps the padding
     along `dim`, a multiple of 16: rounding in the rotated basis makes it non-zero, and the product
     of the rotated copies contains it.
+
+    Args:
+        seed: of random signs, the same in every block; None: the plain matrix, without signs.
     """
 
-    seed: int = 0
+    seed: int | None = 0
 
     transformed: ClassVar[str] = "rotated"
 

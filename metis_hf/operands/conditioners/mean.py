@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work, as_fp32
+from metis_hf.operands.conditioners.identity import IDENTITY
 
 
 @dataclass(frozen=True)
@@ -18,47 +20,96 @@ class MeanRemoved(Conditioner):
 
     The vector mu is stored along its length, in blocks of its own and with its own tensor scale,
     whichever dimension the GEMM contracts. Rows of padding take no part in the mean.
+
+    Args:
+        inner: the conditioner of what is left: after a rotation R it is R^T Q(R (x - 1 mu)). Rows
+            and columns that it pads x with have no mean.
     """
 
+    inner: Conditioner = IDENTITY
+
     uses_row_mask: ClassVar[bool] = True
+
+    @property
+    def has_codes(self) -> bool:
+        return self.inner.has_codes
+
+    def bind(self, state: Any) -> MeanRemoved:
+        return replace(self, inner=self.inner.bind(state))
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
             return x.to(dtype)
         mean = row_mean(x, row_mask)
         mean_hat = quantizer(mean, dim=-1, key=key.fold(1))
-        return quantizer(
-            x,
-            dim=dim,
-            key=key.fold(3),
-            dtype=dtype,
-            minus=mean.expand(x.shape),
-            plus=mean_hat.expand(x.shape),
-        )
+        if self.inner == IDENTITY:  # one pass over memory
+            return quantizer(
+                x,
+                dim=dim,
+                key=key.fold(3),
+                dtype=dtype,
+                minus=mean.expand(x.shape),
+                plus=mean_hat.expand(x.shape),
+            )
+        rest = self.inner(as_fp32(x) - mean, quantizer, dtype=_wide(dtype), **_rest(dim, key))
+        return _with_mean(rest, mean_hat, x.shape, dtype)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         mean = row_mean(x, row_mask)
         residual = x - mean
-        return [
-            Part("mean", mean, quantizer(mean, dim=-1, key=key.fold(1))),
-            Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
-        ]
+        first = Part("mean", mean, quantizer(mean, dim=-1, key=key.fold(1)))
+        if self.inner == IDENTITY:
+            return [first, Part("residual", residual, quantizer(residual, **_rest(dim, key)))]
+        return [first, *self.inner.parts(residual, quantizer, **_rest(dim, key))]
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
         mean = row_mean(x, row_mask)
-        residual = pack(x, quantizer, dim=dim, key=key.fold(3), minus=mean.expand(x.shape))
-        return Encoded((*residual, *pack(mean, quantizer, dim=-1, key=key.fold(1))))
+        packed = pack(mean, quantizer, dim=-1, key=key.fold(1))
+        if self.inner == IDENTITY:
+            rest = pack(x, quantizer, minus=mean.expand(x.shape), **_rest(dim, key))
+            return Encoded((*rest, *packed))
+        inner = self.inner.encode(as_fp32(x) - mean, quantizer, **_rest(dim, key))
+        return Encoded((*inner.tensors, *packed))
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
-        residual, mean = Packed(*encoded.tensors[:3]), Packed(*encoded.tensors[3:])
-        plus = unpack(mean, quantizer, dim=-1, shape=(1, shape[1])).expand(shape)
-        return unpack(residual, quantizer, dim=dim, shape=shape, dtype=dtype, plus=plus)
+        *rest, codes, scale, decode = encoded.tensors
+        mean_hat = unpack(Packed(codes, scale, decode), quantizer, dim=-1, shape=(1, shape[1]))
+        if self.inner == IDENTITY:
+            options = {"dim": dim, "shape": shape, "dtype": dtype}
+            return unpack(Packed(*rest), quantizer, plus=mean_hat.expand(shape), **options)
+        options = {"dim": dim, "shape": shape, "dtype": _wide(dtype)}
+        residual = self.inner.decode(Encoded(tuple(rest)), quantizer, **options)
+        return _with_mean(residual, mean_hat, shape, dtype)
 
-    def work(self, shape, *, dim) -> Work:
+    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
         t, c = shape
+        inner = self.inner.work(shape, dim=dim)
         # The sum of the rows, its subtraction, and the addition of the quantized mean.
-        call, encode, decode = ({"elementwise": 1.0 * n * t * c} for n in (3, 2, 1))
-        return Work(call, encode, decode, (shape, (1, c)), low_rank=1)
+        call, encode, decode = (
+            {**flops, "elementwise": flops.get("elementwise", 0.0) + n * t * c}
+            for n, flops in ((3, inner.call), (2, inner.encode), (1, inner.decode))
+        )
+        return Work(call, encode, decode, (*inner.quantized, (1, c)), low_rank=1)
+
+
+def _rest(dim: int, key: Key) -> dict[str, Any]:
+    """Return the options that what is left is quantized with."""
+    return {"dim": dim, "key": key.fold(3)}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that the two terms are added in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _with_mean(rest: Tensor, mean: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Add the mean [1 c] to the rows of rest [t' c'] that a matrix of this shape [t c] has."""
+    rows, columns = shape
+    if rest.shape == shape:
+        return (rest + mean).to(dtype)
+    total = rest.clone()
+    total[:rows, :columns] += mean
+    return total.to(dtype)
 
 
 def row_mean(x: Tensor, row_mask: Tensor | None = None) -> Tensor:
