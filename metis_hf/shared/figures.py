@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+LineStyle: TypeAlias = str | tuple[int, tuple[int, ...]]  # a name, or (offset, lengths of dashes)
 # Okabe and Ito's palette, told apart by people with any colour vision; the control is black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 # Seven colors are fewer than the schemes: each round of them has its own lines and markers.
-LINES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D")
+LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
+MARKERS = ("o", "s", "^", "D", "v")
 CROWDED = 8  # curves; more have their names outside, and none at their ends
 
 
@@ -29,7 +31,7 @@ class Style:
     """Color, line and marker of a scheme; no two of a picture share all three."""
 
     color: str
-    line: str = "-"
+    line: LineStyle = "-"
     marker: str = "o"
 
 
@@ -37,7 +39,7 @@ def scheme_styles(names: Sequence[str], control: str) -> dict[str, Style]:
     """Return a style for each scheme or variant, in their order; black for the control.
 
     Raises:
-        ValueError: more than the 28 others that can be told apart.
+        ValueError: more than the 35 others that can be told apart.
     """
     others = [name for name in names if name != control]
     rounds = list(zip(LINES, MARKERS))

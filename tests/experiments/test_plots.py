@@ -16,8 +16,8 @@ def test_no_two_schemes_look_alike():
     assert styles[CONTROL].color == "black"
     looks = {(style.color, style.line) for style in styles.values()}
     assert len(looks) == len(styles)  # curves have no markers
-    with pytest.raises(ValueError, match="29 schemes in one picture"):
-        scheme_styles([f"scheme{i}" for i in range(29)], "bf16")
+    with pytest.raises(ValueError, match="36 schemes in one picture"):
+        scheme_styles([f"scheme{i}" for i in range(36)], "bf16")
 
 
 def test_smooth_is_a_centred_mean_shorter_at_the_ends():
