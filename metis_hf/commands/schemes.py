@@ -40,7 +40,8 @@ def schemes(
     console.print(_overview(records))
     console.print(_operands(records))
     console.print(
-        "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; "
+        "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; 16/17: on "
+        "5.65, so that no element is beyond 6; "
         "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means, of a "
         f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. Extra: multiply-adds beyond the three "
         f"GEMMs of that layer where hardware multiplies FP4, in % of theirs, for {TOKENS} tokens a "
@@ -49,7 +50,13 @@ def schemes(
 
 
 # What block scales are rounded like, by rule.
-_SCALES = {"absmax": "{}", "four-over-six": "{} 4/6", "search": "{} search", "eden": "corrected"}
+_SCALES = {
+    "absmax": "{}",
+    "four-over-six": "{} 4/6",
+    "search": "{} search",
+    "eden": "corrected",
+    "unbiased": "{} 16/17",
+}
 
 
 def _overview(records: list[dict[str, Any]]) -> Any:

@@ -38,8 +38,10 @@ __all__ = [
     "source_digest",
 ]
 
-# Files of this folder that are no schemes; every other one registers what it has.
+# Files of this folder that are no schemes; every other one registers what it has, the control
+# first: that is how lists and pictures have it.
 _TOOLS = {"base", "discovery", "listing", "parts", "registry", "states"}
-for _file in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+_files = (module.name for module in pkgutil.iter_modules(__path__))
+for _file in sorted(_files, key=lambda name: (name != CONTROL, name)):
     if _file not in _TOOLS:
         importlib.import_module(f"{__name__}.{_file}")

@@ -12,6 +12,7 @@ from metis_hf.schemes.parts import (
     Tile,
     key_of,
     quantizer,
+    refuse_shared,
     register_scheme,
 )
 
@@ -35,11 +36,7 @@ def nvidia(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.
     """
-    if config.operand_mode == "shared":
-        raise ValueError(
-            f'scheme "{config.scheme}" casts a copy per GEMM; operand_mode="shared" would be '
-            'another scheme. Leave operand_mode unset, or use scheme "nvfp4"'
-        )
+    refuse_shared(config)
     forward = quantizer(config, rounding="nearest", scale_rounding="nearest")
     backward = quantizer(config, rounding="stochastic", scale_rounding="nearest", backward=True)
     hadamard = Hadamard(seed=key_of("hadamard", config.seed).static)

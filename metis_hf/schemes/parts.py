@@ -20,7 +20,8 @@ A scheme is a function (config, rank) -> `Scheme`, registered by name:
   usual pairs `nearest_forward` and `stochastic_everywhere`.
 - Operands: `Operand` is a quantizer and a conditioner; `spectral` makes the dynamic split. A
   conditioner of one's own subclasses `AroundQuantizer` or `Conditioner`.
-- Modes: `in_mode`, `with_own_copies` and `rotated_scheme` say which copy each GEMM takes.
+- Modes: `in_mode`, `with_own_copies` and `rotated_scheme` say which copy each GEMM takes,
+  `refuse_shared` that there is one mode only.
 - Weights: `DenseWeight`, `ClippedWeight` and `SplitWeight` say how the weight is stored.
 - States: a `LayerState` keeps something of a layer from step to step.
 
@@ -37,6 +38,7 @@ from metis_hf.noise import fingerprint, key_of
 from metis_hf.numerics import (
     MXFP4,
     NVFP4,
+    UFP4,
     BlockFormat,
     Quantizer,
     Rounding,
@@ -81,6 +83,7 @@ __all__ = [
     "MXFP4",
     "NVFP4",
     "RANK_MULTIPLE",
+    "UFP4",
     "AroundQuantizer",
     "BlockFormat",
     "Clamped",
@@ -123,6 +126,7 @@ __all__ = [
     "key_of",
     "nearest_forward",
     "quantizer",
+    "refuse_shared",
     "register_scheme",
     "rotated_scheme",
     "spectral",
@@ -221,6 +225,19 @@ def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
         wgrad_grad_output=scheme.dgrad_grad_output,
         wgrad_input=scheme.fprop_input,
     )
+
+
+def refuse_shared(config: MetisConfig) -> None:
+    """Refuse shared mode for a scheme that is defined by the copies of its GEMMs.
+
+    Raises:
+        ValueError: `operand_mode="shared"`.
+    """
+    if config.operand_mode == "shared":
+        raise ValueError(
+            f'scheme "{config.scheme}" casts a copy per GEMM; operand_mode="shared" would be '
+            'another scheme. Leave operand_mode unset, or use scheme "nvfp4"'
+        )
 
 
 def rotated_scheme(

@@ -123,7 +123,8 @@ class Slot:
 
     slot: str  # "fprop.input", ...
     source: str  # "x", "w", "dy"; of a reused copy: ""
-    blocks: str = "-"  # "1x16", "16x16": NVFP4; "1x32", "32x32": MXFP4; "-": high precision
+    # "1x16", "16x16": NVFP4; "1x32", "32x32": MXFP4; "1x16u": UFP4; "-": high precision
+    blocks: str = "-"
     along: str = "-"  # the dimension that 1x16 blocks run along: "in", "out", "tokens"
     rounding: str = "-"
     scales: str = "-"  # of block scales; "nearest-4/6": each block's maximum on 6 or on 4
@@ -137,7 +138,7 @@ class Slot:
 
     @property
     def fmt(self) -> str:
-        return {"16": "nvfp4", "32": "mxfp4"}[self.blocks.split("x")[1]]
+        return {"16": "nvfp4", "32": "mxfp4", "16u": "ufp4"}[self.blocks.split("x")[1]]
 
     @property
     def scale_rounding(self) -> str:
@@ -146,6 +147,7 @@ class Slot:
     @property
     def scale_rule(self) -> str:
         rules = {"4/6": "four-over-six", "search": "search", "eden": "eden"}
+        rules["unbiased"] = "unbiased"
         return rules.get(self.scales.rpartition("-")[2], "absmax")
 
     @property
@@ -168,7 +170,7 @@ def scale_noise(call: Call) -> np.ndarray:
 def assert_quantized_as(call: Call, row: Slot) -> None:
     """The quantizer of a recorded call is that of the table, apart from its element rounding."""
     assert call.quantizer.fmt.name == row.fmt
-    assert call.quantizer.two_level == (row.fmt == "nvfp4")
+    assert call.quantizer.two_level == (row.fmt == "nvfp4"), row.slot
     assert call.quantizer.tile.value == row.tile, row.slot
     assert call.quantizer.scale_rounding.value == row.scale_rounding, row.slot
     assert call.quantizer.scale_rule.value == row.scale_rule, row.slot
@@ -212,13 +214,27 @@ def rotated_operand(
     return recording.quantize(exact(x) @ r.T, row) @ r
 
 
-def mean_operand(recording: Recording, x: np.ndarray, row: Slot) -> Terms:
-    """1 Q(mu) + Q(x - 1 mu) with mu the mean of the rows, in blocks along its length."""
+def mean_operand(
+    recording: Recording, x: np.ndarray, row: Slot, signs: np.ndarray | None = None
+) -> Terms:
+    """1 Q(mu) + Q(x - 1 mu) with mu the mean of the rows, in blocks along its length.
+
+    With signs the rest is rotated by Hadamard's matrix: 1 Q(mu) + H^T Q(H (x - 1 mu)). Rows of
+    padding have no mean.
+    """
     rows = exact(np.full((1, x.shape[0]), 1 / x.shape[0]))
     mean = rows @ exact(x)
     mean_hat = recording.quantize(mean, replace(row, along="in"))
     ones = exact(np.ones((x.shape[0], 1)))
-    return ones @ mean_hat + recording.quantize(exact(x) - ones @ mean, row)
+    rest = exact(x) - ones @ mean
+    if signs is None:
+        return ones @ mean_hat + recording.quantize(rest, row)
+    assert row.dim == 0
+    h = exact(rotation(x.shape[0], signs))
+    quantized = recording.quantize(h @ rest, row)
+    padded = exact(rotation(len(quantized.value), signs))
+    tokens = exact((np.arange(len(quantized.value)) < x.shape[0])[:, None])
+    return tokens @ mean_hat + padded.T @ quantized
 
 
 @dataclass(frozen=True)

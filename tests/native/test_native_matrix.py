@@ -44,6 +44,7 @@ def read(matrix: NativeMatrix) -> torch.Tensor:
 
 def test_these_schemes_can_run_natively():
     claimed = {"nvfp4", "nvfp4-rne", "nvidia", "nvidia-paper", "four-over-six", "quartet2", "mxfp4"}
+    claimed |= {"nvidia-unbiased", "four-over-six-unbiased", "mxfp4-hadamard"}
     assert claimed | {"metis", "tetrajet2", "quarot", "quip", "omniquant"} == set(NATIVE)
 
 

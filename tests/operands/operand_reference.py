@@ -72,6 +72,9 @@ def operand(recording, x: np.ndarray, row: Slot, conditioner) -> Terms:
     kind, *options = row.conditioner.split()
     if kind == "direct":
         return recording.quantize(x, row)
+    if kind == "mean" and options == ["hadamard"]:
+        signs = np.sign(array(hadamard_matrix(conditioner.inner.seed))[0])
+        return mean_operand(recording, x, row, signs)
     if kind in ("mean", "clamped", "hot"):
         return {"mean": mean_operand, "clamped": clamped_operand, "hot": hot_operand}[kind](
             recording, x, row
@@ -82,7 +85,7 @@ def operand(recording, x: np.ndarray, row: Slot, conditioner) -> Terms:
         x = fake_quantize(x, scale_rounding=row.scale_rounding, scale_rule=rule).values
     if kind == "random":
         return hadamard_operand(recording, x, row, random_signs(conditioner, x.shape[row.dim]))
-    if kind == "hadamard":
+    if kind in ("hadamard", "sylvester"):
         signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])  # Sylvester's has none
         return hadamard_operand(recording, x, row, signs)
     assert kind == "rotated"

@@ -15,9 +15,10 @@ from metis_hf.schemes import Role
 
 # y [t o] = x [t i] w [o i]^T;  dx = dy w;  dw = dy^T x. Columns: slot (GEMM and operand), source,
 # shape of a block, dimension that it runs along, element rounding, rounding of the block scales,
-# conditioner. Every scale has two levels. "split": the weight is stored as u s vh + residual;
+# conditioner. Scales of NVFP4 have two levels. "split": the weight is stored as u s vh + residual;
 # "rotated": the whole dimension that the GEMM contracts is rotated, quantized, rotated back, or the
-# other one ("across"). "mean": the mean row and the rest are quantized apart.
+# other one ("across"). "sylvester": blocks of 16 are rotated without signs.
+# "mean": the mean row and the rest are quantized apart; "mean hadamard": the rest is rotated.
 # "smooth", "shifted": columns are scaled (and shifted) before and back after, by ranges of x and w.
 # "clipped": elements of w beyond a share of their block's largest are cut. "requantized": quantized
 # to nearest along the features first. "split smooth": only the residual is quantized, scaled.
@@ -386,6 +387,48 @@ quartet2, contraction
     dgrad.weight       w   1x16   out     nearest     nearest-eden requantized random
     wgrad.grad_output  dy  1x16   tokens  nearest     nearest-eden random
     wgrad.input        x   1x16   tokens  nearest     nearest-eden requantized random
+averis, contraction
+    fprop.input        x   1x16   in      nearest     nearest  mean
+    fprop.weight       w   16x16  -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest  mean
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  mean
+    wgrad.input        x   1x16   tokens  nearest     nearest  mean
+averis-hadamard, contraction
+    fprop.input        x   1x16   in      nearest     nearest  mean
+    fprop.weight       w   16x16  -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest  mean
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest  mean hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  mean hadamard
+ufp4, contraction
+    fprop.input        x   1x16u  in      nearest     nearest  hadamard
+    fprop.weight       w   1x16u  in      nearest     nearest  hadamard
+    dgrad.grad_output  dy  1x16u  out     stochastic  nearest  hadamard
+    dgrad.weight       w   1x16u  out     nearest     nearest  hadamard
+    wgrad.grad_output  dy  1x16u  tokens  stochastic  nearest  hadamard
+    wgrad.input        x   1x16u  tokens  nearest     nearest  hadamard
+mxfp4-hadamard, contraction
+    fprop.input        x   1x32   in      nearest     even     sylvester
+    fprop.weight       w   1x32   in      nearest     even     sylvester
+    dgrad.grad_output  dy  1x32   out     nearest     even     sylvester
+    dgrad.weight       w   1x32   out     nearest     even     sylvester
+    wgrad.grad_output  dy  1x32   tokens  nearest     even     sylvester
+    wgrad.input        x   1x32   tokens  nearest     even     sylvester
+nvidia-unbiased, contraction
+    fprop.input        x   1x16   in      nearest     nearest  direct
+    fprop.weight       w   16x16  -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest-unbiased direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest-unbiased hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  hadamard
+four-over-six-unbiased, contraction
+    fprop.input        x   1x16   in      nearest     nearest-4/6 direct
+    fprop.weight       w   16x16  -       nearest     nearest-4/6 direct
+    dgrad.grad_output  dy  1x16   out     stochastic  nearest-unbiased direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16   tokens  stochastic  nearest-unbiased hadamard
+    wgrad.input        x   1x16   tokens  nearest     nearest  hadamard
 """
 
 

@@ -15,6 +15,8 @@ from metis_hf.schemes.parts import quantizer
 from metis_hf.training.resume import _check_configs
 
 NVFP4_ONLY = {"four-over-six", "quartet2", "tetrajet2", *DEPLOYED}
+NVFP4_ONLY |= {"nvidia-unbiased", "four-over-six-unbiased"}
+OWN = {"mxfp4": "mxfp4", "mxfp4-hadamard": "mxfp4", "ufp4": "ufp4"}  # others: NVFP4
 SIDE = 64
 
 
@@ -34,13 +36,13 @@ def test_every_scheme_takes_it_or_refuses_it_by_name(name):
         else:
             assert formats_of(build_scheme(config, SIDE, SIDE)) == {fmt}
     own = formats_of(build_scheme(MetisConfig(scheme=name), SIDE, SIDE))
-    assert own == {"mxfp4" if name == "mxfp4" else "nvfp4"}
+    assert own == {OWN.get(name, "nvfp4")}
 
 
 @pytest.mark.parametrize("name", FP4_SCHEMES)
 def test_its_own_format_by_name_changes_nothing(name):
     config = MetisConfig(scheme=name)
-    own = "mxfp4" if name == "mxfp4" else "nvfp4"
+    own = OWN.get(name, "nvfp4")
     same = build_scheme(config.replace(format=own), SIDE, SIDE)
     assert same == build_scheme(config, SIDE, SIDE)
 

@@ -1,0 +1,62 @@
+"""Averis as its second version has it: the token mean apart, on NVFP4 without a rotation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metis_hf.schemes.nvidia import nvidia
+from metis_hf.schemes.parts import MeanRemoved, MetisConfig, Scheme, register_scheme
+
+_SOURCE = "arXiv 2603.10444 version 2 (Averis), a reading of its abstract"
+
+
+@register_scheme(
+    "averis",
+    summary="token mean of inputs and gradients quantized apart, else `nvidia` without Hadamard",
+    source=_SOURCE,
+)
+def averis(config: MetisConfig, rank: int) -> Scheme:
+    """Return x = 1 mu^T + rest, both quantized, of inputs and output gradients, on plain NVFP4.
+
+    | GEMM  | operand     | blocks            | mean apart | rounding   |
+    | fprop | input       | 1x16 along in     | yes        | nearest    |
+    | fprop | weight      | 16x16             | no         | nearest    |
+    | dgrad | grad_output | 1x16 along out    | yes        | stochastic |
+    | dgrad | weight      | the same values   | no         | nearest    |
+    | wgrad | grad_output | 1x16 along tokens | yes        | stochastic |
+    | wgrad | input       | 1x16 along tokens | yes        | nearest    |
+
+    The split is that of the first version, `mean`. The second compares itself with "vanilla NVFP4"
+    and with NVIDIA's Hadamard: roundings and tiles here are `nvidia`'s. They are assumed.
+
+    Raises:
+        ValueError: `operand_mode="shared"`, as `nvidia`; `mean` has that mode.
+    """
+    scheme = nvidia(config, rank)
+    changes = {
+        name: replace(getattr(scheme, name), conditioner=MeanRemoved())
+        for name in ("fprop_input", "dgrad_grad_output", "wgrad_grad_output", "wgrad_input")
+    }
+    return replace(scheme, **changes)
+
+
+@register_scheme(
+    "averis-hadamard",
+    summary="`averis` with what the mean leaves rotated in wgrad, as `nvidia` rotates",
+    source=_SOURCE,
+)
+def averis_hadamard(config: MetisConfig, rank: int) -> Scheme:
+    """Return `averis` with both operands of wgrad as 1 Q(mu) + H^T Q(H (x - 1 mu)).
+
+    That the two together are better than either the paper says; their order is assumed. After a
+    rotation of tokens there would be no mean over tokens.
+
+    Raises:
+        ValueError: `operand_mode="shared"`, as `nvidia`.
+    """
+    scheme, rotated = averis(config, rank), nvidia(config, rank)
+    changes = {}
+    for name in ("wgrad_grad_output", "wgrad_input"):
+        operand = getattr(rotated, name)
+        changes[name] = replace(operand, conditioner=MeanRemoved(operand.conditioner))
+    return replace(scheme, **changes)

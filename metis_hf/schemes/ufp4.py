@@ -1,0 +1,53 @@
+"""UFP4: a uniform grid of four bits, and a rotation in all three GEMMs."""
+
+from __future__ import annotations
+
+from metis_hf.schemes.parts import (
+    UFP4,
+    Hadamard,
+    MetisConfig,
+    Operand,
+    Scheme,
+    key_of,
+    quantizer,
+    refuse_shared,
+    register_scheme,
+    with_own_copies,
+)
+
+
+@register_scheme(
+    "ufp4",
+    summary="uniform grid (E1M2) with fp32 block scales, Hadamard in all three GEMMs",
+    source="arXiv 2606.20381 (UFP4)",
+)
+def ufp4(config: MetisConfig, rank: int) -> Scheme:
+    """Per-GEMM operands, each cast from the high-precision tensor.
+
+    | GEMM  | operand     | blocks            | Hadamard | rounding   |
+    | fprop | input       | 1x16 along in     | yes      | nearest    |
+    | fprop | weight      | 1x16 along in     | yes      | nearest    |
+    | dgrad | grad_output | 1x16 along out    | yes      | stochastic |
+    | dgrad | weight      | 1x16 along out    | yes      | nearest    |
+    | wgrad | grad_output | 1x16 along tokens | yes      | stochastic |
+    | wgrad | input       | 1x16 along tokens | yes      | nearest    |
+
+    A block has one fp32 scale, amax / 7, and integers to 7: the values of E1M2, times a power of
+    two. Assumed: the rotation has blocks of 16, and its random signs are fixed by the config's
+    seed.
+
+    Raises:
+        ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.
+    """
+    refuse_shared(config)
+    forward = quantizer(config, rounding="nearest", scale_rounding="nearest", fmt=UFP4)
+    backward = quantizer(
+        config, rounding="stochastic", scale_rounding="nearest", backward=True, fmt=UFP4
+    )
+    rotation = Hadamard(seed=key_of("hadamard", config.seed).static)
+    scheme = Scheme(
+        fprop_input=Operand(forward, rotation),
+        fprop_weight=Operand(forward, rotation),
+        dgrad_grad_output=Operand(backward, rotation),
+    )
+    return with_own_copies(scheme, "contraction")
