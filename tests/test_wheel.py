@@ -16,6 +16,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 DATA = {
     "metis_hf/py.typed",
     "metis_hf/evaluation/paper_tables.json",
+    "metis_hf/experiments/compare/quartet2_grid.json",
     "metis_hf/shared/html/page.html",
 }
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from metis_hf.commands.options import Imports, import_sources
-from metis_hf.experiments.compare.presets import PRESETS
+from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS
 from metis_hf.experiments.sizes import SIZES
 
 
@@ -49,10 +49,15 @@ def compare(
             "if it takes part."
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Comma-separated; default 0,1,2.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Comma-separated; default 0,1,2, or 0 with quartet2-30m.")
+    ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help=f"{_either(SIZES)}; default tiny.", callback=_one_of("size", SIZES)),
+        typer.Option(
+            help=f"{_either(SIZES)}; default tiny, or the preset's.",
+            callback=_one_of("size", SIZES),
+        ),
     ] = None,
     model: Annotated[
         Path | None,
@@ -96,6 +101,13 @@ def compare(
             "these times rather than those of the runs. All models are in memory at once.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the runs, their FLOPs and what is published of them; train nothing.",
+        ),
+    ] = False,
     imports: Imports = None,
 ) -> None:
     """Train several schemes alike and compare them with error bars.
@@ -105,6 +117,7 @@ def compare(
     """
     from rich.console import Console
 
+    from metis_hf.experiments.compare.dry_run import show_plan
     from metis_hf.experiments.compare.options import given_values
     from metis_hf.experiments.compare.outputs import write_outputs
     from metis_hf.experiments.compare.plan import make_plan
@@ -137,8 +150,11 @@ def compare(
     out = out or _default_directory(**values)
     # Before the plan, which looks schemes up. A directory's sources hold until others are given.
     sources = import_sources(imports or remembered_imports(out))
-    plan = make_plan(**values)
+    plan = make_plan(**values, needs_data=not dry_run)
     console = Console()
+    if dry_run:
+        show_plan(plan, console)
+        return
     failure: RunsFailed | None = None
     with quiet():
         try:
@@ -166,7 +182,10 @@ def compare(
 def _default_directory(
     preset: str | None = None, size: str | None = None, checkpoint: str | None = None, **_: Any
 ) -> Path:
-    model = (size or "tiny") if checkpoint is None else Path(checkpoint).resolve().name
+    own = PRESET_DEFAULTS.get(preset or "", {}).get("size")
+    model = (size or own or "tiny") if checkpoint is None else Path(checkpoint).resolve().name
+    if model == preset:  # a preset of the name of its size
+        return Path("runs") / f"compare-{preset}"
     return Path("runs") / f"compare-{preset or 'custom'}-{model}"
 
 

@@ -22,18 +22,19 @@ import transformers
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.memory import PeakMemory
+from metis_hf.experiments.optimization import ExperimentTrainer, scale_residuals
 from metis_hf.experiments.results import SchemeResult, load_result, save_result
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.records import bf16_units
 from metis_hf.training.callback import MetisCallback
-from metis_hf.training.trainer import MetisTrainer
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from metis_hf.evaluation import EvalResult, TaskSpec
+    from metis_hf.training.trainer import MetisTrainer
 
 OnStep = Callable[[int, float | None], None]
 
@@ -131,7 +132,10 @@ def initial_model(experiment: Experiment, device: torch.device) -> PreTrainedMod
     """Return the model that every run starts from, with fp32 weights."""
     if experiment.checkpoint is None:
         config = transformers.AutoConfig.for_model(**experiment.model)
-        return new_model(config, experiment.seed, device)
+        model = new_model(config, experiment.seed, device)
+        if experiment.scaled_residuals:
+            scale_residuals(model)
+        return model
     transformers.set_seed(experiment.seed)
     return transformers.AutoModelForCausalLM.from_pretrained(
         experiment.checkpoint, dtype=torch.float32
@@ -181,7 +185,8 @@ def train(
     model = initial_model(experiment, args.device)
     parameters = sum(p.numel() for p in model.parameters())
     get_metis_model(model, variant.metis_config(experiment.seed))
-    trainer = MetisTrainer(
+    trainer = ExperimentTrainer(
+        experiment,
         model=model,
         args=args,
         train_dataset=dataset,

@@ -1,12 +1,13 @@
 """Models and training settings by size, for recipes and comparisons.
 
 The sizes of 130M, 1.1B and 8B are the paper's (arXiv 2509.00404); recipes/README.md says where each
-of their settings comes from. "tiny" trains on two CPU cores in minutes.
+of their settings comes from. "tiny" trains on two CPU cores in minutes. "quartet2-30m" is the
+smallest model of a public grid of FP4 trainings (`compare.published`), set up as its code does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -23,6 +24,8 @@ class Size:
         tokens: of one run in a comparison; a recipe trains on the paper's 100B.
         eval_sequences: held-out sequences that the loss is taken on.
         health_interval: optimizer steps between measurements of spectral health.
+        beyond: fields of `variants.Experiment` that no transformers class has: `one_cycle`,
+            `decay_embeddings`, `scaled_residuals`.
     """
 
     model_type: str
@@ -33,6 +36,7 @@ class Size:
     tokens: int
     eval_sequences: int
     health_interval: int
+    beyond: dict[str, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -173,5 +177,44 @@ SIZES = {
         tokens=100_000_000_000,  # the paper's
         eval_sequences=1024,
         health_interval=500,
+    ),
+    # The smallest model of Quartet II's public grid; docs/compare.md says what differs from it.
+    "quartet2-30m": Size(
+        model_type="llama",
+        config={
+            "vocab_size": 32000,
+            "hidden_size": 640,
+            "intermediate_size": 1792,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 5,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        training={
+            # Four of these make a step. Tensor scales, the rotation of tokens and wgrad's sum are
+            # over one of them, so that another size would be another quantizer.
+            "per_device_train_batch_size": 128,
+            "per_device_eval_batch_size": 128,
+            "learning_rate": 1.2e-3,
+            "weight_decay": 0.1,
+            "adam_beta2": 0.95,
+            "max_grad_norm": 1.0,
+            "logging_steps": 10,
+            "save_steps": 500,
+            "ddp_find_unused_parameters": False,
+        },
+        sequence_length=512,
+        global_batch=512,
+        tokens=749_993_984,  # of the grid's shortest run, 2,861 steps
+        eval_sequences=16_384,
+        health_interval=0,
+        beyond={
+            # Cosine up from lr / 100 for a tenth of the steps, and down to lr / 10.
+            "one_cycle": {"pct_start": 0.1, "div_factor": 100.0, "final_div_factor": 0.1},
+            "decay_embeddings": False,
+            "scaled_residuals": True,
+        },
     ),
 }

@@ -29,6 +29,13 @@ class Experiment:
         health_interval: steps between measurements of spectral health; 0 never measures.
         seed: of initialization, data order and noise.
         checkpoint: directory whose weights every run starts from; None initializes by the seed.
+        one_cycle: arguments of torch's OneCycleLR beside `max_lr` (the learning rate) and
+            `total_steps`, for a schedule that transformers does not have; None takes the one that
+            TrainingArguments names.
+        decay_embeddings: whether weight decay is for embeddings and output head too, as Trainer
+            has it.
+        scaled_residuals: whether projections that write into the residual stream start 1/sqrt(2 l)
+            times smaller in a model of l layers (GPT-2 does so by itself).
     """
 
     model: dict[str, Any]
@@ -37,6 +44,9 @@ class Experiment:
     health_interval: int
     seed: int
     checkpoint: str | None = None
+    one_cycle: dict[str, Any] | None = None
+    decay_embeddings: bool = True
+    scaled_residuals: bool = False
 
     @property
     def steps(self) -> int:

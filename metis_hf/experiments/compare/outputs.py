@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from transformers import AutoConfig
 
 from metis_hf.config import MetisConfig
-from metis_hf.experiments.compare import cost_figure, figures, table
+from metis_hf.experiments.compare import cost_figure, figures, published, table
 from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.compare.statistics import Summary, summarize
 from metis_hf.experiments.compare.timing import load_times
@@ -25,7 +25,11 @@ from metis_hf.shared.records import environment, write_json
 from metis_hf.shared.tables import terminal_table
 
 RECORD_FILE = "compare.json"
-FILES = (RECORD_FILE, "table.md", "table.tex", "table.csv", "loss.png", "gap.png", "cost.png")
+PUBLISHED_FILE = "published.md"
+FILES = (
+    RECORD_FILE, "table.md", "table.tex", "table.csv", PUBLISHED_FILE,
+    "loss.png", "gap.png", "cost.png",
+)  # fmt: skip
 
 
 def write_outputs(
@@ -65,6 +69,9 @@ def write_outputs(
     console.print(_terminal(summaries, plan.reference))
     for sentence in sentences:
         console.print(f"- {sentence}")
+    if (beside := published.match(plan)) is not None:
+        (out / PUBLISHED_FILE).write_text(published.markdown(beside, summaries))
+        published.show(beside, summaries, console)
     names = ", ".join(name for name in FILES if (out / name).exists())
     console.print(f"Written to {out}/: {names}", soft_wrap=True)
     return summaries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ from transformers import AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.experiments.compare.options import Options, given_values
-from metis_hf.experiments.compare.presets import PRESETS, schemes
+from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
 from metis_hf.experiments.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
 SPEC_FILE = "run.json"  # of a run's directory: what its process trains
 ALL = "all"  # instead of a scheme's name: every registered one
+_OPTIONAL = ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")  # of Experiment
+# Arguments of TrainingArguments that choose a schedule, instead of a size's own one.
+_SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
 DEFAULT_REFERENCE = "metis"  # what others are compared with, beside the control, if it takes part
 
 
@@ -61,8 +64,10 @@ class ComparisonPlan:
         for name in ("variants", "seeds", "reference"):
             del settings[name]
         del settings["experiment"]["seed"]
-        if settings["experiment"]["checkpoint"] is None:  # as records had it before there was one
-            del settings["experiment"]["checkpoint"]
+        defaults = {field.name: field.default for field in fields(Experiment)}
+        for name in _OPTIONAL:  # as records had it before there was one
+            if settings["experiment"][name] == defaults[name]:
+                del settings["experiment"][name]
         return settings
 
     @property
@@ -71,12 +76,17 @@ class ComparisonPlan:
         return self.experiment.steps * self.global_batch * self.experiment.sequence_length
 
 
-def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
+def make_plan(
+    file: Path | None = None, *, needs_data: bool = True, **options: Any
+) -> ComparisonPlan:
     """Return the plan of a YAML file and options, which win over the file; None means not given.
 
     Args:
         file: a mapping with any of the keys below.
-        **options: `preset` (a name in PRESETS), `schemes` (registered names, or "all" for each of
+        needs_data: refuse a size that has no text of its own where no `data` is given; False for
+            a plan that is only shown.
+        **options: `preset` (a name in PRESETS; `quartet2-30m` brings its size and one seed, unless
+            others are given), `schemes` (registered names, or "all" for each of
             them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with
             those of PrecisionSchedule) say what is compared, in this order, `main` if nothing does;
             `reference` (a variant, default "metis" if it takes part) what the others are compared
@@ -90,7 +100,7 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
         ValueError: an unknown key, preset, scheme, size or field; a value out of range, or one that
             the comparison sets itself; repeated names or seeds.
     """
-    given = Options(**given_values(file, **options))
+    given = Options(**_with_defaults(given_values(file, **options)))
     if given.checkpoint is None:
         size_name = given.size or "tiny"
         size = SIZES[size_name]
@@ -110,6 +120,7 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
         health_interval=_default(given.health_interval, size.health_interval),
         seed=0,
         checkpoint=_absolute(given.checkpoint),
+        **{**size.beyond, **({"one_cycle": None} if _SCHEDULE & given.training.keys() else {})},
     )
     variants = _variants(given)
     plan = ComparisonPlan(
@@ -126,7 +137,20 @@ def make_plan(file: Path | None = None, **options: Any) -> ComparisonPlan:
         reference=_reference(given.reference, [variant.name for variant in variants]),
     )
     _check(plan)
+    if needs_data and plan.size != "tiny" and plan.data is None:
+        what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
+        raise ValueError(
+            f"{what} needs data: give --data DIR, chunked tokens as "
+            "recipes/prepare_data.py writes them"
+        )
     return plan
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the given values over those of their preset; a checkpoint needs no size."""
+    defaults = PRESET_DEFAULTS.get(str(values.get("preset")), {})
+    kept = {k: v for k, v in defaults.items() if k != "size" or "checkpoint" not in values}
+    return {**kept, **values}
 
 
 def _model_of(checkpoint: Path) -> dict[str, Any]:
@@ -208,12 +232,6 @@ def _check(plan: ComparisonPlan) -> None:
         raise ValueError(f"seed {', '.join(map(str, repeated))} is given more than once")
     if not plan.seeds:
         raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
-    if plan.size != "tiny" and plan.data is None:
-        what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
-        raise ValueError(
-            f"{what} needs data: give --data DIR, chunked tokens as "
-            "recipes/prepare_data.py writes them"
-        )
     if plan.experiment.checkpoint is not None and plan.data is not None:
         _check_tokenizer(Path(plan.experiment.checkpoint), Path(plan.data))
     if plan.tasks_dir is not None and not plan.tasks:

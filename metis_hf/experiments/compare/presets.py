@@ -1,4 +1,4 @@
-"""Named sets of variants: the paper's tables and figures, and questions of our own.
+"""Named sets of variants: the paper's tables and figures, a public grid, questions of our own.
 
 A preset is a function, called when it is asked for: importing this module imports neither torch nor
 transformers, and a scheme that is registered later takes part.
@@ -96,7 +96,8 @@ def _switched() -> tuple[Variant, ...]:
     )
 
 
-# The paper's tables and its rank figure, the split weight by itself, the switch; the control first.
+# The paper's tables and its rank figure, the split weight by itself, the switch, the public grid of
+# Quartet II; the control first.
 PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
     "main": partial(schemes, "bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"),
     "ablations": partial(_ablations, "metis-paper"),
@@ -106,4 +107,11 @@ PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
     "rank-metis": partial(_ranks, "metis"),
     "split": _with_split_weights,
     "switch": _switched,
+    "quartet2-30m": partial(
+        schemes, "bf16", "nvidia", "four-over-six", "tetrajet2", "quartet2", "metis"
+    ),
+}
+# Keys of `Options` that a preset sets where nothing else is asked for.
+PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "quartet2-30m": {"size": "quartet2-30m", "seeds": (0,)},  # one seed is what is published
 }
