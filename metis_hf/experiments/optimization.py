@@ -32,7 +32,10 @@ class ExperimentTrainer(MetisTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Return torch's OneCycleLR with AdamW's betas left alone, or Trainer's own schedule."""
+        """Return torch's OneCycleLR with AdamW's betas left alone, or Trainer's own schedule.
+
+        A warm-up of less than one step, as of a run of a few steps, is left out.
+        """
         stepped = self.optimizer if optimizer is None else optimizer
         if self.lr_scheduler is None and self._one_cycle is not None:
             assert stepped is not None  # Trainer makes it before the schedule
@@ -41,7 +44,7 @@ class ExperimentTrainer(MetisTrainer):
                 max_lr=self.args.learning_rate,
                 total_steps=num_training_steps,
                 cycle_momentum=False,
-                **self._one_cycle,
+                **_divisible(self._one_cycle, num_training_steps),
             )
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
@@ -54,6 +57,16 @@ class ExperimentTrainer(MetisTrainer):
         ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
         left_out = {id(p) for end in ends if end is not None for p in end.parameters()}
         return [name for name in names if id(model.get_parameter(name)) not in left_out]
+
+
+def _divisible(one_cycle: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the arguments with a warm-up that OneCycleLR can divide by.
+
+    It divides by the steps from the first one to the end of the warm-up. Of a warm-up that is one
+    step these are zero, so the share is raised by a billionth: that step has the first rate.
+    """
+    share = one_cycle.get("pct_start", 0.3)  # as OneCycleLR's own
+    return {**one_cycle, "pct_start": share * (1 + 1e-9)} if share * steps == 1 else one_cycle
 
 
 def scale_residuals(model: PreTrainedModel) -> None:
