@@ -30,6 +30,7 @@ SMALL = {
 }  # fmt: skip
 SMALL_PARAMETERS = 4 * 64**2 + 3 * 64 * 176 + 3 * 64
 VOCAB, LENGTH, TOKENS = 300, 64, 64 * 1024  # of what `data` holds
+UNBIASED = ("nvidia-unbiased", "four-over-six-unbiased")  # with the rule of the grid's code
 # From the public grid, tokens -> (loss of BF16, gaps in percent to two digits).
 PUBLISHED = {
     0.75e9: (3.4226, {"nvidia": 1.60, "four-over-six": 1.65, "tetrajet2": 1.58, "quartet2": 1.26}),
@@ -195,9 +196,17 @@ class TestBeside:
         plan = replace(plan_of(), variants=make_plan(variants=variants).variants)
         assert published.match(plan).names == {"same": "nvidia"}
 
+    def test_two_schemes_beside_one_published_run(self):
+        plan = plan_of(schemes=UNBIASED)
+        beside = published.match(plan)
+        assert beside.names["nvidia-unbiased"] == beside.names["nvidia"] == "nvidia"
+        assert beside.names["four-over-six-unbiased"] == beside.names["four-over-six"]
+        cells = published.rows(beside, summaries_of({"bf16": 4.0, "nvidia-unbiased": 4.08}))
+        assert cells[1][-2] == "+1.60"
+
     def test_differences_name_what_was_trained_otherwise(self):
         training = {"learning_rate": 1e-3, "per_device_train_batch_size": 64, "logging_steps": 1}
-        beside = published.match(plan_of(training=training, schemes=["mxfp4"]))
+        beside = published.match(plan_of(training=training, schemes=["mxfp4", *UNBIASED]))
         assert beside.differences[0] == (
             "Trained otherwise than there: per_device_train_batch_size=64, learning_rate=0.001."
         )

@@ -30,7 +30,9 @@ SIZE, MODEL = "quartet2-30m", "30m"  # of ours, and what the grid calls it
 NAMES = {
     "bf16": "bf16",
     "nvidia": "nvidia",
+    "nvidia-unbiased": "nvidia",
     "four-over-six": "nvidia 4/6",
+    "four-over-six-unbiased": "nvidia 4/6",
     "tetrajet2": "tetrajetv2",
     "quartet2": "quartet2 4/6",
 }
@@ -53,6 +55,9 @@ OF_SCHEMES = {
     "nvidia": "nvidia: there gradients are scaled to 16/17 of the largest code, so that no element "
     "is cut off, and the signs of the rotation are drawn in each call; here scales are rounded to "
     "nearest and can cut off, as TransformerEngine has it, and the signs are fixed.",
+    "nvidia-unbiased": "nvidia-unbiased: there the signs of the rotation are drawn in each call; "
+    "here they are fixed.",
+    "four-over-six-unbiased": "four-over-six-unbiased: as nvidia-unbiased.",
     "four-over-six": "four-over-six: as nvidia; and there wgrad's input is without 4/6, which it "
     "has here.",
     "tetrajet2": "tetrajet2: there rotations of 32 with signs of each call, the 16/17 rule, and no "
