@@ -108,7 +108,13 @@ PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
     "split": _with_split_weights,
     "switch": _switched,
     "quartet2-30m": partial(
-        schemes, "bf16", "nvidia", "four-over-six", "tetrajet2", "quartet2", "metis"
+        schemes,
+        "bf16",
+        "nvidia-unbiased",
+        "four-over-six-unbiased",
+        "tetrajet2",
+        "quartet2",
+        "metis",
     ),
 }
 # Keys of `Options` that a preset sets where nothing else is asked for.
