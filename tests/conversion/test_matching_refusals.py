@@ -108,9 +108,10 @@ class TestRefused:
             target_modules=["up_proj"],
         )
 
-    def test_tied_head_as_target(self):
+    def test_tied_head_as_target_of_factors(self):
         message = "lm_head shares its weight with model.embed_tokens"
-        self.refused(message, build("llama-tied"), target_modules=["q_proj", "lm_head"])
+        targets = ["q_proj", "lm_head"]
+        self.refused(message, build("llama-tied"), target_modules=targets, split_weight=True)
 
     def test_absolute_rank_too_large(self):
         """k_proj is 64 -> 32: half of 32 is the most."""
