@@ -1,0 +1,225 @@
+"""The paper's three tables beside our runs on record: tables in docs/compare.md.
+
+    python eval/studies/beside_paper.py
+
+Reads the published rows (metis_hf/evaluation/paper_tables.json), the records of `metis-hf compare`
+and the table of tasks on the demo's checkpoints. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from publish import page_with
+
+from metis_hf.evaluation.paper import PAPER_TASKS, TITLES, paper_tables
+from metis_hf.experiments.compare.statistics import Interval
+from metis_hf.experiments.compare.table import format_gap
+from metis_hf.shared.tables import markdown_table
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "compare.md"
+TABLES = ("main", "ablation", "nvidia")
+HEADER = (
+    "Method", "What was run", "Loss", "To its BF16, %",
+    *(TITLES[task] for task in PAPER_TASKS), "Avg", "Avg to its BF16",
+)  # fmt: skip
+PUBLISHED = "100B tokens"  # of every published run
+CONTROL = "bf16"
+# Published method -> our variants of a record; a record has rows only for methods listed here.
+METHODS = {
+    "BF16": (CONTROL,),
+    "FP4": ("nvfp4",),
+    "FP4-Metis": ("metis-paper", "metis"),
+    "FP4-Nvidia's Recipe": ("nvidia",),
+}
+SWITCHED = ("nvidia, forward in bf16 from 80%", "nvidia, both in bf16 from 80%")
+ABLATIONS = {
+    "BF16": (CONTROL,),
+    "Metis": ("metis-paper",),
+    "w/o Weight Decomposition": ("metis-paper w/o weight split",),
+    "w/o Activation Decomposition": ("metis-paper w/o activation split",),
+    "w/o Gradient Decomposition": ("metis-paper w/o gradient split",),
+    "w/o Sparse Random Sampling": ("metis-paper w/o sampling",),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trained model: what the paper calls it, what was run, what came out.
+
+    Attributes:
+        method: in the paper's words.
+        run: variant, model, tokens.
+        loss: held-out, as it is printed.
+        gap: to the BF16 model of the same record, percent of its loss; empty for that model.
+        scores: of the seven tasks in percent and their average, as printed; blank where none ran.
+        average_gap: of the average to that of BF16, in points.
+    """
+
+    method: str
+    run: str
+    loss: str
+    gap: str
+    scores: Sequence[str] = ("",) * (len(PAPER_TASKS) + 1)
+    average_gap: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        """Return the row under `HEADER`."""
+        return [self.method, self.run, self.loss, self.gap, *self.scores, self.average_gap]
+
+
+def published(table: str) -> list[Row]:
+    """Collect the published rows of one table, each beside the BF16 model of its size."""
+    paper = paper_tables()
+    base = {row["model"]: row for row in paper["tables"]["main"]["rows"] if row["method"] == "BF16"}
+    rows = paper["tables"][table]["rows"]
+    if table == "ablation":  # which shows no BF16: that of the first table
+        rows = [base[rows[0]["model"]], *rows]
+    found = []
+    for row in rows:
+        control = base[row["model"]]
+        is_control = row["method"] == "BF16"
+        found.append(
+            Row(
+                row["method"],
+                f"published: {paper['models'][row['model']]}, {PUBLISHED}",
+                f"{row['loss']:.2f}",
+                "" if is_control else f"{100 * (row['loss'] / control['loss'] - 1):+.1f}",
+                [f"{score:.1f}" for score in (*row["scores"], row["average"])],
+                "" if is_control else f"{row['average'] - control['average']:+.1f}",
+            )
+        )
+    return found
+
+
+def compared(record: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[Row]:
+    """Collect rows of a comparison on record.
+
+    Args:
+        record: of `metis-hf compare`.
+        names: published method -> variants of the record.
+
+    Raises:
+        ValueError: the record lacks a variant.
+    """
+    summaries = {summary["name"]: summary for summary in record["summaries"]}
+    rows = []
+    for method, variants in names.items():
+        for name in variants:
+            if name not in summaries:
+                raise ValueError(f"no variant {name!r} on record; it has {', '.join(summaries)}")
+            summary = summaries[name]
+            gap, seeds = summary["gap"], len(summary["losses"])
+            run = (
+                f"ours: `{name}`, Llama {short_number(record['runs'][0]['parameters'])}, "
+                f"{short_number(record['tokens'])} tokens, {seeds} seed{'s' * (seeds > 1)}"
+            )
+            gap_text = "" if gap is None else format_gap(Interval(**gap))
+            rows.append(Row(method, run, f"{summary['mean']:.4f}", gap_text))
+    return rows
+
+
+def scored(table: str, demo: dict[str, Any], names: dict[str, tuple[str, ...]]) -> list[Row]:
+    """Collect rows of a table of `metis-hf eval`: its scores, and its differences to BF16.
+
+    Args:
+        table: the file's text.
+        demo: record of the demo, whose checkpoints were scored: parameters and tokens.
+        names: published method -> rows of the table; those that it lacks are left out.
+
+    Raises:
+        ValueError: the table has other columns than the paper's.
+    """
+    parts = re.split(r"^\*\*(.+)\*\*\n", table, flags=re.MULTILINE)
+    sections = dict(zip(["Scores", *parts[1::2]], parts[::2]))
+    scores, above = (_parsed(sections[name]) for name in ("Scores", f"Difference to {CONTROL}"))
+    size, tokens = short_number(demo["parameters"]), short_number(demo["tokens"])
+    rows = []
+    for method, variants in names.items():
+        for name in (name for name in variants if name in scores):
+            loss, *cells = scores[name]
+            control = float(scores[CONTROL][0])
+            gap = "" if name == CONTROL else f"{100 * (float(loss) / control - 1):+.1f}"
+            run = f"ours: `{name}`, Llama {size}, {tokens} tokens of code, 1 seed, 50 items a task"
+            average_gap = above[name][-1] if name in above else ""
+            rows.append(Row(method, run, loss, gap, cells, average_gap))
+    return rows
+
+
+def short_number(count: float) -> str:
+    """Return a count in three digits: 320k, 3.19M."""
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count:g}"
+
+
+def _parsed(section: str) -> dict[str, list[str]]:
+    """Return the cells of a markdown table by its first column, without bold type."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    expected = ["Loss", *HEADER[4:-1]]
+    if header[1:] != expected:
+        raise ValueError(f"columns {header[1:]}, expected {expected}: update {Path(__file__).name}")
+    return {name: [cell.replace("*", "") for cell in cells] for name, *cells in rows}
+
+
+def by_method(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by method, in the order in which the methods come first; published ones lead."""
+    order = list(dict.fromkeys(row.method for row in rows))
+    return sorted(rows, key=lambda row: order.index(row.method))
+
+
+def tables() -> dict[str, str]:
+    """Return the text between the markers of each table of the paper."""
+    record = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("methods-tiny", "methods-tiny-switch", "tiny-ablations", "demo/results")
+    }
+    tasks = (RESULTS / "demo-tasks" / "table.md").read_text()
+    main = {name: METHODS[name] for name in ("BF16", "FP4", "FP4-Metis")}
+    nvidia = {name: METHODS[name] for name in ("BF16", "FP4-Metis", "FP4-Nvidia's Recipe")}
+    switched = {"FP4-Nvidia's Recipe": SWITCHED}
+    ours = {
+        "main": compared(record["methods-tiny"], main)
+        + scored(tasks, record["demo/results"], main),
+        "ablation": compared(record["tiny-ablations"], ABLATIONS),
+        "nvidia": compared(record["methods-tiny"], nvidia)
+        + compared(record["methods-tiny-switch"], switched),
+    }
+    titles = {name: paper_tables()["tables"][name]["title"] for name in TABLES}
+    found = {}
+    for name in TABLES:
+        rows = by_method([*published(name), *ours[name]])
+        found[name] = f"**{titles[name]}**\n\n{markdown_table(HEADER, [r.cells for r in rows])}"
+    return found
+
+
+def with_tables(page: str) -> str:
+    """Return the page with every table between its markers.
+
+    Raises:
+        ValueError: the page lacks a marker.
+    """
+    for name, text in tables().items():
+        placed = page_with(f"paper {name}", text, page)
+        if placed is None:
+            raise ValueError(f"{PAGE.name} has no '<!-- paper {name} -->' ... '<!-- end -->'")
+        page = placed
+    return page
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    PAGE.write_text(with_tables(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
