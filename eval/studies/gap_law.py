@@ -1,0 +1,385 @@
+"""The gap of FP4 training as a law of size and tokens: fits, a figure, tables in docs/compare.md.
+
+    python eval/studies/gap_law.py
+
+Every run on record is a point: the published grid of Quartet II and the records of `metis-hf
+compare`. The law is ln(gap) = level + a ln(D/N) + b ln(N), by least squares: gap in percent of
+the control's loss, D tokens, N parameters of blocks and norms. Intervals are Student's t, 95 %.
+Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gap_law_figure
+import numpy as np
+from numpy.typing import NDArray
+from publish import page_with
+from scipy import stats
+
+from metis_hf.experiments.compare.published import NAMES, grid
+from metis_hf.experiments.compare.statistics import CONFIDENCE, t_interval
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.tables import markdown_table
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "compare.md"
+TARGET = RESULTS / "gap-law"
+PUBLISHED = "Quartet II's grid"
+TINY, DEMO = "methods-tiny", "demo"
+RECORDS = (TINY, "methods-tiny-split", "methods-tiny-switch", "tiny-ablations", "width-384")
+NOT_QUANTIZED = (CONTROL, "bf16-split")
+RATIO, SIZE = 100.0, 1e8  # tokens per parameter and parameters at which a level is given
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One scheme trained at one size on one number of tokens.
+
+    Attributes:
+        source: the grid's name, or that of our record.
+        scheme: variant, in the words of its source.
+        parameters: N, of blocks and norms.
+        width: of the hidden state.
+        tokens: D.
+        gap: held-out loss above the control's, percent; mean over seeds.
+        half_width: of the gap's interval over seeds; NaN for one seed.
+    """
+
+    source: str
+    scheme: str
+    parameters: int
+    width: int
+    tokens: int
+    gap: float
+    half_width: float
+
+    @property
+    def ratio(self) -> float:
+        """Return tokens per parameter."""
+        return self.tokens / self.parameters
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A coefficient, the half width of its interval, and whether zero is outside of that."""
+
+    value: float
+    half_width: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Return whether the coefficient is told apart from zero."""
+        return abs(self.value) > self.half_width
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} ± {self.half_width:.3f}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A least-squares fit.
+
+    Attributes:
+        coefficients: [k], in the order of the columns of the design.
+        covariance: [k, k] of the coefficients.
+        freedom: degrees of freedom.
+        residual: standard deviation of a point around the fit, in logs.
+    """
+
+    coefficients: Array
+    covariance: Array
+    freedom: int
+    residual: float
+
+    def estimate(self, column: int) -> Estimate:
+        """Return one coefficient with its interval."""
+        error = math.sqrt(self.covariance[column, column])
+        return Estimate(float(self.coefficients[column]), self._quantile * error)
+
+    def predict(self, at: Array) -> tuple[float, float, float]:
+        """Return the gap of a new run at one row [k] of the design: middle, low and high."""
+        middle = float(at @ self.coefficients)
+        half = self._quantile * math.sqrt(self.residual**2 + at @ self.covariance @ at)
+        return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+
+    @property
+    def _quantile(self) -> float:
+        return float(stats.t.ppf((1 + CONFIDENCE) / 2, self.freedom))
+
+
+def least_squares(design: Array, y: Array) -> Fit:
+    """Fit y [n] by a design [n, k], errors independent and alike.
+
+    Raises:
+        ValueError: too few points, or columns that depend on each other.
+    """
+    count, columns = design.shape
+    if count <= columns or np.linalg.matrix_rank(design) < columns:
+        raise ValueError(
+            f"{count} points cannot fit {columns} coefficients of this design; add runs of other "
+            "sizes and lengths"
+        )
+    coefficients = np.linalg.lstsq(design, y, rcond=None)[0]
+    left = y - design @ coefficients
+    variance = float(left @ left) / (count - columns)
+    covariance = variance * np.linalg.inv(design.T @ design)
+    return Fit(coefficients, covariance, count - columns, math.sqrt(variance))
+
+
+def design(points: Sequence[Point], form: str = "power", series: Sequence[str] = ()) -> Array:
+    """Return the columns [points, k] of one form of the law.
+
+    Args:
+        points: rows.
+        form: "power": ln(D/N) and ln N; "width": ln(D/N) and ln of the width; "curved": as power,
+            and ln(D/N) squared and ln(D/N) times ln N.
+        series: labels of the points; each label has a level of its own. Without any: one level.
+    """
+    ratio = np.log([point.ratio / RATIO for point in points])
+    size = np.log([point.parameters / SIZE for point in points])
+    second = np.log([point.width for point in points]) if form == "width" else size
+    levels = [[float(label == own) for own in series] for label in dict.fromkeys(series)]
+    columns = [*(levels or [np.ones(len(points))]), ratio, second]
+    if form == "curved":
+        columns += [ratio**2, ratio * size]
+    return np.array(columns, dtype=np.float64).T
+
+
+def fit(points: Sequence[Point], form: str = "power", series: Sequence[str] = ()) -> Fit:
+    """Fit the logs of the gaps; arguments as for `design`.
+
+    Raises:
+        ValueError: a gap is not positive and has no log; or too few points.
+    """
+    if low := [point for point in points if not point.gap > 0]:
+        raise ValueError(f"no log of a gap of {low[0].gap:.3f} % ({low[0].scheme}); leave it out")
+    return least_squares(design(points, form, series), np.log([point.gap for point in points]))
+
+
+def published_points() -> list[Point]:
+    """Collect the grid's runs, without its control."""
+    points = []
+    for scheme in grid()["schemes"]:
+        for model in grid()["models"].values():
+            losses = zip(model["tokens"], model["losses"][scheme], model["losses"][CONTROL])
+            for tokens, loss, control in losses:
+                gap, place = 100 * (loss / control - 1), (model["parameters"], model["width"])
+                points.append(Point(PUBLISHED, scheme, *place, tokens, gap, math.nan))
+    return [point for point in points if point.scheme != CONTROL]
+
+
+def our_points() -> list[Point]:
+    """Collect the comparisons and the demo on record, without controls that quantize nothing.
+
+    A record that holds runs of an earlier one adds only what that one lacks.
+    """
+    points: dict[tuple[str, int, int], Point] = {}
+    for name in (*RECORDS, DEMO):
+        experiment, tokens, losses = _read(name)
+        model = experiment["model"]
+        place = (block_parameters(model), model["hidden_size"], tokens)
+        for scheme in (scheme for scheme in losses if scheme not in NOT_QUANTIZED):
+            found, control = losses[scheme], losses[CONTROL]
+            gap = t_interval([100 * (found[seed] / control[seed] - 1) for seed in found])
+            point = Point(name, scheme, *place, gap.mean, gap.half_width)
+            points.setdefault((scheme, point.parameters, tokens), point)
+    return list(points.values())
+
+
+def _read(name: str) -> tuple[dict[str, Any], int, dict[str, dict[str, float]]]:
+    """Return experiment, tokens, and variant -> seed -> loss of a record."""
+    if name == DEMO:
+        record = json.loads((RESULTS / DEMO / "results.json").read_text())
+        losses = {run["scheme"]: {"0": run["loss"]} for run in record["results"]}
+        return record["experiment"], record["tokens"], losses
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    losses = {summary["name"]: summary["losses"] for summary in record["summaries"]}
+    return record["plan"]["experiment"], record["tokens"], losses
+
+
+def block_parameters(model: dict[str, Any]) -> int:
+    """Count a Llama's parameters without embeddings and head: projections and norms."""
+    width, hidden = model["hidden_size"], model["intermediate_size"]
+    return model["num_hidden_layers"] * (4 * width**2 + 3 * width * hidden + 2 * width) + width
+
+
+def mean_points(points: Sequence[Point], name: str) -> list[Point]:
+    """Return the geometric mean gap of the schemes at each size and number of tokens.
+
+    Schemes share the control's run, so that their errors at one place are not independent; means
+    over schemes are.
+    """
+    places: dict[tuple[int, int, int], list[Point]] = {}
+    for point in points:
+        places.setdefault((point.parameters, point.width, point.tokens), []).append(point)
+    return [
+        Point(name, name, *place, math.exp(np.mean(np.log([p.gap for p in here]))), math.nan)
+        for place, here in places.items()
+    ]
+
+
+def f_test(points: Sequence[Point]) -> float:
+    """Return the p-value of the curved form's two further columns being zero."""
+    plain, curved = fit(points), fit(points, "curved")
+    sums = [found.residual**2 * found.freedom for found in (plain, curved)]
+    ratio = (sums[0] - sums[1]) / (plain.freedom - curved.freedom) / curved.residual**2
+    return float(stats.f.sf(ratio, plain.freedom - curved.freedom, curved.freedom))
+
+
+def study() -> dict[str, Any]:
+    """Return the record: points, fits, and our gaps beside the published law."""
+    published, ours = published_points(), our_points()
+    schemes = dict.fromkeys(point.scheme for point in published)
+    groups = {grid()["schemes"][s]: [p for p in published if p.scheme == s] for s in schemes}
+    shared = {theirs: mine for mine, theirs in NAMES.items() if theirs in schemes}
+    tiny = {p.scheme: p for p in ours if p.source == TINY}
+    both = [p for p in published if p.scheme in shared]
+    both += [tiny[mine] for mine in shared.values()]
+    groups["mean of the five"] = mean_points(published, "mean")
+    fits = {name: _described(points) for name, points in groups.items()}
+    fits["mean of four, with ours as one law"] = _described(mean_points(both, "mean"))
+    repeated = [p for p in ours if sum(p.scheme == other.scheme for other in ours) > 1]
+    alone = fit(repeated, series=[p.scheme for p in repeated])
+    fits["ours alone"] = _summary(alone, len(repeated), -2)
+    extrapolated = {}
+    for theirs, mine in shared.items():
+        law = fit([p for p in published if p.scheme == theirs])
+        middle, low, high = law.predict(design([tiny[mine]])[0])
+        extrapolated[mine] = {
+            "published as": grid()["schemes"][theirs], "law": middle, "low": low, "high": high,
+            "ours": tiny[mine].gap, "half_width": tiny[mine].half_width,
+        }  # fmt: skip
+    return {
+        "source": grid()["source"],
+        "points": [asdict(point) for point in (*published, *ours)],
+        "fits": fits,
+        "local exponents": local_exponents(groups["mean of the five"]),
+        "extrapolated": extrapolated,
+    }
+
+
+def _described(points: Sequence[Point]) -> dict[str, Any]:
+    """Return the numbers of every form for one set of points."""
+    power, curved = fit(points), fit(points, "curved")
+    width = fit(points, "width").estimate(2)
+    return _summary(power, len(points), 1) | {
+        "gap at 100 tokens a parameter, 100M": math.exp(power.coefficients[0]),
+        "width": asdict(width),
+        "curved": {
+            "residual": curved.residual,
+            "p": f_test(points),
+            "ln(D/N)^2": asdict(curved.estimate(3)),
+            "ln(D/N) ln(N)": asdict(curved.estimate(4)),
+        },
+    }
+
+
+def _summary(found: Fit, count: int, column: int) -> dict[str, Any]:
+    """Return both exponents of a fit whose ln(D/N) is at a column, ln N the next."""
+    return {
+        "points": count,
+        "D/N": asdict(found.estimate(column)),
+        "N": asdict(found.estimate(column + 1)),
+        "residual": found.residual,
+    }
+
+
+def local_exponents(points: Sequence[Point]) -> list[dict[str, float]]:
+    """Return d ln(gap) / d ln(D/N) of the curved form, at the grid's ends."""
+    curved = fit(points, "curved")
+    found = []
+    for parameters in (3e7, 1e8):
+        for ratio in (25.0, 800.0):
+            x, n = math.log(ratio / RATIO), math.log(parameters / SIZE)
+            row = np.array([0, 1, 0, 2 * x, n])
+            error = math.sqrt(row @ curved.covariance @ row)
+            quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, curved.freedom))
+            value = float(row @ curved.coefficients)
+            found.append({"parameters": parameters, "ratio": ratio, "value": value,
+                          "half_width": quantile * error})  # fmt: skip
+    return found
+
+
+def _cell(estimate: dict[str, float]) -> str:
+    return str(Estimate(**estimate))
+
+
+def tables(record: dict[str, Any]) -> dict[str, str]:
+    """Return the text between the markers of each table."""
+    rows = []
+    for name, found in record["fits"].items():
+        curved = found.get("curved")
+        rows.append([
+            name, str(found["points"]), _cell(found["D/N"]), _cell(found["N"]),
+            _cell(found["width"]) if curved else "", f"{100 * found['residual']:.1f}",
+            f"{100 * curved['residual']:.1f}" if curved else "",
+            f"{curved['p']:.1g}" if curved else "",
+        ])  # fmt: skip
+    header = ["Runs", "Points", "Exponent of D/N", "Exponent of N", "Of the width, in place of N",
+              "Residual, %", "With curvature, %", "p of no curvature"]  # fmt: skip
+    local = [
+        [f"{row['parameters'] / 1e6:.0f}M", f"{row['ratio']:.0f}",
+         f"{row['value']:+.3f} ± {row['half_width']:.3f}"]
+        for row in record["local exponents"]
+    ]  # fmt: skip
+    beside = [
+        [f"`{name}`", row["published as"], f"{row['law']:.2f} ({row['low']:.2f} to "
+         f"{row['high']:.2f})", f"{row['ours']:.2f} ± {row['half_width']:.2f}",
+         f"{row['ours'] / row['law']:.2f}"]
+        for name, row in record["extrapolated"].items()
+    ]  # fmt: skip
+    return {
+        "gap law": markdown_table(header, rows),
+        "gap law local": markdown_table(["N", "D/N", "Exponent of D/N there"], local),
+        "gap law ours": markdown_table(
+            ["Ours", "Published as", "Law, %", "Ours, %", "Ours / law"], beside
+        ),
+    }
+
+
+def with_tables(page: str, record: dict[str, Any]) -> str:
+    """Return the page with every table between its markers.
+
+    Raises:
+        ValueError: the page lacks a marker.
+    """
+    for marker, text in tables(record).items():
+        placed = page_with(marker, text, page)
+        if placed is None:
+            raise ValueError(f"{PAGE.name} has no '<!-- {marker} -->' ... '<!-- end -->'")
+        page = placed
+    return page
+
+
+def rounded(value: Any) -> Any:
+    """Return JSON with six digits of each number, and null for one that is not finite."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def main() -> None:
+    """Write the record, its tables and figure, and the tables of the page."""
+    record = rounded(study())
+    TARGET.mkdir(parents=True, exist_ok=True)
+    (TARGET / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    (TARGET / "table.md").write_text("\n".join(tables(record).values()))
+    points = mean_points(published_points(), "mean")
+    gap_law_figure.draw(record, points, fit(points), fit(points, "curved"), TARGET / "gap.png")
+    PAGE.write_text(with_tables(PAGE.read_text(), record))
+
+
+if __name__ == "__main__":
+    main()

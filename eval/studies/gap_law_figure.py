@@ -1,0 +1,91 @@
+"""The figure of gap_law.py: gaps against tokens per parameter, and ours beside the law."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
+
+
+def draw(record: dict[str, Any], points: Sequence[Any], power, curved, path: Path) -> None:
+    """Draw the published grid with both forms of the law, and our gaps beside the law's.
+
+    Args:
+        record: of `gap_law.study`.
+        points: mean over schemes at each size and number of tokens.
+        power: the fit of a power law to `points`.
+        curved: the fit with curvature.
+        path: of the PNG.
+    """
+    figure, axes = figure_axes(1, 2, (11, 4.6))
+    _published(axes[0][0], points, power, curved)
+    _ours(axes[0][1], record["extrapolated"])
+    sizes = [point["parameters"] for point in record["points"]]
+    smallest = min(point.parameters for point in points)
+    axes[0][1].set_title(
+        f"{min(sizes) / 1e6:.2f}M parameters; the grid's smallest has {smallest / min(sizes):.0f} "
+        "times as many",
+        fontsize=10,
+    )
+    for axis in axes[0]:
+        axis.grid(alpha=0.3, which="both")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _published(axis, points: Sequence[Any], power, curved) -> None:
+    import gap_law
+
+    sizes = sorted({point.parameters for point in points})
+    for size, color, marker in zip(sizes, COLORS, MARKERS):
+        here = [point for point in points if point.parameters == size]
+        ratios = np.geomspace(here[0].ratio, here[-1].ratio, 50)
+        along = [
+            gap_law.Point("", "", size, here[0].width, round(ratio * size), 1.0, math.nan)
+            for ratio in ratios
+        ]
+        for found, form, line in ((power, "power", ":"), (curved, "curved", "-")):
+            values = np.exp(gap_law.design(along, form) @ found.coefficients)
+            axis.plot(ratios, values, line, color=color, lw=1.2)
+        axis.plot([p.ratio for p in here], [p.gap for p in here], marker, color=color, ms=6,
+                  markeredgecolor="black", markeredgewidth=0.4,
+                  label=f"{size / 1e6:.0f}M")  # fmt: skip
+    axis.plot([], [], "k:", lw=1.2, label="power law")
+    axis.plot([], [], "k-", lw=1.2, label="with curvature")
+    _logarithmic(axis, [30, 50, 100, 200, 400, 800], [1.5, 2, 2.5, 3])
+    axis.legend(fontsize=8, title="parameters", title_fontsize=8)
+    axis.set_xlabel("tokens per parameter")
+    axis.set_ylabel("held-out loss above bf16 (%)")
+    axis.set_title("Quartet II's grid: mean of five schemes", fontsize=10)
+
+
+def _ours(axis, extrapolated: dict[str, Any]) -> None:
+    for row, found in enumerate(extrapolated.values()):
+        law, ours = found["law"], found["ours"]
+        axis.errorbar(law, row + 0.12, xerr=[[law - found["low"]], [found["high"] - law]],
+                      fmt="o", color=COLORS[0], capsize=3, ms=6,
+                      label="" if row else "law of the grid, for one new run")  # fmt: skip
+        axis.errorbar(ours, row - 0.12, xerr=found["half_width"], fmt="s", color=COLORS[1],
+                      capsize=3, ms=6, label="" if row else "ours: three seeds")  # fmt: skip
+    axis.set_yticks(range(len(extrapolated)), list(extrapolated))
+    axis.set_ylim(-0.6, len(extrapolated) - 0.1)
+    axis.set_xlim(0, None)
+    axis.set_xlabel("held-out loss above bf16 (%), 95 % intervals")
+    axis.legend(fontsize=8, loc="upper left")
+
+
+def _logarithmic(axis, x: Sequence[float], y: Sequence[float]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    for along, ticks in ((axis.xaxis, x), (axis.yaxis, y)):
+        along.set_major_locator(NullLocator())
+        along.set_minor_locator(NullLocator())
+        along.set_ticks(ticks)
+        along.set_major_formatter("{x:g}")
