@@ -33,7 +33,6 @@ RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "compare.md"
 TARGET = RESULTS / "gap-law"
 PUBLISHED = "Quartet II's grid"
 TINY, DEMO = "methods-tiny", "demo"
-RECORDS = (TINY, "methods-tiny-split", "methods-tiny-switch", "tiny-ablations", "width-384")
 NOT_QUANTIZED = (CONTROL, "bf16-split")
 RATIO, SIZE = 100.0, 1e8  # tokens per parameter and parameters at which a level is given
 Array = NDArray[np.float64]
@@ -176,13 +175,20 @@ def published_points() -> list[Point]:
     return [point for point in points if point.scheme != CONTROL]
 
 
+def recorded() -> list[str]:
+    """Return the names of the comparisons on record that train from scratch, `TINY` first."""
+    paths = sorted(RESULTS.glob("*.json"), key=lambda path: (path.stem != TINY, path.stem))
+    plans = {path.stem: json.loads(path.read_text()).get("plan") for path in paths}
+    return [n for n, plan in plans.items() if plan and not plan["experiment"].get("checkpoint")]
+
+
 def our_points() -> list[Point]:
     """Collect the comparisons and the demo on record, without controls that quantize nothing.
 
     A record that holds runs of an earlier one adds only what that one lacks.
     """
     points: dict[tuple[str, int, int], Point] = {}
-    for name in (*RECORDS, DEMO):
+    for name in (*recorded(), DEMO):
         experiment, tokens, losses = _read(name)
         model = experiment["model"]
         place = (block_parameters(model), model["hidden_size"], tokens)
@@ -206,7 +212,14 @@ def _read(name: str) -> tuple[dict[str, Any], int, dict[str, dict[str, float]]]:
 
 
 def block_parameters(model: dict[str, Any]) -> int:
-    """Count a Llama's parameters without embeddings and head: projections and norms."""
+    """Count a Llama's parameters without embeddings and head: projections and norms.
+
+    Raises:
+        ValueError: another model, or one with fewer key heads than heads.
+    """
+    heads = model["num_attention_heads"]
+    if model["model_type"] != "llama" or model.get("num_key_value_heads", heads) != heads:
+        raise ValueError(f"not a Llama with as many key heads as heads: {model}; count it here")
     width, hidden = model["hidden_size"], model["intermediate_size"]
     return model["num_hidden_layers"] * (4 * width**2 + 3 * width * hidden + 2 * width) + width
 
@@ -239,8 +252,9 @@ def study() -> dict[str, Any]:
     published, ours = published_points(), our_points()
     schemes = dict.fromkeys(point.scheme for point in published)
     groups = {grid()["schemes"][s]: [p for p in published if p.scheme == s] for s in schemes}
-    shared = {theirs: mine for mine, theirs in NAMES.items() if theirs in schemes}
     tiny = {p.scheme: p for p in ours if p.source == TINY}
+    # Of several of ours beside one published run, the first; only what was trained.
+    shared = {theirs: mine for mine, theirs in reversed(NAMES.items()) if mine in tiny}
     both = [p for p in published if p.scheme in shared]
     both += [tiny[mine] for mine in shared.values()]
     groups["mean of the five"] = mean_points(published, "mean")

@@ -127,11 +127,14 @@ def test_points_are_the_runs_on_record(law):
     ours = law.our_points()
     keys = [(point.scheme, point.parameters, point.tokens) for point in ours]
     assert len(keys) == len(set(keys))
+    assert {"methods-tiny", "tiny-ablations", "width-384", "demo"} <= {p.source for p in ours}
     assert not {"bf16", "bf16-split"} & {point.scheme for point in ours}
     record = json.loads((ROOT / "eval/results/methods-tiny.json").read_text())
     gap = next(s["gap"] for s in record["summaries"] if s["name"] == "nvidia")
     nvidia = next(p for p in ours if p.scheme == "nvidia" and p.source == "methods-tiny")
     assert (nvidia.gap, nvidia.half_width) == pytest.approx((gap["mean"], gap["half_width"]))
+    with pytest.raises(ValueError, match="as many key heads as heads"):
+        law.block_parameters(record["plan"]["experiment"]["model"] | {"num_key_value_heads": 1})
     # All parameters but the embeddings, which are tied.
     model = record["plan"]["experiment"]["model"]
     embeddings = model["vocab_size"] * model["hidden_size"]
