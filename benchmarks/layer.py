@@ -35,7 +35,7 @@ from timing import (
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.numerics.kernels import use_kernels
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")

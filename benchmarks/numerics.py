@@ -22,7 +22,7 @@ from conventions import CONVENTIONS, kernel_order
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import FORMATS, Quantizer, relative_error, sqnr_db
 from metis_hf.numerics.formats import SCALE_FP32

@@ -43,7 +43,7 @@ from timing import (
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import use_kernels

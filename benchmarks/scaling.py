@@ -25,7 +25,8 @@ from timing import Row, arguments, figure, machine, parse, prepare, short, table
 from torch import nn
 
 from metis_hf import MetisConfig
-from metis_hf.layers.linear import MetisLayer, convert_linear
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.make import convert_linear
 from metis_hf.planning.costs import layer_cost
 
 ROUNDS, BUDGET = 3, 150.0

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import yaml
+from mutants import MUTANTS
 from paths import ROOT
 
 import metis_hf
@@ -60,3 +61,10 @@ def test_every_room_is_on_the_map(page):
     rooms = {f"`{path.parent.name}/`" for path in package.glob("*/__init__.py")}
     rooms |= {f"`{path.name}`" for path in package.glob("*.py") if path.name != "__init__.py"}
     assert sorted(room for room in rooms if room not in text) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_text_of_every_mutant_stands_once_in_the_package(mutant):
+    place = ROOT / "metis_hf" / mutant.place
+    files = [place] if place.is_file() else place.rglob("*.py")
+    assert sum(file.read_text().count(mutant.old) for file in files) == 1, mutant.old

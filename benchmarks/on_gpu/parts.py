@@ -309,7 +309,7 @@ def native_layers(shape: tuple[int, int, int], context: Context) -> Row:
     import layer
 
     from metis_hf import MetisConfig
-    from metis_hf.layers.linear import convert_linear
+    from metis_hf.layers.make import convert_linear
 
     tokens, inputs, outputs = shape
     device, low = context.device, torch.bfloat16

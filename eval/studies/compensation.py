@@ -27,7 +27,7 @@ from torch import nn
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
 from metis_hf.analysis.capture import Capture
 from metis_hf.data.corpus import split_documents, stdlib_documents
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import relative_error
 from metis_hf.operands import SplitWeight
 from metis_hf.schemes import Scheme, scheme_info

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
 from metis_hf.analysis.capture import Capture
 from metis_hf.data.chunked import load_chunked
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import relative_error
 from metis_hf.operands import (
     HIGH_PRECISION,

@@ -15,7 +15,7 @@ from metis_hf.analysis.source import StoredWeight
 from metis_hf.analysis.spectra import Svd, singular_values
 from metis_hf.config import MetisConfig
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import make_layer
+from metis_hf.layers.make import make_layer
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.monitoring.health import element_fates, spectral_norm
 from metis_hf.noise import Key, key_of

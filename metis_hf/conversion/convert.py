@@ -29,13 +29,8 @@ from metis_hf.layers.experts import (
     fused_weights,
     replace_fused,
 )
-from metis_hf.layers.linear import (
-    MetisLayer,
-    as_linear,
-    convert_linear,
-    linear_shape,
-    make_layer,
-)
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
 from metis_hf.layers.native import why_emulated
 from metis_hf.layers.parallelism import check_whole
 from metis_hf.layers.token_mask import TokenMask

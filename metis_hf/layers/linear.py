@@ -176,10 +176,7 @@ class MetisLayer(nn.Module):
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
         keys = self.call_keys(x)
-        plan_type, more = self._plan_type(x, dtype), {}
-        if self.shards is not None and self.shards.cut:
-            amax = shared_amax(scheme, self.shards, x, params[-1])
-            plan_type, more = ShardedPlan, {"shards": self.shards, "amax": amax}
+        plan_type, shared = self._plan_type(x, dtype)
         plan = plan_type(
             scheme,
             self.weight_form,
@@ -190,23 +187,28 @@ class MetisLayer(nn.Module):
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
             state=self.call_state(x, keys, update=self.training),
             held=None if torch.compiler.is_compiling() else self._held(),
-            **more,
+            **shared,
         )
-        cut = self.shards is not None and self.shards.cut
-        o, i = params[-1].shape if cut else (self.out_features, self.in_features)
+        o, i = params[-1].shape  # a part of the layer's under tensor parallelism
         y = QuantizedGemm.apply(x.reshape(-1, i), self.bias, plan, *params)
         return y.view(*x.shape[:-1], o)
 
-    def _plan_type(self, x: Tensor, dtype: torch.dtype) -> type[GemmPlan]:
-        """Return the kind of plan for a call with x [... i] and GEMMs in `dtype`."""
+    def _plan_type(self, x: Tensor, dtype: torch.dtype) -> tuple[type[GemmPlan], dict[str, Any]]:
+        """Return the kind of plan for a call with x [... i] and GEMMs in `dtype`.
+
+        With it comes what processes that hold parts of the layer share of the call.
+        """
+        if self.shards is not None and self.shards.cut:
+            amax = shared_amax(self.active_scheme(), self.shards, x, self.weight_params()[-1])
+            return ShardedPlan, {"shards": self.shards, "amax": amax}
         if self.config.backend == "emulated" or x.numel() == 0:
-            return GemmPlan
+            return GemmPlan, {}
         reason = self.native_obstacle or obstacle_of_call(self.scheme, x.device, dtype)
         if reason is None:
-            return NativePlan
+            return NativePlan, {}
         if self.config.backend == "native":
             raise ValueError(f"{self.name or 'a quantized layer'}: {refusal(self.config, reason)}")
-        return GemmPlan
+        return GemmPlan, {}
 
     def _held(self) -> HeldWeight | EvaluationWeight | None:
         """Return what earlier calls with the same weight left for this one."""
@@ -363,60 +365,3 @@ def full_tensor(param: Tensor) -> Tensor:
 def _parameter(tensor: Tensor) -> nn.Parameter:
     """Return the very Parameter if it is one, so that references to it stay valid."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
-
-
-def convert_linear(
-    module: nn.Linear | Conv1D,
-    config: MetisConfig,
-    *,
-    name: str,
-    token_mask: TokenMask | None = None,
-) -> MetisLayer:
-    """Return the quantized layer for an nn.Linear or Conv1D; it shares bias and dense weight.
-
-    Args:
-        module: nn.Linear or Conv1D; a weight on the meta device gives empty factors.
-        config: its scheme decides between QuantLinear and MetisLinear.
-        name: full name in the model; noise differs between layers by it.
-        token_mask: the model's, if any.
-    """
-    layer = make_layer(
-        module.weight,
-        module.bias,
-        config,
-        name=name,
-        conv1d=isinstance(module, Conv1D),
-        token_mask=token_mask,
-    )
-    return layer.train(module.training)
-
-
-def make_layer(
-    weight: Tensor,
-    bias: Tensor | None,
-    config: MetisConfig,
-    *,
-    name: str,
-    conv1d: bool = False,
-    token_mask: TokenMask | None = None,
-) -> MetisLayer:
-    """Return the quantized layer for a weight [o i], or [i o] with `conv1d`."""
-    out_features, in_features = weight.shape[::-1] if conv1d else weight.shape
-    form = build_scheme(config, in_features, out_features).weight
-    layer = (MetisLinear if form.is_split else QuantLinear)(
-        weight, bias, config, name=name, conv1d=conv1d
-    )
-    layer.token_mask = token_mask
-    return layer
-
-
-def as_linear(module: nn.Module) -> nn.Linear | Conv1D:
-    """Return the module itself, known to be one of the two kinds that can be converted."""
-    assert isinstance(module, nn.Linear | Conv1D), type(module)
-    return module
-
-
-def linear_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Return (in_features, out_features) of an nn.Linear or Conv1D."""
-    rows, columns = module.weight.shape
-    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)

@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
-from metis_hf.layers.linear import MetisLayer, make_layer
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.make import make_layer
 from metis_hf.operands import Operand
 from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import Role, Scheme, build_scheme

@@ -11,7 +11,8 @@ from design import thinned
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, scheme_names
-from metis_hf.layers.linear import MetisLayer, convert_linear
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes import Role, Scheme

@@ -12,7 +12,7 @@ from layers.layer_tools import NEAREST, STOCHASTIC, key_values, layer_of, record
 from metis_hf import MetisConfig
 from metis_hf.config import DECOMPOSABLE
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.schemes import Role, Scheme, build_scheme
 
 TOKENS, IN, OUT, RANK = 96, 128, 80, 8

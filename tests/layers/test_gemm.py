@@ -22,7 +22,8 @@ from layers.layer_tools import (
     with_exact_quantizers,
 )
 from metis_hf import MetisConfig, QuantLinear
-from metis_hf.layers.linear import MetisLinear, convert_linear
+from metis_hf.layers.linear import MetisLinear
+from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import fake_quantize
 from metis_hf.operands import DifferentiableEstimator, Operand
 from metis_hf.schemes import Role

@@ -33,7 +33,7 @@ from layers.layer_tools import (
     record,
 )
 from metis_hf import MetisConfig, get_metis_model, metis_layers
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import uniform
 from metis_hf.operands import HotChannels, MeanRemoved, Spectral
 from metis_hf.schemes import Role

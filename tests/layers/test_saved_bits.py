@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 import metis_hf.layers.linear
 from layers.layer_tools import FP4_ONE_MODE, FP4_SCHEME_MODES, layer_of
 from metis_hf import MetisConfig
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import FORMATS, Quantizer, Tile
 from metis_hf.numerics.kernels import pack, unpack

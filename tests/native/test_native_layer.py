@@ -14,7 +14,7 @@ from layers.layer_tools import layer_of
 from metis_hf import MetisConfig, get_metis_model, metis_layers, set_precision
 from metis_hf.conversion.hub import MetisConfigLoader
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.layers.native import obstacle
 from metis_hf.numerics import Tile, native
 from metis_hf.numerics.native import use_gemm

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers.layer_tools import layer_of
 
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed

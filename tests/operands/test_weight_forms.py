@@ -10,7 +10,7 @@ from design import cases
 from layers.layer_tools import layer_of
 
 from metis_hf import MetisConfig, scheme_names
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.operands import ClippedWeight, DenseWeight, Operand, SplitWeight
 from metis_hf.schemes import build_scheme

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.conversion.report import gemm_weights
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer, Rounding
 from metis_hf.operands import Spectral

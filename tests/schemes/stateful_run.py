@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from metis_hf import MetisConfig
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.schemes import tetrajet2
 from metis_hf.schemes.states import Oscillation
 from metis_hf.training.layer_states import after_step

@@ -25,7 +25,7 @@ from metis_hf import (
     to_dense,
 )
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import convert_linear
+from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import fake_quantize
 from metis_hf.schemes import Role, tetrajet2
 from metis_hf.schemes.states import DECAY, STATE, Oscillation
