@@ -9,26 +9,25 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from metis_hf.config_checks import (
+    DECOMPOSABLE,
+    PASSES,
+    check,
+    containing_pattern,
+    is_int,
+    matching_pattern,
+)
 from metis_hf.shared.messages import shown
-from metis_hf.shared.patterns import MAX_STATES, Matcher, name_pattern
 
-DECOMPOSABLE = ("weight", "activation", "gradient")
-OPERAND_MODES = ("shared", "contraction")
-PASSES = ("forward", "backward")
-BACKENDS = ("emulated", "native", "auto")
-ROUNDINGS = ("nearest", "stochastic")
-SCALE_ROUNDINGS = ("nearest", "up")
-# A config is read from other people's checkpoints: no value may make a model run for ever.
-LARGEST_SIZE = 2**24  # more than any dimension of a weight, and than any number of blocks
-MOST_ITERATIONS = 64  # a ratio .9 of neighbouring singular values has become .9^129 = 1e-6 by then
-MOST_NAMES = 10_000  # in a list or a mapping: more than any model has linear layers
-_INT64 = 2**63
+# Defined beside the checks, and known by this module's name.
+__all__ = ["DECOMPOSABLE", "PASSES", "MetisConfig", "containing_pattern", "matching_pattern"]
+
+
 _TUPLES = (
     "decompose",
     "target_modules",
@@ -72,6 +71,8 @@ class MetisConfig:
         backward_rounding: element rounding of gradients, overriding the scheme's.
         scale_rounding: rounding of block scales, overriding the scheme's.
         high_precision: passes that run unquantized: any of "forward", "backward".
+        attention: the scheme whose operands the two products of attention take, queries by keys
+            and probabilities by values; None leaves them as they are (`layers.attention`).
         two_level: one fp32 scale per tensor above the block scales. False warns: without it,
             block scales underflow E4M3 and gradients become zero.
         target_modules: "all-linear", a regular expression for full names, or a list of name
@@ -119,6 +120,7 @@ class MetisConfig:
     backward_rounding: str | None = None
     scale_rounding: str | None = None
     high_precision: tuple[str, ...] = ()
+    attention: str | None = None
     two_level: bool = True
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | tuple[str, ...] | None = None
@@ -137,165 +139,19 @@ class MetisConfig:
     format_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if _is_int(self.layers_to_transform):
+        if is_int(self.layers_to_transform):
             object.__setattr__(self, "layers_to_transform", (self.layers_to_transform,))
         for name in _TUPLES:
             value = getattr(self, name)
             if isinstance(value, list | set):
                 object.__setattr__(self, name, tuple(value))
-        self._check()
+        check(self)
         if not self.two_level:
             warnings.warn(
                 "two_level=False: E4M3 block scales of values under about 1e-2 underflow, and "
                 "tensors the size of gradients become zero; leave two_level=True to train",
                 stacklevel=3,
             )
-
-    def _check(self) -> None:
-        def require(ok: bool, name: str, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"{name}={shown(getattr(self, name))}; expected {expected}")
-
-        def require_integer(
-            name: str, least: int, most: int = LARGEST_SIZE, *, optional: bool = False
-        ) -> None:
-            value = getattr(self, name)
-            ok = (optional and value is None) or (_is_int(value) and least <= value <= most)
-            expected = f"{'None or ' * optional}an integer from {least} to {most}"
-            require(ok, name, expected)
-
-        names = {"scheme": "a scheme's name", "format": "None or a format's name"}
-        for name, expected in names.items():
-            value = getattr(self, name)
-            named = isinstance(value, str) and 0 < len(value) <= 200
-            optional = name == "format" and value is None
-            require(named or optional, name, f"{expected}, at most 200 characters")
-        for name in ("rank_frac", "sample_frac"):
-            value = getattr(self, name)
-            number = _is_int(value) or isinstance(value, float)
-            require(number and 0 < value <= 1, name, "a share, 0 < share <= 1")
-        for name in ("rank", "rank_multiple"):
-            require_integer(name, 1, optional=True)
-        for name in ("oversample", "keep_first_blocks", "keep_last_blocks"):
-            require_integer(name, 0)
-        require_integer("n_iter", 0, MOST_ITERATIONS)
-        require_integer("refresh_interval", 0, _INT64 - 1)
-        require_integer("seed", -_INT64, _INT64 - 1)
-        require(isinstance(self.two_level, bool), "two_level", "True or False")
-        split = self.split_weight
-        require(split is None or isinstance(split, bool), "split_weight", "None, True or False")
-        for name, choices in (("decompose", DECOMPOSABLE), ("high_precision", PASSES)):
-            value = getattr(self, name)
-            none = name == "decompose"
-            ok = (none and value is None) or (_is_names(value) and set(value) <= set(choices))
-            require(ok, name, f"{'None or ' * none}a list of any of {', '.join(choices)}")
-        known = isinstance(self.backend, str) and self.backend in BACKENDS
-        require(known, "backend", f"one of {BACKENDS}")
-        for name, choices in (
-            ("operand_mode", OPERAND_MODES),
-            ("forward_rounding", ROUNDINGS),
-            ("backward_rounding", ROUNDINGS),
-            ("scale_rounding", SCALE_ROUNDINGS),
-        ):
-            value = getattr(self, name)
-            ok = value is None or (isinstance(value, str) and value in choices)
-            require(ok, name, f"None or one of {choices}")
-        for name in ("target_modules", "exclude_modules"):
-            value = getattr(self, name)
-            optional = name == "exclude_modules" and value is None
-            require(
-                optional or isinstance(value, str) or _is_names(value),
-                name,
-                f"a string or a list of at most {MOST_NAMES:,} names",
-            )
-            require(value not in ((), ""), name, "at least one name")
-        keep = self.modules_to_not_convert
-        require(
-            keep is None or (_is_names(keep) and len(keep) > 0),
-            "modules_to_not_convert",
-            f"None or a list of 1 to {MOST_NAMES:,} names",
-        )
-        self._check_mappings()
-        self._check_blocks()
-        self._check_expressions()
-
-    def _check_mappings(self) -> None:
-        """Refuse mappings of layers to something that is no rank or no scheme."""
-        ranks = f"integers from 1 to {LARGEST_SIZE}"
-        for name, expected in (("rank_pattern", ranks), ("scheme_pattern", "names of schemes")):
-            patterns = getattr(self, name)
-
-            def is_value(value: Any, name: str = name) -> bool:
-                if name == "rank_pattern":
-                    return _is_int(value) and 1 <= value <= LARGEST_SIZE
-                return isinstance(value, str) and 0 < len(value) <= 200
-
-            if not (
-                isinstance(patterns, Mapping)
-                and len(patterns) <= MOST_NAMES
-                and all(isinstance(k, str) and is_value(v) for k, v in patterns.items())
-            ):
-                raise ValueError(
-                    f"{name}={shown(patterns)}; expected a mapping of at most {MOST_NAMES:,} names "
-                    f"or regular expressions to {expected}"
-                )
-
-    def _check_blocks(self) -> None:
-        """Refuse block indices that are none, or that PEFT's matching would silently ignore."""
-        layers, pattern = self.layers_to_transform, self.layers_pattern
-        named = isinstance(pattern, str) and re.fullmatch(r"[\w.]{1,200}", pattern)
-        if pattern is not None and not named:
-            raise ValueError(
-                f"layers_pattern={shown(pattern)}; expected None or the name of a list of blocks, "
-                'as "layers" or "transformer.h"'
-            )
-        if layers is None:
-            if pattern is not None:
-                raise ValueError(
-                    f"layers_pattern={pattern!r} without layers_to_transform has no effect; give "
-                    "layers_to_transform too"
-                )
-            return
-        if not (
-            isinstance(layers, tuple)
-            and 0 < len(layers) <= MOST_NAMES
-            and all(_is_int(index) and 0 <= index <= LARGEST_SIZE for index in layers)
-        ):
-            raise ValueError(f"layers_to_transform={shown(layers)}; expected block indices >= 0")
-        if isinstance(self.target_modules, str):
-            raise ValueError(
-                f"layers_to_transform={shown(list(layers))} has no effect with "
-                f"target_modules={shown(self.target_modules)}: PEFT's matching looks at block "
-                "indices only for a list of names. Give target_modules as a list, or put the "
-                "indices into the regular expression"
-            )
-
-    def _check_expressions(self) -> None:
-        """Refuse what is no regular expression, or would take too long to match."""
-        states = 0
-        for name, text in self._expressions():
-            try:
-                states += getattr(_MATCHERS[name](text), "states", 0)
-            except ValueError as error:
-                raise ValueError(
-                    f"{name}={shown(text)}; expected a regular expression: {error}"
-                ) from error
-            if states > MAX_STATES:
-                raise ValueError(
-                    f"{name}={shown(text)}; expected fewer or shorter regular expressions: with "
-                    f"this one they need more than {MAX_STATES:,} states in all. Plain names count "
-                    "for nothing"
-                )
-
-    def _expressions(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, text) of everything that is matched as a regular expression."""
-        for name in ("target_modules", "exclude_modules"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                yield name, value
-        for name in ("modules_to_not_convert", "rank_pattern", "scheme_pattern"):
-            for text in getattr(self, name) or ():
-                yield name, text
 
     def for_layer(self, name: str) -> MetisConfig:
         """Return the config of one layer, with the patterns applied to its name."""
@@ -316,8 +172,9 @@ class MetisConfig:
             field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
         # So that records read as they did before there was a choice.
-        if self.format is None:
-            del values["format"]
+        for name in ("format", "attention"):
+            if values[name] is None:
+                del values[name]
         if self.backend == "emulated":
             del values["backend"]
         return {"quant_method": self.quant_method, "format_version": self.format_version, **values}
@@ -337,7 +194,7 @@ class MetisConfig:
         if method != cls.quant_method:
             raise ValueError(f"quant_method={shown(method)} is no Metis config; expected 'metis'")
         version = values.pop("format_version", cls.format_version)
-        if not _is_int(version) or version < 1:
+        if not is_int(version) or version < 1:
             raise ValueError(
                 f"format_version={shown(version)}; expected an integer from 1 to "
                 f"{cls.format_version}"
@@ -368,42 +225,6 @@ class MetisConfig:
         except RecursionError:
             raise ValueError("a Metis config is a flat JSON object; this one is nested") from None
         return cls.from_dict(values)
-
-
-def matching_pattern(patterns: Mapping[str, Any], name: str) -> str | None:
-    """Return the first pattern for a module name, by PEFT's rule: it fits the name's end."""
-    return next((p for p in patterns if ending_pattern(p).match(name)), None)
-
-
-def ending_pattern(text: str) -> Matcher:
-    """Return the matcher of a key of `rank_pattern` or `scheme_pattern`, as PEFT writes it."""
-    return name_pattern(text, before=r"(.*\.)?(", after=")$")
-
-
-def containing_pattern(text: str) -> Matcher:
-    """Return the matcher of an entry of `modules_to_not_convert`, as PEFT's `modules_to_save`."""
-    return name_pattern(text, before=r"(^|.*\.)", after=r"($|\..*)")
-
-
-_MATCHERS: dict[str, Callable[[str], Matcher]] = {
-    "target_modules": name_pattern,
-    "exclude_modules": name_pattern,
-    "modules_to_not_convert": containing_pattern,
-    "rank_pattern": ending_pattern,
-    "scheme_pattern": ending_pattern,
-}
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_names(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and len(value) <= MOST_NAMES
-        and all(isinstance(item, str) for item in value)
-    )
 
 
 def _jsonable(value: Any) -> Any:

@@ -18,7 +18,8 @@ SPINE = ("noise", "config", "numerics", "transforms", "operands", "schemes", "la
 WINGS = ("training", "export", "planning", "evaluation", "fidelity", "analysis")
 HELPERS = {"shared", "data"}
 ALLOWED: dict[str, set[str]] = {
-    "config": {"shared"},
+    "config": {"config_checks", "shared"},
+    "config_checks": {"shared"},
     "noise": set(),
     "shared": set(),
     "data": {"shared"},

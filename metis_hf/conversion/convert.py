@@ -17,6 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
+from metis_hf.conversion.attention import (
+    install_attention,
+    remove_attention,
+    select_attention,
+)
 from metis_hf.conversion.linears import LinearOrigin
 from metis_hf.conversion.packed import packed_layers
 from metis_hf.conversion.report import ConversionReport, LayerReport, count_params, gemm_weights
@@ -63,8 +68,9 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
     Raises:
         ValueError: unknown scheme, no layer selected, a rank above half of a layer's directions,
             a tied weight in a scheme that stores weights split, `backend="native"` where a scheme
-            or this machine does not allow it, non-finite weights, a model that is converted
-            already or wrapped by DDP, FSDP or torch.compile. The model is then unchanged.
+            or this machine does not allow it, `attention` where the scheme or the model does not,
+            non-finite weights, a model that is converted already or wrapped by DDP, FSDP or
+            torch.compile. The model is then unchanged.
         NotImplementedError: transformers has spread the model over processes already.
     """
     config = config or MetisConfig()
@@ -79,6 +85,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
         experts, key = _owner(model, name)
         weight = fused_weights(experts)[key]
         _check_layer(name, weight, *expert_shape(experts, key), config.for_layer(name))
+    attention = select_attention(model, config, (*selection.linears, *selection.experts))
     total = count_params(model)
     costs = gemm_weights(model)
     converted = sum(costs[name] for name in (*selection.linears, *selection.experts))
@@ -90,9 +97,16 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
         reports.append(_convert_linear(model, name, config.for_layer(name), masks))
     for name in selection.experts:
         reports += _convert_experts(model, name, config.for_layer(name), masks)
+    install_attention(model, config, attention)
 
     model.metis_report = ConversionReport(  # type: ignore[assignment]
-        config.scheme, tuple(reports), selection.skipped, total, converted / sum(costs.values())
+        config.scheme,
+        tuple(reports),
+        selection.skipped,
+        total,
+        converted / sum(costs.values()),
+        config.attention,
+        attention,
     )
     masks.register(model)
     if isinstance(model, PreTrainedModel):
@@ -121,6 +135,7 @@ def to_dense(model: nn.Module) -> nn.Module:
             "the model's parameters are sharded over processes (FSDP2 or ZeRO-3): save a full "
             "checkpoint, load it in one process and call to_dense there"
         )
+    remove_attention(model)
     for module in model.modules():
         for key in converted_names(module):
             fuse_again(module, key)

@@ -61,6 +61,8 @@ class ConversionReport:
         total_params: parameters of the model before conversion; tied ones count once.
         flops_share: share of the multiplications with weights (linear layers, experts and output
             head; attention scores not counted) that a token spends in converted layers.
+        attention: the scheme of attention's products; None: they are as they were.
+        attention_modules: names of the attention modules that compute them in it.
     """
 
     scheme: str
@@ -68,6 +70,8 @@ class ConversionReport:
     skipped: dict[str, str]
     total_params: int
     flops_share: float
+    attention: str | None = None
+    attention_modules: tuple[str, ...] = ()
 
     @property
     def converted_params(self) -> int:
@@ -110,8 +114,10 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return layers, skipped layers and totals, ready for JSON."""
+        attention = {"scheme": self.attention, "modules": list(self.attention_modules)}
         return {
             "scheme": self.scheme,
+            **({} if self.attention is None else {"attention": attention}),
             "converted_params": self.converted_params,
             "total_params": self.total_params,
             "flops_share": self.flops_share,
@@ -141,6 +147,9 @@ class ConversionReport:
             stored = error and self.max_error > 0
             exact = f"; split reproduces the weights to {self.max_error:.1e}" if stored else ""
             lines.append(f"  rank {ranks}{exact}")
+        if self.attention is not None:
+            count = len(self.attention_modules)
+            lines.append(f"  attention products: {self.attention} in {count} modules")
         native = sum(layer.native for layer in self.layers)
         if native:
             lines.append(f"  GEMMs on FP4 units: {native} layers")

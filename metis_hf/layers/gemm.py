@@ -99,12 +99,8 @@ class GemmPlan:
         return dw
 
     def multiply(self, a: Quantized, b: Quantized) -> Tensor:
-        """Run `contract`, with the operands' tensor scales applied in fp32 and once."""
-        out = contract(a.values, b.values)
-        given = [scale for scale in (a.scale, b.scale) if scale is not None]
-        if not given:
-            return out
-        return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
+        """Run `scaled_product`; a plan for other units overrides it."""
+        return scaled_product(a, b)
 
     def _corrected(self, x: Tensor) -> frozenset[Role]:
         return self.scheme.corrected if x.numel() > 0 else frozenset()
@@ -175,9 +171,18 @@ def contracted_dim(role: Role) -> int:
     return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
+def scaled_product(a: Quantized, b: Quantized) -> Tensor:
+    """Run `contract`, with the operands' tensor scales applied in fp32 and once."""
+    out = contract(a.values, b.values)
+    given = [scale for scale in (a.scale, b.scale) if scale is not None]
+    if not given:
+        return out
+    return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
+
+
 def contract(a: Tensor, b: Tensor) -> Tensor:
-    """Return a [m n] @ b [n p]; an operand without the other's padding along n gets zeros there."""
-    missing = a.shape[1] - b.shape[0]
+    """Return a [.. m n] @ b [.. n p]; without the other's padding along n one gets zeros there."""
+    missing = a.shape[-1] - b.shape[-2]
     if missing > 0:
         b = F.pad(b, (0, 0, 0, missing))
     elif missing < 0:

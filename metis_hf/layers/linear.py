@@ -156,7 +156,7 @@ class MetisLayer(nn.Module):
 
     def _batch_rank(self) -> int:
         """Return the process rank; processes that compute one batch together have one number."""
-        return _process_rank() // (1 if self.shards is None else self.shards.size)
+        return process_rank() // (1 if self.shards is None else self.shards.size)
 
     def call_keys(self, x: Tensor, weight: Tensor | None = None) -> CallKeys:
         """Return the noise keys of a call with this input, and this weight if not the layer's."""
@@ -275,7 +275,8 @@ class MetisLayer(nn.Module):
         return f"{self.in_features}, {self.out_features}, scheme={self.config.scheme}"
 
 
-def _process_rank() -> int:
+def process_rank() -> int:
+    """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

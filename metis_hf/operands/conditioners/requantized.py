@@ -34,13 +34,13 @@ class Requantized(Conditioner):
         return replace(self, second=self.second.bind(state))
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        return self.second(_first(x, quantizer), quantizer, dim=dim, key=key, dtype=dtype)
+        return self.second(first_copy(x, quantizer), quantizer, dim=dim, key=key, dtype=dtype)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        return self.second.parts(_first(x, quantizer), quantizer, dim=dim, key=key)
+        return self.second.parts(first_copy(x, quantizer), quantizer, dim=dim, key=key)
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return self.second.encode(_first(x, quantizer), quantizer, dim=dim, key=key)
+        return self.second.encode(first_copy(x, quantizer), quantizer, dim=dim, key=key)
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
         return self.second.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
@@ -56,5 +56,6 @@ class Requantized(Conditioner):
         return second._replace(quantized=(shape, *second.quantized))
 
 
-def _first(x: Tensor, quantizer: Quantizer) -> Tensor:
+def first_copy(x: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return what the second quantization takes of x: nearest, in blocks along the columns."""
     return quantizer.deterministic()(x, dim=-1)

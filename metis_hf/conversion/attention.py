@@ -1,0 +1,273 @@
+"""Attention modules of a model whose two products are quantized: which they are, and the hook.
+
+transformers calls attention through an interface: a registry of functions, and a name in the config
+of each attention module. A converted module gets a config of its own that names the function here,
+and beside it the `AttentionProducts` that it computes by. The model's config keeps its
+implementation, for which masks are made: modules that stay in high precision, and converted ones
+while nothing in them is quantized, compute as before, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from metis_hf.config import MetisConfig
+from metis_hf.layers.attention import AttentionProducts, build_attention_scheme
+from metis_hf.layers.parallelism import FSDP2_INSTEAD, TENSOR, planned
+
+IMPLEMENTATION = "metis"
+_ATTRIBUTE = "metis_attention"
+_INTERFACE = re.compile(r"\bget_interface\(\s*self\.config\._attn_implementation,\s*(\w+)")
+_ATTENTION_CLASS = re.compile(r"Attention|Attn")
+_MASKED = ("eager", "sdpa")  # implementations for which masks are matrices
+# Arguments of the interface that choose keys or add terms, and are not known here.
+_FOREIGN = ("indices", "block_indices", "sinks", "cache")
+
+
+def attention_products(model: nn.Module) -> Iterator[tuple[str, AttentionProducts]]:
+    """Return (name of the attention module, its products) of converted attention modules."""
+    for name, module in model.named_modules():
+        products = module._modules.get(_ATTRIBUTE)
+        if isinstance(products, AttentionProducts):
+            yield name, products
+
+
+def select_attention(
+    model: nn.Module, config: MetisConfig, converted: Collection[str]
+) -> tuple[str, ...]:
+    """Return the attention modules to convert: those around at least one converted layer.
+
+    So what keeps a block or a module out of the conversion keeps its attention out too.
+
+    Args:
+        model: before its conversion, or after it.
+        config: None in `attention` selects nothing.
+        converted: names of linear layers and experts that are converted.
+
+    Raises:
+        ValueError: no such scheme, or one that makes no sense here; no attention module; one that
+            does not go through transformers' interface, or goes to an implementation without
+            masks.
+        NotImplementedError: the model is about to be cut by tensor parallelism.
+    """
+    if config.attention is None:
+        return ()
+    build_attention_scheme(config)
+    if planned(model).get("tp_size", 1) > 1:
+        raise NotImplementedError(
+            f"attention={config.attention!r} under tensor parallelism: each process has some of "
+            f"the heads, and a tensor scale would be that of its part. {TENSOR}. {FSDP2_INSTEAD}"
+        )
+    around = {name.rpartition(".")[0] for name in converted}
+    inside = {
+        name
+        for name, module in model.named_modules()
+        if _eager_name(type(module).forward)
+        and any(f"{one}.".startswith(f"{name}.") for one in around)
+    }
+    for name, module in model.named_modules():
+        kind = type(module)
+        if name not in around or not _ATTENTION_CLASS.search(kind.__name__):
+            continue
+        if not any(f"{name}.".startswith(f"{one}.") for one in inside):
+            raise ValueError(
+                f"attention={config.attention!r}: {name} ({kind.__name__}) does not call "
+                "transformers' AttentionInterface, so its products cannot be replaced. Keep it as "
+                "it is with modules_to_not_convert, or leave attention unset"
+            )
+    if not inside:
+        raise ValueError(
+            f"attention={config.attention!r}: no module of {type(model).__name__} with a converted "
+            "layer calls transformers' AttentionInterface. Convert layers of attention modules "
+            "too, or leave attention unset"
+        )
+    for name in inside:
+        _plain_function(name, model.get_submodule(name), _config_of(name, model))
+    return tuple(name for name, _ in model.named_modules() if name in inside)
+
+
+def install_attention(model: nn.Module, config: MetisConfig, names: Collection[str]) -> None:
+    """Let the attention modules of these names compute their products by a config, in place."""
+    for name in names:
+        module: Any = model.get_submodule(name)
+        products = AttentionProducts(config, name, module.config)
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation_internal = IMPLEMENTATION
+        module.add_module(_ATTRIBUTE, products.train(module.training))
+
+
+def remove_attention(model: nn.Module) -> None:
+    """Give every converted attention module its former implementation back, in place."""
+    for name, products in list(attention_products(model)):
+        module: Any = model.get_submodule(name)
+        module.config = products.plain_config
+        del module._modules[_ATTRIBUTE]
+
+
+def _config_of(name: str, model: nn.Module) -> Any:
+    config = getattr(model.get_submodule(name), "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        raise ValueError(
+            f"{name} has no config of transformers that names its attention; leave attention unset"
+        )
+    return config
+
+
+@functools.cache
+def _eager_name(forward: Callable[..., Any]) -> str | None:
+    """Return the eager function that a module names when it calls the interface; None: no call."""
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return None
+    found = _INTERFACE.search(source)
+    return found and found.group(1)
+
+
+def _plain_function(name: str, module: nn.Module, config: Any) -> Callable[..., Any]:
+    """Return the attention function that a config names for a module: eager, or one registered.
+
+    Raises:
+        ValueError: an implementation for which masks are no matrices.
+    """
+    implementation = config._attn_implementation
+    if implementation not in _MASKED:
+        raise ValueError(
+            f"{name}: quantized attention needs masks that are matrices, and the model's "
+            f"attn_implementation is {implementation!r}. Load it, or call "
+            'model.set_attn_implementation, with "sdpa" or "eager"'
+        )
+    forward: Any = inspect.unwrap(type(module).forward)
+    eager = forward.__globals__.get(_eager_name(type(module).forward))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of a converted module, in the signature of transformers' interface.
+
+    Args:
+        module: the attention module.
+        query: [b h q d]
+        key: [b h' k d]
+        value: [b h' k e]
+        attention_mask: [b 1 q k], True or 0 where there is attention; None: as the module's
+            implementation has it.
+        dropout: of probabilities; refused above 0 in training.
+        scaling: of scores; None: 1 / sqrt(d).
+        **kwargs: what else models hand over: "softcap", "s_aux" (sinks), "position_bias",
+            "is_causal". What the implementation "sdpa" ignores is ignored here too.
+
+    Returns:
+        (output [b q h e]; probabilities [b h q k], None under "sdpa").
+    """
+    products = module._modules.get(_ATTRIBUTE)
+    if products is None:
+        raise ValueError(
+            f"attention implementation {IMPLEMENTATION!r} is for converted attention modules, and "
+            "this is none: get_metis_model(model, MetisConfig(attention=...)) selects it by itself"
+        )
+    config = products.plain_config
+    plain = _plain_function(products.name, module, config)
+    if products.active_scheme().is_high_precision:
+        return plain(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    _check_call(products.name, module, attention_mask, dropout, kwargs)
+    blocked, bias, keys = _mask(module, config, query, key, attention_mask, kwargs.get("is_causal"))
+    position_bias = kwargs.get("position_bias")
+    if position_bias is not None:
+        position_bias = position_bias[..., :keys]
+        bias = position_bias if bias is None else bias + position_bias
+    sinks = kwargs.get("s_aux")
+    output, probabilities = products.attend(
+        query,
+        key[:, :, :keys],
+        value[:, :, :keys],
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        blocked=blocked,
+        bias=bias,
+        softcap=kwargs.get("softcap"),
+        sinks=getattr(module, "sinks", None) if sinks is None else sinks,
+    )
+    weights = probabilities.to(output.dtype) if config._attn_implementation == "eager" else None
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _check_call(
+    name: str, module: nn.Module, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    """Refuse a call that asks for something that is not computed here."""
+    if dropout > 0 and module.training:
+        raise NotImplementedError(
+            f"{name}: dropout={dropout} of attention probabilities, which would be dropped after "
+            "they are quantized or rescaled before. Load the model without it, such as with "
+            "from_pretrained(..., attention_dropout=0.0) (attn_pdrop, attention_probs_dropout_prob)"
+        )
+    foreign = [each for each in _FOREIGN if kwargs.get(each) is not None]
+    if foreign:
+        raise NotImplementedError(
+            f"{name} hands {', '.join(foreign)} to its attention, which quantized products do not "
+            "know. Keep it as it is with modules_to_not_convert, or leave attention unset"
+        )
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(
+            f"{name}: an attention mask of shape {tuple(mask.shape)}; expected [batch, heads or 1, "
+            'queries, keys], as attn_implementation="sdpa" and "eager" have it'
+        )
+
+
+def _mask(
+    module: nn.Module,
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Return (where scores are blocked, what is added to them, how many keys count)."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            return ~mask, None, keys
+        blocked = mask <= torch.finfo(mask.dtype).min / 2
+        return blocked, mask.masked_fill(blocked, 0.0), keys
+    # "eager" without a mask attends to everything, "sdpa" as its function says.
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if config._attn_implementation == "eager" or queries == 1 or not is_causal:
+        return None, None, keys
+    keys = min(queries, keys)  # the rest of a static cache is empty yet
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+    return ones.triu(1), None, keys
+
+
+def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the boolean mask of "sdpa", never left to the function that it is for."""
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, **kwargs)
+
+
+if IMPLEMENTATION not in ALL_ATTENTION_FUNCTIONS:
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
+if IMPLEMENTATION not in ALL_MASK_ATTENTION_FUNCTIONS:
+    # For modules that make their own mask by their own config.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _whole_mask)

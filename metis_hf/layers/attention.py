@@ -1,0 +1,300 @@
+"""The two products of attention with quantized operands: scores = Q K^T, and probabilities x V.
+
+Each is a linear layer whose weight comes from a tensor, y = a @ b.T with (a, b) = (Q, K) and
+(P, V^T), and takes a scheme's operands as one does: a as x, b as w.
+
+    fprop   y  = a_hat @ b_hat.T       scores along head_dim, context along keys
+    dgrad   da = dy_hat @ b_hat        dQ along keys, dP along head_dim
+    wgrad   db = dy_hat.T @ a_hat      dK and dV along queries, the heads of a group together
+
+Every GEMM has copies of its own, in blocks along what it contracts, of the tensors as they are
+before keys and values are repeated for the heads of a group. One fp32 tensor scale belongs to a
+tensor of a call: all heads and sequences. Scaling, softcap, mask and softmax are in fp32, and what
+they do to gradients is exact: quantizers are straight-through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metis_hf.config import MetisConfig
+from metis_hf.layers.gemm import scaled_product
+from metis_hf.layers.linear import process_rank
+from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.layers.unsupported import (
+    differentiable_once,
+    refuse_batched_gradients,
+    refuse_unsupported,
+)
+from metis_hf.noise import key_of
+from metis_hf.numerics import Tile
+from metis_hf.operands import (
+    FullHadamard,
+    Hadamard,
+    Identity,
+    Operand,
+    Quantized,
+    RandomHadamard,
+    RandomKronecker,
+    Requantized,
+)
+from metis_hf.operands.conditioner import as_fp32
+from metis_hf.operands.conditioners.requantized import first_copy
+from metis_hf.operands.weight_forms import DenseWeight
+from metis_hf.schemes import Role, Scheme, build_scheme
+
+_ROTATIONS = (Hadamard, FullHadamard, RandomHadamard, RandomKronecker)
+_INSTEAD = 'Choose one of plain blocks, such as attention="nvfp4-rne" or "nvidia", or None'
+
+
+def build_attention_scheme(config: MetisConfig) -> Scheme:
+    """Return the scheme of both products: operands of `config.attention`, a copy for each GEMM.
+
+    Raises:
+        ValueError: no such scheme, or one whose operands make no sense for activations alone.
+    """
+    assert config.attention is not None
+    own = config.replace(
+        scheme=config.attention, operand_mode="contraction", split_weight=None, decompose=None
+    )
+    # The size decides ranks, which no scheme that is accepted has.
+    scheme = build_scheme(own, 64, 64)
+    reason = _why_not(scheme)
+    if reason is not None:
+        raise ValueError(
+            f"attention={config.attention!r} cannot be the scheme of attention's products, since "
+            f"it {reason}. {_INSTEAD}"
+        )
+    return _in_own_blocks(scheme)
+
+
+def _why_not(scheme: Scheme) -> str | None:
+    """Return what keeps a scheme's operands from standing for queries, keys and values."""
+    if scheme.corrected or scheme.splits:
+        return "splits tensors into directions, of which keys and values of a call have no few"
+    if type(scheme.weight) is not DenseWeight:
+        return "trains factors beside a weight, and keys and values are no weights"
+    if scheme.state is not None and scheme.state.initial(16, 16):
+        return "keeps a state of a layer's weight and input channels, which attention does not have"
+    for role in Role:
+        operand = scheme.resolve(role)[1]
+        if operand.quantizer is None:
+            continue
+        conditioner = operand.conditioner
+        if isinstance(conditioner, Requantized):
+            conditioner = conditioner.second
+        if type(conditioner) is Identity:
+            continue
+        if not isinstance(conditioner, _ROTATIONS):
+            kind = type(conditioner).__name__
+            return f"has a conditioner ({kind}) that is neither direct quantization nor a rotation"
+        if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT):
+            return (
+                "rotates operands of the forward pass: along keys, rounding would then give weight "
+                "to later tokens, whose probabilities the mask made zero"
+            )
+    return None
+
+
+def _in_own_blocks(scheme: Scheme) -> Scheme:
+    """Return a scheme whose square tiles are blocks along what each GEMM contracts."""
+    changes: dict[str, Operand] = {}
+    for role in Role:
+        operand = scheme.resolve(role)[1]
+        if operand.quantizer is not None and operand.quantizer.tile is Tile.SQUARE:
+            quantizer = replace(operand.quantizer, tile=Tile.ROW)
+            changes[role.name.lower()] = replace(operand, quantizer=quantizer)
+    return replace(scheme, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """The plan of one product in one call.
+
+    Attributes:
+        state: what the scheme's state froze for this call.
+    """
+
+    scheme: Scheme
+    dtype: torch.dtype  # of the GEMMs and the output
+    keys: CallKeys
+    state: Any = None
+
+    def operand(self, role: Role, x: Tensor) -> Quantized:
+        """Quantize a [.. m c], b [.. n c] or dy [.. m n] for the GEMM that `role` names.
+
+        Returns:
+            Values of the same layout, perhaps padded along the dimension that is contracted.
+        """
+        role, operand = self.scheme.resolve(role)
+        if self.state is not None:
+            operand = operand.bind(self.state)
+        by_rows = role in (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
+        again = operand.conditioner
+        if by_rows and isinstance(again, Requantized):  # whose first copy is that of fprop
+            assert operand.quantizer is not None
+            x = first_copy(x.reshape(-1, x.shape[-1]), operand.quantizer).view(x.shape)
+            operand = replace(operand, conditioner=again.second)
+        x = x.mT if by_rows else x
+        found = operand(x.reshape(-1, x.shape[-1]), dim=-1, key=self.keys[role], dtype=self.dtype)
+        values = found.values.view(*x.shape[:-1], found.values.shape[-1])
+        return Quantized(values.mT if by_rows else values, found.scale)
+
+
+class QuantizedProduct(torch.autograd.Function):
+    """y [b g m n] = a_hat [b g m c] @ b_hat [b n c].T: g heads with the same keys or values."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, plan: ProductPlan) -> Tensor:
+        with torch.autocast(a.device.type, enabled=False):
+            a_hat = _merged(plan.operand(Role.FPROP_INPUT, a))
+            y = scaled_product(a_hat, plan.operand(Role.FPROP_WEIGHT, b).transposed())
+        ctx.save_for_backward(a, b)
+        ctx.plan = plan
+        return y.view(*a.shape[:-1], b.shape[-2])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy: Tensor):  # dy [b g m n]
+        refuse_batched_gradients(dy)
+        plan: ProductPlan = ctx.plan
+        a, b = ctx.saved_tensors
+        need_a, need_b, _ = ctx.needs_input_grad
+        da = db = None
+        with torch.autocast(dy.device.type, enabled=False):
+            if need_a:
+                d_hat = _merged(plan.operand(Role.DGRAD_GRAD_OUTPUT, dy))
+                da = scaled_product(d_hat, plan.operand(Role.DGRAD_WEIGHT, b))
+                da = da[..., : a.shape[-1]].reshape(a.shape).to(a.dtype)
+            if need_b:
+                d_hat = plan.operand(Role.WGRAD_GRAD_OUTPUT, dy)
+                a_hat = plan.operand(Role.WGRAD_INPUT, a)
+                rows = max(d_hat.values.shape[-2], a_hat.values.shape[-2])
+                d_hat, a_hat = _merged(d_hat, rows), _merged(a_hat, rows)
+                db = scaled_product(d_hat.transposed(), a_hat)
+                db = db[..., : b.shape[-2], : b.shape[-1]].to(b.dtype)
+        return da, db, None
+
+
+def _merged(x: Quantized, rows: int = 0) -> Quantized:
+    """Return the rows of a group's heads [b g m n] after each other, [b g*m n].
+
+    Args:
+        x: of each head.
+        rows: of each head, with zeros at the end of it; 0: as many as there are.
+    """
+    missing = max(rows - x.values.shape[-2], 0)
+    values = F.pad(x.values, (0, 0, 0, missing)) if missing else x.values
+    return Quantized(values.flatten(1, 2), x.scale)
+
+
+class AttentionProducts(nn.Module):
+    """What an attention module computes its two products by; it has no parameters.
+
+    Attributes:
+        scheme: of both products in training.
+        eval_scheme: the same with nearest rounding everywhere.
+        plain_config: the config of the attention module before; its implementation of attention
+            runs where nothing is quantized.
+    """
+
+    def __init__(self, config: MetisConfig, name: str, plain_config: Any = None) -> None:
+        super().__init__()
+        self.name = name
+        self.plain_config = plain_config
+        self.set_config(config)
+
+    def set_config(self, config: MetisConfig) -> None:
+        """Take another config; see `build_attention_scheme` for what it raises."""
+        scheme = build_attention_scheme(config)
+        self.config, self.scheme = config, scheme
+        self.eval_scheme = scheme.deterministic()
+
+    def active_scheme(self) -> Scheme:
+        """Return the scheme of the current mode: eval rounds to nearest everywhere."""
+        return self.scheme if self.training else self.eval_scheme
+
+    def product(self, a: Tensor, b: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+        """Return a [b g m c] @ b [b n c].T with quantized operands, [b g m n] in `dtype`.
+
+        Args:
+            a: queries or probabilities, of heads in groups.
+            b: keys, or values transposed.
+            kind: "scores" or "context"; their noise differs by it.
+            dtype: of the GEMMs.
+        """
+        refuse_unsupported(self.name, a, (b,))
+        scheme = self.active_scheme()
+        key = key_of("attention", self.config.seed, self.name, kind).fold(process_rank())
+        keys = CallKeys(key, a, b)
+        state = None
+        if scheme.state is not None:
+            flat = (x.detach().reshape(-1, x.shape[-1]) for x in (a, b))
+            state = scheme.state.freeze({}, *flat)
+        return QuantizedProduct.apply(a, b, ProductPlan(scheme, dtype, keys, state))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        blocked: Tensor | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention.
+
+        Args:
+            query: [b h q d]
+            key: [b h' k d]; h' divides h.
+            value: [b h' k e]
+            scaling: of scores.
+            blocked: bool, broadcastable to [b h q k]: where nothing is attended to. Probabilities
+                are exactly zero there, also in rows that attend to nothing.
+            bias: the same shape: added to the scores.
+            softcap: scores are softcap * tanh(scores / softcap), before the bias.
+            sinks: [h], logits that take their share of the probabilities and have no value.
+
+        Returns:
+            (output [b h q e], probabilities [b h q k] fp32 before they are quantized).
+        """
+        device = query.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
+        batch, heads, queries, _ = query.shape
+        groups = key.shape[1]
+        with torch.autocast(device, enabled=False):
+            grouped = query.reshape(batch * groups, heads // groups, queries, -1)
+            scores = self.product(grouped, key.flatten(0, 1), "scores", dtype)
+            scores = as_fp32(scores).view(batch, heads, queries, -1) * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if bias is not None:
+                scores = scores + bias
+            probabilities = _softmax(scores, blocked, sinks)
+            grouped = probabilities.view(batch * groups, heads // groups, queries, -1)
+            context = self.product(grouped, value.flatten(0, 1).mT, "context", dtype)
+        return context.view(batch, heads, queries, -1), probabilities
+
+    def extra_repr(self) -> str:
+        return f"attention={self.config.attention}"
+
+
+def _softmax(scores: Tensor, blocked: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Return probabilities [b h q k] of scores in fp32, zero where they are blocked."""
+    if blocked is not None:
+        scores = scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        logits = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+    return probabilities if blocked is None else probabilities.masked_fill(blocked, 0.0)
