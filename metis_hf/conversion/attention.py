@@ -106,6 +106,23 @@ def install_attention(model: nn.Module, config: MetisConfig, names: Collection[s
         module.add_module(_ATTRIBUTE, products.train(module.training))
 
 
+def set_attention(model: nn.Module, config: MetisConfig, names: Collection[str]) -> None:
+    """Give the attention modules of these names another config, in place; None of a scheme ends it.
+
+    Args:
+        model: converted, with or without attention.
+        config: checked by `select_attention`.
+        names: what that selected; modules that are converted keep their noise.
+    """
+    before = dict(attention_products(model))
+    if config.attention is None:
+        remove_attention(model)
+        return
+    for products in before.values():
+        products.set_config(config)
+    install_attention(model, config, [name for name in names if name not in before])
+
+
 def remove_attention(model: nn.Module) -> None:
     """Give every converted attention module its former implementation back, in place."""
     for name, products in list(attention_products(model)):

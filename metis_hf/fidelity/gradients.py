@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from metis_hf.conversion.attention import attention_products
 from metis_hf.conversion.convert import metis_layers
 
 _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
@@ -69,8 +70,8 @@ def run_batches(
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in wanted)
     model.eval()
-    for _, layer in metis_layers(model):
-        layer.train()
+    for _, part in (*metis_layers(model), *attention_products(model)):
+        part.train()
     for number, rows in enumerate(batches):
         rows = rows.to(model.device)
         model.zero_grad()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from metis_hf.fidelity.subject import running
+from metis_hf.fidelity.subject import Part, running
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import Scheme
 
@@ -21,7 +21,7 @@ _ROWS = 1024  # of logits that are turned into fp32 probabilities at a time
 @torch.no_grad()
 def predictions(
     model: PreTrainedModel,
-    layers: dict[str, MetisLayer],
+    layers: Mapping[str, Part],
     ids: Tensor,
     batch: int,
     schemes: Sequence[dict[str, Scheme]],
@@ -35,7 +35,7 @@ def predictions(
 
     Args:
         model: with its converted layers.
-        layers: those layers.
+        layers: those layers, and its attention where that is quantized.
         ids: [n length]
         batch: sequences of a batch.
         schemes: what is compared: schemes by layer; layers that are not named run exactly.
@@ -51,7 +51,7 @@ def predictions(
     for rows in ids.split(batch):
         rows = rows.to(model.device)
         labels = rows[:, 1:].flatten()
-        outputs = _ExactOutputs(layers)
+        outputs = _ExactOutputs({n: x for n, x in layers.items() if isinstance(x, MetisLayer)})
         partial = any(len(scheme) < len(layers) for scheme in schemes)
         with running(layers), outputs.recorded() if partial else contextlib.nullcontext():
             exact = model(input_ids=rows).logits[:, :-1].flatten(0, 1)

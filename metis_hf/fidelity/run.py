@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from metis_hf.config import MetisConfig
+from metis_hf.conversion.attention import attention_products
 from metis_hf.fidelity.gradients import GradientFile, Gram, errors, mean_errors, run_batches
 from metis_hf.fidelity.loss import Batch, predictions
 from metis_hf.fidelity.operands import KINDS, layer_errors, only
@@ -22,6 +23,7 @@ from metis_hf.fidelity.page import write_outputs
 from metis_hf.fidelity.result import SchemeResult
 from metis_hf.fidelity.subject import (
     MIN_LENGTH,
+    Part,
     Subject,
     converted,
     open_subject,
@@ -198,7 +200,8 @@ class _Measurements:
     def _measure(self, name: str, config: MetisConfig, alone: bool) -> SchemeResult:
         result = SchemeResult(name, config.scheme, config.rank)
         parts = [LOSS, GRADIENTS, OPERANDS, *([ALONE] if alone else [])]
-        kind = digest(config.to_dict(), source_digest(config.scheme))
+        sources = [source_digest(name) for name in (config.scheme, config.attention) if name]
+        kind = digest(config.to_dict(), *sources)
         found = {part: self.store.get(part, name, kind, self.depends) for part in parts}
         missing = [part for part, value in found.items() if value is None]
         self._skip(part for part in parts if part not in missing)
@@ -239,15 +242,21 @@ class _Measurements:
         if part == GRADIENTS:
             return self._gradients(layers, weights)
         if part == OPERANDS:
-            found = layer_errors(self.subject.model, layers, weights, self.batches[0])
+            with running(self._attention()):
+                found = layer_errors(self.subject.model, layers, weights, self.batches[0])
             self.bars.advance(OPERANDS)
             return found
         return self._alone(layers)
 
+    def _attention(self) -> dict[str, Part]:
+        """Return what quantizes the products of attention in the model as it is converted now."""
+        return dict(attention_products(self.subject.model))
+
     def _loss(self, layers: dict[str, MetisLayer]) -> dict[str, Any]:
         schemes = {name: layer.scheme for name, layer in layers.items()}
         held_out, batch = self.subject.held_out, self.settings.batch
-        (whole,) = self._predictions(layers, held_out, [schemes], LOSS)
+        attention = {name: part.scheme for name, part in self._attention().items()}
+        (whole,) = self._predictions(layers, held_out, [schemes | attention], LOSS)
         few = max(1, len(whole) // 3)
         alone = [{n: only(s, kind) for n, s in schemes.items()} for kind in PREDICTED_KINDS]
         parts = self._predictions(layers, held_out[: few * batch], alone, LOSS)
@@ -261,8 +270,12 @@ class _Measurements:
         schemes: Sequence[dict[str, Scheme]],
         phase: str,
     ) -> list[list[Batch]]:
-        model, batch = self.subject.model, self.settings.batch
-        return predictions(model, layers, ids, batch, schemes, lambda: self.bars.advance(phase))
+        model, batch, parts = (
+            self.subject.model,
+            self.settings.batch,
+            {**layers, **self._attention()},
+        )
+        return predictions(model, parts, ids, batch, schemes, lambda: self.bars.advance(phase))
 
     def _gradients(
         self, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]
@@ -291,7 +304,7 @@ class _Measurements:
         schemes = {name: layer.scheme for name, layer in layers.items()}
         for kind in KINDS:
             alone = {name: only(scheme, kind) for name, scheme in schemes.items()}
-            with running(layers, alone):
+            with running({**layers, **self._attention()}, alone):
                 run_batches(model, parameters, self.batches[:1], keep)
             error, cosine = errors(Gram.of(exact, file).whole)
             found["kinds"][kind] = {"gradient_error": error[0], "gradient_cosine": cosine[0]}
@@ -306,7 +319,7 @@ class _Measurements:
         if self.exact is None or self.exact[0] != names:
             parameters = list(weights.values())
             file = GradientFile(self.out / "gradients" / "exact", len(self.batches), parameters)
-            with running(layers):
+            with running({**layers, **self._attention()}):
                 run_batches(
                     self.subject.model, parameters, self.batches, lambda n: file.put(n, parameters)
                 )
@@ -318,7 +331,9 @@ class _Measurements:
         schemes = {name: layer.scheme for name, layer in layers.items()}
         one_by_one = [{name: scheme} for name, scheme in schemes.items()]
         first = self.subject.held_out[:1]
-        whole, *parts = self._predictions(layers, first, [schemes, *one_by_one], ALONE)
+        attention = {name: part.scheme for name, part in self._attention().items()}
+        every = [schemes | attention, *one_by_one]
+        whole, *parts = self._predictions(layers, first, every, ALONE)
         return {"layers": dict(zip(schemes, map(_effect, parts))), "whole": _effect(whole)}
 
 

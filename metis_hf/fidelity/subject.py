@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.data.sequences import read_sequences
 from metis_hf.evaluation.checkpoints import open_model
+from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.shared.quiet import quiet
@@ -139,9 +140,12 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
             parameter.grad = None
 
 
+Part = MetisLayer | AttentionProducts  # what of a model computes by a scheme
+
+
 @contextlib.contextmanager
-def running(layers: dict[str, MetisLayer], schemes: dict[str, Scheme] | None = None):
-    """Run layers in other schemes for the block; those that are not named run exactly.
+def running(layers: Mapping[str, Part], schemes: Mapping[str, Scheme] | None = None):
+    """Run layers, and attention, in other schemes for the block; what is not named runs exactly.
 
     The layers' states and parameters stay as they are.
     """
@@ -152,12 +156,18 @@ def running(layers: dict[str, MetisLayer], schemes: dict[str, Scheme] | None = N
             scheme = (schemes or {}).get(name)
             layer.scheme = exact if scheme is None else scheme
             layer.eval_scheme = layer.scheme.deterministic()
-            layer.evaluation_weight.forget()
+            _forget(layer)
         yield
     finally:
         for name, layer in layers.items():
             layer.scheme, layer.eval_scheme = before[name]
-            layer.evaluation_weight.forget()
+            _forget(layer)
+
+
+def _forget(part: Part) -> None:
+    """Drop what earlier calls left for later ones."""
+    if isinstance(part, MetisLayer):
+        part.evaluation_weight.forget()
 
 
 def trainable(layers: dict[str, MetisLayer]) -> dict[str, nn.Parameter]:

@@ -76,11 +76,12 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
 def _why_not(scheme: Scheme) -> str | None:
     """Return what keeps a scheme's operands from standing for queries, keys and values."""
     if scheme.corrected or scheme.splits:
-        return "splits tensors into directions, of which keys and values of a call have no few"
+        return "splits tensors, or stores weights split, which is made for layers with a weight"
     if type(scheme.weight) is not DenseWeight:
         return "trains factors beside a weight, and keys and values are no weights"
     if scheme.state is not None and scheme.state.initial(16, 16):
-        return "keeps a state of a layer's weight and input channels, which attention does not have"
+        kind = type(scheme.state).__name__
+        return f"keeps a state ({kind}) of a layer's weight or inputs, and attention has no such"
     for role in Role:
         operand = scheme.resolve(role)[1]
         if operand.quantizer is None:

@@ -33,8 +33,8 @@ class Quantized(NamedTuple):
     low: LowRank | None = None
 
     def transposed(self) -> Quantized:
-        """Return what stands for the transpose; without the low-rank part."""
-        return Quantized(self.values.T, self.scale)
+        """Return what stands for the transpose of each matrix; without the low-rank part."""
+        return Quantized(self.values.mT, self.scale)
 
     def error(self, x: Tensor) -> Tensor:
         """Return x [t c] less what stands for it, [t c] in the dtype of x or wider."""

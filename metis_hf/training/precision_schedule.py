@@ -11,7 +11,9 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from metis_hf.config import PASSES, MetisConfig
+from metis_hf.conversion.attention import attention_products, select_attention, set_attention
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
 
 logger = logging.get_logger(__name__)
@@ -29,6 +31,7 @@ CHANGEABLE = (
     "backward_rounding",
     "scale_rounding",
     "high_precision",
+    "attention",
     "two_level",
     "refresh_interval",
 )
@@ -36,6 +39,8 @@ CHANGEABLE = (
 
 def set_precision(model: nn.Module, **changes: Any) -> None:
     """Change how the layers of a converted model compute; its parameters stay as they are.
+
+    So do the products of its attention, which `attention=...` quantizes, and None gives back.
 
     The model's config changes with it, so a checkpoint saved afterwards loads as the model is now.
 
@@ -45,8 +50,8 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
             `scheme="nvidia"`; see `CHANGEABLE`.
 
     Raises:
-        ValueError: no converted layer, a field that cannot change, or a scheme that stores weights
-            in another form; nothing changes.
+        ValueError: no converted layer, a field that cannot change, a scheme that stores weights in
+            another form, or one that attention does not take; nothing changes.
     """
     layers = _converted(model)
     fixed = [name for name in changes if name not in CHANGEABLE]
@@ -58,8 +63,11 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
     _check_patterns(next(iter(layers.values())).config, changes)
     for name, layer in layers.items():
         _check_form(name, layer, configs[name])
+    common = next(iter(configs.values()))  # of what attention takes
+    attending = select_attention(model, common, tuple(layers))
     for name, layer in layers.items():
         layer.set_config(configs[name])
+    set_attention(model, common, attending)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
         model.config.quantization_config = config.replace(**changes)  # type: ignore[union-attr]
@@ -67,7 +75,7 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
 
 @contextlib.contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
-    """Run all converted layers of a model unquantized inside the block.
+    """Run all converted layers of a model, and its attention, unquantized inside the block.
 
         with high_precision(model), torch.no_grad():
             exact = model(**batch).logits
@@ -81,7 +89,8 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: no converted layer.
     """
-    layers = _converted(model).values()
+    layers: list[MetisLayer | AttentionProducts] = list(_converted(model).values())
+    layers += [products for _, products in attention_products(model)]
     before = [(layer, layer.scheme, layer.eval_scheme) for layer in layers]
     exact = [layer.scheme.in_high_precision(PASSES) for layer in layers]
     for layer, scheme in zip(layers, exact):
