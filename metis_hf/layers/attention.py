@@ -270,20 +270,21 @@ class AttentionProducts(nn.Module):
         device = query.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
-        batch, heads, queries, _ = query.shape
-        groups = key.shape[1]
+        batch, heads, queries, width = query.shape
+        groups, keys = key.shape[1:3]
+        in_groups = (batch * groups, heads // groups, queries)
         with torch.autocast(device, enabled=False):
-            grouped = query.reshape(batch * groups, heads // groups, queries, -1)
+            grouped = query.reshape(*in_groups, width)
             scores = self.product(grouped, key.flatten(0, 1), "scores", dtype)
-            scores = as_fp32(scores).view(batch, heads, queries, -1) * scaling
+            scores = as_fp32(scores).view(batch, heads, queries, keys) * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             if bias is not None:
                 scores = scores + bias
             probabilities = _softmax(scores, blocked, sinks)
-            grouped = probabilities.view(batch * groups, heads // groups, queries, -1)
+            grouped = probabilities.view(*in_groups, keys)
             context = self.product(grouped, value.flatten(0, 1).mT, "context", dtype)
-        return context.view(batch, heads, queries, -1), probabilities
+        return context.view(batch, heads, queries, value.shape[-1]), probabilities
 
     def extra_repr(self) -> str:
         return f"attention={self.config.attention}"

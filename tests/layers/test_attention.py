@@ -1,0 +1,564 @@
+"""The two products of attention, link by link against the scalar reference and float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from reference import fake_quantize
+
+from layers.layer_reference import UNIT, array, rotation
+from layers.layer_tools import NEAREST
+from metis_hf import MetisConfig, scheme_names
+from metis_hf.layers.attention import (
+    AttentionProducts,
+    ProductPlan,
+    QuantizedProduct,
+    build_attention_scheme,
+)
+from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.noise import key_of
+from metis_hf.numerics import Quantizer
+from metis_hf.operands import Hadamard, Identity, Operand, Requantized
+from metis_hf.schemes import Role, Scheme
+from metis_hf.transforms.hadamard import hadamard_matrix
+
+# What the accepted schemes have for [a, b, dy of dgrad, b of dgrad, dy of wgrad, a of wgrad]:
+# format, scale rounding, scale rule.
+FORWARD, UP = ("nvfp4", "nearest", "absmax"), ("nvfp4", "up", "absmax")
+SIX = ("nvfp4", "nearest", "four-over-six")
+UNBIASED = ("nvfp4", "nearest", "unbiased")
+MX, MX_UP = ("mxfp4", "floor", "absmax"), ("mxfp4", "up", "absmax")
+TABLE = {
+    "nvfp4": [UP] * 6,
+    "nvfp4-rne": [FORWARD, FORWARD, UP, FORWARD, UP, FORWARD],
+    "nvidia": [FORWARD] * 6,
+    "four-over-six": [SIX, SIX, FORWARD, SIX, FORWARD, SIX],
+    "nvidia-unbiased": [FORWARD, FORWARD, UNBIASED, FORWARD, UNBIASED, FORWARD],
+    "four-over-six-unbiased": [SIX, SIX, UNBIASED, SIX, UNBIASED, FORWARD],
+    "mxfp4": [MX, MX, MX_UP, MX, MX_UP, MX],
+}
+ROTATED = {"nvidia", "four-over-six", "nvidia-unbiased", "four-over-six-unbiased"}  # in wgrad
+BY_ROWS = (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
+ACCEPTED = {*TABLE, "quartet2", "bf16"}
+
+
+def products_of(scheme: str, **changes) -> AttentionProducts:
+    return AttentionProducts(MetisConfig(attention=scheme, **changes), "model.attention")
+
+
+def plan_of(products: AttentionProducts, a, b, dtype=torch.float32) -> ProductPlan:
+    scheme = products.scheme
+    state = None if scheme.state is None else scheme.state.freeze({}, a, b)
+    return ProductPlan(scheme, dtype, CallKeys(key_of("a test"), a, b), state)
+
+
+def reference(x: np.ndarray, role: Role, scheme: str, signs: np.ndarray | None) -> np.ndarray:
+    """What stands for x [.. r c] in a GEMM: blocks along what it contracts, one tensor scale.
+
+    In wgrad of the schemes that rotate there: every head's matrix rotated by a block-diagonal
+    matrix, quantized, and rotated back, with the rows of its padding.
+    """
+    fmt, scale_rounding, scale_rule = TABLE[scheme][role]
+    options = {"scale_rounding": scale_rounding, "scale_rule": scale_rule}
+    dim = -2 if role in BY_ROWS else -1
+    rotated = signs is not None and role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
+    if not rotated:
+        return fake_quantize(x, fmt, dim=dim, **options).values.astype(np.float64)
+    h = rotation(x.shape[-2], signs)
+    # As the layer rounds it to fp32.
+    inside = (h @ x.astype(np.float64)).astype(np.float32)
+    back = rotation(h.shape[0], signs).T
+    return back @ fake_quantize(inside, fmt, dim=dim, **options).values.astype(np.float64)
+
+
+def assert_close(found: torch.Tensor, expected: np.ndarray, size: np.ndarray, terms: int) -> None:
+    """Hold an fp32 sum of products to float64: `terms` roundings of the sum of magnitudes."""
+    error = np.abs(array(found).astype(np.float64) - expected)
+    assert found.shape == expected.shape
+    assert np.all(error <= (terms + 4) * UNIT * size + 1e-30), error.max()
+
+
+SHAPES = [  # heads in a group, rows of a, rows of b, contracted: ragged, and of whole blocks
+    (1, 9, 11, 20),
+    (3, 5, 18, 16),
+    (2, 1, 33, 8),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", TABLE)
+def test_product_is_that_of_the_reference(scheme, shape):
+    """y, da and db of given a, b and dy, each from operands that the scalar reference quantizes."""
+    g, m, n, c = shape
+    products = products_of(scheme, **NEAREST)
+    a = (torch.randn(2, g, m, c) * torch.logspace(-1, 1, c)).requires_grad_()
+    b = torch.randn(2, n, c, requires_grad=True)
+    dy = torch.randn(2, g, m, n) * 1e-3
+    y = QuantizedProduct.apply(a, b, plan_of(products, a, b))
+    y.backward(dy)
+
+    signs = None
+    if scheme in ROTATED:
+        conditioner = products.scheme.wgrad_input.conditioner
+        assert isinstance(conditioner, Hadamard)
+        signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])
+    given = (a, b, dy, b, dy, a)
+    hats = [reference(array(x), role, scheme, signs) for role, x in zip(Role, given)]
+    a_hat, b_hat, d_hat, b_again, d_rows, a_rows = hats
+    for found, left, right, terms in (
+        (y, a_hat, np.swapaxes(b_hat, -1, -2)[:, None], c),
+        (a.grad, d_hat, b_again[:, None], n),
+    ):
+        assert_close(found, left @ right, np.abs(left) @ np.abs(right), terms + 16)
+    # One GEMM for the heads of a group: their queries after each other.
+    db = (np.swapaxes(d_rows, -1, -2) @ a_rows).sum(1)
+    size = (np.swapaxes(np.abs(d_rows), -1, -2) @ np.abs(a_rows)).sum(1)
+    # Rotated operands come back through two fp32 products, whose terms may cancel.
+    assert_close(b.grad, db, size * (32 if signs is not None else 1), g * m + 16)
+
+
+def test_quartet2_has_its_two_bases():
+    """Forward 4/6; each backward GEMM rotates both operands by signs of one of them."""
+    products = products_of("quartet2")
+    a, b = torch.randn(2, 1, 32, 16, requires_grad=True), torch.randn(2, 32, 16, requires_grad=True)
+    y = QuantizedProduct.apply(a, b, plan_of(products, a, b))
+    hats = [fake_quantize(array(x), dim=-1, scale_rule="four-over-six").values for x in (a, b)]
+    assert_close(y, hats[0] @ np.swapaxes(hats[1], -1, -2)[:, None].astype(np.float64),
+                 np.abs(hats[0]) @ np.abs(np.swapaxes(hats[1], -1, -2)[:, None]), 32)  # fmt: skip
+    plan = plan_of(products, a, b)
+    for left, right in (
+        (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT),
+        (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT),
+    ):
+        first, second = (plan.scheme.resolve(role)[1].bind(plan.state) for role in (left, right))
+        key = plan.keys[right]
+        other = second.conditioner.second.for_matrix(b, key)
+        assert torch.equal(first.conditioner.content, other.content)
+        assert first.conditioner.seed == other.seed
+
+
+def test_quartet2_gradient_is_that_of_the_forward_copies():
+    """On average over seeds: dQ -> dS K_hat, with K_hat the 4/6 copy of the forward pass."""
+    a, b, dy = torch.randn(1, 1, 128, 16), torch.randn(1, 128, 16), torch.randn(1, 1, 128, 128)
+    found = []
+    for seed in range(100):
+        products = products_of("quartet2", seed=seed)
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        plan = ProductPlan(
+            products.scheme,
+            torch.float32,
+            CallKeys(key_of("seed", seed), x, y),
+            products.scheme.state.freeze({}, x, y),
+        )
+        QuantizedProduct.apply(x, y, plan).backward(dy)
+        found.append((x.grad, y.grad))
+    nearest = MetisConfig(attention="quartet2")
+    q = build_attention_scheme(nearest).dgrad_weight.quantizer.deterministic()
+    a_hat, b_hat = q(a, dim=-1), q(b, dim=-1)
+    for grads, exact in zip(zip(*found), (dy @ b_hat, (dy.mT @ a_hat)[:, 0])):
+        grads = torch.stack(grads)
+        error = (grads.mean(0) - exact).norm() / exact.norm()
+        one = (grads[0] - exact).norm() / exact.norm()
+        assert error < 1.5 * one / len(grads) ** 0.5, (error, one)
+
+
+def test_stochastic_gradients_are_unbiased():
+    """nvfp4-rne: the mean over noise keys is the product of dy with the nearest copies."""
+    products = products_of("nvfp4-rne")
+    a, b, dy = torch.randn(1, 2, 7, 16), torch.randn(1, 24, 16), torch.randn(1, 2, 7, 24)
+    total: list = []
+    for n in range(400):
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        plan = ProductPlan(products.scheme, torch.float32, CallKeys(key_of("n", n), x, y))
+        QuantizedProduct.apply(x, y, plan).backward(dy)
+        total.append((x.grad, y.grad))
+    a_hat, b_hat = (torch.from_numpy(fake_quantize(x.numpy(), dim=-2).values) for x in (a, b))
+    for grads, exact in zip(zip(*total), (dy @ b_hat[:, None], (dy.mT @ a_hat).sum(1))):
+        grads = torch.stack(grads)
+        spread = grads.std(0) / len(grads) ** 0.5
+        assert ((grads.mean(0) - exact).abs() < 5 * spread + 1e-6).all()
+        assert (spread > 0).any()
+
+
+class Heads(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def heads(h=4, kv=2, q=13, k=13, d=8, e=8, batch=2, dtype=torch.float32) -> Heads:
+    shapes = ((batch, h, q, d), (batch, kv, k, d), (batch, kv, k, e))
+    return Heads(*(torch.randn(s, dtype=dtype).requires_grad_() for s in shapes))
+
+
+def causal(q: int, k: int) -> torch.Tensor:
+    return torch.ones(q, k, dtype=torch.bool).triu(1 + k - q)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"blocked": causal(13, 13)},
+    "softcap": {"blocked": causal(13, 13), "softcap": 0.7},
+    "bias": {"bias": torch.linspace(-1, 1, 169).view(1, 1, 13, 13)},
+    "padding": {"blocked": torch.arange(13) > torch.tensor([12, 7]).view(2, 1, 1, 1)},
+}
+
+
+def eager(heads: Heads, scaling: float, blocked=None, bias=None, softcap=None, sinks=None):
+    """Attention by its definition, in float64; keys and values repeated for their group."""
+    q, k, v = (x.double() for x in heads)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * scaling
+    if softcap is not None:
+        s = softcap * (s / softcap).tanh()
+    if bias is not None:
+        s = s + bias
+    if blocked is not None:
+        s = s.masked_fill(blocked, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.double().view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    p = s.softmax(-1)[..., : k.shape[2]]
+    return p @ v, p
+
+
+class TestExact:
+    """With operands that are not quantized, attention by definition and its gradients."""
+
+    @pytest.mark.parametrize("name", [*OPTIONS, "sinks"])
+    def test_is_attention(self, name):
+        products, x = products_of("nvfp4-rne"), heads()
+        products.scheme = Scheme()
+        options = dict(OPTIONS.get(name, {}))
+        if name == "sinks":
+            options["sinks"] = torch.randn(4, requires_grad=True)
+        leaves = [*x, *(o for o in options.values() if o is options.get("sinks"))]
+        out, p = products.attend(*x, scaling=0.3, **options)
+        expected, expected_p = eager(x, 0.3, **options)
+        dy = torch.randn(out.shape)
+        found = torch.autograd.grad(out, leaves, dy)
+        wanted = torch.autograd.grad(expected, leaves, dy.double())
+        for one, other in zip((out, p, *found), (expected, expected_p, *wanted)):
+            torch.testing.assert_close(one.double(), other.double(), rtol=2e-5, atol=2e-6)
+
+    def test_values_of_another_width_and_longer_keys(self):
+        products, x = products_of("nvfp4-rne"), heads(q=3, k=21, d=8, e=12)
+        products.scheme = Scheme()
+        out, _ = products.attend(*x, scaling=0.5)
+        torch.testing.assert_close(out.double(), eager(x, 0.5)[0], rtol=1e-5, atol=1e-6)
+
+    def test_float64_stays_float64(self):
+        products, x = products_of("nvfp4-rne"), heads(dtype=torch.float64)
+        products.scheme = Scheme()
+        out, p = products.attend(*x, scaling=0.5)
+        assert out.dtype is p.dtype is torch.float64
+        torch.testing.assert_close(out, eager(x, 0.5)[0], rtol=1e-12, atol=1e-12)
+
+
+class Seen(NamedTuple):
+    """What was handed to an operand: of the product that it belongs to, in order."""
+
+    role: Role
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Every operand of every call from now on."""
+    calls: list[Seen] = []
+    original = ProductPlan.operand
+
+    def operand(self, role, x):
+        found = original(self, role, x)
+        values = found.values if found.scale is None else found.values * found.scale
+        calls.append(Seen(role, x.detach().clone(), values.detach().clone()))
+        return found
+
+    monkeypatch.setattr(ProductPlan, "operand", operand)
+    return calls
+
+
+class TestQuantized:
+    """The whole of it: what enters each product, and what softmax makes of it."""
+
+    @pytest.mark.parametrize("name", OPTIONS)
+    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "mxfp4"])
+    def test_chain(self, scheme, name, seen):
+        """Each link starts from the one before as it was computed; see `layer_reference`."""
+        products, x = products_of(scheme, **NEAREST), heads()
+        out, p = products.attend(*x, scaling=0.4, **OPTIONS[name])
+        dy = torch.randn(out.shape)
+        out.backward(dy)
+        (q, k, p_in, v), backward = seen[:4], seen[4:]
+        assert [call.role for call in seen] == [0, 1, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+        for call, given in ((q, x.q), (k, x.k), (v, x.v.mT), (p_in, p)):
+            assert torch.equal(call.before.flatten(), given.detach().flatten())
+        for call in seen:
+            expected = reference(array(call.before), call.role, scheme, None)
+            assert np.array_equal(array(call.after), expected.astype(np.float32))
+
+        def as_heads(call: Seen) -> torch.Tensor:
+            """[b h r c], repeated where a group shares it."""
+            values = (
+                call.after if call.after.dim() == 4 else call.after[:, None].expand(-1, 2, -1, -1)
+            )
+            return values.reshape(2, 4, *values.shape[2:]).double()
+
+        hats = Heads(as_heads(q), as_heads(k), as_heads(v).mT)
+        _, expected_p = eager(hats, 0.4, **OPTIONS[name])
+        torch.testing.assert_close(p.double(), expected_p, rtol=1e-4, atol=1e-6)
+        expected = as_heads(p_in) @ hats.v
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-6)
+
+        # Backward: the context's two products of dO, then dS by softmax's own rule, then dQ and dK.
+        d_cols, v_rows, d_rows, p_rows, ds_cols, k_rows, ds_rows, q_rows = map(as_heads, backward)
+        assert torch.equal(backward[0].before.flatten(), dy.flatten())
+        dp = d_cols @ v_rows
+        dv = (d_rows.mT @ p_rows).mT.view(2, 2, 2, 13, 8).sum(2)
+        torch.testing.assert_close(x.v.grad.double(), dv, rtol=1e-4, atol=1e-6)
+        exact = p.double()
+        ds = exact * (dp - (exact * dp).sum(-1, keepdim=True)) * 0.4
+        if name == "softcap":
+            raw = hats.q @ hats.k.mT * 0.4
+            ds = ds * (1 - (raw / 0.7).tanh() ** 2)
+        torch.testing.assert_close(
+            backward[4].before.view(2, 4, 13, 13).double(), ds.detach(), rtol=1e-3, atol=1e-6
+        )
+        torch.testing.assert_close(x.q.grad.double(), ds_cols @ k_rows, rtol=1e-4, atol=1e-6)
+        dk = (ds_rows.mT @ q_rows).view(2, 2, 2, 13, 8).sum(2)
+        torch.testing.assert_close(x.k.grad.double(), dk, rtol=1e-4, atol=1e-6)
+
+    def test_one_tensor_scale_for_all_heads_and_sequences(self, seen):
+        """A large value in one head coarsens another's zeros nowhere but in its block scales."""
+        products, x = products_of("nvfp4-rne", **NEAREST), heads()
+        with torch.no_grad():
+            x.q[0, 0, 0, 0] = 1e6
+            products.attend(*x, scaling=0.1)
+        whole = fake_quantize(array(x.q), dim=-1).values
+        alone = fake_quantize(array(x.q[1]), dim=-1).values
+        assert np.array_equal(array(seen[0].after).reshape(whole.shape), whole)
+        assert not np.array_equal(whole[1], alone)
+
+    @pytest.mark.parametrize("scheme", ["nvfp4", "quartet2", "four-over-six"])
+    def test_masked_probabilities_stay_zero(self, scheme, seen):
+        """Under stochastic rounding too; and so the output does not see them."""
+        products, x = products_of(scheme), heads(q=40, k=40)
+        blocked = causal(40, 40)
+        products.attend(*x, scaling=0.3, blocked=blocked)
+        p = seen[2]
+        assert p.role is Role.FPROP_INPUT
+        assert (p.after[..., :40].view(2, 4, 40, 40)[:, :, blocked] == 0).all()
+        assert (p.after[..., :40].view(2, 4, 40, 40)[:, :, ~blocked] > 0).float().mean() > 0.5
+
+    def test_row_that_attends_to_nothing(self):
+        products, x = products_of("nvfp4-rne"), heads()
+        blocked = causal(13, 13).expand(2, 1, 13, 13).clone()
+        blocked[1, :, 4] = True
+        out, p = products.attend(*x, scaling=0.3, blocked=blocked)
+        assert (out[1, :, 4] == 0).all()
+        assert (p[1, :, 4] == 0).all()
+        out.square().sum().backward()
+        assert all(leaf.grad.isfinite().all() for leaf in x)
+        assert (x.q.grad[1, :, 4] == 0).all()
+
+    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "nvfp4", "nvidia", "quartet2", "mxfp4"])
+    def test_bf16_applies_tensor_scales_to_the_product(self, scheme):
+        """Codes times block scales are exact in bf16, so only the sum is rounded, once."""
+        products = products_of(scheme, **NEAREST)
+        a, b = torch.randn(2, 2, 9, 24).bfloat16(), torch.randn(2, 17, 24).bfloat16()
+        y = QuantizedProduct.apply(a, b, plan_of(products, a, b, torch.bfloat16))
+        wide = plan_of(products, a, b)
+        exact = QuantizedProduct.apply(a.float(), b.float(), wide)
+        assert y.dtype is torch.bfloat16
+        # The sum, and the scale's product with it.
+        assert ((y.float() - exact).abs() <= 2**-7 * exact.abs() + 1e-6).all()
+
+    def test_autocast(self):
+        """GEMMs in the autocast dtype, gradients in that of the inputs."""
+        products, x = products_of("nvfp4-rne"), heads()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, p = products.attend(*x, scaling=0.3)
+        assert out.dtype is torch.bfloat16
+        assert p.dtype is torch.float32
+        out.float().square().sum().backward()
+        assert all(leaf.grad.dtype is torch.float32 for leaf in x)
+
+    def test_empty_batch(self):
+        products, x = products_of("nvfp4-rne"), heads(batch=0)
+        out, _ = products.attend(*x, scaling=0.3)
+        out.sum().backward()
+        assert out.shape == (0, 4, 13, 8)
+
+
+class TestNoise:
+    def run(self, products, x, dy):
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in x]
+        out, _ = products.attend(*leaves, scaling=0.3)
+        return [out, *torch.autograd.grad(out, leaves, dy)]
+
+    def test_repeats_with_the_content_and_differs_with_everything_else(self):
+        x = heads()
+        dy = torch.randn(2, 4, 13, 8)
+        first = self.run(products_of("nvfp4"), x, dy)
+        torch.rand(5)  # the generator's state is none of it
+        again = self.run(products_of("nvfp4"), x, dy)
+        assert all(torch.equal(one, other) for one, other in zip(first, again))
+        other_name = AttentionProducts(MetisConfig(attention="nvfp4"), "model.other")
+        other = self.run(other_name, x, dy)
+        seed = self.run(products_of("nvfp4", seed=1), x, dy)
+        for changed in (other, seed):
+            assert not any(torch.equal(one, two) for one, two in zip(first, changed))
+
+    def test_the_two_products_of_a_call_differ(self, seen):
+        """Equal matrices in both of them are not rounded alike."""
+        products = products_of("nvfp4")
+        a, b = torch.randn(1, 1, 16, 16), torch.randn(1, 16, 16)
+        products.product(a, b, "scores", torch.float32)
+        products.product(a, b, "context", torch.float32)
+        assert not torch.equal(seen[0].after, seen[2].after)
+
+    @pytest.mark.parametrize("scheme", sorted(ACCEPTED))
+    def test_evaluation_has_none(self, scheme):
+        products = products_of(scheme).eval()
+        for role in Role:
+            quantizer = products.active_scheme().resolve(role)[1].quantizer
+            assert quantizer is None or not quantizer.needs_noise
+        x = heads()
+        one, other = (AttentionProducts(products.config, name).eval() for name in "ab")
+        found = [module.attend(*x, scaling=0.3)[0] for module in (one, other)]
+        assert torch.equal(*found)
+
+
+class TestSchemes:
+    @pytest.mark.parametrize("scheme", scheme_names())
+    def test_accepted_or_refused_by_name(self, scheme):
+        if scheme in ACCEPTED:
+            built = build_attention_scheme(MetisConfig(attention=scheme))
+            tiles = {built.resolve(r)[1].quantizer.tile.value for r in Role if scheme != "bf16"}
+            assert tiles <= {"row"}
+            reused = [role for role in Role if built.reuses(role)]
+            assert not reused or scheme == "bf16"
+            return
+        with pytest.raises(ValueError, match=rf"^attention='{scheme}' cannot .* since it .*nvfp4"):
+            build_attention_scheme(MetisConfig(attention=scheme))
+
+    @pytest.mark.parametrize(
+        ("scheme", "reason"),
+        [
+            ("metis", "splits tensors"),
+            ("svdquant", "splits tensors"),
+            ("omniquant", "trains factors beside a weight"),
+            ("w4a4", r"keeps a state \(StaticScales\)"),
+            ("smoothquant", r"keeps a state \(Smoothing\)"),
+            ("tetrajet2", r"keeps a state \(Oscillation\)"),
+            ("quarot", "rotates operands of the forward pass"),
+            ("ufp4", "rotates operands of the forward pass"),
+            ("averis", r"has a conditioner \(MeanRemoved\)"),
+            ("occ", r"has a conditioner \(Clamped\)"),
+        ],
+    )
+    def test_reasons(self, scheme, reason):
+        with pytest.raises(ValueError, match=reason):
+            build_attention_scheme(MetisConfig(attention=scheme))
+
+    def test_unknown_scheme_and_foreign_format(self):
+        with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
+            build_attention_scheme(MetisConfig(attention="nvfp-4"))
+        with pytest.raises(ValueError, match="'quartet2' does not take format='int4'"):
+            build_attention_scheme(MetisConfig(attention="quartet2", format="int4"))
+
+    def test_config_overrides_apply(self):
+        config = MetisConfig(
+            attention="nvfp4", format="int4", forward_rounding="nearest", split_weight=True
+        )
+        quantizer = build_attention_scheme(config).fprop_weight.quantizer
+        assert (quantizer.fmt.name, quantizer.rounding.value) == ("int4", "nearest")
+
+    def test_passes_in_high_precision(self, seen):
+        for passes, exact in (("forward", (0, 1)), ("backward", (2, 3, 4, 5))):
+            seen.clear()
+            products, x = products_of("nvfp4-rne", high_precision=(passes,)), heads()
+            products.attend(*x, scaling=0.3)[0].square().sum().backward()
+            unchanged = set()
+            for call in seen:
+                rows, columns = call.before.shape[-2:]
+                if torch.equal(call.before, call.after[..., :rows, :columns]):
+                    unchanged.add(call.role)
+            assert unchanged == set(exact)
+
+    def test_bf16_quantizes_nothing(self):
+        assert products_of("bf16").active_scheme().is_high_precision
+
+    def test_requantized_copies_are_of_the_forward_copy(self):
+        """TetraJet's double quantization, along the other dimension, head by head."""
+        quantizer = Quantizer()
+        again = Operand(quantizer, Requantized(Identity()))
+        direct = Operand(quantizer)
+        scheme = Scheme(direct, direct, direct, again, direct, again)
+        b = torch.randn(2, 20, 12)
+        plan = ProductPlan(scheme, torch.float32, CallKeys(key_of("a"), b, b))
+        first = fake_quantize(array(b), dim=-1).values
+        second = fake_quantize(first, dim=-2).values
+        assert np.array_equal(array(plan.operand(Role.DGRAD_WEIGHT, b).values), second)
+
+
+def test_gradients_of_attn_qat():
+    """arXiv 2603.00040: quantized Q, K, V and P in the forward pass, exact dO and dS behind them.
+
+    A scheme that shares the forward copies and leaves gradients alone is theirs, but for where the
+    blocks of V run and P is normalized. D is taken with exact P and quantized V.
+    """
+    products, x = products_of("nvfp4-rne"), heads()
+    nearest = Operand(Quantizer())
+    products.scheme = Scheme(nearest, nearest)
+    blocked = causal(13, 13)
+    out, p = products.attend(*x, scaling=0.4, blocked=blocked)
+    dy = torch.randn(out.shape)
+    out.backward(dy)
+    q, k = (torch.from_numpy(fake_quantize(array(t), dim=-1).values).double() for t in x[:2])
+    v = torch.from_numpy(fake_quantize(array(x.v), dim=-2).values).double()
+    p_hat = torch.from_numpy(fake_quantize(array(p), dim=-1).values).double()
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    p, dy = p.detach().double(), dy.double()
+    delta = ((p @ v) * dy).sum(-1, keepdim=True)
+    ds = p * (dy @ v.mT - delta)
+    for found, expected in (
+        (out, p_hat @ v),
+        (x.q.grad, 0.4 * ds @ k),
+        (x.k.grad, (0.4 * ds.mT @ q).view(2, 2, 2, 13, 8).sum(2)),
+        (x.v.grad, (p_hat.mT @ dy).view(2, 2, 2, 13, 8).sum(2)),
+    ):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+class TestRefusals:
+    def test_second_derivatives(self):
+        products, x = products_of("nvfp4-rne"), heads()
+        out, _ = products.attend(*x, scaling=0.3)
+        (grad,) = torch.autograd.grad(out.square().sum(), x.q, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            grad.sum().backward()
+
+    def test_batched_gradients(self):
+        products, x = products_of("nvfp4-rne"), heads()
+        out, _ = products.attend(*x, scaling=0.3)
+        dy = torch.randn(3, *out.shape)
+        with pytest.raises(NotImplementedError, match="batched gradients"):
+            torch.autograd.grad(out, x.q, dy, is_grads_batched=True)
+
+    def test_torch_func_names_the_module(self):
+        products, x = products_of("nvfp4-rne"), heads()
+        with pytest.raises(NotImplementedError, match=r"^model\.attention inside torch\.func"):
+            torch.func.grad(lambda q: products.attend(q, x.k, x.v, scaling=0.3)[0].sum())(x.q)
+
+
+def test_no_parameters_and_no_state():
+    products = products_of("quartet2")
+    assert not products.state_dict()
+    assert not list(products.parameters())
+    assert dataclasses.is_dataclass(products.scheme)
+    assert "attention=quartet2" in repr(products)
