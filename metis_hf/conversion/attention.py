@@ -92,7 +92,8 @@ def select_attention(
             "too, or leave attention unset"
         )
     for name in inside:
-        _plain_function(name, model.get_submodule(name), _config_of(name, model))
+        module = model.get_submodule(name)
+        _plain_function(name, module, _plain_config(name, module))
     return tuple(name for name, _ in model.named_modules() if name in inside)
 
 
@@ -131,8 +132,12 @@ def remove_attention(model: nn.Module) -> None:
         del module._modules[_ATTRIBUTE]
 
 
-def _config_of(name: str, model: nn.Module) -> Any:
-    config = getattr(model.get_submodule(name), "config", None)
+def _plain_config(name: str, module: nn.Module) -> Any:
+    """Return the config that names the implementation of a module's attention as it is not ours."""
+    products = module._modules.get(_ATTRIBUTE)
+    if isinstance(products, AttentionProducts):
+        return products.plain_config
+    config = getattr(module, "config", None)
     if not hasattr(config, "_attn_implementation"):
         raise ValueError(
             f"{name} has no config of transformers that names its attention; leave attention unset"

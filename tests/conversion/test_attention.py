@@ -1,0 +1,476 @@
+"""Attention of real architectures: hooked in, computed as their own, put back, saved, trained."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import transformers
+from conftest import VOCAB, llama
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from conversion.architectures import ARCHITECTURES
+from metis_hf import (
+    MetisConfig,
+    PrecisionSchedule,
+    get_metis_model,
+    high_precision,
+    metis_layers,
+    set_precision,
+    to_dense,
+)
+from metis_hf.conversion.attention import attention_products
+from metis_hf.layers.attention import AttentionProducts, ProductPlan
+from metis_hf.schemes import Role, Scheme
+
+CONFIG = MetisConfig(scheme="bf16", attention="nvfp4-rne")
+SLIDING = {"sliding_window": 7, "attention_dropout": 0.0}
+
+
+def small(model: str, **changes):
+    options = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 128, "pad_token_id": 0,
+    }  # fmt: skip
+    kind = getattr(transformers, f"{model}ForCausalLM")
+    return kind(kind.config_class(**options | changes))
+
+
+def converted(model=None, config=CONFIG):
+    return get_metis_model(llama() if model is None else model, config)
+
+
+def left_padded(ids):
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def with_exact_operands(model) -> None:
+    """Let attention compute its products by itself, of operands that are not quantized."""
+    for _, products in attention_products(model):
+        scheme = Scheme()
+        object.__setattr__(scheme, "is_high_precision", False)  # else the model's own runs
+        products.scheme = products.eval_scheme = scheme
+
+
+def results(model, batch) -> list[torch.Tensor]:
+    """Loss and all gradients, of experts that are layers or slices left out."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert len(named) > 10
+    return [loss.detach(), *(grad for name, grad in named.items() if "expert" not in name)]
+
+
+class TestArchitectures:
+    """What masks, windows, caps, sinks and biases mean to the model's own attention."""
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    def test_is_the_models_own_with_exact_operands(self, name, implementation):
+        entry = ARCHITECTURES[name]
+        dense = entry.build()
+        if implementation == "sdpa" and not dense._supports_sdpa:
+            with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+                dense.set_attn_implementation("sdpa")
+            return
+        dense.set_attn_implementation(implementation)
+        model = converted(copy.deepcopy(dense))
+        batch = entry.batch()
+        quantized = results(model, batch)
+        with_exact_operands(model)
+        for training in (True, False):
+            exact = results(dense.train(training), batch)
+            found = results(model.train(training), batch)
+            for one, other in zip(found, exact, strict=True):
+                # A bias of keys has no gradient but rounding errors.
+                atol = 1e-9 + 1e-4 * other.abs().max().item()
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=atol)
+        assert not torch.equal(quantized[0], exact[0])
+
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    def test_back_to_the_former_implementation(self, name):
+        entry = ARCHITECTURES[name]
+        dense = entry.build().eval()
+        model = converted(copy.deepcopy(dense))
+        batch = entry.batch()
+        with torch.no_grad():
+            before = dense(**batch).loss
+            with high_precision(model):
+                assert torch.equal(model(**batch).loss, before)
+            assert not torch.equal(model(**batch).loss, before)
+            to_dense(model)
+            assert torch.equal(model(**batch).loss, before)
+        assert not list(attention_products(model))
+        assert {type(module) for module in model.modules()} == {
+            type(module) for module in dense.modules()
+        }
+
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("Mistral", SLIDING),
+            ("Gemma2", SLIDING | {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4}),
+            ("Qwen3", {"use_sliding_window": True, "max_window_layers": 0, **SLIDING}),
+        ],
+    )
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_windows_and_caps_that_bite(self, name, options, implementation, token_ids):
+        dense = small(name, **options)
+        for parameter in dense.parameters():
+            parameter.data.mul_(3.0)  # scores large enough for the cap
+        if dense._supports_sdpa or implementation == "eager":
+            dense.set_attn_implementation(implementation)
+        whole = small(name, **options | {"sliding_window": 1000})
+        whole.load_state_dict(dense.state_dict())
+        model = converted(copy.deepcopy(dense))
+        with_exact_operands(model)
+        batch = left_padded(token_ids)
+        with torch.no_grad():
+            found, exact, other = (m.eval()(**batch).logits for m in (model, dense, whole))
+        kept = batch["attention_mask"].bool()
+        torch.testing.assert_close(found[kept], exact[kept], rtol=1e-3, atol=1e-3)
+        assert (other[kept] - exact[kept]).abs().max() > 0.01
+
+    def test_sinks_take_their_share(self):
+        model = converted(ARCHITECTURES["gpt-oss"].build())
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data.fill_(50.0)
+        model(**ARCHITECTURES["gpt-oss"].batch()).loss.backward()
+        seen = []
+
+        def watch(module, args, output):
+            seen.append(output[1])
+
+        for _, products in attention_products(model):
+            model.get_submodule(products.name).register_forward_hook(watch)
+        model(**ARCHITECTURES["gpt-oss"].batch())
+        assert all((weights < 1e-6).all() for weights in seen)
+        sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
+        assert all(p.grad is not None for p in sinks)
+
+
+class TestSelection:
+    def test_report_names_what_is_quantized(self):
+        model = converted()
+        assert "attention products: nvfp4-rne in 2 modules" in str(model.metis_report)
+        assert model.metis_report.attention_modules == tuple(
+            name for name, _ in attention_products(model)
+        )
+        assert model.metis_report.to_dict()["attention"]["scheme"] == "nvfp4-rne"
+        plain = get_metis_model(llama(), MetisConfig(scheme="bf16"))
+        assert "attention" not in str(plain.metis_report)
+        assert "attention" not in plain.metis_report.to_dict()
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"keep_last_blocks": 1},
+            {"modules_to_not_convert": ["layers.1"]},
+            {"exclude_modules": r".*layers\.1\..*"},
+            {"target_modules": ["o_proj"], "layers_to_transform": [0]},
+        ],
+    )
+    def test_what_stays_keeps_its_attention(self, options, token_ids):
+        dense = llama().eval()
+        model = converted(copy.deepcopy(dense), CONFIG.replace(**options))
+        assert [name for name, _ in attention_products(model)] == ["model.layers.0.self_attn"]
+        outputs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+        given = torch.randn(2, 40, 64)
+        positions = torch.arange(40)[None]
+        for one in (dense, model):
+            rotary = one.model.rotary_emb(given, positions)
+            for index in outputs:
+                attention = one.model.layers[index].self_attn
+                with torch.no_grad():
+                    outputs[index].append(attention(given, rotary, None)[0])
+        assert torch.equal(*outputs[1])
+        assert not torch.equal(*outputs[0])
+
+    def test_falcons_attention_is_refused_by_name(self):
+        config = transformers.FalconConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        model = transformers.FalconForCausalLM(config)
+        before = {name: type(module) for name, module in model.named_modules()}
+        with pytest.raises(ValueError, match=r"self_attention \(FalconAttention\) does not call"):
+            converted(model)
+        assert before == {name: type(module) for name, module in model.named_modules()}
+
+    def test_no_attention_among_the_converted_layers(self):
+        with pytest.raises(ValueError, match="no module of LlamaForCausalLM with a converted"):
+            converted(llama(), CONFIG.replace(target_modules=["gate_proj"]))
+        with pytest.raises(ValueError, match="no module of Sequential"):
+            converted(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+
+    def test_scheme_is_refused_before_anything_changes(self):
+        model = llama()
+        with pytest.raises(ValueError, match="attention='metis' cannot be the scheme"):
+            converted(model, CONFIG.replace(attention="metis"))
+        assert not list(metis_layers(model))
+        assert converted(model)
+
+    @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+    def test_implementation_without_matrices_is_refused(self, implementation, token_ids):
+        model = llama()
+        model.config._attn_implementation_internal = implementation
+        with pytest.raises(ValueError, match=rf"masks that are matrices.*{implementation}"):
+            converted(model)
+        assert not list(metis_layers(model))
+        model = converted(llama())
+        model.config._attn_implementation_internal = implementation  # afterwards
+        with pytest.raises(ValueError, match=rf"self_attn: .*{implementation}"):
+            model.model.layers[0].self_attn(torch.randn(1, 4, 64), (torch.ones(1, 4, 16),) * 2)
+
+    def test_implementation_without_a_conversion(self, token_ids):
+        model = llama(attn_implementation="metis")
+        with pytest.raises(ValueError, match="for converted attention modules"):
+            model(input_ids=token_ids)
+
+    def test_tensor_parallelism_is_refused(self, monkeypatch):
+        monkeypatch.setattr("metis_hf.conversion.attention.planned", lambda _: {"tp_size": 2})
+        with pytest.raises(NotImplementedError, match="attention='nvfp4-rne' under tensor"):
+            converted()
+
+    def test_registered(self):
+        assert "metis" in ALL_ATTENTION_FUNCTIONS
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["metis"](batch_size=1, q_length=3, kv_length=3)
+        assert torch.equal(mask[0, 0], torch.ones(3, 3, dtype=torch.bool).tril())
+
+
+class TestCalls:
+    def test_dropout_is_refused_in_training_only(self, token_ids):
+        model = converted(llama(attention_dropout=0.1))
+        with torch.no_grad():
+            assert model.eval()(input_ids=token_ids).logits.isfinite().all()
+        with pytest.raises(NotImplementedError, match=r"self_attn: dropout=0\.1 .*attn_pdrop"):
+            model.train()(input_ids=token_ids)
+
+    def test_terms_that_are_not_known_are_refused(self):
+        attention = converted().model.layers[0].self_attn
+        states = torch.randn(1, 4, 64), (torch.ones(1, 4, 16),) * 2
+        with pytest.raises(NotImplementedError, match=r"self_attn hands indices to its attention"):
+            attention(*states, indices=torch.zeros(1))
+        with pytest.raises(ValueError, match=r"mask of shape \(1, 4\)"):
+            attention(*states, torch.ones(1, 4))
+
+    def test_attentions_can_be_looked_at(self, token_ids):
+        model = converted(llama(attn_implementation="eager")).eval()
+        weights = model(input_ids=token_ids, output_attentions=True).attentions
+        assert len(weights) == 2
+        torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 4, 40))
+        assert (weights[0].triu(1) == 0).all()
+
+    def test_padding_changes_no_token(self, token_ids):
+        """Beyond what tensor scales and blocks of keys see of it, which exact operands show."""
+        model = converted().eval()
+        with_exact_operands(model)
+        batch = left_padded(token_ids)
+        alone = {"input_ids": token_ids[:1, 9:]}
+        with torch.no_grad():
+            padded, whole = model(**batch).logits[:1, 9:], model(**alone).logits
+        torch.testing.assert_close(padded, whole, rtol=1e-4, atol=1e-4)
+
+    def test_generation_quantizes_the_whole_cache(self, monkeypatch):
+        """Each step multiplies one query with the quantized keys of the cache."""
+        model = converted(config=CONFIG.replace(scheme="nvfp4-rne")).eval()
+        calls = []
+        original = ProductPlan.operand
+
+        def operand(self, role, x):
+            if role is Role.FPROP_WEIGHT:
+                calls.append(tuple(x.shape[-2:]))
+            return original(self, role, x)
+
+        monkeypatch.setattr(ProductPlan, "operand", operand)
+        ids = torch.randint(1, VOCAB, (2, 5))
+        out = model.generate(ids, max_new_tokens=4, do_sample=False)
+        assert out.shape == (2, 9)
+        shapes = [shape for n in (5, 6, 7, 8) for shape in [(n, 16), (16, n)] * 2]
+        assert calls == shapes
+
+    def test_generation_is_a_step_on_given_keys(self, monkeypatch):
+        """The last step's attention, from the cache, by the product itself."""
+        model = converted().eval()
+        ids = torch.randint(1, VOCAB, (1, 21))
+        seen = []
+        original = AttentionProducts.attend
+
+        def attend(self, query, key, value, **options):
+            found = original(self, query, key, value, **options)
+            seen.append((query, key, value, options, found[0]))
+            return found
+
+        monkeypatch.setattr(AttentionProducts, "attend", attend)
+        with torch.no_grad():
+            past = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+            before = len(seen)
+            logits = model(input_ids=ids[:, -1:], past_key_values=past).logits
+            step = seen[before]
+            model(input_ids=ids)
+            full = seen[-2]
+        assert logits.isfinite().all()
+        assert step[0].shape[2] == 1
+        torch.testing.assert_close(step[1], full[1])  # the first block's keys: nothing before them
+        assert step[3]["blocked"] is None
+
+    def test_static_cache(self):
+        model = converted().eval()
+        with_exact_operands(model)
+        ids = torch.randint(1, VOCAB, (2, 5))
+        options = {"max_new_tokens": 6, "do_sample": False}
+        static = model.generate(ids, cache_implementation="static", **options)
+        assert torch.equal(static, model.generate(ids, **options))
+        assert torch.equal(static, to_dense(model).generate(ids, **options))
+
+
+class TestTraining:
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_checkpointing_gives_the_same_bits(self, reentrant, token_ids):
+        batch = left_padded(token_ids) | {"labels": token_ids}
+        config = MetisConfig(scheme="nvfp4", attention="nvfp4")  # stochastic everywhere
+        plain, model = (converted(llama(), config).train() for _ in range(2))
+        model.load_state_dict(plain.state_dict())
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        for one, other in zip(results(model, batch), results(plain, batch), strict=True):
+            assert torch.equal(one, other)
+
+    def test_evaluation_repeats_and_training_draws_by_content(self, token_ids):
+        model = converted(config=MetisConfig(scheme="bf16", attention="nvfp4"))
+        with torch.no_grad():
+            first = model.eval()(input_ids=token_ids).logits
+            assert torch.equal(first, model(input_ids=token_ids).logits)
+            noisy = model.train()(input_ids=token_ids).logits
+            assert torch.equal(noisy, model(input_ids=token_ids).logits)
+        assert not torch.equal(first, noisy)
+
+    @pytest.mark.parametrize("attention", ["nvfp4-rne", "quartet2"])
+    def test_save_and_reload(self, attention, tmp_path, token_ids):
+        model = converted(config=MetisConfig(scheme="nvidia", attention=attention)).train()
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+        assert loaded.config.quantization_config.attention == attention
+        assert len(list(attention_products(loaded))) == 2
+        assert all(products.training for _, products in attention_products(loaded))
+        batch = {"input_ids": token_ids, "labels": token_ids}
+        for one, other in zip(results(loaded, batch), results(model, batch), strict=True):
+            assert torch.equal(one, other)
+        copied = copy.deepcopy(model)
+        for one, other in zip(results(copied, batch), results(model, batch), strict=True):
+            assert torch.equal(one, other)
+
+    def test_dense_checkpoint_is_converted_on_its_way(self, tmp_path, token_ids):
+        dense = llama()
+        dense.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=CONFIG
+        )
+        model = converted(dense).eval()
+        with torch.no_grad():
+            logits = [m(input_ids=token_ids).logits for m in (model, loaded)]
+        assert torch.equal(*logits)
+
+    def test_a_trainer_run_with_a_schedule(self, tmp_path, token_ids):
+        """Four steps: quantized, then attention and layers with an exact forward pass."""
+        config = MetisConfig(scheme="nvfp4-rne", attention="nvfp4-rne")
+        model = converted(llama(), config)
+        seen = []
+
+        class Watch(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                _, products = next(attention_products(model))
+                quantizer = products.scheme.fprop_input.quantizer
+                backward = products.scheme.dgrad_grad_output.quantizer
+                seen.append((quantizer is None, backward is None))
+
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, per_device_train_batch_size=2, logging_steps=1,
+            learning_rate=1e-3, report_to="none", disable_tqdm=True, use_cpu=True, bf16=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model,
+            arguments,
+            train_dataset=[{"input_ids": row, "labels": row} for row in token_ids],
+            callbacks=[PrecisionSchedule(at=0.5), Watch()],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(losses) == 4
+        assert losses[-1] < losses[0]
+        assert seen == [(False, False)] * 2 + [(True, False)] * 2
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+        assert loaded.config.quantization_config.high_precision == ("forward",)
+        _, products = next(attention_products(loaded))
+        assert products.scheme.fprop_input.quantizer is None
+
+    def test_bf16_is_the_dense_model_to_the_bit(self, token_ids):
+        dense = llama()
+        model = converted(copy.deepcopy(dense), MetisConfig(scheme="bf16", attention="bf16"))
+        batch = {"input_ids": token_ids, "labels": token_ids}
+        for one, other in zip(results(model, batch), results(dense, batch), strict=True):
+            assert torch.equal(one, other)
+
+
+class TestSetPrecision:
+    def logits(self, model, ids):
+        with torch.no_grad():
+            return model.eval()(input_ids=ids).logits
+
+    def test_on_off_and_another(self, token_ids, tmp_path):
+        dense = llama()
+        model = get_metis_model(copy.deepcopy(dense), MetisConfig(scheme="bf16"))
+        plain = self.logits(model, token_ids)
+        set_precision(model, attention="nvfp4-rne")
+        on = self.logits(model, token_ids)
+        assert torch.equal(on, self.logits(converted(copy.deepcopy(dense)), token_ids))
+        set_precision(model, attention="four-over-six")
+        other = self.logits(model, token_ids)
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(other, self.logits(loaded, token_ids))
+        set_precision(model, high_precision=("forward", "backward"))
+        assert torch.equal(self.logits(model, token_ids), plain)
+        set_precision(model, attention=None, high_precision=())
+        assert not list(attention_products(model))
+        assert torch.equal(self.logits(model, token_ids), plain)
+        assert len({tuple(x.flatten().tolist()) for x in (plain, on, other)}) == 3
+
+    def test_refusals_change_nothing(self, token_ids):
+        model = converted()
+        before = self.logits(model, token_ids)
+        for changes, message in (
+            ({"attention": "metis"}, "splits tensors"),
+            ({"attention": "quartet2", "format": "int4"}, "does not take format"),
+            ({"attention": "none"}, "is not registered"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                set_precision(model, **changes)
+            assert torch.equal(self.logits(model, token_ids), before)
+            assert model.config.quantization_config == CONFIG
+
+    def test_high_precision_leaves_the_noise_alone(self, token_ids):
+        model = converted(config=MetisConfig(scheme="nvfp4", attention="nvfp4")).train()
+        batch = {"input_ids": token_ids, "labels": token_ids}
+        before = results(model, batch)
+        with high_precision(model):
+            exact = results(model, batch)
+        assert not torch.equal(exact[0], before[0])
+        for one, other in zip(results(model, batch), before, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_to_dense_of_a_model_saves_without_a_trace(tmp_path, token_ids):
+    model = to_dense(converted())
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert not re.search("metis|quantization_config", text)
+    assert model.model.layers[0].self_attn.config is model.config
