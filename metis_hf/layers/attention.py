@@ -195,7 +195,7 @@ def _merged(x: Quantized, rows: int = 0) -> Quantized:
 
 
 class AttentionProducts(nn.Module):
-    """What an attention module computes its two products by; it has no parameters.
+    """The scheme by which an attention module computes its two products, without parameters.
 
     Attributes:
         scheme: of both products in training.

@@ -77,8 +77,8 @@ def test_command(place, tmp_path, monkeypatch):
     (tmp_path / "bad.json").write_text(CONFIG.replace(attention="metis").to_json())
     configs = f"{tmp_path / 'good.json'},{tmp_path / 'bad.json'}"
     command = [
-        "metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt"), "--schemes", "mxfp4",
-        "--configs", configs, "--out", str(tmp_path / "out"),
+        "metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt"),
+        "--schemes", "mxfp4", "--configs", configs, "--out", str(tmp_path / "out"),
         "--limit", "9", "--length", "24", "--batch", "2", "--device", "cpu", "--alone", "none",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", command)
