@@ -40,6 +40,7 @@ SPLIT = ("numerics/test_spectral_split.py", "numerics/test_spectral_masks.py")
 OPERANDS = ("operands/test_operands.py", "operands/test_conditioners.py")
 EDEN = ("operands/test_ms_eden.py", "operands/test_operands.py")
 OUTLIERS = ("schemes/test_outlier_schemes.py", "operands/test_operands.py")
+ATTENTION = ("layers/test_attention.py",)
 GEMM = ("layers/test_gemm.py", "operands/test_operands.py")
 CORRECTIONS = ("layers/test_corrections.py", "operands/test_operands.py")
 NOISE = (
@@ -243,6 +244,18 @@ MUTANTS = [
        ("layers/test_gemm.py::test_eval_is_deterministic_and_rounds_to_nearest",)),
     _m("process-noise", "layers/linear.py", "return self.key.fold(self._batch_rank())",
        "return self.key", "all processes round weights alike", NOISE),
+    _m("attention-rows", "layers/attention.py", "x = x.mT if by_rows else x",
+       "by_rows = False", "backward operands have the blocks of fprop", ATTENTION),
+    _m("attention-noise", "layers/attention.py", "self.name, kind).fold", "self.name).fold",
+       "both products of a call have one noise", ATTENTION),
+    _m("attention-mask", "layers/attention.py",
+       "probabilities if blocked is None else probabilities.masked_fill(blocked, 0.0)",
+       "probabilities", "a row that attends to nothing attends to everything", ATTENTION),
+    _m("attention-tiles", "layers/attention.py", "return _in_own_blocks(scheme)",
+       "return scheme", "keys have square tiles, shared with dQ", ATTENTION),
+    _m("attention-window", "conversion/attention.py", "return ~mask, None, keys",
+       "return None, None, keys", "boolean masks are ignored",
+       ("conversion/test_attention.py::TestArchitectures",)),
     # --- schemes
     _m("square-weights", "schemes/parts.py", "replace(weight.quantizer, tile=Tile.SQUARE)",
        "weight.quantizer", "weights in contraction mode have row blocks", SCHEMES),
