@@ -162,6 +162,14 @@ def _plain_function(name: str, module: nn.Module, config: Any) -> Callable[..., 
     Raises:
         ValueError: an implementation for which masks are no matrices.
     """
+    _check_implementation(name, config)
+    forward: Any = inspect.unwrap(type(module).forward)
+    eager = forward.__globals__.get(_eager_name(type(module).forward))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+
+
+def _check_implementation(name: str, config: Any) -> None:
+    """Refuse an implementation for which masks are no matrices."""
     implementation = config._attn_implementation
     if implementation not in _MASKED:
         raise ValueError(
@@ -169,9 +177,6 @@ def _plain_function(name: str, module: nn.Module, config: Any) -> Callable[..., 
             f"attn_implementation is {implementation!r}. Load it, or call "
             'model.set_attn_implementation, with "sdpa" or "eager"'
         )
-    forward: Any = inspect.unwrap(type(module).forward)
-    eager = forward.__globals__.get(_eager_name(type(module).forward))
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
 
 
 def attention_forward(
@@ -208,8 +213,9 @@ def attention_forward(
             "this is none: get_metis_model(model, MetisConfig(attention=...)) selects it by itself"
         )
     config = products.plain_config
-    plain = _plain_function(products.name, module, config)
+    _check_implementation(products.name, config)
     if products.active_scheme().is_high_precision:
+        plain = _plain_function(products.name, module, config)
         return plain(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -215,6 +215,11 @@ class AttentionProducts(nn.Module):
         scheme = build_attention_scheme(config)
         self.config, self.scheme = config, scheme
         self.eval_scheme = scheme.deterministic()
+        # Made here: torch.compile does not trace what makes a key of a string.
+        self.keys = {
+            kind: key_of("attention", config.seed, self.name, kind)
+            for kind in ("scores", "context")
+        }
 
     def active_scheme(self) -> Scheme:
         """Return the scheme of the current mode: eval rounds to nearest everywhere."""
@@ -231,8 +236,7 @@ class AttentionProducts(nn.Module):
         """
         refuse_unsupported(self.name, a, (b,))
         scheme = self.active_scheme()
-        key = key_of("attention", self.config.seed, self.name, kind).fold(process_rank())
-        keys = CallKeys(key, a, b)
+        keys = CallKeys(self.keys[kind].fold(process_rank()), a, b)
         state = None
         if scheme.state is not None:
             flat = (x.detach().reshape(-1, x.shape[-1]) for x in (a, b))
