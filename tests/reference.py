@@ -162,6 +162,32 @@ def least_error_scale(
     return best
 
 
+def mixed_scale(
+    block: np.ndarray,
+    fmt: Format,
+    s_enc: np.float32,
+    rounding: ScaleRounding,
+    scale_rule: ScaleRule,
+) -> tuple[Scale, Element]:
+    """What codes of a block are multiplied by, and their format: of two, the one that is nearer.
+
+    Each has amax on its largest code, and its scale is rounded before the unit is multiplied in.
+    """
+    assert fmt.other is not None
+    share = 16 / 17 if scale_rule == "unbiased" else 1
+    wanted = [value * s_enc for value in block]
+    found = []
+    for element, unit in ((fmt.element, 1.0), fmt.other):
+        exact_scale = _amax(block) * (s_enc * F32(1 / (element.max * unit * share)))
+        scale = _e4m3_scale(exact_scale, F32(1) / s_enc, rounding)
+        step = scale.decode * F32(unit)
+        encode = min(F32(1) / (step * (F32(1) / s_enc)), FLT_MAX)
+        codes = _codes(block, encode, element)[0]
+        found.append((_squared_error(codes, step, wanted), Scale(step, encode), element))
+    first, second = found
+    return (second if second[0] < first[0] else first)[1:]
+
+
 def fake_quantize(
     x: np.ndarray,
     fmt: str = "nvfp4",
@@ -192,11 +218,14 @@ def fake_quantize(
         scaled, values = np.zeros_like(x), np.zeros_like(x)
         for index in _blocks(x.shape, dim, tile, form.block):
             flat, shape = x[index].reshape(-1), x[index].shape
-            if scale_rule in ("absmax", "unbiased"):
+            element = form.element
+            if form.other is not None:
+                scale, element = mixed_scale(flat, form, s_enc, scale_rounding, scale_rule)
+            elif scale_rule in ("absmax", "unbiased"):
                 scale = absmax_scale(_amax(flat), form, s_enc, scale_rounding, scale_rule)
             else:
                 scale = least_error_scale(flat, form, s_enc, scale_rounding, scale_rule)
-            block_codes, block_scaled = _codes(flat, scale.encode, form.element)
+            block_codes, block_scaled = _codes(flat, scale.encode, element)
             block_values = [(code * scale.decode) * inv_global for code in block_codes]
             codes[index] = np.array(block_codes, F32).reshape(shape)
             scales[index] = scale.decode

@@ -65,11 +65,15 @@ ELEMENTS: dict[str, Element] = {
 
 
 class Format(NamedTuple):
-    """An element format, the format of the scales, and the elements per scale (None: a row)."""
+    """An element format, the format of the scales, and the elements per scale (None: a row).
+
+    A block may take another element format instead, in units of a number of scales.
+    """
 
     element: Element
     scale: Literal["e4m3", "e8m0", "fp32"]
     block: int | None
+    other: tuple[Element, float] | None = None
 
 
 FORMATS: dict[str, Format] = {
@@ -84,6 +88,8 @@ FORMATS: dict[str, Format] = {
     "int4": Format(ELEMENTS["int4"], "fp32", 32),
     "nvint4": Format(ELEMENTS["int4"], "e4m3", 16),
     "ufp4": Format(ELEMENTS["int4"], "fp32", 16),
+    "if4": Format(ELEMENTS["e2m1"], "e4m3", 16, (ELEMENTS["int4"], 6 / 7)),
+    "mixfp4": Format(ELEMENTS["e2m1"], "e4m3", 16, (ELEMENTS["int4"], 1.0)),
 }
 
 

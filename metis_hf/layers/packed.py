@@ -20,7 +20,7 @@ from metis_hf.layers.unsupported import (
     refuse_batched_gradients,
     refuse_unsupported,
 )
-from metis_hf.numerics import NVFP4, ScaleRounding, storage
+from metis_hf.numerics import E2M1, NVFP4, ScaleRounding, storage
 from metis_hf.numerics.rounding import round_nearest
 from metis_hf.numerics.scaling import (
     ScaleRule,
@@ -60,7 +60,7 @@ class PackedWeight(NamedTuple):
         if global_scale is None:
             global_scale = encode_scale(weight)
         codes, scale, _ = _quantized_blocks(weight, global_scale)
-        packed = storage.pack(NVFP4.element.encode(codes.flatten(-2)), NVFP4.element.bits)
+        packed = storage.pack(E2M1.encode(codes.flatten(-2)), E2M1.bits)
         return cls(packed, scale.squeeze(-1).to(torch.float8_e4m3fn), global_scale)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -104,8 +104,8 @@ def _quantized_blocks(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, 
     tensor = TensorScale(encode, encode.reciprocal())
     amax = blocks.abs().amax(-1, keepdim=True)
     scale, inverse = block_scale(amax, NVFP4, ScaleRounding.NEAREST, tensor)
-    largest = NVFP4.element.max
-    codes = round_nearest((blocks * inverse).clamp_(-largest, largest), NVFP4.element)
+    largest = E2M1.max
+    codes = round_nearest((blocks * inverse).clamp_(-largest, largest), E2M1)
     return codes, scale, tensor.decode
 
 
@@ -119,7 +119,7 @@ def _pairs(device: torch.device) -> Tensor:
 def _make_pairs(device: torch.device) -> Tensor:
     byte = torch.arange(256, device=device)
     codes = torch.stack((byte & 15, byte >> 4), -1).to(torch.uint8)  # the low nibble is first
-    return NVFP4.element.decode(codes).contiguous().view(torch.int64).view(-1)
+    return E2M1.decode(codes).contiguous().view(torch.int64).view(-1)
 
 
 @functools.cache

@@ -9,7 +9,9 @@ from metis_hf.numerics.formats import (
     FORMATS,
     FP8_E4M3,
     FP8_E5M2,
+    IF4,
     INT4,
+    MIXFP4,
     MXFP4,
     MXFP6_E2M3,
     MXFP6_E3M2,
@@ -31,6 +33,7 @@ from metis_hf.numerics.formats import (
 )
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.metrics import relative_error, sqnr_db
+from metis_hf.numerics.mixed import MixedFormat
 from metis_hf.numerics.quantize import Quantizer, fake_quantize
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import ScaleRounding, ScaleRule
@@ -45,7 +48,9 @@ __all__ = [
     "FORMATS",
     "FP8_E4M3",
     "FP8_E5M2",
+    "IF4",
     "INT4",
+    "MIXFP4",
     "MXFP4",
     "MXFP6_E2M3",
     "MXFP6_E3M2",
@@ -61,6 +66,7 @@ __all__ = [
     "CodebookFormat",
     "FloatFormat",
     "IntFormat",
+    "MixedFormat",
     "QuantizedTensor",
     "Quantizer",
     "Rounding",

@@ -13,6 +13,7 @@ is no tensor scale or a given one. Nothing finite gives NaN.
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -25,9 +26,11 @@ from metis_hf.numerics.formats import (
     SCALE_FP32,
     BlockFormat,
     CodebookFormat,
+    ElementFormat,
     get_format,
 )
 from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
+from metis_hf.numerics.mixed import MixedFormat, largest_values, rounded, steps_of
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
     SCALE_NOISE,
@@ -40,6 +43,7 @@ from metis_hf.numerics.scaling import (
     corrected_scale,
     largest_value,
     least_error_scale,
+    mixed_scale,
     tensor_scale,
 )
 
@@ -49,16 +53,18 @@ D = TypeVar("D", bound="QuantizerDefinition")
 class Blocks(NamedTuple):
     """A quantized tensor, still laid out in blocks.
 
-    codes[b] * scale[b] is what codes and block scales represent, without the tensor scale.
+    codes[b] * scale[b] is what codes and block scales represent, without the tensor scale. Of mixed
+    formats the scale's sign says which of two formats the codes of a block are in; see `mixed`.
     """
 
     codes: Tensor  # fp32 values in the element grid, padded and cut into blocks
     scale: Tensor  # fp32 values in the scale format, broadcastable against codes
     global_scale: Tensor | None  # 0-dim fp32 decode scale, None if one-level
+    element: ElementFormat = NVFP4.element  # of the codes
 
     def values(self) -> Tensor:
         """Return the represented numbers, written in place of the codes."""
-        values = self.codes.mul_(self.scale)
+        values = self.codes.mul_(steps_of(self.element, self.scale))
         return values if self.global_scale is None else values.mul_(self.global_scale)
 
 
@@ -110,7 +116,7 @@ class QuantizerDefinition:
                 f"choose {' or '.join(repr(r) for r in scale.roundings)}"
             )
         if self.two_level and not scale.tensor_scale:
-            with_tensor_scale = "nvfp4 or nvint4"
+            with_tensor_scale = "nvfp4, nvint4, if4 or mixfp4"
             raise ValueError(
                 f"two_level=True does not exist for {fmt.name}: its {scale.name} block scales span "
                 f"the range of fp32 alone. Leave two_level unset, or use {with_tensor_scale}"
@@ -135,7 +141,8 @@ class QuantizerDefinition:
                 f'scale_rule="eden" corrects E4M3 scales of NVFP4 blocks, '
                 f'and the format is {fmt.name}; use scale_rule="absmax"'
             )
-        if self.scale_rule is ScaleRule.UNBIASED and fmt != NVFP4:
+        mixed = isinstance(fmt.element, MixedFormat)
+        if self.scale_rule is ScaleRule.UNBIASED and fmt != NVFP4 and not mixed:
             raise ValueError(
                 'scale_rule="unbiased" leaves room for the rounding of E4M3 scales of NVFP4 '
                 f'blocks, and the format is {fmt.name}; use scale_rule="absmax"'
@@ -161,18 +168,16 @@ class QuantizerDefinition:
         scale, inverse, tensor = self._scales(x32, dims, amax)
         y = x32 * inverse
         eden = self.scale_rule is ScaleRule.EDEN
-        limits = -element.max, element.max
-        inside = y.clamp(*limits) if eden else y.clamp_(*limits)
-        if self.rounding is Rounding.NEAREST:
-            codes = round_nearest(inside, element)
-        else:
+        round_ = round_nearest
+        if self.rounding is Rounding.STOCHASTIC:
             u = to_blocks(noise.uniform(x.shape, noise.as_key(key), x.device), self.tile, size, dim)
-            codes = round_stochastic(inside, element, u)
+            round_ = functools.partial(round_stochastic, noise=u)
+        codes = rounded(element, scale, y.clone() if eden else y, round_)
         if eden:
             # One dimension: noise is drawn in groups of 16 along the last one.
             u = noise.uniform((scale.numel(),), noise.as_key(key).fold(SCALE_NOISE), x.device)
             scale = corrected_scale(scale, y, codes, dims, self.fmt.scale, u.view(scale.shape))
-        return Blocks(codes, scale, None if tensor is None else tensor.decode)
+        return Blocks(codes, scale, None if tensor is None else tensor.decode, element)
 
     def in_code_units(self, x: Tensor, *, dim: int = -1) -> Tensor:
         """Divide x (not empty) by its scales: what is clamped and rounded to codes; fp32."""
@@ -196,6 +201,10 @@ class QuantizerDefinition:
             )
         elif self.scale_rule is ScaleRule.EDEN:
             scale, inverse = clipping_scale(amax, self.fmt, self.scale_rounding, tensor)
+        elif isinstance(self.fmt.element, MixedFormat):
+            scale, inverse = mixed_scale(
+                x, amax, dims, self.fmt, self.scale_rounding, tensor, self.scale_rule
+            )
         else:
             scale, inverse = block_scale(
                 amax, self.fmt, self.scale_rounding, tensor, self.scale_rule
@@ -227,7 +236,7 @@ class QuantizerDefinition:
             return x.new_zeros((), dtype=torch.float32)
         x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
         scale, _, tensor = self._scales(x32, block_dims(self.tile, x.dim(), dim))
-        largest = scale * self.fmt.element.max
+        largest = largest_values(self.fmt.element, scale)
         if tensor is not None:
             largest = largest * tensor.decode
         tolerance = 1 + 4 * torch.finfo(torch.float32).eps

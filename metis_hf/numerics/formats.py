@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.noise import constant
+from metis_hf.numerics.mixed import MixedFormat
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -242,7 +243,8 @@ class CodebookFormat:
         return self.table(codes.device)[codes.long()]
 
 
-ElementFormat: TypeAlias = SpacedFormat | CodebookFormat
+PlainFormat: TypeAlias = SpacedFormat | CodebookFormat
+ElementFormat: TypeAlias = PlainFormat | MixedFormat
 
 # OCP Microscaling Formats (MX) v1.0, section 5.3; OCP 8-bit Floating Point v1.0 for the 8-bit ones.
 E2M1 = FloatFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
@@ -251,6 +253,10 @@ E3M2 = FloatFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
 E4M3 = FloatFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn)
 E5M2 = FloatFormat("e5m2", 5, 2, bias=15, max=57344.0, dtype=torch.float8_e5m2)
 INT4_ELEMENT = IntFormat("int4", bits=4)
+# Both have the largest value 6, so that a block's scale does not depend on which it takes.
+E2M1_OR_SEVENTHS = MixedFormat("e2m1|int4*6/7", (E2M1, INT4_ELEMENT), units=(1.0, 6 / 7))
+# E1M2's values, 0 to 3.5 by halves, are the integers to 7 over 2: a scale takes the 2.
+E2M1_OR_E1M2 = MixedFormat("e2m1|int4", (E2M1, INT4_ELEMENT))
 
 
 @dataclass(frozen=True)
@@ -294,6 +300,9 @@ class BlockFormat:
         scale: format of the block scale.
         block_size: elements per scale; None for one scale per row (or tensor).
         source: where the format is specified.
+
+    Raises:
+        ValueError: mixed elements under scales without a sign bit to tell them apart.
     """
 
     name: str
@@ -301,6 +310,13 @@ class BlockFormat:
     scale: ScaleFormat
     block_size: int | None
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.element, MixedFormat) and self.scale != SCALE_E4M3:
+            raise ValueError(
+                f"format {self.name!r} mixes two formats of elements under {self.scale.name} "
+                "scales; the sign bit of e4m3 scales says which a block takes: use SCALE_E4M3"
+            )
 
     @property
     def bits_per_element(self) -> float:
@@ -323,6 +339,8 @@ INT4 = BlockFormat("int4", INT4_ELEMENT, SCALE_FP32, 32, "symmetric group quanti
 NVINT4 = BlockFormat("nvint4", INT4_ELEMENT, SCALE_E4M3, 16, "arXiv 2510.25602")
 # E1M2 without its tensor scale: its values, 0 to 3.5 by halves, are the integers to 7 over 2.
 UFP4 = BlockFormat("ufp4", INT4_ELEMENT, SCALE_FP32, 16, "arXiv 2606.20381")
+IF4 = BlockFormat("if4", E2M1_OR_SEVENTHS, SCALE_E4M3, 16, "arXiv 2603.28765")
+MIXFP4 = BlockFormat("mixfp4", E2M1_OR_E1M2, SCALE_E4M3, 16, "arXiv 2605.31035")
 
 FORMATS: dict[str, BlockFormat] = {
     fmt.name: fmt
@@ -338,6 +356,8 @@ FORMATS: dict[str, BlockFormat] = {
         INT4,
         NVINT4,
         UFP4,
+        IF4,
+        MIXFP4,
     )
 }
 

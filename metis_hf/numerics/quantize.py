@@ -122,7 +122,8 @@ def fake_quantize(
     Args:
         x: any shape, any float dtype; zero-padded to whole blocks along `dim`, padding dropped.
         fmt: a block format or its name: "nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2",
-            "mxfp8-e4m3", "mxfp8-e5m2", "fp8-e4m3", "fp8-e5m2", "int4", "nvint4", "ufp4".
+            "mxfp8-e4m3", "mxfp8-e5m2", "fp8-e4m3", "fp8-e5m2", "int4", "nvint4", "ufp4",
+            "if4", "mixfp4".
         dim: the dimension along which row blocks run.
         rounding: "nearest" (ties to even) or "stochastic" (unbiased).
         scale_rounding: E4M3 scales: "nearest" (TransformerEngine, the default) or "up"

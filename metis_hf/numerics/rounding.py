@@ -12,7 +12,7 @@ import enum
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.formats import CodebookFormat, ElementFormat, IntFormat, SpacedFormat
+from metis_hf.numerics.formats import CodebookFormat, IntFormat, PlainFormat, SpacedFormat
 
 _FP32_EXPONENT_MASK = 0x7F800000
 _FP32_MANTISSA_BITS = 23
@@ -59,7 +59,7 @@ def _at(places: Tensor, y: Tensor, fmt: CodebookFormat) -> Tensor:
     return fmt.table(y.device)[places].masked_fill_(y.isnan(), torch.nan)
 
 
-def round_nearest(y: Tensor, fmt: ElementFormat) -> Tensor:
+def round_nearest(y: Tensor, fmt: PlainFormat) -> Tensor:
     """Round to the nearest grid value, ties to the even code; keeps the sign of zero.
 
     Args:
@@ -78,7 +78,7 @@ def round_nearest(y: Tensor, fmt: ElementFormat) -> Tensor:
     return _with_sign(torch.add(y, binade, alpha=magic).sub_(binade, alpha=magic), y, fmt)
 
 
-def round_stochastic(y: Tensor, fmt: ElementFormat, noise: Tensor) -> Tensor:
+def round_stochastic(y: Tensor, fmt: PlainFormat, noise: Tensor) -> Tensor:
     """Round to one of the two neighbouring grid values, unbiased: E[result] = y.
 
     The fraction of the way to the upper neighbour is exact in fp32, so a value on the grid never

@@ -7,6 +7,8 @@ written; TransformerEngine's order is part of what makes results equal to the bi
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,9 +21,11 @@ from metis_hf.numerics.formats import (
     SCALE_FP32,
     BlockFormat,
     CodebookFormat,
+    PlainFormat,
     ScaleFormat,
     SpacedFormat,
 )
+from metis_hf.numerics.mixed import MixedFormat
 from metis_hf.numerics.rounding import power_below, round_nearest
 
 SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
@@ -123,14 +127,25 @@ def block_scale(
         if rounding is ScaleRounding.UP:
             scale = torch.where(amax > scale * fmt.element.max, scale * 2, scale)
         elif rounding is ScaleRounding.EVEN:
-            assert not isinstance(fmt.element, CodebookFormat)
+            assert not isinstance(fmt.element, CodebookFormat | MixedFormat)
             scale = torch.where(amax >= scale * next_binade(fmt.element), scale * 2, scale)
         return scale, scale.reciprocal()
-    # One rounding after this product; (amax / 6) * S would be another number.
-    to_largest = 1 / largest_code(fmt, rule)
-    wanted = amax * (to_largest if tensor is None else tensor.encode * to_largest)
-    scale = round_scale(wanted, fmt.scale, rounding)
+    scale = _scale_to(largest_code(fmt, rule), amax, fmt, rounding, tensor)
     return scale, inverse_scale(scale, tensor)
+
+
+def _scale_to(
+    largest: float,
+    amax: Tensor,
+    fmt: BlockFormat,
+    rounding: ScaleRounding,
+    tensor: TensorScale | None,
+) -> Tensor:
+    """Return 8-bit scales that bring each block's amax to `largest`."""
+    # One rounding after this product; (amax / 6) * S would be another number.
+    to_largest = 1 / largest
+    wanted = amax * (to_largest if tensor is None else tensor.encode * to_largest)
+    return round_scale(wanted, fmt.scale, rounding)
 
 
 def next_binade(element: SpacedFormat) -> float:
@@ -165,7 +180,11 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
 
 def largest_code(fmt: BlockFormat, rule: ScaleRule) -> float:
     """Return what a block's amax is scaled to before the scale is rounded."""
-    return fmt.element.max * (UNBIASED_SHARE if rule is ScaleRule.UNBIASED else 1)
+    return fmt.element.max * _share(rule)
+
+
+def _share(rule: ScaleRule) -> float:
+    return UNBIASED_SHARE if rule is ScaleRule.UNBIASED else 1
 
 
 def largest_value(fmt: BlockFormat, rule: ScaleRule) -> float:
@@ -199,27 +218,93 @@ def least_error_scale(
     Returns:
         (scale, inverse) as `block_scale`.
     """
+    element = fmt.element
+    assert not isinstance(element, MixedFormat)
+    base, error_of = _errors(x, amax, dims, fmt, tensor)
+
+    def candidate(value: Tensor) -> _Candidate:
+        scale = round_scale(value, fmt.scale, rounding)
+        inverse = inverse_scale(scale, tensor)
+        return _Candidate(scale, inverse, error_of(element, scale, inverse))
+
+    return _best(candidate(base * factor) for factor in TRIED_SCALES[rule])
+
+
+def mixed_scale(
+    x: Tensor,
+    amax: Tensor,
+    dims: tuple[int, ...],
+    fmt: BlockFormat,
+    rounding: ScaleRounding,
+    tensor: TensorScale | None,
+    rule: ScaleRule = ScaleRule.ABSMAX,
+) -> tuple[Tensor, Tensor]:
+    """Give each block the format, of two, that leaves the smaller squared error, and its scale.
+
+    Each format has the scale that brings amax to its own largest code. Errors are those of nearest
+    rounding, also where the elements are then rounded stochastically: a choice between two draws
+    would favour draws that come near, and be biased. The first format wins a tie. How errors are
+    added is `whole_errors`.
+
+    Args:
+        x: fp32 elements in blocks; `dims` are the dimensions inside a block.
+        amax: of each block, broadcastable against x.
+        fmt: its elements are a `MixedFormat`.
+
+    Returns:
+        (scale, inverse) as `block_scale`; scales have a sign where the second format is taken.
+    """
+    element = fmt.element
+    assert isinstance(element, MixedFormat)
+    _, error_of = _errors(x, amax, dims, fmt, tensor)
+
+    def candidate(one: SpacedFormat, unit: float) -> _Candidate:
+        scale = _scale_to(one.max * unit * _share(rule), amax, fmt, rounding, tensor)
+        step = scale * unit
+        inverse = inverse_scale(step, tensor)
+        return _Candidate(scale, inverse, error_of(one, step, inverse))
+
+    first, second = map(candidate, element.formats, element.units)
+    return _best([first, second._replace(scale=-second.scale)])
+
+
+class _Candidate(NamedTuple):
+    """A scale of each block, and the error that it leaves."""
+
+    scale: Tensor
+    inverse: Tensor
+    error: Tensor  # int32
+
+
+def _errors(
+    x: Tensor,
+    amax: Tensor,
+    dims: tuple[int, ...],
+    fmt: BlockFormat,
+    tensor: TensorScale | None,
+) -> tuple[Tensor, Callable[[PlainFormat, Tensor, Tensor], Tensor]]:
+    """Return the exact scale of each block, and a function from its steps to its squared error."""
     encode = torch.ones_like(amax) if tensor is None else tensor.encode
     base = amax.div(torch.full_like(amax, fmt.element.max)).mul_(encode)  # (amax / 6) * S
     wanted = x * encode  # in units of code * scale
     to_base = base.clamp(min=SMALLEST_BASE).reciprocal_()
+    count = math.prod(x.shape[dim] for dim in dims)
 
-    def candidate(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale = round_scale(value, fmt.scale, rounding)
-        inverse = inverse_scale(scale, tensor)
-        codes = round_nearest((x * inverse).clamp_(-fmt.element.max, fmt.element.max), fmt.element)
-        errors = codes.mul_(scale).sub_(wanted).mul_(to_base).square_()
-        return scale, inverse, _exact_sum(whole_errors(errors, _BLOCK ** len(dims)), dims)
+    def error_of(element: PlainFormat, step: Tensor, inverse: Tensor) -> Tensor:
+        codes = round_nearest((x * inverse).clamp_(-element.max, element.max), element)
+        errors = codes.mul_(step).sub_(wanted).mul_(to_base).square_()
+        return _exact_sum(whole_errors(errors, count), dims)
 
-    first, *others = TRIED_SCALES[rule]
-    scale, inverse, error = candidate(base * first)
-    for factor in others:
-        new_scale, new_inverse, new_error = candidate(base * factor)
-        better = new_error < error
-        scale = torch.where(better, new_scale, scale)
-        inverse = torch.where(better, new_inverse, inverse)
-        error = torch.where(better, new_error, error)
-    return scale, inverse
+    return base, error_of
+
+
+def _best(candidates: Iterable[_Candidate]) -> tuple[Tensor, Tensor]:
+    """Return (scale, inverse) of each block's candidate of least error; the first wins a tie."""
+    best, *others = candidates
+    for other in others:
+        better = other.error < best.error
+        best = _Candidate(*(torch.where(better, new, old) for new, old in zip(other, best)))
+    return best.scale, best.inverse
 
 
 def whole_errors(errors: Tensor, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from metis_hf.numerics import kernels
 from metis_hf.numerics.definition import Blocks
 from metis_hf.numerics.formats import NVFP4, BlockFormat
 from metis_hf.numerics.layout import Tile
+from metis_hf.numerics.mixed import decoded, encoded
 from metis_hf.numerics.quantize import Quantizer, check_input
 
 _CODES_PER_GROUP = {4: 2, 6: 4, 8: 1}  # the fewest codes that fill whole bytes
@@ -106,7 +107,8 @@ def quantize(
     else:
         # Noise belongs to elements in their original order, as in fake quantization.
         blocks = quantizer.blocks(x, dim=dim, key=key, amax=amax)
-        codes = pack(element.encode(_matrix(blocks.codes, quantizer.tile, dim)), element.bits)
+        bits = encoded(element, blocks.scale, blocks.codes)
+        codes = pack(_matrix(bits, quantizer.tile, dim), element.bits)
         scale = _scale_matrix(blocks.scale, quantizer.tile, dim).to(fmt.scale.dtype)
         global_scale = blocks.global_scale
         if quantizer.tile is Tile.SQUARE:
@@ -121,21 +123,23 @@ def dequantize(q: QuantizedTensor) -> Tensor:
     if math.prod(q.shape) == 0:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.codes.device)
     element, size = q.fmt.element, q.fmt.block_size
-    codes = element.decode(unpack(q.codes, element.bits))  # [.. n]
+    bits = unpack(q.codes, element.bits)  # [.. n]
     scale = q.scale.float()
     shape = q.shape or torch.Size([1])
     if q.tile is Tile.ROW:
         length = shape[q.dim]
         size = size or length
-        codes = codes[..., : scale.shape[-1] * size].unflatten(-1, (-1, size))
-        values = Blocks(codes, scale[..., None], q.global_scale).values()
+        bits = bits[..., : scale.shape[-1] * size].unflatten(-1, (-1, size))
+        scale = scale[..., None]
+        values = Blocks(decoded(element, scale, bits), scale, q.global_scale, element).values()
         values = values.flatten(-2)[..., :length].movedim(-1, q.dim)
     else:
         if q.tile is Tile.SQUARE:
             assert size is not None
             scale = scale.repeat_interleave(size, -2)[..., : shape[-2], :]
             scale = scale.repeat_interleave(size, -1)[..., : shape[-1]]
-        values = Blocks(codes[..., : shape[-1]], scale, q.global_scale).values()
+        codes = decoded(element, scale, bits[..., : shape[-1]])
+        values = Blocks(codes, scale, q.global_scale, element).values()
     return values.reshape(q.shape).to(q.dtype)
 
 

@@ -6,6 +6,7 @@ from metis_hf.schemes.parts import (
     Clamped,
     DifferentiableEstimator,
     MetisConfig,
+    MixedFormat,
     Operand,
     Scheme,
     in_mode,
@@ -27,8 +28,16 @@ def occ(config: MetisConfig, rank: int) -> Scheme:
     sparse part is in BF16. It gives no quantizer for the gradient of the output, although its cost
     model counts backward GEMMs as FP4 ones: here that is rounded stochastically, without clamping.
     Gradients of weights are multiplied by the estimator's slope, 0.6 on average.
+
+    Raises:
+        ValueError: a format whose blocks have one of two grids.
     """
     forward, backward = nearest_forward(config)
+    if isinstance(forward.fmt.element, MixedFormat):
+        raise ValueError(
+            "the estimator of its weights' gradients works between the codes of one grid, and a "
+            f"block of {forward.fmt.name} has one of two; choose another format or scheme"
+        )
     scheme = Scheme(
         fprop_input=Operand(forward, Clamped()),
         fprop_weight=Operand(forward, DifferentiableEstimator()),

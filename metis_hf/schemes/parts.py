@@ -36,10 +36,13 @@ from dataclasses import replace
 from metis_hf.config import MetisConfig
 from metis_hf.noise import fingerprint, key_of
 from metis_hf.numerics import (
+    IF4,
+    MIXFP4,
     MXFP4,
     NVFP4,
     UFP4,
     BlockFormat,
+    MixedFormat,
     Quantizer,
     Rounding,
     ScaleRounding,
@@ -80,6 +83,8 @@ from metis_hf.schemes.states import LayerState, Oscillation, Shifting, Smoothing
 __all__ = [
     "HIGH_PRECISION",
     "IDENTITY",
+    "IF4",
+    "MIXFP4",
     "MXFP4",
     "NVFP4",
     "RANK_MULTIPLE",
@@ -99,6 +104,7 @@ __all__ = [
     "LayerState",
     "MeanRemoved",
     "MetisConfig",
+    "MixedFormat",
     "Operand",
     "Oscillation",
     "Part",

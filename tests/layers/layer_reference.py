@@ -123,7 +123,8 @@ class Slot:
 
     slot: str  # "fprop.input", ...
     source: str  # "x", "w", "dy"; of a reused copy: ""
-    # "1x16", "16x16": NVFP4; "1x32", "32x32": MXFP4; "1x16u": UFP4; "-": high precision
+    # "1x16", "16x16": NVFP4; "1x32", "32x32": MXFP4; "1x16u": UFP4, "i": IF4, "m": MixFP4;
+    # "-": high precision
     blocks: str = "-"
     along: str = "-"  # the dimension that 1x16 blocks run along: "in", "out", "tokens"
     rounding: str = "-"
@@ -138,7 +139,8 @@ class Slot:
 
     @property
     def fmt(self) -> str:
-        return {"16": "nvfp4", "32": "mxfp4", "16u": "ufp4"}[self.blocks.split("x")[1]]
+        names = {"16": "nvfp4", "32": "mxfp4", "16u": "ufp4", "16i": "if4", "16m": "mixfp4"}
+        return names[self.blocks.split("x")[1]]
 
     @property
     def scale_rounding(self) -> str:
@@ -170,7 +172,7 @@ def scale_noise(call: Call) -> np.ndarray:
 def assert_quantized_as(call: Call, row: Slot) -> None:
     """The quantizer of a recorded call is that of the table, apart from its element rounding."""
     assert call.quantizer.fmt.name == row.fmt
-    assert call.quantizer.two_level == (row.fmt == "nvfp4"), row.slot
+    assert call.quantizer.two_level == (row.fmt in ("nvfp4", "if4", "mixfp4")), row.slot
     assert call.quantizer.tile.value == row.tile, row.slot
     assert call.quantizer.scale_rounding.value == row.scale_rounding, row.slot
     assert call.quantizer.scale_rule.value == row.scale_rule, row.slot

@@ -24,7 +24,7 @@ FP4_SCHEMES = [
 ]
 # Schemes that are defined by their copies per GEMM: operand_mode="shared" would be another scheme.
 CONTRACTION_ONLY = {"nvidia", "four-over-six", "tetrajet2", "hot-channel", "quartet2"}
-CONTRACTION_ONLY |= {"averis", "averis-hadamard", "ufp4", "mxfp4-hadamard"}
+CONTRACTION_ONLY |= {"averis", "averis-hadamard", "ufp4", "mxfp4-hadamard", "if4", "mixfp4"}
 CONTRACTION_ONLY |= {"nvidia-unbiased", "four-over-six-unbiased"}
 # Every scheme in every mode that it has.
 SCHEME_MODES = [

@@ -422,6 +422,20 @@ nvidia-unbiased, contraction
     dgrad.weight       = fprop.weight
     wgrad.grad_output  dy  1x16   tokens  stochastic  nearest-unbiased hadamard
     wgrad.input        x   1x16   tokens  nearest     nearest  hadamard
+if4, contraction
+    fprop.input        x   1x16i  in      nearest     nearest  direct
+    fprop.weight       w   16x16i -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16i  out     stochastic  nearest-unbiased direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16i  tokens  stochastic  nearest-unbiased hadamard
+    wgrad.input        x   1x16i  tokens  nearest     nearest  hadamard
+mixfp4, contraction
+    fprop.input        x   1x16m  in      nearest     nearest  direct
+    fprop.weight       w   16x16m -       nearest     nearest  direct
+    dgrad.grad_output  dy  1x16m  out     stochastic  nearest  direct
+    dgrad.weight       = fprop.weight
+    wgrad.grad_output  dy  1x16m  tokens  stochastic  nearest  hadamard
+    wgrad.input        x   1x16m  tokens  nearest     nearest  hadamard
 four-over-six-unbiased, contraction
     fprop.input        x   1x16   in      nearest     nearest-4/6 direct
     fprop.weight       w   16x16  -       nearest     nearest-4/6 direct

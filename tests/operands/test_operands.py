@@ -112,9 +112,10 @@ def described(scheme, role: Role) -> Slot:
     if quantizer is None:
         return Slot(slot, source, conditioner=conditioner.split()[0], corrected=corrected)
     size = quantizer.fmt.block_size
-    uniform = quantizer.fmt.name == "ufp4"
-    assert quantizer.fmt.name == {16: "ufp4" if uniform else "nvfp4", 32: "mxfp4"}[size]
-    assert quantizer.two_level == (quantizer.fmt.name == "nvfp4")
+    fmt = quantizer.fmt.name
+    mark = {"nvfp4": "", "mxfp4": "", "ufp4": "u", "if4": "i", "mixfp4": "m"}[fmt]
+    assert size == (32 if fmt == "mxfp4" else 16)
+    assert quantizer.two_level == (fmt in ("nvfp4", "if4", "mixfp4"))
     square = quantizer.tile.value == "square"
     along = "tokens" if slot.startswith("wgrad") else "out" if slot.startswith("dgrad") else "in"
     rules = {"absmax": "", "four-over-six": "-4/6", "search": "-search", "eden": "-eden"}
@@ -123,7 +124,7 @@ def described(scheme, role: Role) -> Slot:
     return Slot(
         slot,
         source,
-        (f"{size}x{size}" if square else f"1x{size}") + "u" * uniform,
+        (f"{size}x{size}" if square else f"1x{size}") + mark,
         "-" if square else along,
         quantizer.rounding.value,
         quantizer.scale_rounding.value + rule,

@@ -17,6 +17,8 @@ from metis_hf.training.resume import _check_configs
 NVFP4_ONLY = {"four-over-six", "quartet2", "tetrajet2", *DEPLOYED}
 NVFP4_ONLY |= {"nvidia-unbiased", "four-over-six-unbiased"}
 OWN = {"mxfp4": "mxfp4", "mxfp4-hadamard": "mxfp4", "ufp4": "ufp4"}  # others: NVFP4
+OWN |= {"if4": "if4", "mixfp4": "mixfp4"}
+DEFINED = dict.fromkeys(NVFP4_ONLY, "nvfp4") | {"if4": "if4", "mixfp4": "mixfp4"}
 SIDE = 64
 
 
@@ -27,10 +29,15 @@ def formats_of(scheme):
 
 @pytest.mark.parametrize("name", [*FP4_SCHEMES, *sorted(DEPLOYED)])
 def test_every_scheme_takes_it_or_refuses_it_by_name(name):
-    for fmt in ("mxfp8-e4m3", "int4", "nvint4", "mxfp4", "nvfp4"):
+    for fmt in ("mxfp8-e4m3", "int4", "nvint4", "mxfp4", "nvfp4", "if4"):
         config = MetisConfig(scheme=name, format=fmt)
-        if name in NVFP4_ONLY and fmt != "nvfp4":
-            message = f"scheme '{name}' does not take format='{fmt}': it is defined by nvfp4"
+        if DEFINED.get(name, fmt) != fmt:
+            own = DEFINED[name]
+            message = f"scheme '{name}' does not take format='{fmt}': it is defined by {own}"
+            with pytest.raises(ValueError, match=message):
+                build_scheme(config, SIDE, SIDE)
+        elif (name, fmt) == ("occ", "if4"):
+            message = "scheme 'occ' does not take format='if4'.*estimator.*one grid"
             with pytest.raises(ValueError, match=message):
                 build_scheme(config, SIDE, SIDE)
         else:

@@ -13,7 +13,7 @@ from layers.layer_tools import layer_of, record
 
 from metis_hf import MetisConfig
 from metis_hf.noise import Key
-from metis_hf.numerics import MXFP4, NVFP4, UFP4, Quantizer, fake_quantize, quantize
+from metis_hf.numerics import IF4, MIXFP4, MXFP4, NVFP4, UFP4, Quantizer, fake_quantize, quantize
 from metis_hf.operands import Hadamard, MeanRemoved
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.transforms.hadamard import hadamard_matrix
@@ -209,6 +209,125 @@ def test_padding_has_no_mean():
     for dtype in (torch.float32, torch.bfloat16):
         decoded = conditioner.decode(encoded, quantizer, dim=0, shape=(37, 48), dtype=dtype)
         assert torch.equal(decoded, x_hat.to(dtype))
+
+
+# --- IF4 and MixFP4 ------------------------------------------------------------------------------
+
+
+def e4m3(values):
+    return torch.from_numpy(values.astype(np.float32)).to(torch.float8_e4m3fn).double().numpy()
+
+
+def blocks_of(x, square=False):
+    """[blocks elements]: of 16 along the last dimension, or of 16x16."""
+    if not square:
+        return x.reshape(-1, 16)
+    rows, columns = x.shape
+    return x.reshape(rows // 16, 16, columns // 16, 16).swapaxes(1, 2).reshape(-1, 256)
+
+
+def whole(blocks, shape, square=False):
+    if not square:
+        return blocks.reshape(shape)
+    rows, columns = shape
+    tiles = blocks.reshape(rows // 16, columns // 16, 16, 16)
+    return tiles.swapaxes(1, 2).reshape(shape)
+
+
+def chosen(x, float_block, int_block):
+    """Of two candidates the one with the smaller squared error; E2M1 where they are alike."""
+    float_error = ((float_block - x) ** 2).sum(1, keepdims=True)
+    int_error = ((int_block - x) ** 2).sum(1, keepdims=True)
+    return np.where(int_error < float_error, int_block, float_block), int_error < float_error
+
+
+def if4(x, square=False, room=1.0):
+    """One scale e4m3(amax_b / 6 S) for both, S = 6 * 448 / amax; int4 of y * 7/6, times 6/7.
+
+    `room` is 16/17 where gradients are rounded without bias: amax then comes to that share of 6.
+    """
+    blocks = blocks_of(x, square)
+    s = 6 * room * 448 / np.abs(x).max()
+    scale = e4m3(np.abs(blocks).max(1, keepdims=True) / (6 * room) * s) / s
+    y = blocks / np.where(scale == 0, np.inf, scale)
+    float_block = np.sign(y) * nearest(y, E2M1) * scale
+    int_block = np.round(np.clip(y * 7 / 6, -7, 7)) * 6 / 7 * scale
+    values, is_int = chosen(blocks, float_block, int_block)
+    return whole(values, x.shape, square), is_int
+
+
+def mixfp4(x, square=False):
+    """A scale for each: e4m3(amax_b / 6 S) and e4m3(amax_b / 7 S), S = 2688 / amax."""
+    blocks = blocks_of(x, square)
+    s = 2688 / np.abs(x).max()
+    amax = np.abs(blocks).max(1, keepdims=True)
+    candidates = []
+    for largest, grid in ((6, E2M1), (7, np.arange(8.0))):
+        scale = e4m3(amax / largest * s) / s
+        y = blocks / np.where(scale == 0, np.inf, scale)
+        candidates.append(np.sign(y) * nearest(y, grid) * scale)
+    values, is_int = chosen(blocks, *candidates)
+    return whole(values, x.shape, square), is_int
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["rows", "squares"])
+@pytest.mark.parametrize(("fmt", "formula"), [(IF4, if4), (MIXFP4, mixfp4)], ids=["if4", "mixfp4"])
+def test_blocks_take_the_nearer_of_two_formats(fmt, formula, square):
+    """Values, and the sign bit of the scale, which is set where a block has integers."""
+    x = data(64, 96, seed=7)
+    tile = "square" if square else "row"
+    wanted, is_int = formula(x.double().numpy(), square)
+    np.testing.assert_allclose(fake_quantize(x, fmt, tile=tile), wanted, rtol=1e-6)
+    stored = quantize(x, fmt, tile=tile)
+    assert np.array_equal(stored.scale.float().signbit().numpy().reshape(-1, 1), is_int)
+    assert 0.05 < is_int.mean() < 0.95
+    assert fmt.bits_per_element == 4.5
+    assert stored.nbytes == x.numel() * 4.5 / 8 + 4 - (square * x.numel() / 16) * (1 - 1 / 16)
+    assert torch.equal(stored.dequantize(), fake_quantize(x, fmt, tile=tile))
+
+
+def test_if4_leaves_no_block_with_a_larger_error_than_nvfp4():
+    """They share scales, so that a block in E2M1 is NVFP4's to the bit."""
+    x = data(64, 96, seed=8)
+    mixed, plain = quantize(x, IF4), quantize(x, NVFP4)
+    assert torch.equal(mixed.scale.float().abs(), plain.scale.float())
+    is_float = ~mixed.scale.float().signbit()
+    blocks = [q.dequantize().unflatten(-1, (-1, 16)) for q in (mixed, plain)]
+    assert torch.equal(blocks[0][is_float], blocks[1][is_float])
+    errors = [(b.double() - x.unflatten(-1, (-1, 16))).square().sum(-1) for b in blocks]
+    assert (errors[0] <= errors[1] * (1 + 2.0**-12)).all()
+    assert errors[0].sum() < 0.8 * errors[1].sum()
+
+
+@pytest.mark.parametrize("scheme", ["if4", "mixfp4"])
+def test_recipes_of_mixed_formats(scheme):
+    """NVIDIA's: 16x16 tiles of the weight, wgrad rotated along tokens; by the formulas above."""
+    layer, x, w, dy, found = results(scheme)
+    h = hadamard_matrix(layer.scheme.wgrad_input.conditioner.seed).double().numpy()
+    formula = {"if4": if4, "mixfp4": mixfp4}[scheme]
+    gradients = {"room": 16 / 17} if scheme == "if4" else {}
+    w_hat = formula(w, square=True)[0]
+    wanted = {
+        "y": formula(x)[0] @ w_hat.T,
+        "dx": formula(dy, **gradients)[0] @ w_hat,
+        "dw": formula(rotated(dy.T, h), **gradients)[0] @ formula(rotated(x.T, h))[0].T,
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, **CLOSE, err_msg=name)
+
+
+@pytest.mark.parametrize("fmt", [IF4, MIXFP4], ids=["if4", "mixfp4"])
+def test_stochastic_rounding_of_mixed_blocks_is_unbiased(fmt):
+    """The format of a block does not depend on the draw, so that the mean of draws is x."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(6))
+    quantizer = Quantizer(fmt, rounding="stochastic", scale_rule="unbiased")
+    draws = torch.stack([quantizer(x, key=Key(seed)) for seed in range(400)]).double()
+    along = ((draws - x) * x.sign()).flatten(1).mean(1)
+    assert abs(along.mean() / (along.std() / 20)) < 5
+    assert max(len(column.unique()) for column in draws.flatten(1).T) == 2
+    deviation = (draws.mean(0) - x).abs() / (draws.std(0) / 20).clamp(min=1e-9)
+    moving = draws.std(0) > 0
+    assert deviation[moving].max() < 6
 
 
 # --- 16/17 ---------------------------------------------------------------------------------------

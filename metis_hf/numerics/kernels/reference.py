@@ -13,6 +13,7 @@ from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import E2M1, FLT_MAX
 from metis_hf.numerics.kernels.layout import Packed, blocked_shape, in_row_blocks, run_of
 from metis_hf.numerics.layout import block_dims, from_blocks
+from metis_hf.numerics.mixed import decoded, encoded, steps_of
 
 _SMALLEST_HALF = 2.0**-14  # smallest normal number of fp16
 
@@ -60,7 +61,8 @@ def pack(
     """See `kernels.pack`."""
     fmt = quantizer.fmt
     blocks = quantizer.blocks(x if minus is None else x - minus, dim=dim, key=key, amax=amax)
-    codes = _encode_e2m1(blocks.codes) if fmt.element == E2M1 else fmt.element.encode(blocks.codes)
+    fast = fmt.element == E2M1
+    codes = _encode_e2m1(blocks.codes) if fast else encoded(fmt.element, blocks.scale, blocks.codes)
     scale = blocks.scale.flatten()
     if fmt.element.bits == 4:
         run = run_of(codes.shape, quantizer.tile, dim)
@@ -83,9 +85,9 @@ def unpack(
 ) -> Tensor:
     """See `kernels.unpack`."""
     codes, scale = blocks_of(packed, quantizer, dim=dim, shape=shape)
-    fmt = quantizer.fmt
-    values = decode_e2m1(codes) if fmt.element == E2M1 else fmt.element.decode(codes)
-    values = values.mul_(scale.float())
+    element = quantizer.fmt.element
+    values = decode_e2m1(codes) if element == E2M1 else decoded(element, scale, codes)
+    values = values.mul_(steps_of(element, scale))
     if packed.global_scale is not None and scaled:
         values = values.mul_(packed.global_scale)
     return add_back(from_blocks(values, shape, quantizer.tile, dim), plus).to(dtype)

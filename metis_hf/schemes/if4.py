@@ -1,0 +1,56 @@
+"""IF4 and MixFP4: each block in E2M1 or in integers, whichever has the smaller error."""
+
+from __future__ import annotations
+
+from metis_hf.schemes.nvidia import nvidia
+from metis_hf.schemes.nvidia_unbiased import nvidia_unbiased
+from metis_hf.schemes.parts import IF4, MIXFP4, MetisConfig, Scheme, register_scheme
+
+
+@register_scheme(
+    "if4",
+    summary="`nvidia-unbiased` with blocks in E2M1 or in integers over 7, as fits better",
+    source="arXiv 2603.28765 (IF4); github.com/mit-han-lab/fouroversix",
+    formats=(IF4.name,),
+)
+def if4(config: MetisConfig, rank: int) -> Scheme:
+    """Return the recipe that the authors train with, every operand in IF4.
+
+    | GEMM  | operand     | blocks            | scales         | Hadamard | rounding   |
+    | fprop | input       | 1x16 along in     | nearest        | no       | nearest    |
+    | fprop | weight      | 16x16             | nearest        | no       | nearest    |
+    | dgrad | grad_output | 1x16 along out    | 16/17, nearest | no       | stochastic |
+    | dgrad | weight      | the same values   | nearest        | no       | nearest    |
+    | wgrad | grad_output | 1x16 along tokens | 16/17, nearest | yes      | stochastic |
+    | wgrad | input       | 1x16 along tokens | nearest        | yes      | nearest    |
+
+    A block is chosen by errors of nearest rounding, of gradients too, so that stochastic rounding
+    stays unbiased; the authors' code compares one draw of each format. Assumed: 16x16 tiles.
+
+    Raises:
+        ValueError: `operand_mode="shared"`, as `nvidia`.
+    """
+    return nvidia_unbiased(config.replace(format=IF4.name), rank)
+
+
+@register_scheme(
+    "mixfp4",
+    summary="`nvidia` with blocks in E2M1 or E1M2, as fits better",
+    source="arXiv 2605.31035 (MixFP4), a reading of its abstract",
+    formats=(MIXFP4.name,),
+)
+def mixfp4(config: MetisConfig, rank: int) -> Scheme:
+    """Return the recipe of `nvidia`, every operand in MixFP4: the paper has no recipe to train by.
+
+    | GEMM  | operand     | blocks            | Hadamard | rounding   |
+    | fprop | input       | 1x16 along in     | no       | nearest    |
+    | fprop | weight      | 16x16             | no       | nearest    |
+    | dgrad | grad_output | 1x16 along out    | no       | stochastic |
+    | dgrad | weight      | the same values   | no       | nearest    |
+    | wgrad | grad_output | 1x16 along tokens | yes      | stochastic |
+    | wgrad | input       | 1x16 along tokens | yes      | nearest    |
+
+    Raises:
+        ValueError: `operand_mode="shared"`, as `nvidia`.
+    """
+    return nvidia(config.replace(format=MIXFP4.name), rank)
