@@ -75,6 +75,9 @@ class MetisConfig:
             and probabilities by values; None leaves them as they are (`layers.attention`).
         two_level: one fp32 scale per tensor above the block scales. False warns: without it,
             block scales underflow E4M3 and gradients become zero.
+        outer_scale: what has that fp32 scale: "tensor", or "token": each row of inputs and output
+            gradients, where blocks lie along the rows. Weights, and copies with blocks along
+            tokens, keep one for the tensor.
         target_modules: "all-linear", a regular expression for full names, or a list of name
             suffixes; as in PEFT. Lists and mappings have at most 10,000 entries. Regular
             expressions, here and below, have at most 2,000 characters each and no
@@ -122,6 +125,7 @@ class MetisConfig:
     high_precision: tuple[str, ...] = ()
     attention: str | None = None
     two_level: bool = True
+    outer_scale: str = "tensor"
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | tuple[str, ...] | None = None
     modules_to_not_convert: tuple[str, ...] | None = None
@@ -177,6 +181,8 @@ class MetisConfig:
                 del values[name]
         if self.backend == "emulated":
             del values["backend"]
+        if self.outer_scale == "tensor":
+            del values["outer_scale"]
         return {"quant_method": self.quant_method, "format_version": self.format_version, **values}
 
     @classmethod

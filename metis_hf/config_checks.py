@@ -17,6 +17,7 @@ DECOMPOSABLE = ("weight", "activation", "gradient")
 OPERAND_MODES = ("shared", "contraction")
 PASSES = ("forward", "backward")
 BACKENDS = ("emulated", "native", "auto")
+OUTER_SCALES = ("tensor", "token")
 ROUNDINGS = ("nearest", "stochastic")
 SCALE_ROUNDINGS = ("nearest", "up")
 # A config is read from other people's checkpoints: no value may make a model run for ever.
@@ -77,8 +78,9 @@ def check(config: Any) -> None:
         none = name == "decompose"
         ok = (none and value is None) or (_is_names(value) and set(value) <= set(choices))
         require(ok, name, f"{'None or ' * none}a list of any of {', '.join(choices)}")
-    known = isinstance(config.backend, str) and config.backend in BACKENDS
-    require(known, "backend", f"one of {BACKENDS}")
+    for name, choices in (("backend", BACKENDS), ("outer_scale", OUTER_SCALES)):
+        value = getattr(config, name)
+        require(isinstance(value, str) and value in choices, name, f"one of {choices}")
     for name, choices in (
         ("operand_mode", OPERAND_MODES),
         ("forward_rounding", ROUNDINGS),

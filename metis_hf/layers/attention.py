@@ -60,7 +60,11 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
     """
     assert config.attention is not None
     own = config.replace(
-        scheme=config.attention, operand_mode="contraction", split_weight=None, decompose=None
+        scheme=config.attention,
+        operand_mode="contraction",
+        split_weight=None,
+        decompose=None,
+        outer_scale="tensor",
     )
     # The size decides ranks, which no scheme that is accepted has.
     scheme = build_scheme(own, 64, 64)

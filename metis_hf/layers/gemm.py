@@ -172,7 +172,8 @@ def contracted_dim(role: Role) -> int:
 
 
 def scaled_product(a: Quantized, b: Quantized) -> Tensor:
-    """Run `contract`, with the operands' tensor scales applied in fp32 and once."""
+    """Run `contract`, with the operands' outer scales applied in fp32 and once."""
+    a, b = a.factored(-1), b.factored(-2)
     out = contract(a.values, b.values)
     given = [scale for scale in (a.scale, b.scale) if scale is not None]
     if not given:

@@ -20,6 +20,7 @@ from metis_hf.layers.gemm import GemmPlan, contracted_dim
 from metis_hf.layers.saved_input import SavedInput
 from metis_hf.numerics import Tile
 from metis_hf.numerics.native import DTYPES, device_to_be, obstacle_of_device
+from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Encoded, Operand
 from metis_hf.operands.native_operand import NativeOperand, product
 from metis_hf.schemes.base import Role, Scheme
@@ -115,6 +116,12 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
             return f"{gemm} takes its {name} in high precision, and the other operand in FP4"
         if quantizer.fmt.name not in DTYPES:
             return f"{gemm} takes its {name} in {quantizer.fmt.name}, not in NVFP4 or MXFP4"
+        token = quantizer.outer_scale is OuterScale.TOKEN
+        if token and gemm != "wgrad":  # where blocks run along tokens, the tensor has one scale
+            return (
+                f"{gemm} takes its {name} with a scale for each token, and FP4 units are given one "
+                'for the tensor; use outer_scale="tensor"'
+            )
         # The tiles of a weight are the same for both its GEMMs.
         tiles = quantizer.tile is Tile.SQUARE and role is Role.DGRAD_WEIGHT
         if (scheme.reuses(role) and not tiles) or quantizer.tile is Tile.TENSOR:

@@ -17,6 +17,7 @@ from torch import Tensor
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.numerics import Quantizer, Tile
 from metis_hf.numerics.kernels import pack
+from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Encoded, Hadamard, Operand
 from metis_hf.operands.conditioner import as_fp32
 from metis_hf.operands.conditioners.identity import Identity
@@ -201,6 +202,11 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
             return f"{type(conditioner).__name__} works on the whole {_tensor(role)} of a layer"
         if quantizer is None or not shards.cuts(source):
             continue
+        if quantizer.outer_scale is OuterScale.TOKEN and _CONTRACTED[source] == 1:
+            return (
+                f"each token of its {_tensor(role)} has an outer scale, and every process would "
+                'make one of its own part of the token; use outer_scale="tensor"'
+            )
         block = _block_along(quantizer, source, _CUT[shards.style][source])
         if block is None:
             return f"a block of its {_tensor(role)} spans all of {side}"

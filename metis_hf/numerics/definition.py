@@ -35,6 +35,7 @@ from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
     SCALE_NOISE,
     TRIED_SCALES,
+    OuterScale,
     ScaleRounding,
     ScaleRule,
     TensorScale,
@@ -59,13 +60,13 @@ class Blocks(NamedTuple):
 
     codes: Tensor  # fp32 values in the element grid, padded and cut into blocks
     scale: Tensor  # fp32 values in the scale format, broadcastable against codes
-    global_scale: Tensor | None  # 0-dim fp32 decode scale, None if one-level
+    global_scale: Tensor | None  # fp32 decode scale, 0-dim or of rows [.. 1]; None if one-level
     element: ElementFormat = NVFP4.element  # of the codes
 
     def values(self) -> Tensor:
         """Return the represented numbers, written in place of the codes."""
         values = self.codes.mul_(steps_of(self.element, self.scale))
-        return values if self.global_scale is None else values.mul_(self.global_scale)
+        return values if self.global_scale is None else values.mul_(in_blocks(self.global_scale))
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class QuantizerDefinition:
         two_level: one fp32 scale per tensor above the block scales; None: if the format has one.
         tile: shape of a block.
         scale_rule: which code the largest magnitude of a block is scaled to.
+        outer_scale: what has one fp32 scale of the second level: the tensor, or each of its rows.
+            Blocks along another dimension than the last cross the rows: then the tensor has one.
 
     Raises:
         ValueError: choices that do not exist, or not together; the message says which do.
@@ -92,6 +95,7 @@ class QuantizerDefinition:
     two_level: bool | None = None
     tile: Tile = Tile.ROW
     scale_rule: ScaleRule = ScaleRule.ABSMAX
+    outer_scale: OuterScale = OuterScale.TENSOR
 
     def __post_init__(self) -> None:
         def resolve(name: str, value: object) -> None:
@@ -120,6 +124,17 @@ class QuantizerDefinition:
             raise ValueError(
                 f"two_level=True does not exist for {fmt.name}: its {scale.name} block scales span "
                 f"the range of fp32 alone. Leave two_level unset, or use {with_tensor_scale}"
+            )
+        if self.outer_scale is OuterScale.TOKEN and not self.two_level:
+            levels = "two_level=False" if scale.tensor_scale else f"{scale.name} block scales"
+            raise ValueError(
+                f'outer_scale="token" gives each token a scale above its block scales, and with '
+                f'{levels} {fmt.name} has none above them; use outer_scale="tensor"'
+            )
+        if self.outer_scale is OuterScale.TOKEN and self.tile is not Tile.ROW:
+            raise ValueError(
+                f'outer_scale="token" needs blocks of one token, and those of tile='
+                f'"{self.tile.value}" have several; use tile="row" or outer_scale="tensor"'
             )
         if self.tile is Tile.SQUARE and fmt.block_size is None:
             raise ValueError(
@@ -177,7 +192,8 @@ class QuantizerDefinition:
             # One dimension: noise is drawn in groups of 16 along the last one.
             u = noise.uniform((scale.numel(),), noise.as_key(key).fold(SCALE_NOISE), x.device)
             scale = corrected_scale(scale, y, codes, dims, self.fmt.scale, u.view(scale.shape))
-        return Blocks(codes, scale, None if tensor is None else tensor.decode, element)
+        decode = None if tensor is None else tensor.decode
+        return Blocks(codes, scale, decode if decode is None else of_rows(decode), element)
 
     def in_code_units(self, x: Tensor, *, dim: int = -1) -> Tensor:
         """Divide x (not empty) by its scales: what is clamped and rounded to codes; fp32."""
@@ -193,7 +209,12 @@ class QuantizerDefinition:
         amax = x.abs().amax(dims, keepdim=True)
         tensor = None
         if self.two_level:
-            largest = amax.amax() if largest is None else largest.detach().float()
+            if largest is not None:
+                largest = largest.detach().float()
+            elif self.outer_scale is OuterScale.TOKEN and dims == (x.dim() - 1,):
+                largest = amax.amax(-2, keepdim=True)
+            else:
+                largest = amax.amax()
             tensor = tensor_scale(largest, largest_value(self.fmt, self.scale_rule))
         if self.scale_rule in TRIED_SCALES:
             scale, inverse = least_error_scale(
@@ -226,6 +247,10 @@ class QuantizerDefinition:
         rule = ScaleRule.FOUR_OVER_SIX if eden else self.scale_rule
         return replace(self, rounding=Rounding.NEAREST, scale_rule=rule)
 
+    def has_row_scales(self, x: Tensor, dim: int) -> bool:
+        """Return whether each row of x has an outer scale of its own."""
+        return self.outer_scale is OuterScale.TOKEN and dim % max(x.dim(), 1) == max(x.dim(), 1) - 1
+
     def saturated(self, x: Tensor, *, dim: int = -1) -> Tensor:
         """Share of elements beyond the largest value that their block can hold; 0-dim.
 
@@ -243,11 +268,22 @@ class QuantizerDefinition:
         return (x32.abs() > largest * tolerance).sum() / x.numel()
 
 
+def in_blocks(scale: Tensor) -> Tensor:
+    """Return an outer scale, 0-dim or of rows [.. 1], as it is multiplied with blocks."""
+    return scale[..., None] if scale.dim() else scale
+
+
+def of_rows(scale: Tensor) -> Tensor:
+    """Return an outer scale in blocks as it is multiplied with the tensor."""
+    return scale[..., 0] if scale.dim() else scale
+
+
 _ENUMS: dict[str, type[enum.Enum]] = {
     "rounding": Rounding,
     "scale_rounding": ScaleRounding,
     "tile": Tile,
     "scale_rule": ScaleRule,
+    "outer_scale": OuterScale,
 }
 
 

@@ -27,6 +27,8 @@ class Quantizer(QuantizerDefinition):
         two_level: one fp32 scale per tensor above the block scales; None: if the format has one.
         tile: shape of a block.
         scale_rule: which code the largest magnitude of a block is scaled to.
+        outer_scale: what has one fp32 scale of the second level: the tensor, or each of its rows.
+            Blocks along another dimension than the last cross the rows: then the tensor has one.
 
     Raises:
         ValueError: choices that do not exist, or not together; the message says which do.
@@ -72,7 +74,9 @@ class Quantizer(QuantizerDefinition):
         dtype: torch.dtype = torch.float32,
         amax: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `__call__`, with the tensor scale apart: (code * block scale, global scale).
+        """Like `__call__`, with the outer scale apart: (code * block scale, global scale).
+
+        The global scale is 0-dim, or [.. 1] where each row has one.
 
         For 4-bit elements code * block scale has 7 significant bits at most, so bf16 holds it
         exactly; the product with the fp32 tensor scale it could not. A GEMM applies the tensor
@@ -112,6 +116,7 @@ def fake_quantize(
     two_level: bool | None = None,
     tile: str = "row",
     scale_rule: str = "absmax",
+    outer_scale: str = "tensor",
     generator: torch.Generator | None = None,
     amax: Tensor | None = None,
 ) -> Tensor:
@@ -138,6 +143,8 @@ def fake_quantize(
             scales in the same way), "eden" (arXiv 2601.22813: unbiased in a random basis,
             with noise in the scales alone) or "unbiased" (amax on 16/17 of 6: stochastic rounding
             is then unbiased with scales to nearest).
+        outer_scale: what has one fp32 scale of the two-level kind: "tensor", or "token": each row,
+            where row blocks run along the last dimension.
         generator: source of the stochastic noise; None draws from torch's default generator.
         amax: 0-dim, finite and >= 0: the tensor scale is made of it; None takes the largest
             magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
@@ -157,6 +164,7 @@ def fake_quantize(
         two_level,
         tile,  # type: ignore[arg-type]
         scale_rule,  # type: ignore[arg-type]
+        outer_scale,  # type: ignore[arg-type]
     )
     key = check_input(x, quantizer, dim, generator)
     return _StraightThrough.apply(x, quantizer, dim, key, amax)

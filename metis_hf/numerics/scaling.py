@@ -59,6 +59,15 @@ class ScaleRule(str, enum.Enum):
     UNBIASED = "unbiased"  # 16/17 of the largest: a scale rounded down does not clip it then
 
 
+class OuterScale(str, enum.Enum):
+    """What has one fp32 scale above its block scales."""
+
+    TENSOR = "tensor"
+    # Each row of a tensor whose blocks lie along the rows: a token, of inputs and gradients. A GEMM
+    # that contracts the rows' length has such a scale as a factor of its output's rows.
+    TOKEN = "token"
+
+
 # The block scale that the largest block of an NVFP4 tensor gets. Four Over Six leaves room to scale
 # that block by another 1.5 (arXiv 2512.02010, section 3: 256 * 1.5 = 384 is an E4M3 value, 448 *
 # 1.5 would saturate), MS-EDEN for its correction (arXiv 2601.22813).
@@ -83,7 +92,7 @@ TRIED_SCALES = {
 
 
 class TensorScale(NamedTuple):
-    """0-dim fp32; decode = 1 / encode."""
+    """The outer scale, fp32: 0-dim, or of rows in blocks [.. 1 1]; decode = 1 / encode."""
 
     encode: Tensor
     decode: Tensor

@@ -31,7 +31,8 @@ class QuantizedTensor:
             codes two to a byte (low nibble = even element), 6-bit codes four to three bytes.
         scale: block scales in their stored dtype, [.., blocks] for rows, [.., row tiles, column
             tiles] for square tiles, 0-dim for one block.
-        global_scale: 0-dim fp32, or None; value = code * scale * global_scale.
+        global_scale: fp32, 0-dim or one for each row [.. 1], or None; value = code * scale *
+            global_scale.
         fmt, tile: the format and the shape of its blocks.
         shape, dtype, dim: of the original tensor; `dim` is the one that row blocks ran along.
     """
@@ -73,6 +74,7 @@ def quantize(
     two_level: bool | None = None,
     tile: str = "row",
     scale_rule: str = "absmax",
+    outer_scale: str = "tensor",
     generator: torch.Generator | None = None,
     amax: Tensor | None = None,
 ) -> QuantizedTensor:
@@ -93,6 +95,7 @@ def quantize(
         two_level,
         tile,  # type: ignore[arg-type]
         scale_rule,  # type: ignore[arg-type]
+        outer_scale,  # type: ignore[arg-type]
     )
     fmt, element = quantizer.fmt, quantizer.fmt.element
     key = check_input(x, quantizer, dim, generator)

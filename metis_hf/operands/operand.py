@@ -24,7 +24,8 @@ class Quantized(NamedTuple):
 
     Attributes:
         values: [t c] in the GEMM's dtype.
-        scale: 0-dim tensor scale that the GEMM applies to its output, or None.
+        scale: outer scale that the GEMM applies to its output, fp32: 0-dim, or one for each row
+            [t 1]; or None.
         low: the low-rank part of an operand that is split.
     """
 
@@ -34,7 +35,18 @@ class Quantized(NamedTuple):
 
     def transposed(self) -> Quantized:
         """Return what stands for the transpose of each matrix; without the low-rank part."""
-        return Quantized(self.values.mT, self.scale)
+        scale = self.scale
+        return Quantized(self.values.mT, scale.mT if scale is not None and scale.dim() else scale)
+
+    def factored(self, contracted: int) -> Quantized:
+        """Return the same without a scale that differs along the dimension that a GEMM contracts.
+
+        Such a scale is no factor of the output: it is multiplied into the values, and rounded.
+        """
+        scale = self.scale
+        if scale is None or scale.dim() == 0 or scale.shape[contracted] == 1:
+            return self
+        return Quantized((self.values * scale).to(self.values.dtype), None, self.low)
 
     def error(self, x: Tensor) -> Tensor:
         """Return x [t c] less what stands for it, [t c] in the dtype of x or wider."""

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import (
     HIGH_PRECISION,
     Operand,
     Spectral,
     SplitWeight,
+    StaticScale,
     WeightForm,
 )
 from metis_hf.operands.weight_forms import DENSE, HIGH_PRECISION_BITS
@@ -156,6 +158,31 @@ class Scheme:
             dgrad_weight=None if dgrad is None else Operand(dgrad.quantizer),
             weight=SplitWeight(self.rank, unit_rms=True),
         )
+
+    def with_token_scales(self) -> Scheme:
+        """Return the same with one outer scale for each token of inputs and output gradients.
+
+        Weights keep one for the tensor, and so do copies whose blocks run along tokens, where the
+        scale of a token is no factor of what the GEMM gives.
+
+        Raises:
+            ValueError: no input or gradient is quantized though the weight is, its scales are
+                static, or it has none above those of blocks.
+        """
+        if self.is_high_precision:
+            return self
+        changes: dict[str, Any] = {}
+        for role in (role for role in Role if role not in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT)):
+            operand = self.operand(role)
+            if operand is None or operand.quantizer is None:
+                continue
+            if isinstance(operand.conditioner, StaticScale):
+                raise ValueError("its inputs have a static scale, which calibration fixes")
+            quantizer = replace(operand.quantizer, outer_scale=OuterScale.TOKEN)
+            changes[role.name.lower()] = replace(operand, quantizer=quantizer)
+        if not changes:
+            raise ValueError("it quantizes neither inputs nor output gradients")
+        return replace(self, **changes)
 
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
         """Return the same with the GEMMs of some passes unquantized: any of "forward", "backward".

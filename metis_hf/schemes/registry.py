@@ -210,5 +210,12 @@ def build_scheme(config: MetisConfig, in_features: int, out_features: int) -> Sc
     scheme = scheme_info(config.scheme).build(config, rank)
     if config.split_weight is not None:
         scheme = scheme.storing(split=config.split_weight)
+    if config.outer_scale == "token":
+        try:
+            scheme = scheme.with_token_scales()
+        except ValueError as error:
+            raise ValueError(
+                f'scheme {config.scheme!r} does not take outer_scale="token": {error}'
+            ) from error
     scheme = replace(scheme, weight=scheme.weight.sized(out_features, in_features))
     return scheme.in_high_precision(config.high_precision) if config.high_precision else scheme

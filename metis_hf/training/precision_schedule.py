@@ -33,6 +33,7 @@ CHANGEABLE = (
     "high_precision",
     "attention",
     "two_level",
+    "outer_scale",
     "refresh_interval",
 )
 

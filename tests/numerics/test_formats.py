@@ -35,6 +35,7 @@ from numerics.cases import (
     BLOCK_SIZES,
     FORMAT_NAMES,
     INT_FORMATS,
+    MIXED_FORMATS,
     OPTIONS,
     ROW_OPTIONS,
     assert_same_array,
@@ -205,6 +206,8 @@ def test_int4_codes_are_twos_complement() -> None:
         ("int4", "int4", "fp32", 32, 5),
         ("nvint4", "int4", "e4m3", 16, 4.5),
         ("ufp4", "int4", "fp32", 16, 6),
+        ("if4", "e2m1|int4*6/7", "e4m3", 16, 4.5),
+        ("mixfp4", "e2m1|int4", "e4m3", 16, 4.5),
     ],
 )
 def test_format_is_what_its_name_says(name, element, scale, block, bits) -> None:
@@ -215,7 +218,9 @@ def test_format_is_what_its_name_says(name, element, scale, block, bits) -> None
 
 
 def test_no_format_is_untested() -> None:
-    assert sorted(FORMATS) == sorted(FORMAT_NAMES) == sorted(formats.FORMATS)
+    """Those whose blocks choose between two grids have tests of their own."""
+    tested = sorted([*FORMAT_NAMES, *MIXED_FORMATS])
+    assert sorted(FORMATS) == tested == sorted(formats.FORMATS)
 
 
 def test_fp8_row_takes_the_whole_row() -> None:

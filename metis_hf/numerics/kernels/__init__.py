@@ -171,6 +171,7 @@ def unpack(
     scaled = scaled or not two_level
     if (
         quantizer.fmt == NVFP4
+        and not (two_level and packed.global_scale.dim())
         and dtype in compiled.DTYPES
         and packs(shape, tile, dim)
         and (plus is None or plus.dtype is torch.float32)
@@ -229,6 +230,7 @@ def _covers(
 ) -> bool:
     return (
         quantizer.fmt == NVFP4
+        and not quantizer.has_row_scales(x, dim)
         and _covers_rule(x, quantizer, dim)
         and dtype in compiled.DTYPES
         and has_form(x, quantizer.tile, dim)

@@ -46,7 +46,7 @@ class Packed(NamedTuple):
     Attributes:
         codes: uint8.
         scale: block scales in their stored dtype [blocks]; of row blocks an even number.
-        global_scale: 0-dim fp32, or None.
+        global_scale: fp32, 0-dim or one for each row [t 1], or None.
     """
 
     codes: Tensor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.definition import QuantizerDefinition
+from metis_hf.numerics.definition import QuantizerDefinition, in_blocks
 from metis_hf.numerics.formats import E2M1, FLT_MAX
 from metis_hf.numerics.kernels.layout import Packed, blocked_shape, in_row_blocks, run_of
 from metis_hf.numerics.layout import block_dims, from_blocks
@@ -89,7 +89,7 @@ def unpack(
     values = decode_e2m1(codes) if element == E2M1 else decoded(element, scale, codes)
     values = values.mul_(steps_of(element, scale))
     if packed.global_scale is not None and scaled:
-        values = values.mul_(packed.global_scale)
+        values = values.mul_(in_blocks(packed.global_scale))
     return add_back(from_blocks(values, shape, quantizer.tile, dim), plus).to(dtype)
 
 
