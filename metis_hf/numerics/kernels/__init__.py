@@ -36,10 +36,13 @@ from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import (
     Form,
     Packed,
+    amax_of_rows,
     form_of,
     has_form,
     packed_form,
     packs,
+    scale_of_pairs,
+    scale_of_rows,
 )
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
@@ -93,7 +96,8 @@ def fake_quantize(
     kernels = "reference"
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
-    if kernels == "triton" and quantizer.scale_rule is ScaleRule.ABSMAX:
+    rows = amax is None and quantizer.has_row_scales(x, dim)
+    if kernels == "triton" and quantizer.scale_rule is ScaleRule.ABSMAX and not rows:
         return _triton().fake_quantize(x, quantizer, **options)
     if kernels != "reference":
         form = form_of(x, quantizer.tile, dim)
@@ -106,13 +110,19 @@ def fake_quantize(
             minus=minus is not None,
             plus=plus is not None,
             same=same,
-            given=amax is not None,
+            given=rows or amax is not None,
+            rows=rows,
         )
+        largest = amax_of_rows(x, minus) if rows else amax
         others = [None if t is None else form_of(t, quantizer.tile, dim).x for t in (minus, plus)]
         taken = others[: 1 if variant.same else 2]
-        out = _run(kernels, variant, key, _readable(form.x), amax, *taken)
+        out = _run(kernels, variant, key, _readable(form.x), largest, *taken)
         if out is not None:
-            return form.restore(out[0]), out[1] if len(out) > 1 else None
+            values, *decode = out
+            apart = decode[0] if decode else None
+            if rows and apart is not None:
+                apart = scale_of_rows(apart, x.shape)
+            return form.restore(values), apart
     return reference.fake_quantize(x, quantizer, **options)
 
 
@@ -138,13 +148,19 @@ def pack(
         if kernels != "reference":
             form = form_of(x, tile, dim, paired=True)
             taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
+            rows = amax is None and quantizer.has_row_scales(x, dim)
+            given = rows or amax is not None
             variant = _variant(
-                "pack", quantizer, form, minus=minus is not None, given=amax is not None
+                "pack", quantizer, form, minus=minus is not None, given=given, rows=rows
             )
-            out = _run(kernels, variant, key, _readable(form.x), amax, taken)
+            largest = amax_of_rows(x, minus, paired=True) if rows else amax
+            out = _run(kernels, variant, key, _readable(form.x), largest, taken)
             if out is not None:
                 codes, scale, *decode = out
-                return Packed(codes, scale.view(-1), decode[0] if decode else None)
+                outer = decode[0] if decode else None
+                if rows and outer is not None:
+                    outer = scale_of_rows(outer, x.shape)
+                return Packed(codes, scale.view(-1), outer)
     return reference.pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
 
 
@@ -171,7 +187,6 @@ def unpack(
     scaled = scaled or not two_level
     if (
         quantizer.fmt == NVFP4
-        and not (two_level and packed.global_scale.dim())
         and dtype in compiled.DTYPES
         and packs(shape, tile, dim)
         and (plus is None or plus.dtype is torch.float32)
@@ -179,11 +194,20 @@ def unpack(
         kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
         if kernels != "reference":
             form, scale = packed_form(codes, packed.scale, shape, tile, dim)
+            decode = packed.global_scale if scaled else None
+            rows = decode is not None and decode.dim() > 0
             variant = Specialization(
-                "unpack", form.dims, two_level, scaled=scaled, dtype=dtype, plus=plus is not None
+                "unpack",
+                form.dims,
+                two_level,
+                scaled=scaled,
+                dtype=dtype,
+                plus=plus is not None,
+                rows=rows,
             )
             added = None if plus is None else form_of(plus, tile, dim, paired=True).x
-            decode = packed.global_scale if scaled else None
+            if decode is not None and rows:
+                decode = scale_of_pairs(decode, shape)
             out = _run(kernels, variant, None, form.x, scale, decode, added)
             if out is not None:
                 return form.restore(out[0])
@@ -207,6 +231,7 @@ def store(
     x = x.detach()
     if (
         quantizer.scale_rule is ScaleRule.ABSMAX
+        and not quantizer.has_row_scales(x, dim)
         and _covers(x, quantizer, dim, torch.float32, None, None)
         and kernels_for(x) == "triton"
     ):
@@ -230,7 +255,6 @@ def _covers(
 ) -> bool:
     return (
         quantizer.fmt == NVFP4
-        and not quantizer.has_row_scales(x, dim)
         and _covers_rule(x, quantizer, dim)
         and dtype in compiled.DTYPES
         and has_form(x, quantizer.tile, dim)

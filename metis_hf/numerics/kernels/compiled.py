@@ -271,13 +271,14 @@ def _examples(program: Program) -> list[Tensor]:
             torch.empty(blocks, dtype=torch.float8_e4m3fn, device=device),
         ]
         if variant.two_level and variant.scaled:
-            examples.append(torch.empty((), device=device))
+            examples.append(torch.empty(blocks if variant.rows else (), device=device))
     else:
         examples = [torch.empty(first, dtype=program.dtype, device=device)]
         if variant.needs_noise:
             examples += noise_of(noise.Key(0), device)
         if variant.given:
-            examples.append(torch.empty((), device=device))
+            outer = [1 if dim in variant.dims else size for dim, size in enumerate(first)]
+            examples.append(torch.empty(outer if variant.rows else (), device=device))
     dense = variant.minus + (variant.plus and not variant.same)
     return examples + [torch.empty(first, device=device) for _ in range(dense)]
 

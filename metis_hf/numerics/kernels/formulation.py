@@ -56,6 +56,7 @@ class Specialization(NamedTuple):
     same: bool = False  # minus is plus
     rule: ScaleRule = ScaleRule.ABSMAX
     given: bool = False  # the tensor's largest magnitude is an argument
+    rows: bool = False  # that, or what is unpacked, has an outer scale for each row block
 
     @property
     def needs_noise(self) -> bool:
@@ -150,13 +151,14 @@ def fake_quantize(
         x: fp32, bf16 or fp16, contiguous, in one of the forms above.
         variant: what to do.
         source: of noise, where the variant needs it.
-        amax: 0-dim fp32, what the tensor scale is made of; None: the largest magnitude.
+        amax: fp32, what the outer scale is made of: 0-dim, or for each row block [b 1]; None: the
+            largest magnitude.
         minus: fp32, of the shape of `x`.
         plus: fp32, of the shape of `x`.
 
     Returns:
-        (values,) of the shape of `x`; where the tensor scale is not multiplied in, also that scale,
-        0-dim fp32.
+        (values,) of the shape of `x`; where the outer scale is not multiplied in, also that scale,
+        fp32, of the shape of `amax`.
     """
     x, scale, inverse, decode, uniform = _scaled(x, variant, source, amax, minus)
     scaled = x * inverse
@@ -212,7 +214,8 @@ def pack(
         x: as in `fake_quantize`, row blocks as [p 2 16].
         variant: what to do.
         source: of noise, where the variant needs it.
-        amax: 0-dim fp32, what the tensor scale is made of; None: the largest magnitude.
+        amax: fp32, what the outer scale is made of: 0-dim, or for each row block [p 2 1]; None: the
+            largest magnitude.
         minus: fp32, of the shape of `x`.
 
     Returns:
@@ -242,7 +245,7 @@ def unpack(
         codes: uint8 [p 16] or [g 8 c 16].
         variant: its `dtype`, `scaled` and `dims`.
         scale: E4M3, [p 2 1], [g 1 c 16] or [g 1 c 1].
-        decode: tensor scale, 0-dim fp32.
+        decode: outer scale, fp32, 0-dim or [p 2 1].
         plus: fp32 [p 2 16] or [g 16 c 16].
 
     Returns:
@@ -252,12 +255,13 @@ def unpack(
     high = (byte * (1 / 16)).floor()
     pairs = (byte - high * 16, high)
     scales = _half_scales(stored(scale.float()))
+    decodes = (decode, decode) if decode is None or not variant.rows else _half_scales(decode)
     added = (None, None) if plus is None else halves(plus)
     out = []
-    for code, half_scale, half_plus in zip(pairs, scales, added):
+    for code, half_scale, half_decode, half_plus in zip(pairs, scales, decodes, added):
         values = _decoded(code) * half_scale
-        if decode is not None and variant.scaled:
-            values = values * decode
+        if half_decode is not None and variant.scaled:
+            values = values * half_decode
         out.append(_finished(values, half_plus, variant.dtype))
     if codes.dim() == 2:
         return (torch.stack(out, 1),)

@@ -131,6 +131,38 @@ def form_of(x: Tensor, tile: Tile, dim: int, *, paired: bool = False) -> Form:
     return Form(form, _SQUARE_DIMS if tile is Tile.SQUARE else _COLUMN_DIMS, padded, shape)
 
 
+def amax_of_rows(x: Tensor, minus: Tensor | None, *, paired: bool = False) -> Tensor:
+    """Return the largest magnitude of its row for each row block, fp32 [b 1] or [p 2 1].
+
+    Args:
+        x: [.. n].
+        minus: of the shape of `x`, taken off before.
+        paired: as in `form_of`.
+    """
+    rows = x if minus is None else x - minus
+    return _repeated(rows.abs().amax(-1).float().view(-1, 1), x.shape[-1], paired)
+
+
+def scale_of_rows(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return outer scales of rows [.. 1] from what there is for each row block."""
+    across = -(-shape[-1] // BLOCK)
+    rows = math.prod(shape[:-1])
+    return scale.flatten()[: rows * across].view(rows, across)[:, 0].reshape(*shape[:-1], 1)
+
+
+def scale_of_pairs(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an outer scale of rows [t 1] for each row block [p 2 1] of a matrix that `packs`."""
+    return _repeated(scale, shape[-1], paired=True)
+
+
+def _repeated(rows: Tensor, length: int, paired: bool) -> Tensor:
+    """[t 1] -> [b 1] or [p 2 1]; zero for a block beyond an odd number."""
+    blocks = rows.repeat_interleave(-(-length // BLOCK), 0)
+    if not paired:
+        return blocks
+    return F.pad(blocks, (0, 0, 0, len(blocks) % 2)).view(-1, 2, 1)
+
+
 def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
     """Return whether kernels pack a matrix as the reference, which pads blocked dimensions only."""
     if len(shape) != 2 or tile is Tile.TENSOR:
