@@ -21,6 +21,7 @@ def test_json_round_trip_keeps_every_field():
         attention="nvidia",
         format="int4",
         backend="auto",
+        outer_scale="token",
         forward_rounding="nearest",
         target_modules=["q_proj", "v_proj"],
         exclude_modules="lm_head",

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from metis_hf.numerics.formats import SpacedFormat
+from metis_hf.numerics.elements import SpacedFormat
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class ScaleRule(str, enum.Enum):
 
 
 class OuterScale(str, enum.Enum):
-    """What has one fp32 scale above its block scales."""
+    """The extent of an fp32 scale above block scales."""
 
     TENSOR = "tensor"
     # Each row of a tensor whose blocks lie along the rows: a token, of inputs and gradients. A GEMM

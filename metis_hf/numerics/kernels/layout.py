@@ -156,7 +156,7 @@ def scale_of_pairs(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _repeated(rows: Tensor, length: int, paired: bool) -> Tensor:
-    """[t 1] -> [b 1] or [p 2 1]; zero for a block beyond an odd number."""
+    """Repeat rows [t 1] for their blocks [b 1] or [p 2 1]; zero for one beyond an odd number."""
     blocks = rows.repeat_interleave(-(-length // BLOCK), 0)
     if not paired:
         return blocks

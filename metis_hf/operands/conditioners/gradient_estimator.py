@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.formats import on_device
+from metis_hf.numerics.elements import on_device
 from metis_hf.operands.conditioners.identity import Identity
 
 

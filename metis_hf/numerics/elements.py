@@ -1,0 +1,223 @@
+"""Number formats of elements as data: which values exist, and which bits stand for them.
+
+A grid is a small float's, the integers', or any list of values. What scales do to it is in
+`formats`; how values reach it in `rounding`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from metis_hf.noise import constant
+
+
+@constant
+def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor [n]; do not write to it.
+
+    It is kept: the host would wait for each copy to a GPU.
+    """
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+class SpacedFormat(Protocol):
+    """The constants with which to round to a format of constant spacing inside a power of two.
+
+    The spacing at y is `2^-mantissa_bits` times the power of two at or below |y|, that power held
+    within [min_normal, max_power].
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def mantissa_bits(self) -> int: ...
+    @property
+    def min_normal(self) -> float: ...
+    @property
+    def max_power(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def grid(self) -> tuple[float, ...]: ...
+    def encode(self, values: Tensor) -> Tensor:
+        """Bit patterns (uint8) of fp32 values on the grid; those of NaN are arbitrary."""
+        ...
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return fp32 values of bit patterns (uint8)."""
+        ...
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A small binary floating-point format with sign and subnormals.
+
+    Args:
+        name: for people.
+        exponent_bits: width of the exponent field.
+        mantissa_bits: width of the fraction field.
+        bias: exponent bias.
+        max: largest finite value; it says which of the top codes are values and which are not.
+        dtype: the torch dtype that stores it, where torch has one.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    dtype: torch.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        """Stored bits of one value."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest normal value; below it the spacing is constant."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest positive value: the spacing around zero."""
+        return self.min_normal * 2.0**-self.mantissa_bits
+
+    @property
+    def max_power(self) -> float:
+        """Largest power of two that is not above `max`: the top binade."""
+        return 2.0 ** (math.frexp(self.max)[1] - 1)
+
+    @cached_property
+    def grid(self) -> tuple[float, ...]:
+        """Return all values >= 0, ascending; the index of a value is its code without the sign."""
+        values = []
+        for code in range(2 ** (self.exponent_bits + self.mantissa_bits)):
+            exponent, fraction = divmod(code, 2**self.mantissa_bits)
+            significand = fraction + (2**self.mantissa_bits if exponent else 0)
+            value = significand * self.min_subnormal * 2.0 ** max(exponent - 1, 0)
+            if value <= self.max:
+                values.append(value)
+        return tuple(values)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Sign bit, exponent, mantissa from the high bit down, in the low bits of a uint8."""
+        magnitude = torch.bucketize(
+            values.abs().contiguous(), on_device(self.grid, values.dtype, values.device)
+        )
+        sign = values.signbit().to(torch.uint8) << (self.bits - 1)
+        # NaN falls off the grid's end; its block scale says what it was.
+        return magnitude.clamp_(max=len(self.grid) - 1).to(torch.uint8) | sign
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return fp32 values of codes (uint8)."""
+        grid = on_device(self.grid, torch.float32, codes.device)
+        table = grid.new_full((2 ** (self.bits - 1),), torch.nan)
+        table[: len(grid)] = grid
+        return torch.cat([table, -table])[codes.long()]
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """Symmetric two's complement integers; the most negative code is not used."""
+
+    name: str
+    bits: int
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Return a value as if the sign and the leading bit were apart: the spacing is 1."""
+        return self.bits - 2
+
+    @property
+    def min_normal(self) -> float:
+        return 2.0 ** (self.bits - 2)
+
+    @property
+    def max_power(self) -> float:
+        return self.min_normal
+
+    @property
+    def max(self) -> float:
+        return 2.0 ** (self.bits - 1) - 1
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        return tuple(float(value) for value in range(2 ** (self.bits - 1)))
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Two's complement in the low bits of a uint8. The sign of a zero is lost."""
+        return values.nan_to_num().to(torch.int16).bitwise_and_(2**self.bits - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return fp32 values of codes (uint8)."""
+        half = 2 ** (self.bits - 1)
+        return ((codes.to(torch.int16) + half) % (2 * half) - half).float()
+
+
+@dataclass(frozen=True)
+class CodebookFormat:
+    """Any values at all: the code of a value is its place in the list.
+
+    Zero must be a value, since padding is zero. The largest magnitude is what a block's amax is
+    scaled to; it may have one sign only, and what lies beyond the other end becomes that end.
+
+    Args:
+        name: for people.
+        values: ascending, at most 256.
+
+    Raises:
+        ValueError: values that are not ascending, too many, or without zero.
+    """
+
+    name: str
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(float(value) for value in self.values))
+        ascending = all(a < b < math.inf for a, b in zip(self.values, self.values[1:]))
+        if not (ascending and 2 <= len(self.values) <= 256 and 0.0 in self.values):
+            raise ValueError(
+                f"codebook {self.name!r} has values {self.values}; give 2 to 256 finite numbers in "
+                "ascending order, 0 among them"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Return the stored bits of one value."""
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def max(self) -> float:
+        return max(-self.values[0], self.values[-1])
+
+    @property
+    def max_power(self) -> float:
+        """Return the largest power of two that is not above `max`."""
+        return 2.0 ** (math.frexp(self.max)[1] - 1)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Return the values >= 0, ascending."""
+        return tuple(value for value in self.values if value >= 0)
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return the values as fp32."""
+        return on_device(self.values, torch.float32, device)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the places (uint8) of values of the codebook; those of NaN are arbitrary."""
+        places = torch.bucketize(values.contiguous(), self.table(values.device))
+        return places.clamp_(max=len(self.values) - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the fp32 values at places (uint8)."""
+        return self.table(codes.device)[codes.long()]
