@@ -115,7 +115,7 @@ MUTANTS = [
        "(0, -x.shape[-2] % size, 0, -x.shape[-1] % size)", "padding of tiles transposed", FORMATS),
     # --- quantizers
     _m("eden-clamp", "numerics",
-       "inside = y.clamp(*limits) if eden else y.clamp_(*limits)", "inside = y.clamp_(*limits)",
+       "y.clone() if eden else y", "y",
        "MS-EDEN corrects by clamped elements", EDEN, KERNELS),
     _m("eden-eval", "numerics", "rule = ScaleRule.FOUR_OVER_SIX if eden",
        "rule = ScaleRule.ABSMAX if eden", "evaluation of MS-EDEN takes another rule",
@@ -156,8 +156,8 @@ MUTANTS = [
     # --- kernels
     _m("kernel-ties", "numerics/kernels/block_scales.py", "((1 << _DROPPED - 1) - 1)",
        "(1 << _DROPPED - 1)", "kernels round E4M3 ties up", KERNELS),
-    _m("kernel-four", "numerics/kernels/block_scales.py", "better = other.error < best.error",
-       "better = other.error <= best.error", "kernels let a later scale win ties", KERNELS),
+    _m("kernel-four", "numerics/kernels/block_scales.py", "better = new_error < error",
+       "better = new_error <= error", "kernels let a later scale win ties", KERNELS),
     _m("kernel-nan", "numerics/kernels/formulation.py",
        "last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)",
        "last = rounded * 0.5 + 4", "a NaN spoils the other code of its byte", KERNELS),
