@@ -131,6 +131,16 @@ def lane_hashes(device: torch.device) -> Tensor:
     return _index_hash(device)[:_LANES]
 
 
+@constant
+def lane_halves(device: torch.device) -> Tensor:
+    """Return the upper and the lower 16 bits of `lane_hashes` as fp32 numbers, [2 16].
+
+    Generated C++ loads vectors of fp32 directly, and those of int32 by way of a buffer.
+    """
+    lanes = lane_hashes(device)
+    return torch.stack([(lanes >> 16) & 0xFFFF, lanes & 0xFFFF]).float()
+
+
 def static_words(key: Key) -> tuple[int, int]:
     """Return the host's part of a key as two signed 32-bit words."""
     return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))

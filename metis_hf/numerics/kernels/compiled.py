@@ -35,6 +35,10 @@ _MAX_CACHED_KEYS = 4096
 # On a GPU Inductor divides approximately and may flush subnormal numbers, unless it is told not to.
 _EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 
+# Nothing but what the formulation says is stored: Inductor would store what it counts as much work,
+# as the errors of every scale that is tried, each a tensor of its own.
+_UNSTORED = {"realize_reads_threshold": 10**4, "realize_opcount_threshold": 10**4}
+
 
 class Program(NamedTuple):
     """The key of one compilation: what it is for."""
@@ -112,7 +116,7 @@ def run(
     if kernel is None:
         kernel = _compile(program)
     rest = [other for other in others if other is not None]
-    return kernel(x, *([] if key is None else noise_of(key, x.device)), *rest)
+    return kernel(x, *([] if key is None else noise_of(key, x)), *rest)
 
 
 def program_of(variant: Specialization, x: Tensor) -> Program:
@@ -130,7 +134,7 @@ def traced(
     variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Run a program inside a graph that is being traced for another compilation."""
-    source = [] if key is None else traced_noise(key, x.device)
+    source = [] if key is None else traced_noise(key, x)
     return call(variant, [x, *source, *(other for other in others if other is not None)])
 
 
@@ -155,17 +159,26 @@ def call(variant: Specialization, arguments: Sequence[Tensor]) -> tuple[Tensor, 
     return formulation.fake_quantize(x, variant, source, amax, minus, plus)
 
 
-def noise_of(key: noise.Key, device: torch.device) -> Noise:
-    """Return the key as tensors on `device`."""
+def noise_of(key: noise.Key, x: Tensor) -> Noise:
+    """Return the key as tensors on the device of `x`, for quantizing it."""
+    device = x.device
     words, zero = _static_words(key.static, device)
-    return Noise(words, zero if key.data is None else key.data, noise.lane_hashes(device))
+    return Noise(words, zero if key.data is None else key.data, _lanes(x))
 
 
-def traced_noise(key: noise.Key, device: torch.device) -> Noise:
+def traced_noise(key: noise.Key, x: Tensor) -> Noise:
     """Return the key inside a graph that is being traced: no caches, the words are constants."""
+    device = x.device
     zero = torch.zeros((), dtype=torch.int32, device=device)
     words = torch.tensor(noise.static_words(key), dtype=torch.int32, device=device)
-    return Noise(words, zero if key.data is None else key.data, noise.lane_hashes(device))
+    return Noise(words, zero if key.data is None else key.data, _lanes(x))
+
+
+def _lanes(x: Tensor) -> Tensor:
+    # Generated C++ loads int32 by way of a buffer, which costs more than all of the hash. Where
+    # elements of 16 bits make vectors twice as long, converting from fp32 goes that way too.
+    halves = x.device.type == "cpu" and x.dtype == torch.float32
+    return noise.lane_halves(x.device) if halves else noise.lane_hashes(x.device)
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_KEYS)
@@ -244,7 +257,9 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         )
 
     known = torch._inductor.config.get_config_copy()
-    exact = torch._inductor.config.patch({name: True for name in _EXACT if name in known})
+    exact = torch._inductor.config.patch(
+        {name: True for name in _EXACT if name in known} | _UNSTORED
+    )
     with torch.no_grad(), torch.autocast(device.type, enabled=False), exact:
         fakes: list[Any] = [fake(index, example) for index, example in enumerate(examples)]
         with mode:
@@ -275,7 +290,7 @@ def _examples(program: Program) -> list[Tensor]:
     else:
         examples = [torch.empty(first, dtype=program.dtype, device=device)]
         if variant.needs_noise:
-            examples += noise_of(noise.Key(0), device)
+            examples += noise_of(noise.Key(0), examples[0])
         if variant.given:
             outer = [1 if dim in variant.dims else size for dim, size in enumerate(first)]
             examples.append(torch.empty(outer if variant.rows else (), device=device))

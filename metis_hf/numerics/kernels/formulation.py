@@ -69,7 +69,7 @@ class Noise(NamedTuple):
 
     words: Tensor  # int32 [2], `noise.static_words`
     data: Tensor  # int32, 0-dim
-    lanes: Tensor  # int32 [16], `noise.lane_hashes`
+    lanes: Tensor  # `noise.lane_hashes`, int32 [16], or its `noise.lane_halves`, fp32 [2 16]
 
 
 def _stochastic(magnitude: Tensor, uniform: Tensor) -> Tensor:
@@ -80,11 +80,23 @@ def _stochastic(magnitude: Tensor, uniform: Tensor) -> Tensor:
     return (lower + up) * by_range(magnitude, 0.5, 1.0, 2.0)
 
 
+def _with_sign(magnitude: Tensor, like: Tensor) -> Tensor:
+    """Return `magnitude` with the sign of `like`; it is 0 where `like` is, and takes its zero.
+
+    It does what `copysign` does, for which generated C++ calls a function for each vector.
+    """
+    return torch.where(like == 0, like, torch.where(like < 0, -magnitude, magnitude))
+
+
 def _uniform(shape: torch.Size, source: Noise) -> Tensor:
     words = (source.words[0], source.words[1])
     lead = shape[:-1]
     blocks = stored(noise.block_hashes(math.prod(lead), words, source.data)).view(*lead, 1)
-    return noise.to_uniform(noise.element_bits(blocks, source.lanes))
+    lanes = source.lanes
+    if lanes.dtype == torch.float32:
+        upper, lower = lanes.to(torch.int32)
+        lanes = (upper << 16) | lower
+    return noise.to_uniform(noise.element_bits(blocks, lanes))
 
 
 class _Scaled(NamedTuple):
@@ -163,7 +175,7 @@ def fake_quantize(
     x, scale, inverse, decode, uniform = _scaled(x, variant, source, amax, minus)
     scaled = x * inverse
     codes = _rounded(scaled.abs().clamp(max=MAX_CODE), uniform)
-    values = codes.copysign(scaled) * scale
+    values = _with_sign(codes, scaled) * scale
     if decode is None:
         return (_finished(values, plus, variant.dtype),)
     if not variant.scaled:
@@ -179,7 +191,7 @@ def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
     # not spoil the other code of the byte.
     last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)
     code = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, last))
-    negative = (magnitude + 1).copysign(scaled) < 0  # of -0 too
+    negative = 1 / scaled < 0  # of -0 too
     return code + torch.where(negative, 8.0, 0.0)
 
 
