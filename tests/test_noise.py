@@ -123,3 +123,11 @@ def test_fingerprint_follows_structured_changes(shape, change):
     """Changes that touch the same bits of every element must not cancel in the sum."""
     x = torch.randn(shape)
     assert fingerprint(change(x)) != fingerprint(x)
+
+
+def test_halves_of_lane_hashes_put_together_are_the_hashes():
+    upper, lower = noise.lane_halves(torch.device("cpu")).to(torch.int64)
+    words = upper * 2**16 + lower
+    assert words.tolist() == [
+        hashed % 2**32 for hashed in noise.lane_hashes(torch.device("cpu")).tolist()
+    ]

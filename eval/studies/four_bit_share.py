@@ -1,0 +1,192 @@
+"""How much of a training step is four bits: tables in docs/performance.md.
+
+    python eval/studies/four_bit_share.py
+
+Counts multiply-adds and bytes of three models from their configs, scheme by scheme. Nothing is
+trained and no weight is allocated. The record is eval/results/four-bit-share.json.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from publish import page_with
+from transformers import AutoConfig, PreTrainedConfig
+
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.conversion.report import gemm_weights
+from metis_hf.experiments.sizes import SIZES
+from metis_hf.planning.overhead import Overhead, model_overhead
+from metis_hf.planning.plan import (
+    Workload,
+    meta_model,
+    saved_bytes,
+    state_memory,
+    step_costs,
+)
+from metis_hf.planning.saved_bytes import SavedBytes
+from metis_hf.shared.tables import markdown_table
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "eval" / "results" / "four-bit-share.json"
+PAGE = ROOT / "docs" / "performance.md"
+SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "metis")
+TOKENS = 8192  # of a step, that the costs of weights are shared by
+IN_FOUR_BITS = ("thin_products", "corrections")  # of what a scheme adds: both factors are codes
+# torchao 0.18: AdamW4bit has two moments of 4 bits, with an fp32 scale for each 128 of them.
+MOMENT_BYTES = {"fp32": 4.0, "4 bit": 0.5 + 4 / 128}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the context that it is trained with."""
+
+    name: str
+    config: PreTrainedConfig
+    sequence_length: int
+
+
+def models() -> list[Model]:
+    """Return the three models, as transformers' configs."""
+    smol = AutoConfig.for_model(
+        "llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    return [Model("SmolLM2-135M", smol, 2048)] + [
+        Model(name, AutoConfig.for_model(SIZES[size].model_type, **SIZES[size].config),
+              SIZES[size].sequence_length)
+        for name, size in (("GPT-2 1.1B", "1b1"), ("Llama-3 8B", "8b"))
+    ]  # fmt: skip
+
+
+def multiply_adds(model: Model, scheme: str) -> dict[str, Any]:
+    """Count a step's multiply-adds, in units of those of all GEMMs and attention products."""
+    dense = meta_model(model.config)
+    load = workload(model)
+    gemms = gemm_weights(dense)
+    everything = tuple({name.rpartition(".")[2] for name in gemms})  # the head too, tied or not
+    get_metis_model(dense, MetisConfig(scheme=scheme))
+    costs = step_costs(dense, sum(gemms.values()), load)
+    passes = load.tokens_per_step
+    head = 6.0 * passes * model.config.vocab_size * model.config.hidden_size
+    exact = {"linear": costs["gemm"], "head": head, "attention": costs["attention"]}
+    added = model_overhead(model.config, MetisConfig(scheme=scheme), TOKENS)
+    whole = MetisConfig(scheme=scheme, target_modules=everything)
+    with_head = model_overhead(model.config, whole, TOKENS)
+    assert abs(costs["other_gemm"] - head) < 1e-6 * head, "a GEMM is neither counted nor known"
+    return {
+        "exact": exact,
+        "linear": _share(exact, ("linear",), added),
+        "head": _share(exact, ("linear", "head"), with_head),
+        "attention": _share(exact, ("linear", "attention"), added),
+        "all": _share(exact, ("linear", "head", "attention"), with_head),
+    }
+
+
+def _share(exact: dict[str, float], quantized: tuple[str, ...], added: Overhead) -> float:
+    """Return the share of all multiply-adds, with what the scheme adds, that are of codes.
+
+    Products of attention are counted in plain blocks, which add nothing.
+    """
+    layers = sum(exact[kind] for kind in quantized if kind != "attention")
+    codes = sum(exact[kind] for kind in quantized)
+    codes += layers * sum(added.parts.get(kind, 0.0) for kind in IN_FOUR_BITS)
+    return codes / (sum(exact.values()) + layers * added.share)
+
+
+def workload(model: Model) -> Workload:
+    """Return a step of one sequence on one device, in BF16."""
+    length = model.sequence_length
+    return Workload(tokens=length, sequence_length=length, global_batch=1, device_batch=1)
+
+
+def held_bytes(model: Model, scheme: str) -> dict[str, float]:
+    """Count what one device holds at the end of a forward pass of `TOKENS` tokens, by kind."""
+    dense = meta_model(model.config)
+    get_metis_model(dense, MetisConfig(scheme=scheme))
+    load = workload(model)
+    state = state_memory(dense, load, sharded=False)
+    times = TOKENS / load.tokens_per_step
+    saved: SavedBytes = saved_bytes(dense, load, sharded=False)
+    return {
+        "weights": state["weights"],
+        "gradients": state["gradients"],
+        "moments": state["moments"],
+        "linear_activations": saved.linears * times,
+        "other_activations": saved.others * times,
+    }
+
+
+def record() -> dict[str, Any]:
+    """Return everything that the tables say."""
+    found: dict[str, Any] = {"tokens": TOKENS, "models": {}}
+    for model in models():
+        found["models"][model.name] = {
+            "sequence_length": model.sequence_length,
+            "multiply_adds": {name: multiply_adds(model, name) for name in SCHEMES},
+            "bytes": {name: held_bytes(model, name) for name in ("bf16", "metis")},
+        }
+    return found
+
+
+def multiply_add_table(found: dict[str, Any]) -> str:
+    """Return the shares of multiply-adds, a row for each model and scheme."""
+    rows = []
+    for name, values in found["models"].items():
+        for scheme, shares in values["multiply_adds"].items():
+            cells = [f"{100 * shares[key]:.1f}" for key in ("linear", "head", "attention", "all")]
+            rows.append([name, scheme, *cells])
+    header = ["Model", "Scheme", "Linear layers, %", "and the head", "and attention", "and both"]
+    return markdown_table(header, rows)
+
+
+def byte_table(found: dict[str, Any]) -> str:
+    """Return what is held in a step, a row for each model and way."""
+    rows = []
+    for name, values in found["models"].items():
+        for scheme, moments in (("bf16", "fp32"), ("metis", "fp32"), ("metis", "4 bit")):
+            held = dict(values["bytes"][scheme])
+            held["moments"] *= MOMENT_BYTES[moments] / MOMENT_BYTES["fp32"]
+            four = (held["linear_activations"] if scheme == "metis" else 0.0) + (
+                held["moments"] if moments == "4 bit" else 0.0
+            )
+            total = sum(held.values())
+            parts = [f"{held[key] / 1e9:.2f}" for key in held]
+            rows.append([name, scheme, moments, *parts, f"{total / 1e9:.2f}",
+                         f"{100 * four / total:.0f}"])  # fmt: skip
+    header = ["Model", "Scheme", "Moments", "Weights", "Gradients", "Moments",
+              "Linear layers' inputs", "Other activations", "All, GB", "Four bits, %"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def write_pages(found: dict[str, Any], page: str) -> str:
+    """Return the page with both tables."""
+    for marker, table in (
+        ("four bits: multiply-adds", multiply_add_table(found)),
+        ("four bits: bytes", byte_table(found)),
+    ):
+        filled = page_with(marker, table, page)
+        assert filled is not None, marker
+        page = filled
+    return page
+
+
+def main() -> None:
+    """Write the record and the tables."""
+    found = record()
+    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+    PAGE.write_text(write_pages(found, PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

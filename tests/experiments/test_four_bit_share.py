@@ -1,0 +1,70 @@
+"""eval/studies/four_bit_share.py: counts by hand, and the page is the record."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+
+import pytest
+from paths import ROOT
+
+LAYERS, WIDTH, INNER, KEYS, WORDS, CONTEXT = 30, 576, 1536, 192, 49152, 2048  # SmolLM2-135M
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
+    yield importlib.import_module("four_bit_share")
+    for name in ("four_bit_share", "publish"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def record(study):
+    return json.loads(study.RECORD.read_text())
+
+
+def test_the_page_is_the_record(study, record):
+    page = study.PAGE.read_text()
+    assert study.write_pages(record, page) == page
+
+
+def test_multiply_adds_of_a_llama_by_hand(study):
+    smol = study.models()[0]
+    found = study.multiply_adds(smol, "nvfp4-rne")
+    linear = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)
+    head, attention = WORDS * WIDTH, 2 * LAYERS * CONTEXT * WIDTH
+    total = linear + head + attention  # of one token and pass; a step has three of each
+    assert found["linear"] == pytest.approx(linear / total)
+    assert found["head"] == pytest.approx((linear + head) / total)
+    assert found["attention"] == pytest.approx((linear + attention) / total)
+    assert found["all"] == pytest.approx(1)
+
+
+def test_rotations_are_no_codes_and_second_terms_are(study):
+    smol = study.models()[0]
+    rotated, plain = (study.multiply_adds(smol, name) for name in ("nvidia", "nvfp4-rne"))
+    exact = plain["exact"]
+    added = (
+        exact["linear"]
+        * study.model_overhead(smol.config, study.MetisConfig(scheme="nvidia"), study.TOKENS).share
+    )
+    assert rotated["linear"] == pytest.approx(exact["linear"] / (sum(exact.values()) + added))
+    parts = study.model_overhead(smol.config, study.MetisConfig(scheme="metis"), study.TOKENS).parts
+    assert set(study.IN_FOUR_BITS) <= set(parts)
+    codes = exact["linear"] * (1 + parts["thin_products"] + parts["corrections"])
+    total = sum(exact.values()) + exact["linear"] * sum(parts.values())
+    assert study.multiply_adds(smol, "metis")["linear"] == pytest.approx(codes / total)
+
+
+def test_moments_of_four_bits_are_those_of_torchao(study):
+    pytest.importorskip("numerics.torchao_oracle")  # finds torchao
+    from torchao.optim import AdamW4bit
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    block = inspect.signature(AdamW4bit).parameters["block_size"].default
+    moment = OptimState4bit.zeros((256, 256), signed=True, block_size=block)
+    held = sum(part.numel() * part.element_size() for part in (moment.codes, moment.scale))
+    assert held == 256 * 256 * study.MOMENT_BYTES["4 bit"]
