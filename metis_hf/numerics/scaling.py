@@ -297,7 +297,7 @@ def _errors(
     base = amax.div(torch.full_like(amax, fmt.element.max)).mul_(encode)  # (amax / 6) * S
     wanted = x * encode  # in units of code * scale
     to_base = base.clamp(min=SMALLEST_BASE).reciprocal_()
-    count = math.prod(x.shape[dim] for dim in dims)
+    count = math.prod([x.shape[dim] for dim in dims])  # dynamo traces no generator
 
     def error_of(element: PlainFormat, step: Tensor, inverse: Tensor) -> Tensor:
         codes = round_nearest((x * inverse).clamp_(-element.max, element.max), element)

@@ -43,7 +43,7 @@ TABLE = {
 }
 ROTATED = {"nvidia", "four-over-six", "nvidia-unbiased", "four-over-six-unbiased"}  # in wgrad
 BY_ROWS = (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
-ACCEPTED = {*TABLE, "quartet2", "bf16"}
+ACCEPTED = {*TABLE, "quartet2", "if4", "mixfp4", "bf16"}
 
 
 def products_of(scheme: str, **changes) -> AttentionProducts:

@@ -191,7 +191,7 @@ def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
     # not spoil the other code of the byte.
     last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)
     code = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, last))
-    negative = 1 / scaled < 0  # of -0 too
+    negative = torch.where(scaled == 0, 1 / scaled, scaled) < 0  # of -0 too
     return code + torch.where(negative, 8.0, 0.0)
 
 
