@@ -159,8 +159,9 @@ def compare(
         blocks.append(
             Block("difference to control", f"Difference to {reference.name}", differences)
         )
-    notes += _metric_notes(rows, tasks, metrics or {})
-    notes += _error_notes(rows, reference if others else None)
+    if tasks:
+        notes += _metric_notes(rows, tasks, metrics or {})
+        notes += _error_notes(rows, reference if others else None)
     of_note: dict[str, list[str]] = {}
     for record, row in zip(records, rows):
         for note in _row_notes(record):

@@ -73,6 +73,12 @@ def test_metric_choice(options, hellaswag):
     assert lacks == (options == ["acc_norm"])
 
 
+def test_a_table_of_losses_alone_says_nothing_of_tasks():
+    table = compare([record("bf16", loss=3.5), record("nvfp4", loss=3.6)], [])
+    assert table.columns == ["Loss"]
+    assert not any("task" in note or "Shown" in note for note in table.notes)
+
+
 def test_metric_that_a_task_does_not_have():
     with pytest.raises(ValueError, match="'boolq' has no metric 'acc_norm'; it has acc"):
         compare([record("bf16")], TASKS, metrics={"boolq": "acc_norm"})
