@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import csv
 import json
 import shutil
 import sys
@@ -279,3 +280,18 @@ def test_variants_of_the_training_studies_can_be_built():
     alone = build_scheme(MetisConfig(scheme="compensated"), 128, 128)
     assert alone.weight.is_split
     assert not alone.corrected
+
+
+def test_losses_of_continued_pretraining_are_those_on_record():
+    record = ROOT / "eval" / "results" / "real-model" / "continued" / "losses.csv"
+    rows = list(csv.DictReader(record.open()))
+    control = {row["text"]: row for row in rows if row["scheme"] == "bf16"}
+    page = (ROOT / "docs" / "method.md").read_text()
+    for row in rows:
+        cells = [row["text"], row["scheme"]]
+        for when in ("untouched", "trained"):
+            loss = float(row[when]) if row[when] else None
+            cells.append("" if loss is None else f"{loss:.4f}")
+            gap = None if loss is None else loss / float(control[row["text"]][when]) - 1
+            cells.append("" if not gap else f"+{100 * gap:.1f}")
+        assert f"| {' | '.join(cells)} |" in page
