@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import csv
+import importlib.util
 import json
 import shutil
 import sys
