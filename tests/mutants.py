@@ -40,7 +40,11 @@ SPLIT = ("numerics/test_spectral_split.py", "numerics/test_spectral_masks.py")
 OPERANDS = ("operands/test_operands.py", "operands/test_conditioners.py")
 EDEN = ("operands/test_ms_eden.py", "operands/test_operands.py")
 OUTLIERS = ("schemes/test_outlier_schemes.py", "operands/test_operands.py")
-ATTENTION = ("layers/test_attention.py",)
+ATTENTION = (
+    "layers/test_attention_products.py",
+    "layers/test_attention.py",
+    "layers/test_attention_schemes.py",
+)
 GEMM = ("layers/test_gemm.py", "operands/test_operands.py")
 CORRECTIONS = ("layers/test_corrections.py", "operands/test_operands.py")
 NOISE = (

@@ -1,4 +1,4 @@
-"""The two products of attention, link by link against the scalar reference and float64."""
+"""Attention of quantized products: exact links, noise, refusals."""
 
 from __future__ import annotations
 
@@ -10,178 +10,23 @@ import pytest
 import torch
 from reference import fake_quantize
 
-from layers.layer_reference import UNIT, array, rotation
+from layers.attention_tools import (
+    ACCEPTED,
+    plan_of,
+    products_of,
+    reference,
+)
+from layers.layer_reference import array
 from layers.layer_tools import NEAREST
-from metis_hf import MetisConfig, scheme_names
+from metis_hf import MetisConfig
 from metis_hf.layers.attention import (
     AttentionProducts,
     ProductPlan,
     QuantizedProduct,
-    build_attention_scheme,
 )
-from metis_hf.layers.noise_keys import CallKeys
-from metis_hf.noise import key_of
 from metis_hf.numerics import Quantizer
-from metis_hf.operands import Hadamard, Identity, Operand, Requantized
+from metis_hf.operands import Operand
 from metis_hf.schemes import Role, Scheme
-from metis_hf.transforms.hadamard import hadamard_matrix
-
-# What the accepted schemes have for [a, b, dy of dgrad, b of dgrad, dy of wgrad, a of wgrad]:
-# format, scale rounding, scale rule.
-FORWARD, UP = ("nvfp4", "nearest", "absmax"), ("nvfp4", "up", "absmax")
-SIX = ("nvfp4", "nearest", "four-over-six")
-UNBIASED = ("nvfp4", "nearest", "unbiased")
-MX, MX_UP = ("mxfp4", "floor", "absmax"), ("mxfp4", "up", "absmax")
-TABLE = {
-    "nvfp4": [UP] * 6,
-    "nvfp4-rne": [FORWARD, FORWARD, UP, FORWARD, UP, FORWARD],
-    "nvidia": [FORWARD] * 6,
-    "four-over-six": [SIX, SIX, FORWARD, SIX, FORWARD, SIX],
-    "nvidia-unbiased": [FORWARD, FORWARD, UNBIASED, FORWARD, UNBIASED, FORWARD],
-    "four-over-six-unbiased": [SIX, SIX, UNBIASED, SIX, UNBIASED, FORWARD],
-    "mxfp4": [MX, MX, MX_UP, MX, MX_UP, MX],
-}
-ROTATED = {"nvidia", "four-over-six", "nvidia-unbiased", "four-over-six-unbiased"}  # in wgrad
-BY_ROWS = (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
-ACCEPTED = {*TABLE, "quartet2", "if4", "mixfp4", "bf16"}
-
-
-def products_of(scheme: str, **changes) -> AttentionProducts:
-    return AttentionProducts(MetisConfig(attention=scheme, **changes), "model.attention")
-
-
-def plan_of(products: AttentionProducts, a, b, dtype=torch.float32) -> ProductPlan:
-    scheme = products.scheme
-    state = None if scheme.state is None else scheme.state.freeze({}, a, b)
-    return ProductPlan(scheme, dtype, CallKeys(key_of("a test"), a, b), state)
-
-
-def reference(x: np.ndarray, role: Role, scheme: str, signs: np.ndarray | None) -> np.ndarray:
-    """What stands for x [.. r c] in a GEMM: blocks along what it contracts, one tensor scale.
-
-    In wgrad of the schemes that rotate there: every head's matrix rotated by a block-diagonal
-    matrix, quantized, and rotated back, with the rows of its padding.
-    """
-    fmt, scale_rounding, scale_rule = TABLE[scheme][role]
-    options = {"scale_rounding": scale_rounding, "scale_rule": scale_rule}
-    dim = -2 if role in BY_ROWS else -1
-    rotated = signs is not None and role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
-    if not rotated:
-        return fake_quantize(x, fmt, dim=dim, **options).values.astype(np.float64)
-    h = rotation(x.shape[-2], signs)
-    # As the layer rounds it to fp32.
-    inside = (h @ x.astype(np.float64)).astype(np.float32)
-    back = rotation(h.shape[0], signs).T
-    return back @ fake_quantize(inside, fmt, dim=dim, **options).values.astype(np.float64)
-
-
-def assert_close(found: torch.Tensor, expected: np.ndarray, size: np.ndarray, terms: int) -> None:
-    """Hold an fp32 sum of products to float64: `terms` roundings of the sum of magnitudes."""
-    error = np.abs(array(found).astype(np.float64) - expected)
-    assert found.shape == expected.shape
-    assert np.all(error <= (terms + 4) * UNIT * size + 1e-30), error.max()
-
-
-SHAPES = [  # heads in a group, rows of a, rows of b, contracted: ragged, and of whole blocks
-    (1, 9, 11, 20),
-    (3, 5, 18, 16),
-    (2, 1, 33, 8),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("scheme", TABLE)
-def test_product_is_that_of_the_reference(scheme, shape):
-    """y, da and db of given a, b and dy, each from operands that the scalar reference quantizes."""
-    g, m, n, c = shape
-    products = products_of(scheme, **NEAREST)
-    a = (torch.randn(2, g, m, c) * torch.logspace(-1, 1, c)).requires_grad_()
-    b = torch.randn(2, n, c, requires_grad=True)
-    dy = torch.randn(2, g, m, n) * 1e-3
-    y = QuantizedProduct.apply(a, b, plan_of(products, a, b))
-    y.backward(dy)
-
-    signs = None
-    if scheme in ROTATED:
-        conditioner = products.scheme.wgrad_input.conditioner
-        assert isinstance(conditioner, Hadamard)
-        signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])
-    given = (a, b, dy, b, dy, a)
-    hats = [reference(array(x), role, scheme, signs) for role, x in zip(Role, given)]
-    a_hat, b_hat, d_hat, b_again, d_rows, a_rows = hats
-    for found, left, right, terms in (
-        (y, a_hat, np.swapaxes(b_hat, -1, -2)[:, None], c),
-        (a.grad, d_hat, b_again[:, None], n),
-    ):
-        assert_close(found, left @ right, np.abs(left) @ np.abs(right), terms + 16)
-    # One GEMM for the heads of a group: their queries after each other.
-    db = (np.swapaxes(d_rows, -1, -2) @ a_rows).sum(1)
-    size = (np.swapaxes(np.abs(d_rows), -1, -2) @ np.abs(a_rows)).sum(1)
-    # Rotated operands come back through two fp32 products, whose terms may cancel.
-    assert_close(b.grad, db, size * (32 if signs is not None else 1), g * m + 16)
-
-
-def test_quartet2_has_its_two_bases():
-    """Forward 4/6; each backward GEMM rotates both operands by signs of one of them."""
-    products = products_of("quartet2")
-    a, b = torch.randn(2, 1, 32, 16, requires_grad=True), torch.randn(2, 32, 16, requires_grad=True)
-    y = QuantizedProduct.apply(a, b, plan_of(products, a, b))
-    hats = [fake_quantize(array(x), dim=-1, scale_rule="four-over-six").values for x in (a, b)]
-    assert_close(y, hats[0] @ np.swapaxes(hats[1], -1, -2)[:, None].astype(np.float64),
-                 np.abs(hats[0]) @ np.abs(np.swapaxes(hats[1], -1, -2)[:, None]), 32)  # fmt: skip
-    plan = plan_of(products, a, b)
-    for left, right in (
-        (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT),
-        (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT),
-    ):
-        first, second = (plan.scheme.resolve(role)[1].bind(plan.state) for role in (left, right))
-        key = plan.keys[right]
-        other = second.conditioner.second.for_matrix(b, key)
-        assert torch.equal(first.conditioner.content, other.content)
-        assert first.conditioner.seed == other.seed
-
-
-def test_quartet2_gradient_is_that_of_the_forward_copies():
-    """On average over seeds: dQ -> dS K_hat, with K_hat the 4/6 copy of the forward pass."""
-    a, b, dy = torch.randn(1, 1, 128, 16), torch.randn(1, 128, 16), torch.randn(1, 1, 128, 128)
-    found = []
-    for seed in range(100):
-        products = products_of("quartet2", seed=seed)
-        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
-        plan = ProductPlan(
-            products.scheme,
-            torch.float32,
-            CallKeys(key_of("seed", seed), x, y),
-            products.scheme.state.freeze({}, x, y),
-        )
-        QuantizedProduct.apply(x, y, plan).backward(dy)
-        found.append((x.grad, y.grad))
-    nearest = MetisConfig(attention="quartet2")
-    q = build_attention_scheme(nearest).dgrad_weight.quantizer.deterministic()
-    a_hat, b_hat = q(a, dim=-1), q(b, dim=-1)
-    for grads, exact in zip(zip(*found), (dy @ b_hat, (dy.mT @ a_hat)[:, 0])):
-        grads = torch.stack(grads)
-        error = (grads.mean(0) - exact).norm() / exact.norm()
-        one = (grads[0] - exact).norm() / exact.norm()
-        assert error < 1.5 * one / len(grads) ** 0.5, (error, one)
-
-
-def test_stochastic_gradients_are_unbiased():
-    """nvfp4-rne: the mean over noise keys is the product of dy with the nearest copies."""
-    products = products_of("nvfp4-rne")
-    a, b, dy = torch.randn(1, 2, 7, 16), torch.randn(1, 24, 16), torch.randn(1, 2, 7, 24)
-    total: list = []
-    for n in range(400):
-        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
-        plan = ProductPlan(products.scheme, torch.float32, CallKeys(key_of("n", n), x, y))
-        QuantizedProduct.apply(x, y, plan).backward(dy)
-        total.append((x.grad, y.grad))
-    a_hat, b_hat = (torch.from_numpy(fake_quantize(x.numpy(), dim=-2).values) for x in (a, b))
-    for grads, exact in zip(zip(*total), (dy @ b_hat[:, None], (dy.mT @ a_hat).sum(1))):
-        grads = torch.stack(grads)
-        spread = grads.std(0) / len(grads) ** 0.5
-        assert ((grads.mean(0) - exact).abs() < 5 * spread + 1e-6).all()
-        assert (spread > 0).any()
 
 
 class Heads(NamedTuple):
@@ -393,6 +238,18 @@ class TestQuantized:
         out.sum().backward()
         assert out.shape == (0, 4, 13, 8)
 
+    def test_passes_in_high_precision(self, seen):
+        for passes, exact in (("forward", (0, 1)), ("backward", (2, 3, 4, 5))):
+            seen.clear()
+            products, x = products_of("nvfp4-rne", high_precision=(passes,)), heads()
+            products.attend(*x, scaling=0.3)[0].square().sum().backward()
+            unchanged = set()
+            for call in seen:
+                rows, columns = call.before.shape[-2:]
+                if torch.equal(call.before, call.after[..., :rows, :columns]):
+                    unchanged.add(call.role)
+            assert unchanged == set(exact)
+
 
 class TestNoise:
     def run(self, products, x, dy):
@@ -431,79 +288,6 @@ class TestNoise:
         one, other = (AttentionProducts(products.config, name).eval() for name in "ab")
         found = [module.attend(*x, scaling=0.3)[0] for module in (one, other)]
         assert torch.equal(*found)
-
-
-class TestSchemes:
-    @pytest.mark.parametrize("scheme", scheme_names())
-    def test_accepted_or_refused_by_name(self, scheme):
-        if scheme in ACCEPTED:
-            built = build_attention_scheme(MetisConfig(attention=scheme))
-            tiles = {built.resolve(r)[1].quantizer.tile.value for r in Role if scheme != "bf16"}
-            assert tiles <= {"row"}
-            reused = [role for role in Role if built.reuses(role)]
-            assert not reused or scheme == "bf16"
-            return
-        with pytest.raises(ValueError, match=rf"^attention='{scheme}' cannot .* since it .*nvfp4"):
-            build_attention_scheme(MetisConfig(attention=scheme))
-
-    @pytest.mark.parametrize(
-        ("scheme", "reason"),
-        [
-            ("metis", "splits tensors"),
-            ("svdquant", "splits tensors"),
-            ("omniquant", "trains factors beside a weight"),
-            ("w4a4", r"keeps a state \(StaticScales\)"),
-            ("smoothquant", r"keeps a state \(Smoothing\)"),
-            ("tetrajet2", r"keeps a state \(Oscillation\)"),
-            ("quarot", "rotates operands of the forward pass"),
-            ("ufp4", "rotates operands of the forward pass"),
-            ("averis", r"has a conditioner \(MeanRemoved\)"),
-            ("occ", r"has a conditioner \(Clamped\)"),
-        ],
-    )
-    def test_reasons(self, scheme, reason):
-        with pytest.raises(ValueError, match=reason):
-            build_attention_scheme(MetisConfig(attention=scheme))
-
-    def test_unknown_scheme_and_foreign_format(self):
-        with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
-            build_attention_scheme(MetisConfig(attention="nvfp-4"))
-        with pytest.raises(ValueError, match="'quartet2' does not take format='int4'"):
-            build_attention_scheme(MetisConfig(attention="quartet2", format="int4"))
-
-    def test_config_overrides_apply(self):
-        config = MetisConfig(
-            attention="nvfp4", format="int4", forward_rounding="nearest", split_weight=True
-        )
-        quantizer = build_attention_scheme(config).fprop_weight.quantizer
-        assert (quantizer.fmt.name, quantizer.rounding.value) == ("int4", "nearest")
-
-    def test_passes_in_high_precision(self, seen):
-        for passes, exact in (("forward", (0, 1)), ("backward", (2, 3, 4, 5))):
-            seen.clear()
-            products, x = products_of("nvfp4-rne", high_precision=(passes,)), heads()
-            products.attend(*x, scaling=0.3)[0].square().sum().backward()
-            unchanged = set()
-            for call in seen:
-                rows, columns = call.before.shape[-2:]
-                if torch.equal(call.before, call.after[..., :rows, :columns]):
-                    unchanged.add(call.role)
-            assert unchanged == set(exact)
-
-    def test_bf16_quantizes_nothing(self):
-        assert products_of("bf16").active_scheme().is_high_precision
-
-    def test_requantized_copies_are_of_the_forward_copy(self):
-        """TetraJet's double quantization, along the other dimension, head by head."""
-        quantizer = Quantizer()
-        again = Operand(quantizer, Requantized(Identity()))
-        direct = Operand(quantizer)
-        scheme = Scheme(direct, direct, direct, again, direct, again)
-        b = torch.randn(2, 20, 12)
-        plan = ProductPlan(scheme, torch.float32, CallKeys(key_of("a"), b, b))
-        first = fake_quantize(array(b), dim=-1).values
-        second = fake_quantize(first, dim=-2).values
-        assert np.array_equal(array(plan.operand(Role.DGRAD_WEIGHT, b).values), second)
 
 
 def test_gradients_of_attn_qat():

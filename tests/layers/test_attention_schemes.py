@@ -1,0 +1,85 @@
+"""Schemes that attention products take, and those that they refuse by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reference import fake_quantize
+
+from layers.attention_tools import (
+    ACCEPTED,
+    products_of,
+)
+from layers.layer_reference import array
+from metis_hf import MetisConfig, scheme_names
+from metis_hf.layers.attention import (
+    ProductPlan,
+    build_attention_scheme,
+)
+from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.noise import key_of
+from metis_hf.numerics import Quantizer
+from metis_hf.operands import Identity, Operand, Requantized
+from metis_hf.schemes import Role, Scheme
+
+
+class TestSchemes:
+    @pytest.mark.parametrize("scheme", scheme_names())
+    def test_accepted_or_refused_by_name(self, scheme):
+        if scheme in ACCEPTED:
+            built = build_attention_scheme(MetisConfig(attention=scheme))
+            tiles = {built.resolve(r)[1].quantizer.tile.value for r in Role if scheme != "bf16"}
+            assert tiles <= {"row"}
+            reused = [role for role in Role if built.reuses(role)]
+            assert not reused or scheme == "bf16"
+            return
+        with pytest.raises(ValueError, match=rf"^attention='{scheme}' cannot .* since it .*nvfp4"):
+            build_attention_scheme(MetisConfig(attention=scheme))
+
+    @pytest.mark.parametrize(
+        ("scheme", "reason"),
+        [
+            ("metis", "splits tensors"),
+            ("svdquant", "splits tensors"),
+            ("omniquant", "trains factors beside a weight"),
+            ("w4a4", r"keeps a state \(StaticScales\)"),
+            ("smoothquant", r"keeps a state \(Smoothing\)"),
+            ("tetrajet2", r"keeps a state \(Oscillation\)"),
+            ("quarot", "rotates operands of the forward pass"),
+            ("ufp4", "rotates operands of the forward pass"),
+            ("averis", r"has a conditioner \(MeanRemoved\)"),
+            ("occ", r"has a conditioner \(Clamped\)"),
+        ],
+    )
+    def test_reasons(self, scheme, reason):
+        with pytest.raises(ValueError, match=reason):
+            build_attention_scheme(MetisConfig(attention=scheme))
+
+    def test_unknown_scheme_and_foreign_format(self):
+        with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
+            build_attention_scheme(MetisConfig(attention="nvfp-4"))
+        with pytest.raises(ValueError, match="'quartet2' does not take format='int4'"):
+            build_attention_scheme(MetisConfig(attention="quartet2", format="int4"))
+
+    def test_config_overrides_apply(self):
+        config = MetisConfig(
+            attention="nvfp4", format="int4", forward_rounding="nearest", split_weight=True
+        )
+        quantizer = build_attention_scheme(config).fprop_weight.quantizer
+        assert (quantizer.fmt.name, quantizer.rounding.value) == ("int4", "nearest")
+
+    def test_bf16_quantizes_nothing(self):
+        assert products_of("bf16").active_scheme().is_high_precision
+
+    def test_requantized_copies_are_of_the_forward_copy(self):
+        """TetraJet's double quantization, along the other dimension, head by head."""
+        quantizer = Quantizer()
+        again = Operand(quantizer, Requantized(Identity()))
+        direct = Operand(quantizer)
+        scheme = Scheme(direct, direct, direct, again, direct, again)
+        b = torch.randn(2, 20, 12)
+        plan = ProductPlan(scheme, torch.float32, CallKeys(key_of("a"), b, b))
+        first = fake_quantize(array(b), dim=-1).values
+        second = fake_quantize(first, dim=-2).values
+        assert np.array_equal(array(plan.operand(Role.DGRAD_WEIGHT, b).values), second)
