@@ -35,8 +35,8 @@ _MAX_CACHED_KEYS = 4096
 # On a GPU Inductor divides approximately and may flush subnormal numbers, unless it is told not to.
 _EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 
-# Nothing but what the formulation says is stored: Inductor would store what it counts as much work,
-# as the errors of every scale that is tried, each a tensor of its own.
+# On a CPU nothing but what the formulation says is stored: Inductor would store what it counts as
+# much work, as the errors of every scale that is tried, each a tensor of its own.
 _UNSTORED = {"realize_reads_threshold": 10**4, "realize_opcount_threshold": 10**4}
 
 
@@ -257,10 +257,14 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         )
 
     known = torch._inductor.config.get_config_copy()
-    exact = torch._inductor.config.patch(
-        {name: True for name in _EXACT if name in known} | _UNSTORED
-    )
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), exact:
+    options: dict[str, Any] = {name: True for name in _EXACT if name in known}
+    if device.type == "cpu":
+        options |= _UNSTORED
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch._inductor.config.patch(options),
+    ):
         fakes: list[Any] = [fake(index, example) for index, example in enumerate(examples)]
         with mode:
             graph = make_fx(traced)(*fakes)
