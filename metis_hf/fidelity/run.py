@@ -270,11 +270,8 @@ class _Measurements:
         schemes: Sequence[dict[str, Scheme]],
         phase: str,
     ) -> list[list[Batch]]:
-        model, batch, parts = (
-            self.subject.model,
-            self.settings.batch,
-            {**layers, **self._attention()},
-        )
+        model, batch = self.subject.model, self.settings.batch
+        parts = {**layers, **self._attention()}
         return predictions(model, parts, ids, batch, schemes, lambda: self.bars.advance(phase))
 
     def _gradients(
