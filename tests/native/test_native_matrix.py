@@ -107,7 +107,7 @@ def test_operands_are_those_of_emulation_to_the_bit(scheme, shape):
             assert torch.equal(read(native.near), near)
             assert torch.equal(native.far, far)
             values = values + (left * lengths) @ right
-        if isinstance(conditioner, AroundQuantizer):  # BLAS may sum in another order: another shape
+        if isinstance(conditioner, AroundQuantizer):  # BLAS sums by where memory lies
             bound = 2**-20 * emulated.values.norm(dim=0 if across else -1, keepdim=True)
             assert ((values - emulated.values).abs() <= bound).all(), role
         else:
