@@ -58,7 +58,7 @@ $(VENV)/.peers: $(VENV)/.installed
 
 # One after the other: they would disturb each other's times. PAPER: a checkout of the paper's code.
 bench: $(VENV)/.peers
-	for name in quantizers layer step scaling roofline imports; do \
+	for name in quantizers layer step scaling roofline imports first_step; do \
 	  case $$name in \
 	    quantizers|layer) own="$(if $(PAPER),--paper $(PAPER))";; \
 	    step) own="--threads 2";; \

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import first_step
 import layer
 import parts
 import quantizers
@@ -109,6 +110,11 @@ def import_seconds() -> float:
     return read("imports")["rows"][0]["ms"] / 1e3
 
 
+def first_step_seconds() -> float | None:
+    row = find(read("first_step")["rows"], name=first_step.SIDE_BY_SIDE)
+    return None if row is None else row["ms"] / 1e3
+
+
 def gpu_records() -> dict[str, Row]:
     """Name -> what `make gpu` wrote on a machine."""
     return {path.stem: read(path.stem) for path in sorted(RESULTS.glob("gpu-*.json"))}
@@ -150,6 +156,8 @@ TARGETS = [
     Target("its linear layers' saved activations, metis over bf16", 0.33,
            step_value("saved_over_bf16", "float32")),
     Target("`import metis_hf` beyond torch and transformers, s", 0.3, import_seconds),
+    Target("first `metis` step with nothing compiled, beyond the second, s", 20,
+           first_step_seconds),
     Target("H100 or H200, 16384 x 4096 x 4096, nvfp4 over bf16 nn.Linear", 1.8,
            gpu_layer_ratio("nvfp4")),
     Target("the same, metis", 2.2, gpu_layer_ratio("metis")),
@@ -216,7 +224,7 @@ def headline_markdown() -> str:
 
 def machines_markdown() -> str:
     cells = []
-    for name in ("quantizers", "layer", "step", "scaling", "roofline", "imports"):
+    for name in ("quantizers", "layer", "step", "scaling", "roofline", "imports", "first_step"):
         machine = read(name)["machine"]
         units = "yes" if machine["bf16_units"] else "no"
         cells.append(
@@ -259,6 +267,11 @@ def compile_markdown() -> str:
     return table(["compiled quantizers", "first call, s: least", "median", "most"], cells)
 
 
+def first_step_markdown() -> str:
+    cells = [[row["name"], short(row["ms"] / 1e3)] for row in read("first_step")["rows"]]
+    return table(["programs compiled", "first step beyond the second, s"], cells)
+
+
 def tables() -> dict[str, str]:
     """Name -> markdown, of all tables that a page may show."""
     rows = read("quantizers")["rows"]
@@ -271,6 +284,7 @@ def tables() -> dict[str, str]:
         "gpus": gpus_markdown(),
         "quantizers": quantizers.markdown(quantized),
         "compilation": compile_markdown(),
+        "first_step": first_step_markdown(),
         "layer": layer.markdown(read("layer")["rows"]),
         "beyond": beyond_markdown(),
         "step": step.markdown(read("step")["rows"]),

@@ -31,7 +31,7 @@ from metis_hf.numerics.rounding import power_below, round_nearest
 SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
 _SMALLEST_E8M0 = 2.0**-127
 SMALLEST_BASE = 2.0**-12  # below, either scale is zero, or rounded up the smallest of E4M3
-_LARGEST_ERROR = 64.0
+_LARGEST_ERROR = 4.0
 _BLOCK = 16  # of NVFP4, which both rules are for
 _LARGEST_PRODUCT = 128.0
 # MS-EDEN scales amax beyond the largest code: by 1 / .93, where nearest rounding of a rotated
@@ -319,15 +319,16 @@ def _best(candidates: Iterable[_Candidate]) -> tuple[Tensor, Tensor]:
 def whole_errors(errors: Tensor, count: int) -> Tensor:
     """Return squared errors of a block's elements as whole numbers, whose sums are exact.
 
-    So their sum does not depend on the order of a reduction, and is the same on every device.
-    Errors are in units of the scale that brings amax to 6: an element that becomes zero is off by
-    6 at most, so that nothing saturates.
+    So their sum does not depend on the order of a reduction, and is the same on every device. It
+    is 2^24 at most, so that fp32 adds it exactly. Errors are in units of the scale that brings amax
+    to 6, where rounding is off by 1 at most. Only those of a scale that became zero saturate: none
+    leaves more.
 
     Args:
         errors: fp32 >= 0.
-        count: elements of a block, a power of two; the sum is 2^30 at most.
+        count: elements of a block, a power of two.
     """
-    return (errors.clamp(max=_LARGEST_ERROR) * (2.0**30 / _LARGEST_ERROR / count)).trunc()
+    return (errors.clamp(max=_LARGEST_ERROR) * (2.0**24 / _LARGEST_ERROR / count)).trunc()
 
 
 def whole_products(products: Tensor, count: int) -> Tensor:

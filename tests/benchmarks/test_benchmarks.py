@@ -41,6 +41,7 @@ RECORDS = {
         "predictions": {"scheme", "shape", "machine", "ms", "ratio"},
     },
     "imports": {"rows": {"name", "ms"}},
+    "first_step": {"rows": {"name", "ms"}},
 }
 PLOTS = ("quantizers", "layer", "step", "scaling", "roofline")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels import compiled, reference
+from metis_hf.numerics.kernels import ahead, compiled, reference
 from metis_hf.numerics.kernels.choice import (
     KERNELS,
     fall_back,
@@ -301,9 +301,11 @@ def _run(
         noise_key = noise_key.fold(SCALE_NOISE)
     if kernels == "traced":
         return compiled.traced(variant, noise_key, x, *others)
-    if not worth_it(x, compiled.program_of(variant, x)):
+    program = compiled.program_of(variant, x)
+    if ahead.note(program) or not worth_it(x, program):
         return None
     try:
+        ahead.prepare(program)
         return compiled.run(variant, noise_key, x, *others)
     except compiled.CompilationError as error:
         fall_back(x, error)

@@ -1,7 +1,8 @@
 """Block scales of NVFP4 for `formulation`: by amax, by Four Over Six, and MS-EDEN's correction.
 
 The arithmetic is that of `metis_hf.numerics.scaling`, to the bit. What is summed over a block are
-whole numbers, so that sums are exact and do not depend on how a compiler cuts up a reduction.
+whole numbers, so that sums are exact and do not depend on how a compiler cuts up a reduction. Those
+of errors fit into fp32, which vector units add.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def _least_error(
         scale, inverse = _scale(value, up, decode)
         codes = nearest((magnitude * inverse).clamp(max=MAX_CODE))
         errors = (codes * scale - wanted) * to_base
-        return scale, inverse, _exact_sum(whole_errors(errors * errors, _count(dims)), dims)
+        whole = whole_errors(errors * errors, _count(dims))
+        return scale, inverse, stored(whole.sum(dims, keepdim=True))
 
     first, *others = TRIED_SCALES[rule]
     scale, inverse, error = candidate(base * first)

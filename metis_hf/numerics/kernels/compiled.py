@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.kernels import formulation
+from metis_hf.numerics.kernels import formulation, kept
 from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Specialization
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def run(
     program = program_of(variant, x)
     kernel = _kernels.get(program)
     if kernel is None:
-        kernel = _compile(program)
+        kernel = compile_program(program)
     rest = [other for other in others if other is not None]
     return kernel(x, *([] if key is None else noise_of(key, x)), *rest)
 
@@ -188,15 +188,19 @@ def _static_words(static: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return words.to(device), torch.zeros((), dtype=torch.int32, device=device)
 
 
-def _compile(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+def compile_program(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+    """Compile a program for this process, or read it from Inductor's cache on disk.
+
+    Raises:
+        CompilationError: the compiler, or torch's way to it, failed.
+    """
     with _lock:
         if program in _kernels:
             return _kernels[program]
-        from torch._inductor.codecache import cache_dir  # not by the timer, beside other imports
-
         started = time.perf_counter()
         wait = max(0.0, _NOTICE_AFTER - sum(_seconds.values()))
-        timer = threading.Timer(wait, _say_what_takes_time, [cache_dir()])
+        kept.directory()  # imports what the timer needs: not there, beside other imports
+        timer = threading.Timer(wait, announce, ["compiling quantizers for this machine"])
         timer.daemon = True
         timer.start()
         try:
@@ -207,19 +211,16 @@ def _compile(program: Program) -> Callable[..., tuple[Tensor, ...]]:
             timer.cancel()
         _seconds[program] = time.perf_counter() - started
         _kernels[program] = kernel
+        kept.keep(program)
         return kernel
 
 
-def _say_what_takes_time(directory: str) -> None:
-    """Log, once in a process, that quantizers are being compiled, and where they are kept."""
+def announce(what: str) -> None:
+    """Log, once in a process, what is being compiled, and where it is kept."""
     global _noticed
     if not _noticed:
         _noticed = True
-        logger.warning(
-            "compiling quantizers for this machine, which takes about a minute, once: later runs "
-            "read them from %s",
-            directory,
-        )
+        logger.warning("%s, once: later runs read them from %s", what, kept.directory())
 
 
 def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:

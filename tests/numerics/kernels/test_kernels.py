@@ -399,7 +399,7 @@ def test_a_long_compilation_says_so_once(monkeypatch, caplog) -> None:
     def compile_for(program, seconds, build) -> None:
         monkeypatch.setattr(compiled, "_NOTICE_AFTER", seconds)
         monkeypatch.setattr(compiled, "_build", build)
-        compiled._compile(program)
+        compiled.compile_program(program)
 
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_seconds", {})
@@ -412,7 +412,7 @@ def test_a_long_compilation_says_so_once(monkeypatch, caplog) -> None:
     compile_for(one, 1e6, lambda program: len)
     assert not caplog.messages
     compile_for(two, 0.0, lambda program: said.wait(60) and len)  # until it has been said
-    compiled._say_what_takes_time("elsewhere")
+    compiled.announce("something else")
     compile_for(three, 0.0, lambda program: len)
     (message,) = caplog.messages
     assert message.startswith("compiling quantizers for this machine")

@@ -1,0 +1,78 @@
+"""Times the first training step under `metis` on a machine that has never compiled a quantizer.
+
+    python benchmarks/first_step.py
+
+Fresh processes, with an empty folder for compiled code and with the folder that one of them left.
+Time is the wall clock of the first step less that of the second. Writes results/first_step.json.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+from timing import arguments, machine, parse, spread, summary, table, write
+
+PROGRAM = """
+import sys, time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.numerics.kernels import ahead
+
+width, processes = int(sys.argv[1]), int(sys.argv[2])
+if processes:
+    ahead.processes = lambda: processes
+shape = dict(vocab_size=256, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2)
+model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8))
+model = get_metis_model(model, MetisConfig(scheme="metis"))
+ids = torch.arange(1024).view(4, 256) % 256
+times = []
+for _ in range(2):
+    started = time.perf_counter()
+    model(input_ids=ids, labels=ids).loss.backward()
+    times.append(time.perf_counter() - started)
+print(times[0] - times[1])
+"""
+SIDE_BY_SIDE, ALONE, KEPT = "side by side", "one at a time", "read from disk"
+ROUNDS = 2
+
+
+def first_step(width: int, folder: str, processes: int) -> float:
+    """Return seconds that the first step takes beyond the second.
+
+    Args:
+        width: of the model.
+        folder: of compiled code.
+        processes: that compile at a time; 0 leaves it to the library.
+    """
+    command = [sys.executable, "-c", PROGRAM, str(width), str(processes)]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(found.stdout)
+
+
+def measure(width: int, rounds: int) -> dict[str, list[float]]:
+    """Return the times of each case, round after round."""
+    times: dict[str, list[float]] = {SIDE_BY_SIDE: [], ALONE: [], KEPT: []}
+    for _ in range(rounds):
+        for name, processes in ((SIDE_BY_SIDE, 0), (ALONE, 1)):
+            with tempfile.TemporaryDirectory() as folder:
+                times[name].append(first_step(width, folder, processes))
+                if processes == 0:
+                    times[KEPT].append(first_step(width, folder, processes))
+    return times
+
+
+def main() -> None:
+    args = parse(arguments(__doc__))
+    before = machine()
+    times = measure(64, 1) if args.quick else measure(512, ROUNDS)
+    rows = [{"name": name, **summary(found)} for name, found in times.items()]
+    print(table(["", "ms (quartiles)"], [[row["name"], spread(row, "ms")] for row in rows]))
+    write(args.out, "first_step", {"machine": before, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Compile what a model's first step needs side by side, before the first of it is waited for.
+
+A call that lacks its program waits for it, and so does the next one for the next program. Here the
+first such call asks what else will be needed: layers have left a rehearsal of themselves, a step on
+a few numbers, in which calls are noted and computed by the reference. What no earlier process left
+on disk is then shared out: this process compiles a part, others compile the rest into the cache on
+disk, from where it is read.
+
+On a CPU alone. For GPUs Inductor has processes of its own, and most of the time is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+import torch
+
+from metis_hf.numerics.kernels import compiled, kept
+from metis_hf.numerics.kernels.compiled import Program
+from metis_hf.numerics.scaling import TRIED_SCALES
+
+logger = logging.getLogger(__name__)
+
+
+class Rehearsal(Protocol):
+    """A step on a few numbers that makes the calls which something larger is about to make."""
+
+    def mode(self) -> Hashable | None:
+        """Return what decides which calls these are now; None where nothing is to be made."""
+
+    def run(self, mode: Hashable) -> None:
+        """Make them, in a thread where neither grad mode nor autocast are the caller's."""
+
+
+# Rough seconds of one core, for sharing out: of a program, more where several scales are tried, and
+# of the imports that a process begins with.
+_SECONDS, _SECONDS_TRIED, _SECONDS_STARTING = 4.0, 9.0, 5.0
+
+_rehearsals: dict[Hashable, Rehearsal] = {}
+_rehearsed: set[tuple[Hashable, Hashable]] = set()  # keys and modes
+_noting = threading.local()  # its `programs`: of the rehearsal that this thread runs
+_lock = threading.Lock()
+
+
+def expect(key: Hashable, rehearsal: Rehearsal) -> None:
+    """Leave a rehearsal of what will be used; the last one of each key counts."""
+    _rehearsals[key] = rehearsal
+
+
+def note(program: Program) -> bool:
+    """Return whether this call belongs to a rehearsal, and so is not to run compiled."""
+    programs = getattr(_noting, "programs", None)
+    if programs is None:
+        return False
+    programs.append(program)
+    return True
+
+
+def rehearse(rehearsal: Rehearsal, mode: Hashable) -> list[Program]:
+    """Return the programs that a rehearsal needs, each once.
+
+    It runs in a thread of its own, where autograd's hooks and modes of the caller are not in force.
+    """
+    found: list[Program] = []
+
+    def run() -> None:
+        _noting.programs = found
+        try:
+            rehearsal.run(mode)
+        except Exception as error:  # its layer may be of a kind that nothing here knows
+            logger.debug("a rehearsal failed, its programs are compiled one by one: %s", error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return list(dict.fromkeys(found))
+
+
+def prepare(program: Program) -> None:
+    """Compile a program that is missing, and what else is expected, side by side.
+
+    It returns without it where there is nothing to share out.
+
+    Raises:
+        CompilationError: the compiler, or torch's way to it, failed.
+    """
+    if compiled.is_compiled(program) or program.device.type != "cpu":
+        return
+    with _lock:
+        needed = [program, *_expected()]
+        # A new thread has the machine's number of threads, not the one that the caller set.
+        needed = [p._replace(threads=program.threads) for p in needed]
+        missing = [p for p in dict.fromkeys(needed) if not compiled.is_compiled(p)]
+        missing = [p for p in missing if not kept.is_kept(p)]
+        if len(missing) > 1 and _keeps_code():
+            _compile_side_by_side(missing)
+
+
+def _expected() -> list[Program]:
+    """Run the rehearsals that have not been run in their present modes."""
+    found: list[Program] = []
+    for key, rehearsal in list(_rehearsals.items()):
+        mode = rehearsal.mode()
+        if mode is not None and (key, mode) not in _rehearsed:
+            _rehearsed.add((key, mode))
+            found += rehearse(rehearsal, mode)
+    return found
+
+
+def _keeps_code() -> bool:
+    import torch._inductor.config as inductor
+
+    return inductor.fx_graph_cache and not inductor.force_disable_caches
+
+
+def shares(programs: Sequence[Program], processes: int) -> list[list[Program]]:
+    """Share programs out so that all processes end at about the same time, the first without start.
+
+    Returns:
+        The programs of each process; the first list is this process's, others may be empty.
+    """
+    parts: list[list[Program]] = [[] for _ in range(processes)]
+    seconds = [0.0] + [_SECONDS_STARTING] * (processes - 1)
+    for program in sorted(programs, key=_seconds, reverse=True):
+        least = seconds.index(min(seconds))
+        parts[least].append(program)
+        seconds[least] += _seconds(program)
+    return parts
+
+
+def _seconds(program: Program) -> float:
+    return _SECONDS_TRIED if program.variant.rule in TRIED_SCALES else _SECONDS
+
+
+def _compile_side_by_side(programs: list[Program]) -> None:
+    own, *others = shares(programs, processes())
+    others = [part for part in others if part]
+    compiled.announce(
+        f"compiling {len(programs)} quantizers for this machine, {1 + len(others)} at a time"
+    )
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        running = [_start(part, stack) for part in others]
+        for program in own:
+            compiled.compile_program(program)
+        for process in running:
+            process.wait()
+    for part in others:
+        for program in part:  # read from disk; what a process failed to leave there is made here
+            compiled.compile_program(program)
+    logger.warning("compiled them in %.0f s", time.perf_counter() - started)
+
+
+def processes() -> int:
+    """Return how many processes compile at a time: one for each core that is this process's."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _start(programs: list[Program], stack: ExitStack) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)  # first: an error here must not leave it running
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(pickle.dumps(programs))
+    return process
+
+
+def main() -> None:
+    """Compile the programs that are given, pickled, on standard input."""
+    for program in pickle.load(sys.stdin.buffer):
+        torch.set_num_threads(program.threads)
+        compiled.compile_program(program)
+
+
+if __name__ == "__main__":
+    main()

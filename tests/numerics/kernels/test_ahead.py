@@ -1,0 +1,184 @@
+"""Programs that are compiled side by side: shared out, read back, and missed by nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metis_hf.numerics.kernels import ahead, compiled, kept
+from metis_hf.numerics.kernels.compiled import Program
+from metis_hf.numerics.kernels.formulation import Specialization
+from metis_hf.numerics.scaling import ScaleRule
+
+RULES = [ScaleRule.ABSMAX, ScaleRule.SEARCH]
+
+
+def program(number: int = 0, rule: ScaleRule = ScaleRule.ABSMAX) -> Program:
+    variant = Specialization("quantize", (1,), True, rule=rule)
+    return Program(variant, 2, torch.float32, torch.device("cpu"), number + 1)
+
+
+class Rehearsal:
+    """Notes the programs that it is given."""
+
+    def __init__(self, *programs: Program) -> None:
+        self.programs = programs
+        self.now: object = "training"
+        self.runs = 0
+
+    def mode(self):
+        return self.now
+
+    def run(self, mode) -> None:
+        self.runs += 1
+        for one in self.programs:
+            assert ahead.note(one)
+
+
+@pytest.fixture
+def empty(monkeypatch, tmp_path):
+    """A process that has compiled nothing, on a machine that keeps nothing; what it compiles."""
+    made: list[Program] = []
+    for name in ("_rehearsals", "_kernels", "_seconds"):
+        monkeypatch.setattr(ahead if name == "_rehearsals" else compiled, name, {})
+    monkeypatch.setattr(ahead, "_rehearsed", set())
+    monkeypatch.setattr(compiled, "_noticed", False)
+    monkeypatch.setattr(compiled, "_build", lambda one: made.append(one) or len)
+    monkeypatch.setattr(kept, "directory", lambda: tmp_path)
+    monkeypatch.setattr(ahead, "processes", lambda: 2)
+    return made
+
+
+@given(st.lists(st.sampled_from(RULES), max_size=20), st.integers(1, 8))
+def test_each_program_is_of_one_process(rules, processes) -> None:
+    programs = [program(number, rule) for number, rule in enumerate(rules)]
+    parts = ahead.shares(programs, processes)
+    assert len(parts) == processes
+    assert sorted(one.threads for part in parts for one in part) == sorted(
+        one.threads for one in programs
+    )
+    assert parts[0] or not programs  # the process that is there already never waits idle
+
+
+def test_outside_a_rehearsal_nothing_is_noted() -> None:
+    assert not ahead.note(program())
+    assert ahead.rehearse(Rehearsal(program(1), program(2), program(1)), None) == [
+        program(1),
+        program(2),
+    ]
+    assert not ahead.note(program())
+
+
+def test_a_rehearsal_that_fails_is_none(caplog) -> None:
+    class Fails(Rehearsal):
+        def run(self, mode) -> None:
+            super().run(mode)
+            raise RuntimeError("no such layer")
+
+    assert ahead.rehearse(Fails(program(1)), None) == [program(1)]
+    assert not caplog.messages  # nothing is lost: calls compile what they lack
+
+
+def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -> None:
+    given_away: list[Program] = []
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(ahead, "_start", lambda part, stack: given_away.extend(part) or Done())
+    ahead.expect("layer", Rehearsal(*(program(number) for number in range(1, 9))))
+    ahead.prepare(program(0)._replace(threads=7))
+    # The threads are the caller's: all nine are one program, and one alone is left to its call.
+    assert not empty
+    assert not given_away
+    variants = [Specialization("quantize", (1,), True, dtype=d) for d in compiled.DTYPES]
+    programs = [program()._replace(variant=variant) for variant in variants]
+    ahead.expect("other layer", Rehearsal(*programs))
+    ahead.prepare(programs[0])
+    assert set(empty) == set(programs)
+    assert given_away
+    assert set(given_away) < set(programs)
+    assert all(map(kept.is_kept, programs))
+    assert not kept.is_kept(program(5))
+    started, ended = caplog.messages
+    assert started.startswith("compiling 3 quantizers for this machine, 2 at a time, once")
+    assert ended.startswith("compiled them in")
+
+
+def test_a_process_that_fails_is_made_up_for(empty, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    programs = [program()._replace(dtype=dtype) for dtype in compiled.DTYPES]
+    ahead.expect("layer", Rehearsal(*programs))
+    ahead.prepare(programs[0])
+    assert set(empty) == set(programs)
+
+
+def test_a_mode_is_rehearsed_once(empty) -> None:
+    one, two = Rehearsal(program()), Rehearsal(program())
+    ahead.expect("a", one)
+    ahead.expect("b", two)
+    two.now = None  # its layer is gone
+    ahead.prepare(program())
+    ahead.prepare(program())
+    one.now = "evaluation"
+    ahead.prepare(program())
+    assert (one.runs, two.runs) == (2, 0)
+
+
+def test_other_code_keeps_nothing_for_this(empty, monkeypatch) -> None:
+    kept.keep(program())
+    assert kept.is_kept(program())
+    monkeypatch.setattr(kept, "_version", lambda: "another")
+    assert not kept.is_kept(program())
+
+
+def test_a_disk_that_takes_nothing(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "directory", lambda: tmp_path / "file")
+    kept.keep(program())
+    assert not kept.is_kept(program())
+
+
+STEP = """
+import logging, torch
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+from torch import nn
+from metis_hf import MetisConfig
+from metis_hf.layers.make import convert_linear
+torch.set_num_threads(2)
+layer = convert_linear(nn.Linear(512, 512), MetisConfig(scheme="nvfp4-rne"), name="layer").train()
+layer(torch.randn(512, 512)).square().mean().backward()
+print(sum(p.grad.double().sum().item() for p in layer.parameters()))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_step_on_a_machine(tmp_path) -> None:
+    """Real processes: the next one reads what they left, and compiles and says nothing."""
+    if compiled.missing(torch.device("cpu")) or ahead.processes() < 2:
+        pytest.skip("needs a C++ compiler and two cores")
+    environment = {name: value for name, value in os.environ.items() if name != "METIS_KERNELS"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+
+    def step() -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", STEP],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout, done.stderr
+
+    _, said = step()
+    assert "2 at a time, once: later runs read them from" in said
+    assert "compiled them in" in said
+    _, said = step()
+    assert "at a time" not in said
