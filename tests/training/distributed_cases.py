@@ -93,6 +93,35 @@ def loop(engine, out):
     return {"loss": losses, "drifts": drifts, "state": full_state(model)}
 
 
+class Held(transformers.TrainerCallback):
+    """How many layers keep their quantized weights at the end of each micro-batch."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        layers = [layer for _, layer in metis_layers(model)]
+        self.counts.append((sum(layer.held_weight is not None for layer in layers), len(layers)))
+
+
+def micro_batches(engine, out):
+    """Two steps of two micro-batches on each rank, with weights quantized once a step and twice."""
+    results = {}
+    for name in ("kept", "again"):
+        held, options = Held(), {"max_steps": 2, "gradient_accumulation_steps": 2}
+        callbacks = [MetisCallback(health_interval=0), held] if name == "kept" else [held]
+        model, plain = build(**NOISELESS), transformers.Trainer  # which adds no callback
+        trainer = make_trainer(engine, out, model, callbacks=callbacks, cls=plain, **options)
+        trainer.train()
+        results[name] = {
+            "loss": history(trainer),
+            "grad_norm": history(trainer, "grad_norm"),
+            "state": full_state(trainer.model),
+            "held": held.counts,
+        }
+    return results
+
+
 def noise(engine, out):
     """One layer's output and the same input on every rank, for both roundings."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))

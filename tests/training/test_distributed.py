@@ -45,10 +45,10 @@ LAUNCH_TIMEOUT = 600  # s for all cases of an engine; half a minute is usual
 
 # What is launched together, by engine and, where one has several launches, a name after a dash.
 CASES = {
-    "ddp": "training loop noise refreshing saving checkpointing mixed_precision errors "
-    "architectures experts distilling",
-    "fsdp": "training loop refreshing saving sharded checkpointing mixed_precision errors "
-    "architectures ram_efficient distilling",
+    "ddp": "training loop micro_batches noise refreshing saving checkpointing mixed_precision "
+    "errors architectures experts distilling",
+    "fsdp": "training loop micro_batches refreshing saving sharded checkpointing mixed_precision "
+    "errors architectures ram_efficient distilling",
     "fsdp-experts": "experts",
     "zero2": "training saving refused",
     "zero3": "training saving refused",
@@ -205,6 +205,20 @@ class TestTraining:
             assert recomputed["loss"] == stored["loss"]
             assert recomputed["grad_norm"] == stored["grad_norm"]
             same(recomputed["state"], stored["state"])
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_weights_kept_for_micro_batches(self, ranks, engine):
+        """DDP keeps what it quantized; FSDP2 does not, since the whole copies come and go."""
+        for result in ranks(engine, "micro_batches"):
+            kept, again = result["kept"], result["again"]
+            assert again["held"] == [(0, count) for _, count in kept["held"]]
+            assert [held for held, _ in kept["held"]] == [
+                count if engine == "ddp" else 0 for _, count in kept["held"]
+            ]
+            assert len(kept["held"]) == 2
+            assert kept["loss"] == again["loss"]
+            assert kept["grad_norm"] == again["grad_norm"]
+            same(kept["state"], again["state"])
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_bf16_mixed_precision(self, ranks, engine):
