@@ -114,13 +114,16 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """case -> what one process sees of the same micro-batches."""
+    """case -> what one process sees of the same micro-batches, on one thread as the ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     @functools.cache
     def result(case):
         return getattr(cases, case)("one", tmp_path_factory.mktemp("one"))
 
     yield result
+    torch.set_num_threads(threads)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
