@@ -63,7 +63,7 @@ def test_a_finetuning_goes_between_its_markers(publish, tmp_path):
     }
 
 
-RECORDS = ("real-model/prose-a", "real-model/prose-b")
+RECORDS = ("real-model/prose-a", "real-model/prose-b", "real-model/prose-c")
 RECORDS += ("real-model/parts", "tiny-model")
 
 
