@@ -302,10 +302,14 @@ def _run(
     if kernels == "traced":
         return compiled.traced(variant, noise_key, x, *others)
     program = compiled.program_of(variant, x)
-    if ahead.note(program) or not worth_it(x, program):
+    if ahead.note(program):
+        return None
+    ready = compiled.is_compiled(program)
+    if not ready and not worth_it(x):
         return None
     try:
-        ahead.prepare(program)
+        if not ready:
+            ahead.prepare(program)
         return compiled.run(variant, noise_key, x, *others)
     except compiled.CompilationError as error:
         fall_back(x, error)

@@ -120,9 +120,9 @@ def _automatic(x: Tensor) -> str:
     return "reference"
 
 
-def worth_it(x: Tensor, program: compiled.Program) -> bool:
-    """Return whether to run a program on a tensor, if it has to be compiled first."""
-    return _chosen is not None or x.numel() >= _WORTH_COMPILING or compiled.is_compiled(program)
+def worth_it(x: Tensor) -> bool:
+    """Return whether to compile a program for a tensor."""
+    return _chosen is not None or x.numel() >= _WORTH_COMPILING
 
 
 def fall_back(x: Tensor, error: compiled.CompilationError) -> None:
