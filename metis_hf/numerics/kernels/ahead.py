@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 import torch
@@ -153,7 +153,8 @@ def _compile_side_by_side(programs: list[Program]) -> None:
         for program in own:
             compiled.compile_program(program)
         for process in running:
-            process.wait()
+            if process is not None:
+                process.wait()
     for part in others:
         for program in part:  # read from disk; what a process failed to leave there is made here
             compiled.compile_program(program)
@@ -167,18 +168,23 @@ def processes() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _start(programs: list[Program], stack: ExitStack) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+def _start(programs: list[Program], stack: ExitStack) -> subprocess.Popen[bytes] | None:
+    """Start a process that compiles programs; None where none starts: nothing depends on it."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except OSError as error:
+        logger.debug("no process for compiling could be started: %s", error)
+        return None
     stack.callback(process.wait)
     stack.callback(process.kill)  # first: an error here must not leave it running
     assert process.stdin is not None
-    with process.stdin as pipe:
+    with suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended already
         pipe.write(pickle.dumps(programs))
     return process
 

@@ -112,8 +112,9 @@ def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -
     assert ended.startswith("compiled them in")
 
 
-def test_a_process_that_fails_is_made_up_for(empty, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python"])
+def test_a_process_that_fails_is_made_up_for(empty, monkeypatch, executable) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
     programs = [program()._replace(dtype=dtype) for dtype in compiled.DTYPES]
     ahead.expect("layer", Rehearsal(*programs))
     ahead.prepare(programs[0])
