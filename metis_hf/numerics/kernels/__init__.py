@@ -8,7 +8,8 @@ included. What the kernels do not cover (formats other than NVFP4) the reference
 scales by another rule than "absmax" are in `compiled` alone, which then runs in place of `triton`.
 What is inside torch.compile is compiled with all around it.
 
-The choice is automatic: compiled where it can be and the tensor is large enough to be worth it.
+The choice is automatic: compiled where it can be and where it is worth it, because the tensor is
+large or the call has been made thousands of times.
 The environment variable METIS_KERNELS and `use_kernels` override it.
 """
 
@@ -305,7 +306,7 @@ def _run(
     if ahead.note(program):
         return None
     ready = compiled.is_compiled(program)
-    if not ready and not worth_it(x):
+    if not ready and not worth_it(program, x):
         return None
     try:
         if not ready:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -19,15 +20,19 @@ from metis_hf.numerics.kernels import compiled
 # been measured.
 KERNELS = ("reference", "compiled", "triton")
 ENVIRONMENT = "METIS_KERNELS"
-# Below this many elements a compilation is not worth its seconds: the reference takes less than a
-# millisecond.
+# Below this many elements a compilation is not worth its seconds at once: the reference takes about
+# a millisecond.
 _WORTH_COMPILING = 1 << 15
+# So many calls of the reference take as long as reading compiled code from disk, where a rehearsal
+# has mostly put it (`ahead`).
+_CALLS_WORTH_COMPILING = 1 << 10
 # benchmarks/quantizers.py: reference over compiled, 4096 x 1024, one core.
 _REFERENCE_SLOWER = "4 to 8"
 
 _chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
 _warned: set[str] = set()
 _failed: set[str] = set()  # types of devices for which a compilation failed
+_small_calls: Counter[compiled.Program] = Counter()  # with few elements
 
 
 @contextlib.contextmanager
@@ -120,9 +125,16 @@ def _automatic(x: Tensor) -> str:
     return "reference"
 
 
-def worth_it(x: Tensor) -> bool:
-    """Return whether to compile a program for a tensor."""
-    return _chosen is not None or x.numel() >= _WORTH_COMPILING
+def worth_it(program: compiled.Program, x: Tensor) -> bool:
+    """Return whether to compile a program for one more call, with this tensor.
+
+    Small tensors are counted: those of the layers of a small model make thousands of calls. Not on
+    a GPU, where a call may be part of a graph that is being captured.
+    """
+    if _chosen is not None or x.numel() >= _WORTH_COMPILING:
+        return True
+    _small_calls[program] += 1
+    return x.device.type == "cpu" and _small_calls[program] > _CALLS_WORTH_COMPILING
 
 
 def fall_back(x: Tensor, error: compiled.CompilationError) -> None:

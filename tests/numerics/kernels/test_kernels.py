@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -352,6 +353,23 @@ def test_automatic_choice(monkeypatch) -> None:
         with use_kernels("reference"):
             assert chosen(large) == "reference"
         assert chosen(small) == "compiled"
+
+
+def test_small_tensors_are_compiled_after_many_calls(monkeypatch) -> None:
+    """Each program counts for itself, and only where the choice is automatic."""
+    small, other = torch.zeros(16, 16), torch.zeros(16, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(choice, "_small_calls", Counter())
+    monkeypatch.setattr(choice, "_CALLS_WORTH_COMPILING", 3)
+    monkeypatch.setattr(compiled, "missing", lambda device: None)
+    monkeypatch.setattr(compiled, "_kernels", {})
+    assert [chosen(small) for _ in range(5)] == ["reference"] * 3 + ["compiled"] * 2
+    assert chosen(other) == "reference"
+    with use_kernels("reference"):
+        assert [chosen(other) for _ in range(5)] == ["reference"] * 5
+    program = compiled.program_of(Specialization("quantize", (1,), True), small)
+    on_gpu = torch.zeros(16, 16, device="meta")  # the count is what it would be on one
+    assert not any(choice.worth_it(program, on_gpu) for _ in range(5))
 
 
 def test_without_a_compiler_the_reference_runs_and_says_so_once(monkeypatch) -> None:
