@@ -9,8 +9,8 @@ scales by another rule than "absmax" are in `compiled` alone, which then runs in
 What is inside torch.compile is compiled with all around it.
 
 The choice is automatic: compiled where it can be and where it is worth it, because the tensor is
-large or the call has been made thousands of times.
-The environment variable METIS_KERNELS and `use_kernels` override it.
+large or the call has been made a thousand times. The environment variable METIS_KERNELS and
+`use_kernels` override it.
 """
 
 from __future__ import annotations

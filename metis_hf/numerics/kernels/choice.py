@@ -133,8 +133,10 @@ def worth_it(program: compiled.Program, x: Tensor) -> bool:
     """
     if _chosen is not None or x.numel() >= _WORTH_COMPILING:
         return True
+    if x.device.type != "cpu":
+        return False
     _small_calls[program] += 1
-    return x.device.type == "cpu" and _small_calls[program] > _CALLS_WORTH_COMPILING
+    return _small_calls[program] > _CALLS_WORTH_COMPILING
 
 
 def fall_back(x: Tensor, error: compiled.CompilationError) -> None:

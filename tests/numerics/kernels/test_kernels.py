@@ -368,8 +368,8 @@ def test_small_tensors_are_compiled_after_many_calls(monkeypatch) -> None:
     with use_kernels("reference"):
         assert [chosen(other) for _ in range(5)] == ["reference"] * 5
     program = compiled.program_of(Specialization("quantize", (1,), True), small)
-    on_gpu = torch.zeros(16, 16, device="meta")  # the count is what it would be on one
-    assert not any(choice.worth_it(program, on_gpu) for _ in range(5))
+    elsewhere = torch.zeros(16, 16, device="meta")
+    assert not any(choice.worth_it(program, elsewhere) for _ in range(5))
 
 
 def test_without_a_compiler_the_reference_runs_and_says_so_once(monkeypatch) -> None:
