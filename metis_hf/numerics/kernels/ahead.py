@@ -101,7 +101,7 @@ def prepare(program: Program) -> None:
         needed = [p._replace(threads=program.threads) for p in needed]
         missing = [p for p in dict.fromkeys(needed) if not compiled.is_compiled(p)]
         missing = [p for p in missing if not kept.is_kept(p)]
-        if len(missing) > 1 and _keeps_code():
+        if len(missing) > 1 and kept.keeps_code():
             _compile_side_by_side(missing)
 
 
@@ -114,12 +114,6 @@ def _expected() -> list[Program]:
             _rehearsed.add((key, mode))
             found += rehearse(rehearsal, mode)
     return found
-
-
-def _keeps_code() -> bool:
-    import torch._inductor.config as inductor
-
-    return inductor.fx_graph_cache and not inductor.force_disable_caches
 
 
 def shares(programs: Sequence[Program], processes: int) -> list[list[Program]]:

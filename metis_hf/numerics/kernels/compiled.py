@@ -2,8 +2,8 @@
 
 Each variant is traced once with free sizes and compiled ahead of time, without Dynamo: a call
 checks no guards, nothing is ever compiled again because a batch changed, and calls of several
-threads do not meet. Compiled code is kept on disk by Inductor, so that a later process takes a
-fraction of a second.
+threads do not meet. Compiled code is kept on disk (`kept`), from where a later process loads it in
+hundredths of a second, once it has imported Inductor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _noticed = False
 
 
 def compile_seconds() -> dict[Program, float]:
-    """Return seconds by program that this process has compiled (from Inductor's cache: few)."""
+    """Return seconds by program that this process has compiled (or loaded from disk: few)."""
     return dict(_seconds)
 
 
@@ -189,7 +189,7 @@ def _static_words(static: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def compile_program(program: Program) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile a program for this process, or read it from Inductor's cache on disk.
+    """Compile a program for this process, or load it from disk.
 
     Raises:
         CompilationError: the compiler, or torch's way to it, failed.
@@ -198,21 +198,31 @@ def compile_program(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         if program in _kernels:
             return _kernels[program]
         started = time.perf_counter()
-        wait = max(0.0, _NOTICE_AFTER - sum(_seconds.values()))
-        kept.directory()  # imports what the timer needs: not there, beside other imports
-        timer = threading.Timer(wait, announce, ["compiling quantizers for this machine"])
-        timer.daemon = True
-        timer.start()
-        try:
-            kernel = _build(program)
-        except Exception as error:
-            raise CompilationError(f"compiling a quantizer failed: {error}") from error
-        finally:
-            timer.cancel()
+        # What was compiled for a GPU is left to Inductor's cache: loading it was never tried.
+        loads = program.device.type == "cpu" and kept.keeps_code()
+        kernel = kept.load(program) if loads else None
+        if kernel is None:
+            kernel = _announced_build(program)
+            if loads:
+                kept.keep(program, kernel)
         _seconds[program] = time.perf_counter() - started
         _kernels[program] = kernel
-        kept.keep(program)
         return kernel
+
+
+def _announced_build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+    """Build a program, and say so where a process waits for long."""
+    wait = max(0.0, _NOTICE_AFTER - sum(_seconds.values()))
+    kept.directory()  # imports what the timer needs: not there, beside other imports
+    timer = threading.Timer(wait, announce, ["compiling quantizers for this machine"])
+    timer.daemon = True
+    timer.start()
+    try:
+        return _build(program)
+    except Exception as error:
+        raise CompilationError(f"compiling a quantizer failed: {error}") from error
+    finally:
+        timer.cancel()
 
 
 def announce(what: str) -> None:

@@ -1,7 +1,9 @@
-"""Marks of the programs that Inductor keeps on disk: reading these takes a fraction of a second.
+"""Compiled programs on disk, each in a file of its own, beside what Inductor keeps.
 
-Its cache cannot be asked without tracing a program. So each one that was compiled leaves a file of
-no content beside the cache, named after the program and after the code that it was made from.
+Inductor's cache cannot be asked without tracing a program, which takes most of the time of reading
+it. A file here is named after the program, the code that it was made from, the vector units and the
+settings of the compiler, and is loaded without tracing. Where torch has no way to save a program
+its file is empty: it only says that Inductor's cache has it.
 """
 
 from __future__ import annotations
@@ -9,23 +11,56 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
+import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 
 def is_kept(program: Any) -> bool:
     """Return whether a program was compiled on this machine, with this code and this torch."""
-    return _mark(program).exists()
+    return _file(program).exists()
 
 
-def keep(program: Any) -> None:
-    """Leave the mark of a program that has been compiled; a disk that takes none is no error."""
-    mark = _mark(program)
+def load(program: Any) -> Callable[..., Any] | None:
+    """Return a program that was kept; None where it was not, or cannot be loaded."""
+    file = _file(program)
+    try:
+        if not file.stat().st_size:
+            return None
+        from torch._inductor import CompiledArtifact
+
+        return CompiledArtifact.load(path=str(file), format="binary")
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # of another machine, or cut short: it is compiled anew
+        logger.debug("a compiled quantizer could not be loaded from %s: %s", file, error)
+        return None
+
+
+def keep(program: Any, kernel: Any) -> None:
+    """Save a program that has been compiled; a disk that takes none is no error.
+
+    Args:
+        program: what it is for.
+        kernel: what `torch._inductor.standalone_compile` returned.
+    """
+    file = _file(program)
+    written = file.with_suffix(f".{os.getpid()}")  # others never see a half
     with contextlib.suppress(OSError):
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            kernel.save(path=str(written), format="binary")
+        except Exception as error:  # not every version of torch saves every program
+            logger.debug("a compiled quantizer could not be saved: %s", error)
+            written.touch()
+        written.replace(file)
 
 
 def directory() -> Path:
@@ -35,16 +70,31 @@ def directory() -> Path:
     return Path(cache_dir())
 
 
-def _mark(program: Any) -> Path:
-    name = hashlib.sha256(repr(program).encode()).hexdigest()[:32]
+def keeps_code() -> bool:
+    """Return whether Inductor's settings let it read what it compiled earlier."""
+    import torch._inductor.config as inductor
+
+    return inductor.fx_graph_cache and not inductor.force_disable_caches
+
+
+def _file(program: Any) -> Path:
+    name = hashlib.sha256(repr(program).encode() + _settings()).hexdigest()[:32]
     return directory() / "metis_hf" / _version() / name
+
+
+def _settings() -> bytes:
+    """Return those of Inductor's settings that change what it makes."""
+    import torch._inductor.config as inductor
+
+    return inductor.get_hash()
 
 
 @functools.cache
 def _version() -> str:
-    """Name the code that programs are made from."""
+    """Name the code that programs are made from, and the processor that they are made for."""
     numerics = Path(__file__).parents[1]
-    digest = hashlib.sha256(torch.__version__.encode())
+    made_for = (torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability())
+    digest = hashlib.sha256(repr(made_for).encode())
     for path in [*sorted(numerics.rglob("*.py")), numerics.parent / "noise.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -133,20 +133,6 @@ def test_a_mode_is_rehearsed_once(empty) -> None:
     assert (one.runs, two.runs) == (2, 0)
 
 
-def test_other_code_keeps_nothing_for_this(empty, monkeypatch) -> None:
-    kept.keep(program())
-    assert kept.is_kept(program())
-    monkeypatch.setattr(kept, "_version", lambda: "another")
-    assert not kept.is_kept(program())
-
-
-def test_a_disk_that_takes_nothing(monkeypatch, tmp_path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(kept, "directory", lambda: tmp_path / "file")
-    kept.keep(program())
-    assert not kept.is_kept(program())
-
-
 STEP = """
 import logging, torch
 logging.basicConfig(level=logging.WARNING, format="%(message)s")

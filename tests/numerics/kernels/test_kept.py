@@ -1,0 +1,117 @@
+"""Compiled programs on disk: loaded without tracing, equal to the bit, and never in the way."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from metis_hf import noise
+from metis_hf.numerics.kernels import compiled, kept
+from metis_hf.numerics.kernels.compiled import Program
+from metis_hf.numerics.kernels.formulation import Specialization
+
+
+def program(**options) -> Program:
+    variant = Specialization("quantize", (1,), True, **options)
+    return Program(variant, 2, torch.float32, torch.device("cpu"), torch.get_num_threads())
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A machine that keeps nothing, and a process that has compiled nothing."""
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_seconds", {})
+    monkeypatch.setattr(kept, "directory", lambda: tmp_path)
+    return tmp_path
+
+
+def files(folder) -> list:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def forget() -> None:
+    compiled._kernels.clear()
+
+
+@pytest.mark.skipif(compiled.missing(torch.device("cpu")) is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_later_process_traces_nothing(folder, monkeypatch, stochastic) -> None:
+    one = program(stochastic=stochastic)
+    key = noise.Key(3) if stochastic else None
+    tensors = [torch.randn(blocks, 16) for blocks in (1, 7, 300)]
+    first = [compiled.run(one.variant, key, x)[0] for x in tensors]
+    assert kept.is_kept(one)
+    assert [path.stat().st_size > 0 for path in files(folder)] == [True]
+    forget()
+
+    def build(one: Program) -> None:
+        raise AssertionError(f"{one} is traced again")
+
+    monkeypatch.setattr(compiled, "_build", build)
+    second = [compiled.run(one.variant, key, x)[0] for x in tensors]
+    for x, y in zip(first, second):
+        assert torch.equal(x, y)
+    assert first[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"cut short"])
+def test_a_file_that_cannot_be_loaded_is_made_anew(folder, monkeypatch, content) -> None:
+    kept.keep(program(), len)  # what has no `save` leaves an empty file
+    (file,) = files(folder)
+    assert not file.read_bytes()
+    file.write_bytes(content)
+    assert kept.is_kept(program())
+    assert kept.load(program()) is None
+    made = []
+    monkeypatch.setattr(compiled, "_build", lambda one: made.append(one) or len)
+    assert compiled.compile_program(program()) is len
+    assert made == [program()]
+
+
+def test_nothing_is_kept_for_other_code_processors_and_settings(folder, monkeypatch) -> None:
+    import torch._inductor.config as inductor
+
+    kept.keep(program(), len)
+    assert kept.is_kept(program())
+    assert not kept.is_kept(program(rows=True))
+    with inductor.patch("cpp.simdlen", 0):
+        assert not kept.is_kept(program())
+    version = kept._version()
+    kept._version.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert kept._version() != version
+    assert not kept.is_kept(program())
+    kept._version.cache_clear()
+
+
+def test_nothing_is_kept_where_inductor_keeps_nothing(folder, monkeypatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(compiled, "_build", lambda one: len)
+    with inductor.patch("force_disable_caches", True):
+        compiled.compile_program(program())
+    assert not files(folder)
+
+
+def test_a_disk_that_takes_nothing(folder, monkeypatch) -> None:
+    (folder / "file").touch()
+    monkeypatch.setattr(kept, "directory", lambda: folder / "file")
+    kept.keep(program(), len)
+    assert not kept.is_kept(program())
+
+
+def test_what_fails_half_way_leaves_no_half(folder) -> None:
+    class Broken:
+        def save(self, *, path: str, format: str) -> None:
+            assert format == "binary"
+            with open(path, "wb") as file:
+                file.write(b"half")
+            os.remove(path)
+            raise RuntimeError("not to be saved")
+
+    kept.keep(program(), Broken())
+    (file,) = files(folder)
+    assert not file.suffix
+    assert not file.read_bytes()
