@@ -23,8 +23,8 @@ ENVIRONMENT = "METIS_KERNELS"
 # Below this many elements a compilation is not worth its seconds at once: the reference takes about
 # a millisecond.
 _WORTH_COMPILING = 1 << 15
-# So many calls of the reference take as long as reading compiled code from disk, where a rehearsal
-# has mostly put it (`ahead`).
+# So many calls of the reference take about as long as what loads compiled code, where a rehearsal
+# has mostly left it (`ahead`): importing Inductor.
 _CALLS_WORTH_COMPILING = 1 << 10
 # benchmarks/quantizers.py: reference over compiled, 4096 x 1024, one core.
 _REFERENCE_SLOWER = "4 to 8"
