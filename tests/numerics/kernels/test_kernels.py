@@ -386,7 +386,14 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(monkeypatch) -> 
         Quantizer()(x)
 
 
-def test_a_failing_compilation_leaves_the_reference(monkeypatch) -> None:
+@pytest.fixture
+def keeps_nothing(monkeypatch) -> None:
+    """A disk on which no program is found, and none is left."""
+    monkeypatch.setattr(compiled.kept, "load", lambda program: None)
+    monkeypatch.setattr(compiled.kept, "keep", lambda program, kernel: None)
+
+
+def test_a_failing_compilation_leaves_the_reference(monkeypatch, keeps_nothing) -> None:
     def fail(program):
         raise RuntimeError("cc1plus: out of memory")
 
@@ -406,8 +413,8 @@ def test_a_failing_compilation_leaves_the_reference(monkeypatch) -> None:
         Quantizer()(x)
 
 
-def test_a_long_compilation_says_so_once(monkeypatch, caplog) -> None:
-    """Where the code is kept too; what is read from there in a moment says nothing."""
+def test_a_long_compilation_says_so_once(monkeypatch, caplog, keeps_nothing) -> None:
+    """Where the code is kept too; what takes a moment says nothing."""
     said = threading.Event()
 
     class Listener(logging.Handler):
