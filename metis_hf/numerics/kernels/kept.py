@@ -59,7 +59,7 @@ def keep(program: Any, kernel: Any) -> None:
             kernel.save(path=str(written), format="binary")
         except Exception as error:  # not every version of torch saves every program
             logger.debug("a compiled quantizer could not be saved: %s", error)
-            written.touch()
+            written.write_bytes(b"")  # whatever part of it was written
         written.replace(file)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,10 +31,6 @@ def files(folder) -> list:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def forget() -> None:
-    compiled._kernels.clear()
-
-
 @pytest.mark.skipif(compiled.missing(torch.device("cpu")) is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_later_process_traces_nothing(folder, monkeypatch, stochastic) -> None:
@@ -44,7 +40,7 @@ def test_a_later_process_traces_nothing(folder, monkeypatch, stochastic) -> None
     first = [compiled.run(one.variant, key, x)[0] for x in tensors]
     assert kept.is_kept(one)
     assert [path.stat().st_size > 0 for path in files(folder)] == [True]
-    forget()
+    compiled._kernels.clear()
 
     def build(one: Program) -> None:
         raise AssertionError(f"{one} is traced again")
@@ -106,9 +102,7 @@ def test_what_fails_half_way_leaves_no_half(folder) -> None:
     class Broken:
         def save(self, *, path: str, format: str) -> None:
             assert format == "binary"
-            with open(path, "wb") as file:
-                file.write(b"half")
-            os.remove(path)
+            Path(path).write_bytes(b"half")
             raise RuntimeError("not to be saved")
 
     kept.keep(program(), Broken())
