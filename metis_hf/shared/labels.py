@@ -9,18 +9,26 @@ from collections.abc import Iterator, Sequence
 _FONT = 8  # points
 MARKER = 7  # points; of the points that are named
 # Where a name may stand: distances from its point, in points, nearest first.
-_DISTANCES = (9, 16, 26, 38, 52, 70)
-_DIRECTIONS = ((1, 0), (1, 0.7), (1, -0.7), (-1, 0), (0, 1), (0, -1), (-1, 0.7), (-1, -0.7))
+_DISTANCES = (9, 16, 26, 38, 52, 70, 92, 118)
+_DIRECTIONS = (
+    *((1, 0), (1, 0.7), (1, -0.7), (-1, 0), (0, 1), (0, -1), (-1, 0.7), (-1, -0.7)),
+    *((1, 1.5), (1, -1.5)),
+)
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top in points
 
 
 def name_points(axis, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each name (x, y, name) where it covers neither a point nor another name."""
+    """Write each name (x, y, name) where it covers no point, no other name and no axis.
+
+    Names may go beyond the right and the upper edge of the plot, where nothing is written.
+    """
     scale = 72 / axis.figure.dpi
     places = [tuple(scale * v for v in axis.transData.transform((x, y))) for x, y, _ in points]
     half = MARKER / 2 + 1
     taken: list[Box] = [(x - half, y - half, x + half, y + half) for x, y in places]
+    left, bottom, *_ = (scale * v for v in axis.get_window_extent().extents)
+    taken += [(-math.inf, -math.inf, left, math.inf), (-math.inf, -math.inf, math.inf, bottom)]
     for (x, y, name), (px, py) in zip(points, places):
         offset, box = next(_free(px, py, name, taken))
         taken.append(box)
