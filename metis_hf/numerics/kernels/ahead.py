@@ -43,7 +43,7 @@ class Rehearsal(Protocol):
 
 # Rough seconds of one core, for sharing out: of a program, more where several scales are tried, and
 # of the imports that a process begins with.
-_SECONDS, _SECONDS_TRIED, _SECONDS_STARTING = 4.0, 9.0, 5.0
+_SECONDS, _SECONDS_TRIED, _SECONDS_STARTING = 3.0, 5.0, 3.0
 
 _rehearsals: dict[Hashable, Rehearsal] = {}
 _rehearsed: set[tuple[Hashable, Hashable]] = set()  # keys and modes

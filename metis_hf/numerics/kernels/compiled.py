@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.kernels import formulation, kept
+from metis_hf.numerics.kernels import formulation, kept, vector_units
 from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Specialization
 
 if TYPE_CHECKING:
@@ -234,6 +234,16 @@ def announce(what: str) -> None:
 
 
 def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+    if program.device.type == "cpu" and vector_units.may_be_trusted():
+        try:
+            with vector_units.trusted():
+                return _compiled(program)
+        except Exception as error:
+            logger.debug("a quantizer is compiled again, with vector units tried out: %s", error)
+    return _compiled(program)
+
+
+def _compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     # Imported here: they take a second, and most uses of the package compile nothing.
     import torch._inductor
     import torch._inductor.config

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from metis_hf.numerics.kernels import vector_units
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +38,8 @@ def load(program: Any) -> Callable[..., Any] | None:
             return None
         from torch._inductor import CompiledArtifact
 
-        return CompiledArtifact.load(path=str(file), format="binary")
+        with vector_units.trusted():
+            return CompiledArtifact.load(path=str(file), format="binary")
     except FileNotFoundError:
         return None
     except Exception as error:  # of another machine, or cut short: it is compiled anew
