@@ -39,7 +39,7 @@ from metis_hf.layers.make import convert_linear
 from metis_hf.numerics.kernels import use_kernels
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
-SHAPES = [(8192, 1024, 1024), (2048, 256, 256)]  # tokens, in_features, out_features
+SHAPES = [(8192, 1024, 1024), (2048, 256, 256), (1024, 64, 64)]  # tokens, in_features, out_features
 GPU_SHAPES = [(16384, 4096, 4096)]
 QUICK_SHAPES = [(256, 64, 64)]
 ROUNDS, PART_ROUNDS, BUDGET = 7, 3, 200.0

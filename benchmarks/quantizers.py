@@ -47,6 +47,7 @@ QUANTIZERS = {
     "nvfp4, square": {"tile": "square"},
     "nvfp4, columns": {},
     "nvfp4, four over six": {"scale_rule": "four-over-six"},
+    "nvfp4, search": {"scale_rule": "search"},
     "nvfp4, MS-EDEN": {"scale_rule": "eden"},
     "mxfp4": {"fmt": "mxfp4"},
 }

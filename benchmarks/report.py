@@ -27,7 +27,7 @@ PAGES = [ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "README.md"]
 QUANTIZED_SHAPE = [4096, 1024]
 LAYER_SHAPE = [8192, 1024, 1024]
 GPU_SHAPE = [16384, 4096, 4096]
-GPT2, GPT2_BATCH = "GPT-2 130M", [4, 512]
+GPT2, SMOLLM2 = "GPT-2 130M", "SmolLM2 135M"
 
 
 def read(name: str) -> Row:
@@ -98,9 +98,12 @@ def moved(operand: str) -> Callable[[], float | None]:
     return measure
 
 
-def step_value(key: str, dtype: str) -> Callable[[], float | None]:
+def step_value(
+    key: str, dtype: str, model: str = GPT2, name: str = "metis"
+) -> Callable[[], float | None]:
     def measure() -> float | None:
-        wanted = {"model": GPT2, "name": "metis", "dtype": dtype, "batch": GPT2_BATCH}
+        batch = [step.SHAPES[model].batch, step.SHAPES[model].length]
+        wanted = {"model": model, "name": name, "dtype": dtype, "batch": batch}
         return value(find(read("step")["rows"], **wanted), key)
 
     return measure
@@ -155,6 +158,9 @@ TARGETS = [
     Target("GPT-2 130M step, batch 4 x 512, metis over fp32", 1.5, step_value("ratio", "float32")),
     Target("its linear layers' saved activations, metis over bf16", 0.33,
            step_value("saved_over_bf16", "float32")),
+    Target("SmolLM2 135M step, batch 4 x 256, nvfp4-rne over fp32", 1.25,
+           step_value("ratio", "float32", SMOLLM2, "nvfp4-rne")),
+    Target("the same, metis", 1.6, step_value("ratio", "float32", SMOLLM2)),
     Target("`import metis_hf` beyond torch and transformers, s", 0.3, import_seconds),
     Target("first `metis` step with nothing compiled, beyond the second, s", 20,
            first_step_seconds),
@@ -214,7 +220,8 @@ def headline_markdown() -> str:
             numbers += [row.get(key) for row in found]
         return ["" if number is None else short(number) for number in numbers]
 
-    rows = [[name, *cells(name, "float32")] for name in step.SCHEMES]
+    schemes = [*step.SCHEMES, *(name for shape in step.SHAPES.values() for name in shape.schemes)]
+    rows = [[name, *cells(name, "float32")] for name in dict.fromkeys(schemes)]
     rows += [[f"{name}, bf16 GEMMs", *cells(name, "bfloat16")] for name in (step.PLAIN, "metis")]
     columns = ["", "one layer, over nn.Linear"]
     columns += [f"{model} step, over fp32" for model in models]

@@ -1,6 +1,6 @@
 """Times a training step of GPT-2 and Llama models per scheme against plain fp32 and bf16.
 
-    python benchmarks/step.py            # five minutes on one core
+    python benchmarks/step.py            # ten minutes on one core
     python benchmarks/step.py --quick    # seconds
 
 A step is forward, backward and AdamW. Parameters are fp32; "bf16" rows run under autocast, the
@@ -78,9 +78,17 @@ def llama(hidden: int, inner: int, layers: int, heads: int, vocab: int) -> trans
     )
 
 
+def smollm2() -> transformers.LlamaConfig:
+    """SmolLM2 of 135 million parameters."""
+    config = llama(576, 1536, 30, 9, 49152)
+    config.num_key_value_heads, config.tie_word_embeddings = 3, True
+    return config
+
+
 SHAPES = {
     "GPT-2 130M": Shape(gpt2, BATCH, LENGTH, ("nvfp4", "metis"), (PLAIN,)),
     "Llama 60M": Shape(lambda: llama(512, 1376, 8, 8, 32000), BATCH // 2, LENGTH),
+    "SmolLM2 135M": Shape(smollm2, BATCH, LENGTH // 2, ("nvfp4-rne", "metis")),
 }
 QUICK_SHAPES = {
     "GPT-2": Shape(
