@@ -160,8 +160,8 @@ MUTANTS = [
     # --- kernels
     _m("kernel-ties", "numerics/kernels/block_scales.py", "((1 << _DROPPED - 1) - 1)",
        "(1 << _DROPPED - 1)", "kernels round E4M3 ties up", KERNELS),
-    _m("kernel-four", "numerics/kernels/block_scales.py", "better = new_error < error",
-       "better = new_error <= error", "kernels let a later scale win ties", KERNELS),
+    _m("kernel-four", "numerics/kernels/block_scales.py", "better = new < least",
+       "better = new <= least", "kernels let a later scale win ties", KERNELS),
     _m("kernel-nan", "numerics/kernels/formulation.py",
        "last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)",
        "last = rounded * 0.5 + 4", "a NaN spoils the other code of its byte", KERNELS),
