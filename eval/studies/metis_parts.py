@@ -9,12 +9,17 @@ Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keep
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from metis_hf.operands import Conditioner, LowRank
 from metis_hf.schemes.metis import metis
 from metis_hf.schemes.parts import (
     MetisConfig,
     Operand,
+    RandomHadamard,
     Role,
     ScaleRule,
     Scheme,
@@ -23,6 +28,51 @@ from metis_hf.schemes.parts import (
 )
 
 RANK = 9
+
+
+@dataclass(frozen=True)
+class TokensTwice(Spectral):
+    """Gives the tokens that a split leaves the largest errors a second FP4 term.
+
+    Args:
+        tokens: share of them; each is one more token of the GEMMs.
+    """
+
+    tokens: float = 0.01
+
+    encode = Conditioner.encode  # no codes: what a study saves may be dense
+    decode = Conditioner.decode
+
+    def with_factors(
+        self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
+    ) -> tuple[Tensor, LowRank | None]:
+        options = {"dim": dim, "key": key, "row_mask": row_mask}
+        x_hat, low = super().with_factors(x, quantizer, dtype=torch.float32, **options)
+        error = x.float() - x_hat
+        count = max(1, round(self.tokens * len(x)))
+        rows = torch.linalg.vector_norm(error, dim=1).topk(count).indices
+        second = quantizer(error[rows], dim=dim, key=key.fold(4))
+        return x_hat.index_add(0, rows, second).to(dtype), low
+
+
+@dataclass(frozen=True)
+class EdenResidual(Spectral):
+    """Quantizes what a split leaves by MS-EDEN: in a random basis, with corrected scales."""
+
+    encode = Conditioner.encode
+    decode = Conditioner.decode
+
+    def with_factors(
+        self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
+    ) -> tuple[Tensor, LowRank | None]:
+        low, dense, exact, _, _ = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
+        eden = replace(
+            quantizer, rounding="nearest", scale_rounding="nearest", scale_rule=ScaleRule.EDEN
+        )
+        residual = RandomHadamard()(x.float() - exact, eden, dim=dim, key=key.fold(3))
+        return (dense + residual[: x.shape[0], : x.shape[1]]).to(dtype), low
+
+
 Change = Callable[[Scheme], Scheme]
 
 
@@ -56,6 +106,28 @@ def with_split(*roles: str, **fields: object) -> Change:
     return change
 
 
+def with_rounding(role: str, **fields: object) -> Change:
+    """Round an operand in another way."""
+
+    def change(scheme: Scheme) -> Scheme:
+        operand = getattr(scheme, role)
+        quantizer = replace(operand.quantizer, **fields)
+        return replace(scheme, **{role: replace(operand, quantizer=quantizer)})
+
+    return change
+
+
+def as_a(kind: type[Spectral], role: str, **fields: object) -> Change:
+    """Split an operand by another conditioner with the same fields, and more."""
+
+    def change(scheme: Scheme) -> Scheme:
+        operand = getattr(scheme, role)
+        split = kind(**vars(operand.conditioner), **fields)
+        return replace(scheme, **{role: replace(operand, conditioner=split)})
+
+    return change
+
+
 def without_split(role: str) -> Change:
     """Quantize an operand directly."""
     return lambda scheme: replace(scheme, **{role: Operand(getattr(scheme, role).quantizer)})
@@ -80,6 +152,17 @@ VARIANTS: dict[str, tuple[Change, ...]] = {
     "-no-dgrad-correction": (without_corrections(Role.DGRAD_WEIGHT),),
     "-no-corrections": (without_corrections(*Role),),
     "-no-gradient-split": GRADIENT,
+    "-tokens-twice": (as_a(TokensTwice, "fprop_input"),),
+    "-more-tokens-twice": (as_a(TokensTwice, "fprop_input", tokens=0.04),),
+    "-eden-gradients": (as_a(EdenResidual, "dgrad_grad_output"),),
+    "-nearest-gradients": (
+        with_rounding(
+            "dgrad_grad_output",
+            rounding="nearest",
+            scale_rounding="nearest",
+            scale_rule=ScaleRule.SEARCH,
+        ),
+    ),
 }
 WITH_WEIGHT: dict[str, tuple[Change, ...]] = {
     "-weight-split": (),
