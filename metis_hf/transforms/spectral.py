@@ -49,7 +49,7 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
             return x
         starts = torch.arange(count, device=x.device, dtype=torch.float64)
         picks = (starts + uniform((count,), key, x.device)) * (t / count)
-        return x[picks.long().clamp_(max=t - 1)]
+        return x.index_select(0, picks.long().clamp_(max=t - 1))
     # Stretches of the kept rows only, counted by a running sum: no host synchronization.
     mask = row_mask | ~row_mask.any()
     if count >= t:
@@ -58,7 +58,7 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
     starts = torch.arange(count, device=x.device, dtype=torch.float64)
     picks = (starts + uniform(starts.shape, key, x.device)) * (position[-1] / starts.numel())
     picks = picks.floor().to(torch.int64).clamp_(max=position[-1] - 1) + 1
-    return x[torch.searchsorted(position, picks)]
+    return x.index_select(0, torch.searchsorted(position, picks))
 
 
 def dominant_subspace(
