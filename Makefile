@@ -11,7 +11,7 @@ help:
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the documentation site into build/site"
-	@echo "make bench  measure speed and memory, and write benchmarks/README.md (a quarter of an hour)"
+	@echo "make bench  measure speed and memory, and write benchmarks/README.md (25 minutes)"
 	@echo "make gpu    measure what only a GPU can tell, in this machine's own python (40 minutes at most)"
 	@echo "make clean  remove .venv and runs/"
 

@@ -234,13 +234,16 @@ def announce(what: str) -> None:
 
 
 def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
-    if program.device.type == "cpu" and vector_units.may_be_trusted():
+    if program.device.type != "cpu":
+        return _compiled(program)
+    if vector_units.may_be_trusted():
         try:
-            with vector_units.trusted():
+            with vector_units.chosen():
                 return _compiled(program)
         except Exception as error:
             logger.debug("a quantizer is compiled again, with vector units tried out: %s", error)
-    return _compiled(program)
+    with vector_units.chosen(tried=True):
+        return _compiled(program)
 
 
 def _compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:

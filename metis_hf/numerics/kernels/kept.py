@@ -38,7 +38,7 @@ def load(program: Any) -> Callable[..., Any] | None:
             return None
         from torch._inductor import CompiledArtifact
 
-        with vector_units.trusted():
+        with vector_units.chosen():
             return CompiledArtifact.load(path=str(file), format="binary")
     except FileNotFoundError:
         return None

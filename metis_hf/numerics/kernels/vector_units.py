@@ -1,4 +1,4 @@
-"""Which vector units Inductor generates C++ for: those that the processor has, untried.
+"""The vector units that Inductor generates C++ for: of 256 bits, those that the processor has.
 
 Before its first kernel, Inductor compiles a program for each kind of vector units and starts it in
 a process of its own, to see whether compiler and torch know them: seconds, in every process.
@@ -8,32 +8,50 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-_OPTION = "cpp.vec_isa_ok"  # None: try them out
+import torch
+
+_KNOWN = "cpp.vec_isa_ok"  # None: try them out
+_WIDTH = "cpp.simdlen"  # None: the widest
+# A block of 16 elements is two vectors of AVX2, whose halves one operation combines; in a vector of
+# AVX-512 that takes shuffles. Measured on a processor with both (benchmarks/README.md).
+_BITS = 256
 
 
 def may_be_trusted() -> bool:
     """Return whether trying them out can be left out, and nobody has set that already."""
-    import torch._inductor.config as inductor
-
-    return inductor.get_config_copy().get(_OPTION, True) is None
+    return _setting(_KNOWN, None)
 
 
 @contextlib.contextmanager
-def trusted() -> Iterator[None]:
-    """Take vector units for good inside the block; where this cannot be set, change nothing.
+def chosen(*, tried: bool = False) -> Iterator[None]:
+    """Choose vector units inside the block; what is set already, or cannot be, stays as it is.
 
-    What is compiled in the block may fail for it. After the block Inductor tries them out as ever,
-    for programs that are not of this package.
+    After the block Inductor tries them out as ever, for programs that are not of this package.
+
+    Args:
+        tried: leave it to Inductor to try them out. If not, what is compiled in the block may fail.
     """
-    if not may_be_trusted():
-        yield
-        return
     import torch._inductor.config as inductor
     from torch._inductor import cpu_vec_isa
 
+    options: dict[str, Any] = {}
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and _setting(_WIDTH, None):
+        options[_WIDTH] = _BITS
+    if not tried and may_be_trusted():
+        options[_KNOWN] = True
     try:
-        with inductor.patch({_OPTION: True}):
+        with inductor.patch(options):
             yield
     finally:
-        getattr(cpu_vec_isa.valid_vec_isa_list, "cache_clear", lambda: None)()
+        if _KNOWN in options:
+            getattr(cpu_vec_isa.valid_vec_isa_list, "cache_clear", lambda: None)()
+
+
+def _setting(name: str, value: object) -> bool:
+    """Return whether this version of Inductor has a setting, and it is this."""
+    import torch._inductor.config as inductor
+
+    known = inductor.get_config_copy()
+    return name in known and known[name] == value

@@ -41,7 +41,7 @@ def tried(monkeypatch) -> Iterator[list[str]]:
 
 @pytest.mark.skipif(not cpu_vec_isa.valid_vec_isa_list(), reason="no vector units")
 def test_they_are_tried_outside_of_the_block_alone(tried) -> None:
-    with vector_units.trusted():
+    with vector_units.chosen():
         assert cpu_vec_isa.valid_vec_isa_list()
     assert not tried
     assert not cpu_vec_isa.valid_vec_isa_list()
@@ -77,9 +77,22 @@ def test_what_the_user_has_set_is_left_alone(attempts) -> None:
     assert attempts == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("capability", "bits"), [("AVX512", 256), ("AVX2", None), ("SVE256", None)]
+)
+def test_wide_vectors_are_not_used(monkeypatch, capability, bits) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for tried in (False, True):
+        with vector_units.chosen(tried=tried):
+            assert inductor.cpp.simdlen == bits
+    with inductor.patch("cpp.simdlen", 512), vector_units.chosen():
+        assert inductor.cpp.simdlen == 512
+    assert inductor.cpp.simdlen is None
+
+
 def test_an_option_that_torch_does_not_have_changes_nothing(attempts, monkeypatch) -> None:
-    monkeypatch.setattr(vector_units, "_OPTION", "cpp.an_option_of_another_version")
-    with vector_units.trusted():
+    monkeypatch.setattr(vector_units, "_KNOWN", "cpp.an_option_of_another_version")
+    with vector_units.chosen():
         assert inductor.cpp.vec_isa_ok is None
     assert compiled._build(PROGRAM) is len
     assert attempts == [None]
