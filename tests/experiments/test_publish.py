@@ -64,7 +64,7 @@ def test_a_finetuning_goes_between_its_markers(publish, tmp_path):
 
 
 RECORDS = ("real-model/prose-a", "real-model/prose-b", "real-model/prose-c")
-RECORDS += ("real-model/parts", "tiny-model")
+RECORDS += ("real-model/parts", "real-model/tokens-twice", "tiny-model")
 
 
 @pytest.mark.parametrize("name", RECORDS)
