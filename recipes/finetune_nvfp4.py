@@ -1,20 +1,21 @@
 """A causal language model, fine-tuned so that it can be deployed in NVFP4 (W4A4 or W4A16).
 
     python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method qad --export DIR
-    python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method ptq,qat,qad,lora
+    python recipes/finetune_nvfp4.py MODEL --data chat.jsonl --method ptq,qat,qad,lora \\
+        --held_out prose.jsonl,questions.jsonl --compare nvfp4-rne,four-over-six,metis
     python recipes/finetune_nvfp4.py --smoke
 
 Methods: ptq (calibrate, train nothing), qat (train with quantizers on), qad (the same, towards the
-unquantized model's distributions), lora (adapters beside the packed weights). The held-out loss of
-the exact model, of ptq and of each method stands in a table at the end. docs/finetuning.md says
-which to take.
+unquantized model's distributions), lora (adapters beside the packed weights). The loss of the exact
+model, of ptq, of schemes to compare with and of each method stands in a table at the end, one for
+each text to measure on. docs/finetuning.md says which to take.
 """
 
 import sys
 from pathlib import Path
 
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
-from metis_hf.experiments.finetune.report import HEADER, describe, rows_of
+from metis_hf.experiments.finetune.report import HEADER, describe, tables_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
 from metis_hf.experiments.recipe import parse_arguments
@@ -60,15 +61,16 @@ def main() -> None:
         arguments.model, arguments.data = smoke_model(directory)
     run = Finetuning(arguments, training)
     if arguments.dry_run:
-        print(describe(arguments, len(run.train), len(run.held_out), run.steps))
+        print(describe(arguments, len(run.train), run.held_out.tokens, run.steps))
         return
     outcomes = run.run()
     if run.is_main:
         from rich.console import Console
 
-        title = f"Held-out loss of {arguments.model}, nats per token"
         console = Console()
-        console.print(terminal_table(HEADER, rows_of(outcomes), title=title))
+        for text, rows in tables_of([outcomes]).items():
+            title = f"{arguments.model} on {text}, nats per token"
+            console.print(terminal_table(HEADER, rows, title=title))
         console.print(f"Exported below {run.exports}", soft_wrap=True, highlight=False)
 
 

@@ -15,22 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
+import peft
 import torch
 import transformers
+from torch import nn
 
 import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.conversion.packed import load_packed
 from metis_hf.schemes import scheme_info
 from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
-COMPRESSED = "compressed-tensors"
+COMPRESSED, NVFP4_PACKED = "compressed-tensors", "nvfp4-pack-quantized"
 DENSE = "dense"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -43,16 +46,23 @@ class Checkpoint:
     """A directory that `from_pretrained` can load.
 
     Attributes:
-        path: the directory with `config.json`.
+        path: the directory with `config.json`; of an adapter that of its base.
         label: its name in a table.
         quantization: `quantization_config` of its `config.json`; empty for a dense model.
         conversion: what a dense model is converted to once it is loaded; None leaves it dense.
+        adapter: the directory of the PEFT adapter on top of it; None where there is none.
     """
 
     path: Path
     label: str
     quantization: dict[str, Any]
     conversion: MetisConfig | None = None
+    adapter: Path | None = None
+
+    @property
+    def place(self) -> Path:
+        """The directory that stands for it: its adapter's if it has one."""
+        return self.adapter or self.path
 
     @property
     def metis(self) -> dict[str, Any]:
@@ -125,6 +135,13 @@ class Checkpoint:
             ValueError: it is no causal language model, or damaged.
         """
         kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = self._load(precision, kind, device)
+        if self.adapter is not None:
+            model = peft.PeftModel.from_pretrained(model, str(self.adapter))  # type: ignore[assignment]
+        return model.eval()
+
+    def _load(self, precision: str, kind: Any, device: torch.device) -> PreTrainedModel:
+        """Return the model without its adapter."""
         config = transformers.AutoConfig.from_pretrained(self.path)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
@@ -132,11 +149,19 @@ class Checkpoint:
                 "the tasks need one"
             )
         options: dict[str, Any] = {}
-        wanted = config.dtype if kind == "auto" else kind
-        if self.scheme == COMPRESSED and wanted is not torch.bfloat16:
-            # Layers that are unpacked at the first forward pass would be in bfloat16 all the same.
-            unpack = transformers.CompressedTensorsConfig(dequantize=True)
-            options["quantization_config"] = unpack
+        if self.scheme == COMPRESSED:
+            wanted = config.dtype if kind == "auto" else kind
+            library = wanted is torch.bfloat16
+            if self.packed_nvfp4 and not (library and self.adapter is None):
+                # Kept packed: compressed-tensors computes in BF16 alone where inputs are
+                # quantized, and PEFT needs the layers' weights before it has unpacked them.
+                model = load_packed(self.path, dtype=wanted)
+                nn.Module.to(model, device)
+                return model
+            if not library:  # what is unpacked at the first forward pass is in BF16 all the same
+                self._check_weights_alone(dtype=wanted)
+                unpack = transformers.CompressedTensorsConfig(dequantize=True)
+                options["quantization_config"] = unpack
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -144,10 +169,25 @@ class Checkpoint:
             )
         if precision == "dense" and any(metis_layers(model)):
             to_dense(model)
-        model = model.to(device).eval()  # type: ignore[arg-type]
+        model = model.to(device)  # type: ignore[arg-type]
         if precision == "scheme" and self.conversion is not None:
             get_metis_model(model, self.conversion)
         return model
+
+    @property
+    def packed_nvfp4(self) -> bool:
+        """Return whether it is packed as `load_packed` reads it."""
+        return self.quantization.get("format") == NVFP4_PACKED
+
+    def _check_weights_alone(self, dtype: torch.dtype) -> None:
+        """Refuse a checkpoint whose quantized inputs would be lost in this dtype."""
+        groups = self.quantization.get("config_groups") or {}
+        if any(group.get("input_activations") for group in groups.values()):
+            raise ValueError(
+                f"{self.path} quantizes inputs ({self.quantization.get('format')}), which the "
+                f"compressed-tensors library does in bfloat16 alone, not in {dtype}; leave --dtype "
+                "out or ask for bfloat16"
+            )
 
     def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
         """Return the checkpoint's tokenizer, or another.
@@ -155,8 +195,11 @@ class Checkpoint:
         Raises:
             ValueError: there is none; the message says how to save one.
         """
-        place = Path(other) if other is not None else self.path
-        if not any(file for pattern in TOKENIZER_FILES for file in place.glob(pattern)):
+        own = [self.path] if self.adapter is None else [self.adapter, self.path]
+        places = [Path(other)] if other is not None else own
+        place = next((each for each in places if _has_tokenizer(each)), None)
+        if place is None:
+            place = places[-1]
             raise ValueError(
                 f"{place} holds no tokenizer; save it there with tokenizer.save_pretrained("
                 f"{str(place)!r}), pass processing_class=tokenizer to the Trainer so that its "
@@ -165,13 +208,21 @@ class Checkpoint:
         return transformers.AutoTokenizer.from_pretrained(place)
 
     def weight_files(self) -> list[Path]:
-        """Return files that hold the weights, sorted."""
-        return sorted(file for pattern in WEIGHTS for file in self.path.glob(pattern))
+        """Return files that hold the weights, sorted; those of an adapter first."""
+        places = [self.path] if self.adapter is None else [self.adapter, self.path]
+        return [
+            file
+            for place in places
+            for file in sorted(file for pattern in WEIGHTS for file in place.glob(pattern))
+        ]
 
     def fingerprint(self) -> str:
         """SHA-256 over config and weights: names, sizes and contents."""
         digest = hashlib.sha256()
-        for file in [self.path / CONFIG_FILE, *self.weight_files()]:
+        configs = [self.path / CONFIG_FILE]
+        if self.adapter is not None:
+            configs.append(self.adapter / ADAPTER_FILE)
+        for file in [*configs, *self.weight_files()]:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
             with open(file, "rb") as stream:
                 while block := stream.read(1 << 24):
@@ -182,8 +233,9 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory: itself, its `model/`, or its last `checkpoint-<step>`.
 
-    A `model/` or a `checkpoint-<step>` that is not whole is passed over with a warning: the run
-    was interrupted while it saved.
+    A PEFT adapter stands for the model that it names, with the adapter on top of it. A `model/` or
+    a `checkpoint-<step>` that is not whole is passed over with a warning: the run was interrupted
+    while it saved.
 
     Raises:
         FileNotFoundError: no such directory.
@@ -195,6 +247,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "run that holds model/ or checkpoint-<step>"
         )
     place = _place(path)
+    if place is None and (path / ADAPTER_FILE).is_file():
+        return _open_adapter(path)
     if place is None:
         raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
     config = json.loads((place / CONFIG_FILE).read_text())
@@ -211,6 +265,28 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 "from an older checkpoint, or copy the file again"
             )
     return checkpoint
+
+
+def _open_adapter(path: Path) -> Checkpoint:
+    """Return the model that a PEFT adapter names, with the adapter on top of it."""
+    kind = peft.PeftConfig.from_pretrained(str(path))
+    if kind.task_type not in (None, "CAUSAL_LM") or not kind.base_model_name_or_path:
+        raise ValueError(
+            f"{path} is a PEFT adapter of {kind.base_model_name_or_path or 'a model without name'} "
+            f"for {kind.task_type or 'no task'}; the tasks need one of a causal language model"
+        )
+    try:
+        base = open_model(kind.base_model_name_or_path)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"{path} is a PEFT adapter, and its model is not there: {error}. Correct "
+            f"base_model_name_or_path in {path / ADAPTER_FILE}"
+        ) from None
+    return replace(base, label=_label(path, 0), adapter=path)
+
+
+def _has_tokenizer(place: Path) -> bool:
+    return any(file for pattern in TOKENIZER_FILES for file in place.glob(pattern))
 
 
 def _place(path: Path) -> Path | None:
@@ -280,7 +356,7 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
         FileNotFoundError, ValueError: as `open_model`; or one is named twice.
     """
     found = [open_model(name) for name in names]
-    times = Counter(checkpoint.path.resolve() for checkpoint in found)
+    times = Counter(checkpoint.place.resolve() for checkpoint in found)
     twice = [str(path) for path, count in times.items() if count > 1]
     if twice:
         raise ValueError(f"named twice: {', '.join(twice)}")
@@ -288,7 +364,7 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
     while len({checkpoint.label for checkpoint in found}) < len(found):
         more += 1
         found = [
-            replace(one, label=_label(one.path, more)) if Path(name).is_dir() else one
+            replace(one, label=_label(one.place, more)) if Path(name).is_dir() else one
             for one, name in zip(found, names)
         ]
     return found
@@ -306,8 +382,6 @@ def _label(path: Path, more: int) -> str:
 
 
 def _hint(path: Path) -> str:
-    if (path / "adapter_config.json").is_file():
-        return "; it is a PEFT adapter: merge it into its model and save that"
     below = sorted(
         str(p)
         for p in path.iterdir()

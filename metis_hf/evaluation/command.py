@@ -274,7 +274,7 @@ def _evaluate(
     ours = {
         "format_version": store.FORMAT_VERSION,
         "label": checkpoint.label,
-        "checkpoint": str(checkpoint.path),
+        "checkpoint": str(checkpoint.place),
         "scheme": checkpoint.scheme,
         "precision": job.precision,
         "quantization_config": checkpoint.quantization,

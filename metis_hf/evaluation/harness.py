@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
@@ -66,8 +67,13 @@ class MetisLM(HFLM):
         if isinstance(pretrained, str) and Path(pretrained).is_dir():
             checkpoint = open_checkpoint(Path(pretrained))
             checkpoint.check(precision)
-            checkpoint.tokenizer(tokenizer if isinstance(tokenizer, str) else None)
+            own = checkpoint.tokenizer(tokenizer if isinstance(tokenizer, str) else None)
             pretrained = str(checkpoint.path)
+            if checkpoint.adapter is not None:
+                tokenizer = own
+                device = torch.device(kwargs.get("device") or "cpu")
+                dtype = str(kwargs.pop("dtype", "auto")).removeprefix("torch.")
+                pretrained = checkpoint.load(precision, dtype, device)
         self.precision = precision
         self.truncated = 0
         self.truncated_tokens = 0

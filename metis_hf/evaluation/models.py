@@ -78,11 +78,11 @@ def choose_models(
     if control is None:
         return _converted(found, conversions, precision), None
     if Path(control).is_dir():
-        place = open_model(control).path.resolve()
-        if place not in [one.path.resolve() for one in found]:
+        place = open_model(control).place.resolve()
+        if place not in [one.place.resolve() for one in found]:
             *found, own = open_checkpoints([*names, control])
             return [*_converted(found, conversions, precision), own], own.label
-        control = next(one.label for one in found if one.path.resolve() == place)
+        control = next(one.label for one in found if one.place.resolve() == place)
     chosen = _converted(found, conversions, precision)
     rows = [row_name(one.label, one.scheme, p) for one in chosen for p in one.precisions(precision)]
     if control in (*rows, *(one.label for one in chosen)):

@@ -8,10 +8,12 @@ import json
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from evaluation.eval_tools import make_model, make_tokenizer, save
-from metis_hf import metis_layers, to_dense
+from metis_hf import calibrate, load_packed, metis_layers, to_dense
 from metis_hf.evaluation.checkpoints import open_checkpoint, open_checkpoints
+from metis_hf.evaluation.harness import MetisLM
 from metis_hf.export import export_checkpoint
 
 CPU = torch.device("cpu")
@@ -116,6 +118,60 @@ def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
         checkpoint.check("scheme")
 
 
+@pytest.mark.parametrize("scheme", [None, "metis", "packed"])
+def test_adapters(scheme, tmp_path, tokenizer, ids):
+    """A PEFT adapter stands for its model with the adapter on top."""
+    base = save(tmp_path / "base", "nvfp4-rne" if scheme == "packed" else scheme, tokenizer)
+    if scheme == "packed":
+        export_checkpoint(base, tmp_path / "packed", format="compressed-tensors")
+        base = tmp_path / "packed"
+    bare = open_checkpoint(base)
+    model = load_packed(base, dtype=torch.float32) if scheme == "packed" else make_model(scheme)
+    model.name_or_path = str(base)
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(tmp_path / "adapter")
+    assert (checkpoint.path, checkpoint.scheme) == (base, bare.scheme)
+    assert checkpoint.label == "adapter"
+    found = checkpoint.load("scheme", "float32", CPU)
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model.eval()(ids).logits)
+        assert not torch.equal(found(ids).logits, bare.load("scheme", "float32", CPU)(ids).logits)
+    assert checkpoint.fingerprint() != bare.fingerprint()
+    checkpoint.tokenizer()
+    both = open_checkpoints([base, tmp_path / "adapter"])
+    assert [one.adapter is None for one in both] == [True, False]
+    lm = MetisLM(str(tmp_path / "adapter"), device="cpu", dtype="float32")
+    with torch.no_grad():
+        assert torch.equal(lm._model_call(ids), found(ids).logits)
+
+
+def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
+    pytest.importorskip("compressed_tensors")
+    model = make_model("w4a4")
+    layers = [layer for _, layer in metis_layers(model)]
+    for module in model.modules():  # the export has them in BF16
+        if module not in layers:
+            for param in module.parameters(recurse=False):
+                param.data = param.data.bfloat16().float()
+    calibrate(model, [ids])
+    model.save_pretrained(tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "packed", format="compressed-tensors")
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    with torch.no_grad():
+        found = checkpoint.load("scheme", "float32", CPU)(ids).logits
+        expected = model.eval()(ids).logits
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    config = json.loads((tmp_path / "packed/config.json").read_text())
+    config["quantization_config"]["format"] = "int-quantized"
+    (tmp_path / "packed/config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"quantizes inputs \(int-quantized\), which .* bfloat16 alone"
+    ):
+        open_checkpoint(tmp_path / "packed").load("scheme", "float32", CPU)
+
+
 def test_fingerprint_is_of_weights_and_config(tmp_path):
     one = open_checkpoint(save(tmp_path / "a", "metis"))
     same = open_checkpoint(save(tmp_path / "b", "metis"))
@@ -134,10 +190,14 @@ def test_refusals(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"runs holds no checkpoint .* below it: .*runs/one"):
         open_checkpoint(tmp_path / "runs")
     adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="PEFT adapter: merge it"):
-        open_checkpoint(adapter)
+    for settings, message in (
+        ({"task_type": "SEQ_CLS", "base_model_name_or_path": "x"}, "of x for SEQ_CLS"),
+        ({"base_model_name_or_path": None}, "of a model without name for no task"),
+        ({"base_model_name_or_path": str(tmp_path / "gone")}, "its model is not there: .*Correct"),
+    ):
+        LoraConfig(**settings).save_pretrained(adapter)
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(adapter)
     bare = save(tmp_path / "bare", None)
     with pytest.raises(
         ValueError, match=r"bare holds no tokenizer; save it there with tokenizer\."

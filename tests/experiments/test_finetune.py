@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from paths import ROOT
+from peft import PeftModel
 from transformers import TrainingArguments
 
+from metis_hf.conversion.packed import load_packed
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
-from metis_hf.experiments.finetune.report import Outcome, describe, rows_of
+from metis_hf.experiments.finetune.measure import Measured
+from metis_hf.experiments.finetune.report import Outcome, describe, markdown_tables, rows_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
 
@@ -56,7 +60,8 @@ def test_smoke(tmp_path):
     for name in names[1:]:
         assert name in done.stdout
     for outcome in record["outcomes"][1:4]:
-        assert outcome["exported"] == pytest.approx(outcome["loss"], abs=0.02)
+        found = outcome["texts"]["held-out"]
+        assert found["exported"] == pytest.approx(found["loss"], abs=0.02)
     for method in ("ptq", "qat", "qad"):
         config = json.loads((tmp_path / f"export/{method}/config.json").read_text())
         group = config["quantization_config"]["config_groups"]["group_0"]
@@ -67,12 +72,13 @@ def test_smoke(tmp_path):
 
 def test_exports_lie_in_the_directory_that_was_given(source, tmp_path):
     run = finetuning(source, tmp_path / "out", method="ptq", export=str(tmp_path / "deployed"))
-    exact, ptq = run.run(report=lambda line: None)
+    exact, ptq = (each.texts["held-out"] for each in run.run(report=lambda line: None))
     assert ptq.loss > exact.loss
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "deployed/ptq", dtype=torch.bfloat16
     )
-    assert run.loss(model) == pytest.approx(ptq.exported, abs=1e-6)
+    found = run.held_out.measure(model)["held-out"]
+    assert found.loss == pytest.approx(ptq.exported, abs=1e-6)
     assert ptq.exported == pytest.approx(ptq.loss, abs=0.02)
     assert (tmp_path / "deployed/ptq/tokenizer.json").is_file()
 
@@ -83,7 +89,7 @@ def test_what_is_finished_is_kept(source, tmp_path):
     again = finetuning(source, tmp_path, method="qat").run(report=said.append)
     assert again[:2] == [exact, ptq]
     assert [outcome.method for outcome in again] == ["exact", "ptq", "qat"]
-    assert said == ["ptq: finished before", "qat ..."]
+    assert said == ["exact: finished before", "ptq: finished before", "qat ..."]
     with pytest.raises(ValueError, match="temperature"):
         finetuning(source, tmp_path, temperature=2.0)
     (tmp_path / "other/qad").mkdir(parents=True)
@@ -97,43 +103,97 @@ def test_distillation_nears_the_exact_model(source, tmp_path):
     run.training.max_steps, run.training.learning_rate = 12, 3e-4
     before = run.quantized()
     exact = run.load()
+    rows = run.held_out.texts["held-out"]
 
     def divergence(model):
         with torch.no_grad():
-            logs = [m(input_ids=run.held_out).logits.log_softmax(-1) for m in (exact, model)]
+            logs = [m(input_ids=rows).logits.log_softmax(-1) for m in (exact, model)]
         return torch.nn.functional.kl_div(*reversed(logs), log_target=True, reduction="batchmean")
 
     first = divergence(before.eval())
-    assert run.measure(before, exact)[1] == pytest.approx(
-        first.item() * len(run.held_out) / run.held_out[:, 1:].numel(), rel=0.1
+    assert run.held_out.measure(before, exact)["held-out"].kl == pytest.approx(
+        first.item() * len(rows) / rows[:, 1:].numel(), rel=0.1
     )
-    outcomes = run.run(report=lambda line: None)
-    assert outcomes[2].kl < outcomes[1].kl
+    _, ptq, qad = (each.texts["held-out"] for each in run.run(report=lambda line: None))
+    assert qad.kl < ptq.kl
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qad/model")
     assert divergence(trained.eval()) < first
     described = json.loads((tmp_path / "export/qad/hf_quant_config.json").read_text())
     assert described["quantization"]["quant_algo"] == "NVFP4"
 
 
+def test_several_texts_and_schemes_to_compare_with(source, tmp_path):
+    """Each text is measured by itself, with all of --data to train on."""
+    lines = Path(source[1]).read_text().splitlines(keepends=True)
+    for name, part in (("first", lines[:8]), ("last", lines[-8:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    files = f"{tmp_path}/first.jsonl, {tmp_path}/last.jsonl"
+    options = {"method": "ptq", "held_out": files, "compare": "nvfp4-rne,metis"}
+    run = finetuning(source, tmp_path / "out", **options)
+    assert len(run.train) > len(finetuning(source, tmp_path / "other").train)
+    outcomes = run.run(report=lambda line: None)
+    assert [each.method for each in outcomes] == ["exact", "ptq", "nvfp4-rne", "metis"]
+    for outcome in outcomes:
+        assert list(outcome.texts) == ["first", "last"]
+    exact, ptq, plain, metis = outcomes
+    rows = run.held_out.texts["last"]
+    with torch.no_grad():
+        model = run.load()
+        losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
+    assert exact.texts["last"].loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert exact.texts["first"].loss != exact.texts["last"].loss
+    for name in ("first", "last"):
+        assert metis.texts[name].kl < plain.texts[name].kl
+        assert ptq.texts[name].exported is not None
+        assert plain.texts[name].exported is None
+    table = (tmp_path / "out/table.md").read_text()
+    assert table.index("**first**") < table.index("**last**")
+    record = json.loads((tmp_path / "out/results.json").read_text())
+    assert record["held_out_tokens"] == {"first": 4 * 63, "last": 4 * 63}
+    again = finetuning(source, tmp_path / "out", **options).run(report=lambda line: None)
+    assert again == outcomes
+
+
+def test_adapters_are_measured_as_they_are_saved(source, tmp_path):
+    run = finetuning(source, tmp_path, method="lora")
+    *_, lora = run.run(report=lambda line: None)
+    base = load_packed(tmp_path / "export/ptq", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "export/lora")
+    assert run.held_out.measure(model)["held-out"].loss == lora.texts["held-out"].loss
+    assert lora.texts["held-out"].loss != run.finished["ptq"].texts["held-out"].loss
+    assert lora.trained > 0
+
+
+def outcomes(ptq, qad):
+    return [
+        Outcome("exact", {"a": Measured(2.0)}),
+        Outcome("ptq", {"a": Measured(ptq, 0.3, ptq + 0.01)}, directory="a"),
+        Outcome("qad", {"a": Measured(qad, 0.1)}, trained=1000, steps=7, directory="b"),
+    ]
+
+
 def test_the_table_says_how_much_was_recovered():
-    rows = rows_of(
-        [
-            Outcome("exact", 2.0),
-            Outcome("ptq", 2.2, 0.3, 2.21, directory="a"),
-            Outcome("qad", 2.05, 0.1, trained=1000, steps=7, directory="b"),
-        ]
-    )
+    rows = rows_of([outcomes(2.2, 2.05)], "a")
     assert rows[0] == ("exact", "", "", "2.0000", "", "", "", "")
     assert rows[1] == ("ptq", "", "", "2.2000", "+10.00", "", "0.3000", "2.2100")
     assert rows[2] == ("qad", "1,000", "7", "2.0500", "+2.50", "75", "0.1000", "")
 
 
+def test_the_table_of_two_seeds_has_intervals_where_they_differ():
+    """Half of 95 % at one degree of freedom: 12.706 times a standard deviation over sqrt(2)."""
+    rows = rows_of([outcomes(2.2, 2.05), outcomes(2.2, 2.03)], "a")
+    assert rows[1] == ("ptq", "", "", "2.2000", "+10.00", "", "0.3000", "2.2100")
+    assert rows[2][3:6] == ("2.0400 ± 0.1271", "+2.00 ± 6.35", "80 ± 64")
+    assert "| qad | 1,000 | 7 |" in markdown_tables(outcomes(2.2, 2.05), outcomes(2.2, 2.05)[:2])
+
+
 def test_the_plan_counts_the_export(source, tmp_path):
     run = finetuning(source, tmp_path, method="qat,qad,lora")
-    text = describe(run.arguments, len(run.train), len(run.held_out), run.steps)
+    text = describe(run.arguments, len(run.train), run.held_out.tokens, run.steps)
     packed = 2 * (4 * 64 * 64 + 3 * 64 * 96)
     assert f"{packed:,} of them packed" in text
     assert "3 steps, 768 tokens" in text
+    assert "on 252 tokens of held-out" in text
     for method in ("qat", "qad's teacher", "lora"):
         assert method in text
 
@@ -147,6 +207,8 @@ def test_the_plan_counts_the_export(source, tmp_path):
         ({"eval_sequences": 0}, "--eval_sequences 0; expected at least 1"),
         ({"global_batch": 3}, "--global_batch 3 is no multiple of 2"),
         ({"data": None}, "no data: give --data FILE"),
+        ({"compare": "nvfp5"}, "scheme 'nvfp5' is not registered"),
+        ({"held_out": "a/x.jsonl,b/x.jsonl"}, "two files of one name"),
         ({"model": ""}, "no model: give a directory or hub name, or try --smoke"),
         ({"sequence_length": 10**6}, "held-out sequences of 1000000"),
     ],

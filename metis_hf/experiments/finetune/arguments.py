@@ -9,7 +9,9 @@ lora  keep the packed weights of ptq, and train low-rank adapters beside them
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from metis_hf.schemes import scheme_info
 from metis_hf.training.calibration import METHODS as CALIBRATIONS
 
 METHODS = ("ptq", "qat", "qad", "lora")
@@ -26,8 +28,22 @@ class FinetuneArguments:
         default=None,
         metadata={"help": 'JSON lines of {"messages": [...]} or {"text": ...}, or a text.'},
     )
+    held_out: str | None = field(
+        default=None,
+        metadata={
+            "help": "Files to measure on, by commas, of the same kind; default: the last "
+            "documents of --data."
+        },
+    )
     method: str = field(
         default="qad", metadata={"help": f"One or several of {', '.join(METHODS)}, by commas."}
+    )
+    compare: str = field(
+        default="",
+        metadata={
+            "help": "Schemes to measure the untrained model in too, by commas, for example "
+            "nvfp4-rne,four-over-six,metis."
+        },
     )
     export: str | None = field(
         default=None,
@@ -46,7 +62,7 @@ class FinetuneArguments:
     )
     sequence_length: int = field(default=512, metadata={"help": "Tokens of a sequence."})
     eval_sequences: int = field(
-        default=32, metadata={"help": "Sequences held out, of the last documents."}
+        default=32, metadata={"help": "Sequences to measure on, of each held-out file."}
     )
     tokens: float = field(
         default=1e6, metadata={"help": "Training tokens, unless max_steps is given."}
@@ -59,6 +75,9 @@ class FinetuneArguments:
         default=0.0, metadata={"help": "Share of the labels' cross entropy in qad's loss."}
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    lora_learning_rate: float = field(
+        default=2e-4, metadata={"help": "Of the adapters, instead of --learning_rate."}
+    )
     smoke: bool = field(
         default=False,
         metadata={"help": "The same code on the CPU in a minute: tiny model and text."},
@@ -71,7 +90,7 @@ class FinetuneArguments:
         Raises:
             ValueError: an unknown method, scheme or calibration, or a number out of range.
         """
-        chosen = [part.strip() for part in self.method.split(",") if part.strip()]
+        chosen = parts(self.method)
         for name, values, known in (
             ("method", chosen, METHODS),
             ("scheme", [self.scheme], SCHEMES),
@@ -85,3 +104,34 @@ class FinetuneArguments:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}; expected at least 1")
         return ("ptq", *(method for method in METHODS[1:] if method in chosen))
+
+    def held_out_files(self) -> dict[str, Path]:
+        """Return the files to measure on by their names; empty: the last documents of `data`.
+
+        Raises:
+            ValueError: two files of one name.
+        """
+        files = [Path(part) for part in parts(self.held_out or "")]
+        found = {file.stem: file for file in files}
+        if len(found) < len(files):
+            raise ValueError(
+                f"--held_out {self.held_out}: two files of one name, which the table could not "
+                "tell apart; rename one"
+            )
+        return found
+
+    def compared(self) -> tuple[str, ...]:
+        """Return the schemes that the untrained model is measured in for comparison.
+
+        Raises:
+            ValueError: no such scheme; the message lists those there are.
+        """
+        names = tuple(parts(self.compare))
+        for name in names:
+            scheme_info(name)
+        return names
+
+
+def parts(text: str) -> list[str]:
+    """Return what commas separate in an argument."""
+    return [part.strip() for part in text.split(",") if part.strip()]

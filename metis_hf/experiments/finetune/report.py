@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import AutoConfig
@@ -11,8 +13,11 @@ from transformers import AutoConfig
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.conversion.report import ConversionReport
+from metis_hf.experiments.compare.statistics import t_interval
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
+from metis_hf.experiments.finetune.measure import Measured
 from metis_hf.planning.plan import meta_model
+from metis_hf.shared.tables import markdown_table
 
 HEADER = (
     "Method",
@@ -33,47 +38,99 @@ class Outcome:
     """The result of one method.
 
     Attributes:
-        method: its name; "exact" for the model as it was.
-        loss: held-out cross entropy, nats per token, in the scheme.
-        kl: divergence of the unquantized model's distributions from these, nats per token.
-        exported: the same of the export, read and computed by the compressed-tensors library in
-            BF16; None where it was not read.
+        method: its name; "exact" for the model as it was, or a scheme it was measured in.
+        texts: what was measured, by the name of the text.
         trained: parameters that trained.
         steps: of the optimizer.
-        directory: of the export; None for the model as it was.
+        directory: of the export; None where nothing is exported.
     """
 
     method: str
-    loss: float
-    kl: float = 0.0
-    exported: float | None = None
+    texts: dict[str, Measured]
     trained: int = 0
     steps: int = 0
     directory: str | None = None
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Outcome:
+        """Return what `dataclasses.asdict` has taken apart."""
+        texts = {name: Measured(**each) for name, each in values["texts"].items()}
+        return cls(**{**values, "texts": texts})
 
-def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """Return the rows of the table: rise over the exact model, and how much of ptq's is undone."""
-    exact = next(outcome.loss for outcome in outcomes if outcome.method == "exact")
-    ptq = next((outcome.loss for outcome in outcomes if outcome.method == "ptq"), None)
+
+Run = Sequence[Outcome]
+
+
+def rows_of(runs: Sequence[Run], text: str) -> list[tuple[str, ...]]:
+    """Return the rows of a table: rise over the exact model, and how much of ptq's is undone.
+
+    Several runs, of as many seeds, give means; where they differ, with a 95 % interval.
+
+    Args:
+        runs: the outcomes of each seed; the first one's methods are shown.
+        text: the text that was measured.
+    """
     rows: list[tuple[str, ...]] = []
-    for one in outcomes:
-        recovered = ""
-        if ptq is not None and one.method not in ("exact", "ptq") and ptq != exact:
-            recovered = f"{100 * (ptq - one.loss) / (ptq - exact):.0f}"
+    for one in runs[0]:
+        found, exact, ptq = (
+            [_of(run, name, text) for run in runs if _has(run, one.method)]
+            for name in (one.method, "exact", "ptq")
+        )
+        plain = one.method == "exact"
+        rises = [100 * (x.loss / e.loss - 1) for x, e in zip(found, exact)]
+        exported = [each.exported for each in found if each.exported is not None]
+        undone = [
+            100 * (q.loss - x.loss) / (q.loss - e.loss)
+            for x, e, q in zip(found, exact, ptq)
+            if one.steps and q.loss != e.loss
+        ]
         rows.append(
             (
                 one.method,
                 _count(one.trained) if one.trained else "",
                 str(one.steps) if one.steps else "",
-                f"{one.loss:.4f}",
-                f"{100 * (one.loss / exact - 1):+.2f}" if one.method != "exact" else "",
-                recovered,
-                f"{one.kl:.4f}" if one.method != "exact" else "",
-                "" if one.exported is None else f"{one.exported:.4f}",
+                _mean([each.loss for each in found], ".4f"),
+                "" if plain else _mean(rises, "+.2f"),
+                _mean(undone, ".0f"),
+                "" if plain else _mean([each.kl for each in found], ".4f"),
+                _mean(exported, ".4f"),
             )
         )
     return rows
+
+
+def _has(run: Run, method: str) -> bool:
+    return any(outcome.method == method for outcome in run)
+
+
+def _of(run: Run, method: str, text: str) -> Measured:
+    found = next((outcome for outcome in run if outcome.method == method), None)
+    return Measured(math.nan) if found is None else found.texts[text]
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    """Return a mean with its interval; without one where all values are the same, or none."""
+    if not values:
+        return ""
+    if len(set(values)) == 1:
+        return format(values[0], form)
+    interval = t_interval(values)
+    width = form.removeprefix("+")
+    return f"{interval.mean:{form}} ± {interval.half_width:{width}}"
+
+
+def tables_of(runs: Sequence[Run]) -> dict[str, list[tuple[str, ...]]]:
+    """Return the rows of each text's table, by the name of the text."""
+    return {text: rows_of(runs, text) for text in runs[0][0].texts}
+
+
+def markdown_tables(*runs: Run) -> str:
+    """Return one table for each text, under its name where there are several."""
+    tables = tables_of(runs)
+    titled = len(tables) > 1
+    return "\n".join(
+        f"**{text}**\n\n" * titled + markdown_table(HEADER, rows) for text, rows in tables.items()
+    )
 
 
 def _count(parameters: int) -> str:
@@ -81,13 +138,13 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.1f}M" if parameters >= 10**6 else f"{parameters:,}"
 
 
-def describe(a: FinetuneArguments, train: int, held_out: int, steps: int) -> str:
+def describe(a: FinetuneArguments, train: int, held_out: Mapping[str, int], steps: int) -> str:
     """Return what a fine-tuning takes, in lines of text; of the model its config is read alone.
 
     Args:
         a: the arguments.
         train: sequences to train on.
-        held_out: sequences to measure the loss on.
+        held_out: tokens to measure on, by the name of the text.
         steps: of the optimizer.
     """
     methods = a.methods()
@@ -102,8 +159,8 @@ def describe(a: FinetuneArguments, train: int, held_out: int, steps: int) -> str
     lines = [
         f"model      {original:,} parameters, {packed:,} of them packed",
         f"export     {export / 2**20:,.0f} MiB; in BF16 {whole / 2**20:,.0f} MiB",
-        f"data       {train:,} sequences of {a.sequence_length} tokens to train on, "
-        f"{held_out:,} held out",
+        f"data       {train:,} sequences of {a.sequence_length} tokens to train on",
+        *(f"measured   on {count:,} tokens of {name}" for name, count in held_out.items()),
     ]
     trains = [method for method in methods if method != "ptq"]
     if trains:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,23 +31,21 @@ from transformers import (
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.conversion.packed import load_packed
-from metis_hf.data.chat import chunked_sequences
+from metis_hf.data.chat import chunked_sequences, first_sequences
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
-from metis_hf.experiments.finetune.report import HEADER, Outcome, rows_of, trainable
+from metis_hf.experiments.finetune.measure import HeldOut
+from metis_hf.experiments.finetune.report import Outcome, markdown_tables, trainable
 from metis_hf.export import export_checkpoint
 from metis_hf.shared.records import claim_directory, environment, read_json, write_json
-from metis_hf.shared.tables import markdown_table
 from metis_hf.training.calibration import calibrate
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.distillation import DistillTrainer
-from metis_hf.training.distillation_loss import distillation_loss
 from metis_hf.training.trainer import MetisTrainer
 
-# Where --learning_rate is 0: of weights, and of adapters, which start at zero.
-LEARNING_RATE = {"qat": 1e-5, "qad": 1e-5, "lora": 2e-4}
+LEARNING_RATE = 1e-5  # of weights, where --learning_rate is 0
 RESULTS_FILE, TABLE_FILE = "results.json", "table.md"
-_RESULT_VERSION = 1
+_RESULT_VERSION = 2
 
 
 class Finetuning:
@@ -56,18 +53,15 @@ class Finetuning:
 
     def __init__(self, arguments: FinetuneArguments, training: TrainingArguments) -> None:
         self.arguments, self.training = arguments, training
-        self.methods = arguments.methods()
+        self.methods, self.compared = arguments.methods(), arguments.compared()
         if not arguments.model:
             raise ValueError("no model: give a directory or hub name, or try --smoke")
         if arguments.data is None:
             raise ValueError("no data: give --data FILE, JSON lines of messages or text")
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.model)
-        self.train, self.held_out = chunked_sequences(
-            Path(arguments.data),
-            self.tokenizer,
-            arguments.sequence_length,
-            arguments.eval_sequences,
-        )
+        self.train, texts = self._sequences()
+        batch = training.per_device_eval_batch_size
+        self.held_out = HeldOut(texts, batch, training.device)
         self.out = Path(str(training.output_dir))
         self.exports = Path(arguments.export) if arguments.export else self.out / "export"
         training.max_steps = self.steps
@@ -81,13 +75,28 @@ class Finetuning:
         training.gradient_accumulation_steps = arguments.global_batch // processes
         self._claim()
 
+    def _sequences(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sequences to train on, and those to measure on by the name of their text."""
+        a, data = self.arguments, Path(str(self.arguments.data))
+        files = a.held_out_files()
+        if not files:
+            train, held = chunked_sequences(
+                data, self.tokenizer, a.sequence_length, a.eval_sequences
+            )
+            return train, {"held-out": held}
+        texts = {
+            name: first_sequences(file, self.tokenizer, a.sequence_length, a.eval_sequences)
+            for name, file in files.items()
+        }
+        return first_sequences(data, self.tokenizer, a.sequence_length, sys.maxsize), texts
+
     def _claim(self) -> None:
         """Take the output directory, with the methods that earlier runs of it have finished.
 
         Raises:
             ValueError: it holds a run of other settings, or an export would have to be overwritten.
         """
-        free = ("method", "export", "dry_run")
+        free = ("method", "compare", "export", "dry_run")
         settings = {k: v for k, v in asdict(self.arguments).items() if k not in free}
         names = ("max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "seed", "bf16")
         settings |= {name: str(getattr(self.training, name)) for name in names}
@@ -99,7 +108,7 @@ class Finetuning:
             claim_directory(self.out, settings)
         if (self.out / RESULTS_FILE).is_file():
             kept = read_json(self.out / RESULTS_FILE)["outcomes"]
-            self.finished = {values["method"]: Outcome(**values) for values in kept}
+            self.finished = {values["method"]: Outcome.of(values) for values in kept}
         for method in self.methods:
             directory = self._directory(method)
             if method not in self.finished and directory.exists() and any(directory.iterdir()):
@@ -139,38 +148,6 @@ class Finetuning:
             calibrate(model, list(rows.split(batch)), method=a.calibration)
         return model
 
-    def loss(self, model: PreTrainedModel) -> float:
-        """Return the held-out cross entropy, nats per token."""
-        return self.measure(model)[0]
-
-    @torch.no_grad()
-    def measure(
-        self, model: PreTrainedModel, exact: PreTrainedModel | None = None
-    ) -> tuple[float, float]:
-        """Return held-out cross entropy and KL from the unquantized model, nats per token.
-
-        Args:
-            model: in its own precision.
-            exact: the unquantized model; None: the KL is 0.
-        """
-        totals = torch.zeros(2, dtype=torch.float64)
-        training, device = model.training, next(model.parameters()).device
-        model.eval()
-        for rows in self.held_out.split(self.training.per_device_eval_batch_size):
-            rows = rows.to(device)
-            with self._autocast():
-                logits = model(input_ids=rows).logits
-                target = None if exact is None else exact.eval()(input_ids=rows).logits
-            for row, ids in zip(logits[:, :-1], rows[:, 1:]):
-                totals[0] += F.cross_entropy(row.float(), ids, reduction="sum").cpu()
-            if target is not None:
-                mask = torch.ones_like(rows, dtype=torch.bool)
-                mask[:, -1] = False
-                totals[1] += distillation_loss(logits, target, mask, tokens=1).cpu()
-        model.train(training)
-        loss, divergence = (totals / self.held_out[:, 1:].numel()).tolist()
-        return loss, divergence
-
     def _autocast(self) -> Any:
         enabled = bool(self.training.bf16)
         return torch.autocast(self.training.device.type, torch.bfloat16, enabled=enabled)
@@ -184,21 +161,31 @@ class Finetuning:
         Returns:
             What all methods of this directory gave, the exact model first.
         """
-        if "exact" not in self.finished:
-            self.finished["exact"] = Outcome("exact", self.loss(self.load()))
-        for method in self.methods:
+        for method in ("exact", *self.methods[:1], *self.compared, *self.methods[1:]):
             if method in self.finished:
                 report(f"{method}: finished before")
                 continue
             report(f"{method} ...")
-            self.finished[method] = getattr(self, f"_{method}")()
+            run = self._scheme if method in self.compared else getattr(self, f"_{method}")
+            self.finished[method] = run(*([method] if method in self.compared else []))
             gc.collect()
             if self.is_main:
                 self._write(self._outcomes())
         return self._outcomes()
 
     def _outcomes(self) -> list[Outcome]:
-        return [self.finished[name] for name in ("exact", *METHODS) if name in self.finished]
+        trained = METHODS[1:]
+        names = [name for name in self.finished if name not in trained]
+        return [self.finished[name] for name in (*names, *trained) if name in self.finished]
+
+    def _exact(self) -> Outcome:
+        return Outcome("exact", self.held_out.measure(self.load()))
+
+    def _scheme(self, name: str) -> Outcome:
+        """Measure the untrained model in a scheme; nothing is calibrated or exported."""
+        model = self.load()
+        get_metis_model(model, MetisConfig(scheme=name, seed=self.training.seed))
+        return Outcome(name, self.held_out.measure(model, self.load()))
 
     def _ptq(self) -> Outcome:
         model = self.quantized()
@@ -230,23 +217,25 @@ class Finetuning:
         nn.Module.to(base, self.training.device)
         model: Any = get_peft_model(base, config)
         self._fit(Trainer, "lora", model)
-        loss, divergence = self.measure(model, self.load())
-        outcome = Outcome(
-            "lora",
-            loss,
-            divergence,
-            trained=trainable(model),
-            steps=self.steps,
-            directory=str(self._directory("lora")),
-        )
+        trained, directory = trainable(model), self._directory("lora")
         if self.is_main:
-            model.save_pretrained(self._directory("lora"))
-        return outcome
+            model.save_pretrained(directory)
+        PartialState().wait_for_everyone()
+        del model, base
+        # In fp32, as all others are measured.
+        plain: Any = load_packed(str(self._directory("ptq")), dtype=torch.float32)
+        nn.Module.to(plain, self.training.device)
+        plain = PeftModel.from_pretrained(plain, str(directory))
+        found = self.held_out.measure(plain, self.load())
+        return Outcome("lora", found, trained, self.steps, str(directory))
 
     def _fit(self, trainer: type[Trainer], method: str, model: Any, **options: Any) -> None:
         arguments = copy.copy(self.training)
         arguments.output_dir = str(self.out / method)
-        arguments.learning_rate = self.training.learning_rate or LEARNING_RATE[method]
+        if method == "lora":
+            arguments.learning_rate = self.arguments.lora_learning_rate
+        else:
+            arguments.learning_rate = self.training.learning_rate or LEARNING_RATE
         if method == "lora":  # packed weights are buffers, equal everywhere, that DDP cannot send
             arguments.ddp_broadcast_buffers = False
         columns = {"input_ids": self.train.tolist()}
@@ -263,8 +252,7 @@ class Finetuning:
         return self.exports / method
 
     def _finish(self, method: str, model: PreTrainedModel, steps: int) -> Outcome:
-        """Evaluate, save and export a model in the scheme."""
-        loss, divergence = self.measure(model, self.load())
+        """Save and export a model in the scheme, and measure it and its export."""
         trained = trainable(model) if steps else 0
         directory = self._directory(method)
         if self.is_main:
@@ -273,28 +261,20 @@ class Finetuning:
             self.tokenizer.save_pretrained(saved)
             export_checkpoint(saved, directory, format=self.arguments.layout)
         PartialState().wait_for_everyone()  # lora reads what ptq has exported
-        exported = self._read(directory)
-        return Outcome(method, loss, divergence, exported, trained, steps, str(directory))
-
-    def _read(self, directory: Path) -> float | None:
-        """Return the loss of an export in the hands of the library that reads it."""
-        if self.arguments.layout != "compressed-tensors" or not find_spec("compressed_tensors"):
-            return None
-        if not self.is_main:
-            return None
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        model.config.use_cache = False
-        nn.Module.to(model, self.training.device)
-        return self.loss(model)
+        reads = self.is_main and self.arguments.layout == "compressed-tensors"
+        found = self.held_out.measure(model, self.load(), directory if reads else None)
+        return Outcome(method, found, trained, steps, str(directory))
 
     def _write(self, outcomes: list[Outcome]) -> None:
         record = {
             "format_version": _RESULT_VERSION,
             "arguments": asdict(self.arguments) | {"data": Path(str(self.arguments.data)).name},
+            "learning_rate": self.training.learning_rate or LEARNING_RATE,
+            "seed": self.training.seed,
             "tokens": self.steps * self.arguments.global_batch * self.arguments.sequence_length,
-            "held_out_tokens": self.held_out[:, 1:].numel(),
+            "held_out_tokens": self.held_out.tokens,
             "outcomes": [asdict(outcome) for outcome in outcomes],
             **environment(),
         }
         write_json(self.out / RESULTS_FILE, record)
-        (self.out / TABLE_FILE).write_text(markdown_table(HEADER, rows_of(outcomes)))
+        (self.out / TABLE_FILE).write_text(markdown_tables(outcomes))

@@ -1,0 +1,131 @@
+"""Make conversations from prose: an instruction-style set that needs no other source.
+
+    python eval/studies/instructions.py prose.jsonl chat.jsonl --characters 3_000_000
+
+Reads JSON lines with a `text` each, and writes JSON lines of `messages`: a request about a
+paragraph, and the answer, which the text itself gives. The kinds of request take turns, one for
+each paragraph in the order of the text. The same file gives the same conversations.
+
+    continue   the beginning of a paragraph -> the rest of it
+    gap        a paragraph without one of its sentences -> that sentence
+    order      the sentences of a paragraph, shuffled and numbered -> the paragraph
+    restore    a paragraph without capitals and punctuation -> the paragraph
+    find       a paragraph and a word of it -> the sentence that has the word
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator
+from itertools import cycle
+from pathlib import Path
+
+SHORTEST, LONGEST = 240, 1200  # characters of a paragraph
+FEWEST, MOST = 3, 8  # sentences of a paragraph
+_SENTENCE_END = re.compile(r'(?<=[.!?]["”\')])\s+|(?<=[.!?])\s+(?=["“\'(]?[A-Z])')
+_WORD = re.compile(r"[a-z]{5,}")
+Conversation = tuple[str, str]
+
+
+def conversations(texts: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
+    """Yield (request, answer) for each paragraph of three to eight sentences.
+
+    Args:
+        texts: documents, paragraphs separated by an empty line.
+        seed: of the choices of a sentence, an order, a word.
+    """
+    rng, kinds = random.Random(seed), cycle((_continue, _gap, _order, _restore, _find))
+    for text in texts:
+        for paragraph in text.split("\n\n"):
+            joined = " ".join(paragraph.split())
+            sentences = _SENTENCE_END.split(joined)
+            if SHORTEST <= len(joined) <= LONGEST and FEWEST <= len(sentences) <= MOST:
+                yield next(kinds)(sentences, rng)
+
+
+def _continue(sentences: list[str], rng: random.Random) -> Conversation:
+    first = rng.randint(1, len(sentences) - 1)
+    return (
+        f"Continue this passage:\n\n{' '.join(sentences[:first])}",
+        " ".join(sentences[first:]),
+    )
+
+
+def _gap(sentences: list[str], rng: random.Random) -> Conversation:
+    gone = rng.randrange(1, len(sentences) - 1)
+    left = [*sentences[:gone], "[...]", *sentences[gone + 1 :]]
+    return f"Which sentence could stand at [...] here?\n\n{' '.join(left)}", sentences[gone]
+
+
+def _order(sentences: list[str], rng: random.Random) -> Conversation:
+    shuffled = rng.sample(sentences, len(sentences))
+    lines = "\n".join(f"{n}. {sentence}" for n, sentence in enumerate(shuffled, 1))
+    return (
+        f"Put these sentences in order, so that they make a paragraph:\n\n{lines}",
+        " ".join(sentences),
+    )
+
+
+def _restore(sentences: list[str], rng: random.Random) -> Conversation:
+    whole = " ".join(sentences)
+    bare = " ".join(re.sub(r"[^\w\s]", " ", whole.lower()).split())
+    return f"Restore capitals and punctuation:\n\n{bare}", whole
+
+
+def _find(sentences: list[str], rng: random.Random) -> Conversation:
+    whole = " ".join(sentences)
+    words = [word for word in _WORD.findall(whole.lower()) if whole.lower().count(word) == 1]
+    if not words:
+        return _continue(sentences, rng)
+    word = rng.choice(words)
+    answer = next(sentence for sentence in sentences if word in sentence.lower())
+    return f'Quote the sentence that has the word "{word}":\n\n{whole}', answer
+
+
+def write(source: Path, target: Path, characters: int | None = None) -> int:
+    """Write the conversations of a file; returns how many.
+
+    Args:
+        source: JSON lines with a `text` each.
+        target: JSON lines of `messages`.
+        characters: at most so many in all, of requests and answers; None: no limit.
+
+    Raises:
+        ValueError: no paragraph is of the length and the number of sentences that are asked for.
+    """
+    texts = (json.loads(line)["text"] for line in source.read_text().splitlines() if line.strip())
+    count = used = 0
+    with target.open("w", encoding="utf-8") as file:
+        for request, answer in conversations(texts):
+            used += len(request) + len(answer)
+            if characters is not None and used > characters:
+                break
+            messages = [
+                {"role": "user", "content": request},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            count += 1
+    if not count:
+        raise ValueError(
+            f"{source} has no paragraph of {FEWEST} to {MOST} sentences and {SHORTEST} to "
+            f"{LONGEST} characters; paragraphs are separated by an empty line"
+        )
+    return count
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--characters", type=int, help="at most so many in all")
+    args = parser.parse_args()
+    print(f"{write(args.source, args.target, args.characters):,} conversations in {args.target}")
+
+
+if __name__ == "__main__":
+    main()
