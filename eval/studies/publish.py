@@ -5,7 +5,9 @@
     python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
     python eval/studies/publish.py fidelity --name real-model/prose-a    # the same
-    python eval/studies/publish.py finetune --run runs/finetune-nvfp4 --name deploy/smollm2
+    python eval/studies/publish.py finetune --run runs/seed-0 runs/seed-1 --name deploy/smollm2
+    python eval/studies/publish.py finetune --name deploy/smollm2    # the same
+    python eval/studies/publish.py eval --run runs/eval --name deploy/smollm2-tasks
 
 The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
 in docs/ that has these markers, the comparison named N between `<!-- compare N -->` and
@@ -19,6 +21,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ RESULTS = ROOT / "eval" / "results"
 DEMO_FILES = ("table.md", "loss.png", "spectra.png")
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
 FIDELITY_FILES = ("table.md", "cost.png")
+EVAL_FILES = ("table.md", "table.csv")
 CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
 
 
@@ -114,18 +118,43 @@ def draw_fidelity(name: str) -> None:
     _into_pages(f"fidelity {name}", target)
 
 
-def publish_finetune(run: Path, name: str) -> None:
-    """A fine-tuning's record; of the model its name."""
+def publish_finetune(runs: Sequence[Path], name: str) -> None:
+    """A fine-tuning's record, a run for each seed; of model, data and exports the names."""
     target = RESULTS / name
-    _copy(run, target, ("table.md",))
-    record = json.loads((run / "results.json").read_text())
-    model = Path(record["arguments"]["model"]).name
-    record["arguments"] |= {"model": model, "export": None}
-    for outcome in record["outcomes"]:
-        if outcome["directory"]:
-            outcome["directory"] = Path(outcome["directory"]).name
-    (target / "results.json").write_text(json.dumps(_rounded(record)) + "\n")
+    target.mkdir(parents=True, exist_ok=True)
+    records = []
+    for run in runs:
+        record = json.loads((run / "results.json").read_text())
+        arguments = record["arguments"]
+        held_out = arguments["held_out"] and [
+            Path(p).name for p in arguments["held_out"].split(",")
+        ]
+        model = Path(arguments["model"]).name
+        record["arguments"] = arguments | {"model": model, "export": None, "held_out": held_out}
+        for outcome in record["outcomes"]:
+            if outcome["directory"]:
+                outcome["directory"] = Path(outcome["directory"]).name
+        records.append(record)
+    (target / "results.json").write_text(json.dumps(_rounded({"runs": records})) + "\n")
+    draw_finetune(name)
+
+
+def draw_finetune(name: str) -> None:
+    """Write the table of a fine-tuning that is on record."""
+    from metis_hf.experiments.finetune.report import Outcome, markdown_tables
+
+    target = RESULTS / name
+    records = json.loads((target / "results.json").read_text())["runs"]
+    runs = [[Outcome.of(outcome) for outcome in record["outcomes"]] for record in records]
+    (target / "table.md").write_text(markdown_tables(*runs))
     _into_pages(f"finetune {name}", target)
+
+
+def publish_eval(run: Path, name: str) -> None:
+    """An evaluation's tables; its result files hold every item and stay where they are."""
+    target = RESULTS / name
+    _copy(run, target, EVAL_FILES)
+    _into_pages(f"eval {name}", target)
 
 
 def _rounded(value: Any) -> Any:
@@ -177,17 +206,25 @@ def main() -> None:
     fidelity.add_argument("--run", type=Path, help="directory of metis-hf fidelity")
     fidelity.add_argument("--name", required=True, help="of the directory below eval/results")
     finetune = kinds.add_parser("finetune")
-    finetune.add_argument("--run", type=Path, required=True, help="its output_dir")
+    finetune.add_argument("--run", type=Path, nargs="+", help="its output_dir, one for each seed")
     finetune.add_argument("--name", required=True, help="of the directory below eval/results")
+    evaluation = kinds.add_parser("eval")
+    evaluation.add_argument("--run", type=Path, required=True, help="the --out of metis-hf eval")
+    evaluation.add_argument("--name", required=True, help="of the directory below eval/results")
     args = parser.parse_args()
     if args.kind == "demo":
         publish_demo(args.run)
-    elif args.kind == "finetune":
-        publish_finetune(args.run, args.name)
     elif args.run is None:
-        {"compare": draw_compare, "fidelity": draw_fidelity}[args.kind](args.name)
+        draw = {"compare": draw_compare, "fidelity": draw_fidelity, "finetune": draw_finetune}
+        draw[args.kind](args.name)
     else:
-        {"compare": publish_compare, "fidelity": publish_fidelity}[args.kind](args.run, args.name)
+        publish: dict[str, Callable[[Any, str], None]] = {
+            "compare": publish_compare,
+            "fidelity": publish_fidelity,
+            "finetune": publish_finetune,
+            "eval": publish_eval,
+        }
+        publish[args.kind](args.run, args.name)
 
 
 if __name__ == "__main__":

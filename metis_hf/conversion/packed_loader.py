@@ -30,6 +30,7 @@ from metis_hf.conversion.packed_layouts import (
     read_scheme,
 )
 from metis_hf.layers.packed import PackedLinear
+from metis_hf.layers.parallelism import check_packed
 
 METHOD = "metis-packed"
 AS_CONFIGURED, HIGH_PRECISION = "as configured", "high precision"
@@ -117,6 +118,7 @@ class PackedLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
+        check_packed(model, config.where)
         files = kwargs.get("checkpoint_files") or []
         if not files or not all(str(path).endswith(".safetensors") for path in files):
             raise ValueError(

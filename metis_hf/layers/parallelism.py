@@ -61,6 +61,25 @@ def check_plan(model: nn.Module) -> None:
             )
 
 
+def check_packed(model: nn.Module, where: str) -> None:
+    """Refuse to spread a base of packed weights while it is loaded.
+
+    Args:
+        model: on its way through from_pretrained.
+        where: the checkpoint.
+
+    Raises:
+        NotImplementedError: `distributed_config` asks for several processes.
+    """
+    sizes = ", ".join(f"{name}={size}" for name, size in planned(model).items())
+    if sizes:
+        raise NotImplementedError(
+            f"{where} with DistributedConfig({sizes}): packed weights are frozen buffers of 4.5 "
+            "bits an element, of which every process holds all. Load it without "
+            "distributed_config, and train adapters with DDP (ddp_broadcast_buffers=False)"
+        )
+
+
 def check_whole(model: nn.Module) -> None:
     """Refuse to convert a model whose parameters are spread over processes already.
 

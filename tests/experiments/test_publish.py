@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from paths import ROOT
 from metis_hf import MetisConfig
 from metis_hf.experiments import tables
 from metis_hf.experiments.demo.run import control_label
+from metis_hf.experiments.finetune.measure import Measured
+from metis_hf.experiments.finetune.report import Outcome, markdown_tables
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.fidelity import result as fidelity_result
 from metis_hf.noise import key_of
@@ -43,24 +46,60 @@ def publish(tmp_path, monkeypatch):
     return module
 
 
+def finetuning_of(folder, seed, loss):
+    """The files of a run whose numbers have more digits than a record keeps."""
+    run = folder / f"seed-{seed}"
+    run.mkdir()
+    outcomes = [
+        Outcome("exact", {"prose": Measured(2.0)}),
+        Outcome("ptq", {"prose": Measured(2.2, 0.3)}, directory=str(run / "export/ptq")),
+        Outcome("qad", {"prose": Measured(loss, 0.1)}, 1000, 7, str(run / "export/qad")),
+    ]
+    arguments = {
+        "model": "/somewhere/model-a", "export": "/elsewhere", "held_out": "/texts/prose.jsonl"
+    }  # fmt: skip
+    record = {"arguments": arguments, "seed": seed, "outcomes": [asdict(one) for one in outcomes]}
+    (run / "results.json").write_text(json.dumps(record))
+    return run
+
+
 def test_a_finetuning_goes_between_its_markers(publish, tmp_path):
-    run = tmp_path / "run"
+    runs = [finetuning_of(tmp_path, 0, 2.05123456), finetuning_of(tmp_path, 1, 2.03)]
+    (tmp_path / "README.md").write_text("<!-- finetune deploy/a -->\nold\n<!-- end -->\n")
+    publish.publish_finetune(runs, "deploy/a")
+    shown = (tmp_path / "README.md").read_text()
+    table = (tmp_path / "eval/results/deploy/a/table.md").read_text()
+    assert shown == f"<!-- finetune deploy/a -->\n{table}<!-- end -->\n"
+    assert "| qad | 1,000 | 7 | 2.0406 ± 0.1347 |" in table
+    found = json.loads((tmp_path / "eval/results/deploy/a/results.json").read_text())
+    assert [run["seed"] for run in found["runs"]] == [0, 1]
+    first = found["runs"][0]
+    assert first["arguments"] == {"model": "model-a", "export": None, "held_out": ["prose.jsonl"]}
+    assert first["outcomes"][2]["texts"] == {"prose": {"loss": 2.0512, "kl": 0.1, "exported": None}}
+    assert first["outcomes"][2]["directory"] == "qad"
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_the_finetuning_on_record_is_its_table():
+    folder = ROOT / "eval/results/deploy/smollm2"
+    records = json.loads((folder / "results.json").read_text())["runs"]
+    runs = [[Outcome.of(outcome) for outcome in record["outcomes"]] for record in records]
+    table = markdown_tables(*runs)
+    assert (folder / "table.md").read_text() == table
+    page = (ROOT / "docs/finetuning.md").read_text()
+    assert f"<!-- finetune deploy/smollm2 -->\n{table}<!-- end -->" in page
+
+
+def test_an_evaluation_goes_between_its_markers(publish, tmp_path):
+    run = tmp_path / "eval"
     run.mkdir()
     (run / "table.md").write_text("| new |\n")
-    record = {
-        "arguments": {"model": "/somewhere/model-a", "export": "/elsewhere"},
-        "outcomes": [{"method": "ptq", "loss": 1.23456789, "directory": str(run / "export/ptq")}],
-    }
-    (run / "results.json").write_text(json.dumps(record))
-    (tmp_path / "README.md").write_text("<!-- finetune deploy/a -->\nold\n<!-- end -->\n")
-    publish.publish_finetune(run, "deploy/a")
+    (run / "table.csv").write_text("new\n")
+    (tmp_path / "README.md").write_text("<!-- eval deploy/a-tasks -->\nold\n<!-- end -->\n")
+    publish.publish_eval(run, "deploy/a-tasks")
     shown = (tmp_path / "README.md").read_text()
-    assert shown == "<!-- finetune deploy/a -->\n| new |\n<!-- end -->\n"
-    found = json.loads((tmp_path / "eval/results/deploy/a/results.json").read_text())
-    assert found == {
-        "arguments": {"model": "model-a", "export": None},
-        "outcomes": [{"method": "ptq", "loss": 1.2346, "directory": "ptq"}],
-    }
+    assert shown == "<!-- eval deploy/a-tasks -->\n| new |\n<!-- end -->\n"
+    assert (tmp_path / "eval/results/deploy/a-tasks/table.csv").read_text() == "new\n"
 
 
 RECORDS = ("real-model/prose-a", "real-model/prose-b", "real-model/prose-c")

@@ -2,7 +2,7 @@
 
 One process imports what takes seconds, and is forked into RANKS, with the environment of torchrun.
 
-Engines: "ddp", "fsdp" (FSDP2, one unit per decoder layer), "zero2", "zero3" (DeepSpeed), and
+Engines: "ddp", "fsdp" (FSDP2, one unit per decoder layer), "tp", "zero2", "zero3" (DeepSpeed), and
 "one", a single process that sees the same micro-batches through gradient accumulation. Each rank
 writes OUT/ENGINE-CASE.RANK.pt. Cases are in distributed_cases; the tests look at their results.
 """
@@ -59,7 +59,7 @@ def configure(engine):
         return
     state = PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
     kind = state.distributed_type
-    if engine == "fsdp":
+    if engine in ("fsdp", "tp"):
         kind = DistributedType.MULTI_GPU
     elif engine.startswith("zero"):
         import deepspeed
@@ -74,6 +74,8 @@ def engine_args(engine, **fsdp_config):
     if engine == "one":
         return {"use_cpu": True, "gradient_accumulation_steps": RANKS}
     common = {"accelerator_config": {"use_configured_state": True}}
+    if engine == "tp":  # from_pretrained has cut the model
+        return common | {"use_cpu": True}
     if engine == "ddp":
         return common | {"use_cpu": True, "ddp_find_unused_parameters": False}
     if engine == "fsdp":

@@ -11,9 +11,18 @@ from conftest import llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from metis_hf import MetisConfig, get_metis_model
+from metis_hf import MetisConfig, get_metis_model, load_packed
+from metis_hf.export import export_checkpoint
 from training.distributed_cases import mixtral
-from training.distributed_run import NEAREST, Rows, build, make_trainer, rank
+from training.distributed_run import (
+    NEAREST,
+    Rows,
+    build,
+    full_state,
+    history,
+    make_trainer,
+    rank,
+)
 
 SCHEMES = {
     "nvfp4": {"scheme": "nvfp4", **NEAREST},
@@ -106,7 +115,15 @@ def refusing(engine, out):
     def narrow():
         load(saved(out, "narrow", llama, SCHEMES["mxfp4"]), tp_size=2)
 
+    def packed():
+        path = saved(out, "wide", wide, {"scheme": "nvfp4-rne"})
+        if rank() == 0:
+            export_checkpoint(path, out / "packed", format="compressed-tensors")
+        dist.barrier()
+        load_packed(out / "packed", distributed_config=DistributedConfig(tp_size=2))
+
     return {
+        "packed": _error(packed),
         "split": _error(lambda: load(metis, tp_size=2)),
         "dense split": _error(lambda: load(dense, SPLIT, fsdp_size=2)),
         "converted late": _error(convert_late),
@@ -131,3 +148,27 @@ def sequences(engine, out):
         trainer = make_trainer(engine, out, model, parallelism_config=parallel, **options)
         seen[name] = _error(trainer.train), trainer.state.global_step
     return seen
+
+
+def trained(engine, out):
+    """Trainer under tensor parallelism, which saves models without a state to resume from."""
+    if engine == "one":
+        torch.manual_seed(0)
+        model = get_metis_model(wide(), MetisConfig(**SCHEMES["nvfp4"]))
+    else:
+        path = saved(out, "start", wide, SCHEMES["nvfp4"])
+        model = AutoModelForCausalLM.from_pretrained(
+            path, distributed_config=DistributedConfig(tp_size=2)
+        )
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    options |= {"gradient_accumulation_steps": 1}
+    trainer = make_trainer(engine, out / "run", model.double(), **options)
+    trainer.train()
+    if engine != "one":
+        dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(out / "run/checkpoint-4")
+    return {
+        "losses": history(trainer),
+        "state": full_state(trainer.model),
+        "reloaded": again.state_dict(),
+    }

@@ -53,6 +53,17 @@ def test_a_dense_checkpoint_converts_while_it_is_spread(ranks, size):
         agree(result["nvfp4"]["whole"], result[f"dense {size}"])
 
 
+def test_trainer_under_tensor_parallelism(ranks, tmp_path):
+    """The losses and weights of one process that sees the same batches, saved whole."""
+    alone = cases.trained("one", tmp_path)
+    for result in ranks("tp", "trained"):
+        assert len(result["losses"]) == 4
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        for name, weight in alone["state"].items():
+            torch.testing.assert_close(result["state"][name], weight, rtol=1e-5, atol=1e-7)
+            assert torch.equal(result["reloaded"][name].double(), result["state"][name]), name
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -61,6 +72,10 @@ def test_a_dense_checkpoint_converts_while_it_is_spread(ranks, size):
         ("converted late", "is spread over processes already .tp_size=2."),
         ("narrow", "blocks of 32 along out_features=32 would not lie whole on one of 2 processes"),
         ("experts", "tp_size=2 for converted experts"),
+        (
+            "packed",
+            r"packed with DistributedConfig\(tp_size=2\): packed weights are frozen buffers",
+        ),
         ("ep", "ep_size=2 for a converted model: expert parallelism"),
         ("pp", "pp_size=2 for a converted model: pipeline parallelism"),
     ],

@@ -1,0 +1,72 @@
+"""eval/studies/instructions.py: conversations whose answers stand in the text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+from paths import ROOT
+
+from metis_hf.data.chat import read_documents
+from metis_hf.data.corpus import stdlib_documents
+
+PARAGRAPH = (
+    "The {n} valley lies between two hills. A river runs through it from north to south! "
+    "Who was it that built the bridge over it? Nobody in the village remembers that anymore. "
+    "Travellers still stop there in the evening, and look at its five arches in the water."
+)
+
+
+@pytest.fixture(scope="module")
+def study():
+    spec = importlib.util.spec_from_file_location("study", ROOT / "eval/studies/instructions.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def paragraphs():
+    return [PARAGRAPH.format(n=name) for name in ("first", "second", "third", "fourth", "fifth")]
+
+
+def test_each_kind_takes_its_turn(study, paragraphs):
+    found = list(study.conversations(["\n\n".join(paragraphs)]))
+    starts = ("Continue", "Which sentence", "Put these sentences", "Restore", "Quote")
+    assert len(found) == len(starts)
+    for start, (request, _) in zip(starts, found):
+        assert request.startswith(start)
+
+
+def test_answers_are_what_the_text_says(study, paragraphs):
+    goes_on, gap, order, restore, find = study.conversations(["\n\n".join(paragraphs)])
+    assert f"{goes_on[0].split(chr(10))[-1]} {goes_on[1]}" == paragraphs[0]
+    assert gap[0].split("\n")[-1].replace("[...]", gap[1]) == paragraphs[1]
+    numbered = re.findall(r"^\d+\. (.*)$", order[0], re.MULTILINE)
+    assert order[1] == paragraphs[2]
+    assert sorted(numbered) == sorted(re.split(r"(?<=[.!?]) ", paragraphs[2]))
+    assert restore[1] == paragraphs[3]
+    assert not re.search(r"[A-Z.!?,]", restore[0].split("\n")[-1])
+    word = re.search('"(.*)"', find[0])[1]
+    assert word in find[1].lower()
+    assert find[1] in paragraphs[4]
+
+
+def test_files_are_conversations_and_always_the_same(study, paragraphs, tmp_path):
+    source = tmp_path / "prose.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+    assert study.write(source, tmp_path / "a.jsonl") == len(paragraphs)
+    study.write(source, tmp_path / "b.jsonl")
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
+    for document in read_documents(tmp_path / "a.jsonl"):
+        assert [message["role"] for message in document["messages"]] == ["user", "assistant"]
+    assert study.write(source, tmp_path / "c.jsonl", characters=700) < len(paragraphs)
+
+
+def test_text_without_paragraphs_is_refused(study, tmp_path):
+    source = tmp_path / "short.jsonl"
+    source.write_text(json.dumps({"text": stdlib_documents()[0].text[:100]}) + "\n")
+    with pytest.raises(ValueError, match="no paragraph of 3 to 8 sentences and 240 to 1200"):
+        study.write(source, tmp_path / "out.jsonl")
