@@ -15,14 +15,10 @@ from paths import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
-import quantizers
 import report
-from on_gpu import parts, suite
 from on_gpu import record as records
 from on_gpu.page import page
 from on_gpu.record import Clock, Entry, Item, OutOfTime, Record, Skipped
-
-from metis_hf.numerics import native
 
 FACTS = {"device": "cuda", "gpu": "A GPU", "torch": "2.8.0", "transformers": "5.1", "quick": False}
 
@@ -266,148 +262,6 @@ def test_the_comparison_is_read_off_its_plan(tmp_path):
     record.parts = {"compare": Entry(records.DONE, items={"plan": plan, **rows})}
     text = page(record, "x", ["compare"])
     assert "| metis | 4.1000 | +2.50 | 250 | 2.50 | 2 |" in text
-
-
-# --- parts ----------------------------------------------------------------------------------------
-
-
-def test_kernels_with_other_bits_are_named(monkeypatch):
-    ours = quantizers.ours
-
-    def wrong(x, name, kernels):
-        call = ours(x, name, "reference")
-        return call if kernels == "reference" else lambda: torch.where(x > 2, call() * 2, call())
-
-    monkeypatch.setattr(quantizers, "ours", wrong)
-    monkeypatch.setattr(quantizers, "available", lambda device: ["reference", "compiled"])
-    found = parts.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
-    assert [row["kernels"] for row in found["rows"] if row["differing"]] == ["compiled"]
-    assert "zeros" not in found["rows"][1]["differing"]
-    assert found[records.FAILURES][0].startswith("nvfp4, compiled: elements with other bits")
-
-
-def test_a_kernel_that_does_not_compile_is_named_and_the_others_go_on(monkeypatch):
-    ours = quantizers.ours
-
-    def broken(x, name, kernels):
-        def fail():
-            raise RuntimeError("no code") from OSError("no compiler")
-
-        return fail if kernels == "compiled" else ours(x, name, kernels)
-
-    monkeypatch.setattr(quantizers, "ours", broken)
-    monkeypatch.setattr(quantizers, "available", lambda device: ["compiled", "reference"])
-    said = "nvfp4, compiled: RuntimeError: no code; from OSError: no compiler"
-    found = parts.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
-    assert found[records.FAILURES] == [said]
-    assert [row["kernels"] for row in found["rows"]] == ["reference"]
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
-    assert found[records.FAILURES] == [said]
-    assert [row["kernels"] for row in found["rows"]] == ["torch", "reference"]
-
-
-def test_bits_are_compared_on_tensors_that_round_in_every_way():
-    tensors = parts.hard_tensors()
-    assert any(0 < x.abs().max() < torch.finfo(x.dtype).tiny for x in tensors.values())
-    magnitudes = tensors["rows from 2^-40 to 2^40"].abs().amax(1).log2()
-    assert magnitudes.max() - magnitudes.min() > 70
-    assert tensors["33 x 48"].shape[0] % 16
-
-
-def test_bandwidth_leaves_out_what_does_not_fit(monkeypatch):
-    def large():
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    row = {"name": "nvfp4", "kernels": "reference", "dtype": "float32"}
-    monkeypatch.setattr(quantizers, "own_cases", lambda *_: [(row, large)])
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
-    assert [row["name"] for row in found["rows"]] == ["copy"]
-    assert found["without"] == [row | {"reason": "memory is too small"}]
-    copy = found["rows"][0]
-    assert copy["gb_per_s"] == pytest.approx(2 * 64 * 64 * 4 / (copy["ms"] / 1e3) / 1e9)
-
-
-def test_native_gemms_are_skipped_with_the_reason(monkeypatch):
-    assert parts.native_obstacle(torch.device("cpu")) == "a cpu has no FP4 units"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    reason = parts.native_obstacle(torch.device("cuda"))
-    assert "no FP4 units: its compute capability is 9.0" in reason
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    monkeypatch.setattr(native, "obstacle_of_device", lambda device, fmt: f"no GEMM of {fmt}")
-    assert parts.native_obstacle(torch.device("cuda")) == "no GEMM of nvfp4"
-
-
-def test_native_layers_name_what_cannot_run():
-    """On a CPU nothing of it can: each scheme says so, and the emulated ones are timed."""
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.native_layers((64, 32, 32), context)
-    emulated = {row["name"] for row in found["rows"] if row.get("backend") == "emulated"}
-    without = {row["name"]: row["reason"] for row in found["without"]}
-    assert emulated == without.keys() == set(parts.NATIVE_SCHEMES)
-    assert found[records.FAILURES] == []
-    assert all(without.values())
-
-
-def test_layers_are_those_of_the_models():
-    shapes = {shape for title, shape in parts.layer_shapes(quick=False) if title == "130m, "}
-    assert shapes == {(8192, 768, 2304), (8192, 768, 3072), (8192, 3072, 768)}
-
-
-SUITE = """
-import pytest
-
-@pytest.mark.gpu
-class TestKernels:
-    @pytest.mark.parametrize("n", [1, 2])
-    def test_it(self, n):
-        assert n == 1, "n is too large"
-
-@pytest.mark.gpu
-def test_skipped():
-    pytest.skip("no Blackwell")  # torch.cuda.is_available() is not enough
-
-@pytest.mark.gpu
-def test_slow():
-    import time
-    time.sleep(60)
-
-def test_without():
-    pass
-"""
-
-
-FUNCTIONS = """
-import pytest
-
-pytestmark = pytest.mark.gpu
-
-def test_a():
-    pass
-
-def test_b():
-    pass
-"""
-
-
-def test_the_suite_is_run_in_groups(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = -q\n")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_one.py").write_text(SUITE)
-    (tmp_path / "tests" / "test_two.py").write_text("import a_package_that_nobody_has")
-    (tmp_path / "tests" / "test_three.py").write_text(FUNCTIONS)
-    found = suite.groups(tmp_path)
-    functions = suite.run_group(found.pop(), Clock(None), tmp_path)
-    assert (functions["passed"], functions["failed"]) == (2, 0)
-    assert [name.split("::")[1] for name in found] == ["TestKernels", "test_skipped", "test_slow"]
-    kernels = suite.run_group(found[0], Clock(None), tmp_path)
-    assert (kernels["passed"], kernels["failed"], kernels["skipped"]) == (1, 1, 0)
-    assert kernels[records.FAILURES][0].startswith("test_it[2]: AssertionError: n is too large")
-    skipped = suite.run_group(found[1], Clock(None), tmp_path)
-    assert (skipped["skipped"], skipped["skipped_because"]) == (1, ["no Blackwell"])
-    with pytest.raises(OutOfTime, match="it had not ended after"):
-        suite.run_group(found[2], Clock(0.05), tmp_path)
 
 
 # --- the report -----------------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""Adapters on disk: their base is a plain checkpoint that is converted, or a converted one."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+from conftest import llama
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, PeftConfig, PeftModel, get_peft_model
+
+from conversion.lora_tools import logits, lora_config, lora_layers
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+
+
+class TestAdapterOverADenseCheckpoint:
+    """The base's name in the adapter's config is that of a plain model, converted after loading."""
+
+    @pytest.fixture
+    def base(self, tmp_path):
+        llama().save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    @pytest.fixture
+    def adapter(self, base, tmp_path):
+        """(directory of an adapter trained over FP4, its model)."""
+        return self.save(base, tmp_path / "adapter", "CAUSAL_LM")
+
+    @staticmethod
+    def save(base, directory, task, **options):
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        get_metis_model(model, MetisConfig(**{"scheme": "metis", "seed": 3} | options))
+        model = get_peft_model(model, lora_config(task_type=task))
+        model.save_pretrained(directory)
+        return directory, model
+
+    @pytest.mark.parametrize("scheme", ["nvidia", "metis", "metis-paper"])
+    @pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+    def test_auto_classes_convert_the_base(self, task, scheme, base, tmp_path, token_ids):
+        """With a task and without, where PEFT writes `auto_mapping` itself."""
+        directory, model = self.save(base, tmp_path / "adapter", task, scheme=scheme)
+        cls = AutoPeftModelForCausalLM if task else AutoPeftModel
+        with pytest.warns(UserWarning, match=f"scheme '{scheme}', so this base has been converted"):
+            loaded = cls.from_pretrained(directory)
+        assert len(lora_layers(loaded)) == len(dict(metis_layers(loaded))) == 14
+        assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+        assert loaded.get_base_model().config.quantization_config == MetisConfig(
+            scheme=scheme, seed=3
+        )
+        assert not any(param.requires_grad for param in loaded.parameters())
+
+    def test_transformers_own_loader(self, adapter, token_ids):
+        directory, model = adapter
+        with pytest.warns(UserWarning, match="so this base has been converted"):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+
+    def test_plain_base_on_request(self, adapter, base, token_ids):
+        """The way out that the warning names."""
+        directory, model = adapter
+        config = PeftConfig.from_pretrained(directory)
+        assert config.metis_config["scheme"] == "metis"
+        config.metis_config = None
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            loaded = PeftModel.from_pretrained(plain, directory, config=config)
+        assert not list(metis_layers(loaded))
+        assert not torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+
+    def test_converted_base_is_left_as_it_is(self, adapter, base, token_ids):
+        directory, model = adapter
+        converted = transformers.AutoModelForCausalLM.from_pretrained(base)
+        get_metis_model(converted, MetisConfig(scheme="metis", seed=3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            loaded = PeftModel.from_pretrained(converted, directory)
+        assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+
+    def test_other_conversion_is_said(self, adapter, base, tmp_path):
+        """An adapter that is only used keeps its origin; one that is trained on gets a new one."""
+        directory, _ = adapter
+        for trainable, scheme in ((False, "metis"), (True, "nvidia")):
+            other = transformers.AutoModelForCausalLM.from_pretrained(base)
+            get_metis_model(other, MetisConfig(scheme="nvidia", seed=3))
+            with pytest.warns(UserWarning, match=r"scheme='nvidia' \(adapter: 'metis'\)\. It runs"):
+                loaded = PeftModel.from_pretrained(other, directory, is_trainable=trainable)
+            loaded.save_pretrained(tmp_path / "again")
+            saved = json.loads((tmp_path / "again/adapter_config.json").read_text())
+            assert saved["metis_config"]["scheme"] == scheme
+
+    def test_second_adapter_over_a_plain_base(self, adapter, base):
+        directory, _ = adapter
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+        model = get_peft_model(plain, lora_config())
+        with pytest.warns(UserWarning, match="this base is plain and cannot be converted"):
+            model.load_adapter(directory, "second")
+        assert not list(metis_layers(model))
+
+    def test_state_of_the_scheme_starts_afresh(self, base, tmp_path):
+        directory, _ = self.save(base, tmp_path / "a", None, scheme="smoothquant")
+        with pytest.warns(UserWarning, match="keeps from training starts afresh"):
+            AutoPeftModel.from_pretrained(directory)
+
+    def test_broken_config_is_refused(self, adapter):
+        directory, _ = adapter
+        path = directory / "adapter_config.json"
+        values = json.loads(path.read_text())
+        values["metis_config"]["n_iter"] = 10**9
+        path.write_text(json.dumps(values))
+        with pytest.raises(ValueError, match="n_iter=1000000000; expected"):
+            AutoPeftModelForCausalLM.from_pretrained(directory)
+
+    def test_adapters_of_plain_models_have_pefts_keys_alone(self, base, tmp_path):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+        get_peft_model(plain, lora_config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "p")
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "p")
+        assert not list(metis_layers(loaded))
+        loaded.save_pretrained(tmp_path / "q")
+        for name in "pq":
+            saved = json.loads((tmp_path / name / "adapter_config.json").read_text())
+            assert "metis_config" not in saved
+
+
+def test_adapter_over_a_metis_checkpoint(tmp_path, token_ids):
+    """The base converts itself; nothing is left to say."""
+    get_metis_model(llama(), MetisConfig(split_weight=True)).save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(model, lora_config(task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
