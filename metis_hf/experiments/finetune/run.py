@@ -166,12 +166,21 @@ class Finetuning:
                 report(f"{method}: finished before")
                 continue
             report(f"{method} ...")
-            run = self._scheme if method in self.compared else getattr(self, f"_{method}")
-            self.finished[method] = run(*([method] if method in self.compared else []))
+            self.finished[method] = self._outcome(method)
             gc.collect()
             if self.is_main:
                 self._write(self._outcomes())
         return self._outcomes()
+
+    def _outcome(self, method: str) -> Outcome:
+        own = {
+            "exact": self._exact,
+            "ptq": self._ptq,
+            "qat": self._qat,
+            "qad": self._qad,
+            "lora": self._lora,
+        }
+        return own[method]() if method in own else self._scheme(method)
 
     def _outcomes(self) -> list[Outcome]:
         trained = METHODS[1:]
@@ -232,11 +241,10 @@ class Finetuning:
     def _fit(self, trainer: type[Trainer], method: str, model: Any, **options: Any) -> None:
         arguments = copy.copy(self.training)
         arguments.output_dir = str(self.out / method)
+        arguments.learning_rate = self.training.learning_rate or LEARNING_RATE
         if method == "lora":
             arguments.learning_rate = self.arguments.lora_learning_rate
-        else:
-            arguments.learning_rate = self.training.learning_rate or LEARNING_RATE
-        if method == "lora":  # packed weights are buffers, equal everywhere, that DDP cannot send
+            # Packed weights are buffers, equal everywhere, that DDP cannot send.
             arguments.ddp_broadcast_buffers = False
         columns = {"input_ids": self.train.tolist()}
         rows = Dataset.from_dict(columns).shuffle(seed=arguments.seed).with_format("torch")
