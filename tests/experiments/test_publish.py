@@ -88,6 +88,8 @@ def test_the_finetuning_on_record_is_its_table():
     assert (folder / "table.md").read_text() == table
     page = (ROOT / "docs/finetuning.md").read_text()
     assert f"<!-- finetune deploy/smollm2 -->\n{table}<!-- end -->" in page
+    tasks = (folder.parent / "smollm2-tasks/table.md").read_text()
+    assert f"<!-- eval deploy/smollm2-tasks -->\n{tasks}<!-- end -->" in page
 
 
 def test_an_evaluation_goes_between_its_markers(publish, tmp_path):
