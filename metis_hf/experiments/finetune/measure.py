@@ -1,4 +1,4 @@
-"""What a fine-tuned model is worth on held-out text: loss, divergence, and the loss as exported."""
+"""Measurements of a fine-tuned model on held-out text: loss, divergence, the loss as exported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Texts = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model is worth on one text; nats per token.
+    """Measurements of a model on one text; nats per token.
 
     Attributes:
         loss: cross entropy, in the scheme, computed in fp32 between the quantizers.
