@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
 COMPRESSED, NVFP4_PACKED = "compressed-tensors", "nvfp4-pack-quantized"
@@ -137,7 +138,12 @@ class Checkpoint:
         kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         model = self._load(precision, kind, device)
         if self.adapter is not None:
-            model = peft.PeftModel.from_pretrained(model, str(self.adapter))  # type: ignore[assignment]
+            config: Any = peft.PeftConfig.from_pretrained(str(self.adapter))
+            if precision == "dense":
+                config.metis_config = None  # or the base would be converted as in training
+            model = peft.PeftModel.from_pretrained(  # type: ignore[assignment]
+                model, str(self.adapter), config=config
+            )
         return model.eval()
 
     def _load(self, precision: str, kind: Any, device: torch.device) -> PreTrainedModel:
@@ -197,9 +203,8 @@ class Checkpoint:
         """
         own = [self.path] if self.adapter is None else [self.adapter, self.path]
         places = [Path(other)] if other is not None else own
-        place = next((each for each in places if _has_tokenizer(each)), None)
-        if place is None:
-            place = places[-1]
+        place = next((each for each in places if _has_tokenizer(each)), places[-1])
+        if not _has_tokenizer(place):
             raise ValueError(
                 f"{place} holds no tokenizer; save it there with tokenizer.save_pretrained("
                 f"{str(place)!r}), pass processing_class=tokenizer to the Trainer so that its "
@@ -268,8 +273,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_adapter(path: Path) -> Checkpoint:
-    """Return the model that a PEFT adapter names, with the adapter on top of it."""
-    kind = peft.PeftConfig.from_pretrained(str(path))
+    """Return the model that a PEFT adapter names, with the adapter on top of it.
+
+    A plain model is converted as it was when the adapter was trained over it.
+    """
+    kind: Any = peft.PeftConfig.from_pretrained(str(path))
     if kind.task_type not in (None, "CAUSAL_LM") or not kind.base_model_name_or_path:
         raise ValueError(
             f"{path} is a PEFT adapter of {kind.base_model_name_or_path or 'a model without name'} "
@@ -282,6 +290,13 @@ def _open_adapter(path: Path) -> Checkpoint:
             f"{path} is a PEFT adapter, and its model is not there: {error}. Correct "
             f"base_model_name_or_path in {path / ADAPTER_FILE}"
         ) from None
+    file = path / ADAPTER_WEIGHTS
+    reason = file_damage(file) if file.is_file() else f"no {ADAPTER_WEIGHTS}"
+    if reason is not None:
+        raise ValueError(f"{path} is a PEFT adapter without whole weights: {reason}; save it again")
+    recorded = getattr(kind, "metis_config", None)
+    if recorded is not None and base.scheme == DENSE:
+        base = replace(base, conversion=MetisConfig.from_dict(recorded))
     return replace(base, label=_label(path, 0), adapter=path)
 
 

@@ -71,7 +71,8 @@ class MetisLM(HFLM):
             pretrained = str(checkpoint.path)
             if checkpoint.adapter is not None:
                 tokenizer = own
-                device = torch.device(kwargs.get("device") or "cpu")
+                found = torch.accelerator.current_accelerator(check_available=True)
+                device = torch.device(kwargs.get("device") or found or "cpu")
                 dtype = str(kwargs.pop("dtype", "auto")).removeprefix("torch.")
                 pretrained = checkpoint.load(precision, dtype, device)
         self.precision = precision

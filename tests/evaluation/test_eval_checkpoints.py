@@ -11,7 +11,14 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from evaluation.eval_tools import make_model, make_tokenizer, save
-from metis_hf import calibrate, load_packed, metis_layers, to_dense
+from metis_hf import (
+    MetisConfig,
+    calibrate,
+    get_metis_model,
+    load_packed,
+    metis_layers,
+    to_dense,
+)
 from metis_hf.evaluation.checkpoints import open_checkpoint, open_checkpoints
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.export import export_checkpoint
@@ -144,6 +151,27 @@ def test_adapters(scheme, tmp_path, tokenizer, ids):
     lm = MetisLM(str(tmp_path / "adapter"), device="cpu", dtype="float32")
     with torch.no_grad():
         assert torch.equal(lm._model_call(ids), found(ids).logits)
+
+
+def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, ids):
+    """The scheme of its training is the row's, and what is computed."""
+    base = save(tmp_path / "base", None, tokenizer)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    get_metis_model(model, MetisConfig(scheme="nvfp4"))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(tmp_path / "adapter")
+    assert checkpoint.scheme == "nvfp4"
+    assert checkpoint.precisions("both") == ("scheme",)
+    with torch.no_grad():
+        found = checkpoint.load("scheme", "auto", CPU)
+        assert torch.equal(found(ids).logits, model.eval()(ids).logits)
+        dense = checkpoint.load("dense", "auto", CPU)
+        assert not torch.equal(dense(ids).logits, found(ids).logits)
+    assert next(metis_layers(dense), None) is None
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"without whole weights: no adapter_model\.safetensors"):
+        open_checkpoint(tmp_path / "adapter")
 
 
 def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
