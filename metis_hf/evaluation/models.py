@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from metis_hf.config import MetisConfig
-from metis_hf.evaluation.checkpoints import DENSE, Checkpoint, open_checkpoints, open_model
+from metis_hf.evaluation.checkpoints import DENSE, Checkpoint
+from metis_hf.evaluation.opening import open_checkpoints, open_model
 from metis_hf.evaluation.table import row_name
 from metis_hf.schemes import source_digest
 

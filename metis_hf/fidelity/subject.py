@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.data.sequences import read_sequences
-from metis_hf.evaluation.checkpoints import open_model
+from metis_hf.evaluation.opening import open_model
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import Scheme, build_scheme

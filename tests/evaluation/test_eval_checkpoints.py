@@ -19,8 +19,8 @@ from metis_hf import (
     metis_layers,
     to_dense,
 )
-from metis_hf.evaluation.checkpoints import open_checkpoint, open_checkpoints
 from metis_hf.evaluation.harness import MetisLM
+from metis_hf.evaluation.opening import open_checkpoint, open_checkpoints
 from metis_hf.export import export_checkpoint
 
 CPU = torch.device("cpu")

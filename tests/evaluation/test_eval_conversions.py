@@ -10,7 +10,7 @@ import torch
 
 from evaluation.eval_tools import DATA, make_model, make_tokenizer, run, save
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.evaluation import checkpoints, command, models
+from metis_hf.evaluation import command, models, opening
 from metis_hf.evaluation.models import choose_models, read_conversions
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 12
@@ -130,7 +130,7 @@ def test_model_of_the_hub(folder, monkeypatch):
             raise OSError("401 Client Error")
         return str(folder / "base")
 
-    monkeypatch.setattr(checkpoints.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(opening.huggingface_hub, "snapshot_download", snapshot_download)
     (one, other), control = choose_models([folder / "run", "maker/model"], control="maker/model")
     assert (other.label, other.scheme, other.path) == ("maker/model", "dense", folder / "base")
     assert control == "maker/model"
