@@ -21,13 +21,13 @@ from metis_hf.conversion.report import gemm_weights
 from metis_hf.experiments.sizes import SIZES
 from metis_hf.planning.overhead import Overhead, model_overhead
 from metis_hf.planning.plan import (
-    Workload,
     meta_model,
     saved_bytes,
     state_memory,
     step_costs,
 )
 from metis_hf.planning.saved_bytes import SavedBytes
+from metis_hf.planning.workload import Workload
 from metis_hf.shared.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -63,11 +63,29 @@ def cut_layers(model: nn.Module) -> None:
             f"{_sizes(model)} for a converted model: tensor parallelism is tested alone. Keep one "
             "of them"
         )
+    shards = shards_of(model, size, _tensor_plan(model))
+    for name, layer in metis_layers(model):
+        layer.shards = shards[name]
+        # transformers' mark of layers that take their part of a weight as a plain tensor.
+        layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+
+
+def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Shards]:
+    """Return how each converted layer is cut, by name.
+
+    Args:
+        model: converted.
+        size: processes.
+        plan: of transformers: names, with `*` for the number of a layer -> style.
+
+    Raises:
+        NotImplementedError: a layer would be cut in a way that changes what it computes.
+    """
     report: Any = model.metis_report
     if any(layer.kind == "expert" for layer in report.layers):
         asked = f"tp_size={size} for converted experts"
         raise NotImplementedError(f"{asked}: {EXPERT}. {FSDP2_INSTEAD}")
-    plan = _tensor_plan(model)
+    found = {}
     for name, layer in metis_layers(model):
         style = plan.get(replace_layer_number_by_wildcard(name))
         if style is not None and style not in STYLES:
@@ -80,9 +98,8 @@ def cut_layers(model: nn.Module) -> None:
             reason = "a Conv1D stores its weight transposed, and plans cut it as if it were not"
         if reason is not None:
             raise _refusal(size, name, reason)
-        layer.shards = shards
-        # transformers' mark of layers that take their part of a weight as a plain tensor.
-        layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+        found[name] = shards
+    return found
 
 
 def _refusal(size: int, name: str, reason: str) -> NotImplementedError:

@@ -25,7 +25,8 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.runner import new_model
-from metis_hf.planning.plan import Plan, Workload, plan_run
+from metis_hf.planning.plan import Plan, plan_run
+from metis_hf.planning.workload import Workload
 from metis_hf.schemes import import_schemes, scheme_names
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.locks import hold_directory

@@ -175,6 +175,26 @@ def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> di
     return dict(zip(tensors, shards.largest(*tensors.values())))
 
 
+def shared_numbers(scheme: Scheme, shards: Shards) -> tuple[int, int]:
+    """Return how many numbers all processes reduce in a layer's forward and its backward pass.
+
+    One is the amax of one matrix: of input and weight once for all copies, of what is rotated and
+    of gradients for each copy that the scheme quantizes.
+    """
+    forward = needs_amax(scheme, shards, *_INPUTS) + needs_amax(scheme, shards, *_WEIGHTS)
+    backward = 0
+    for role in {scheme.resolve(role)[0] for role in Role}:
+        operand = scheme.resolve(role)[1]
+        if operand.quantizer is None or not operand.quantizer.two_level or not shards.cuts(role):
+            continue
+        rotated = isinstance(operand.conditioner, Hadamard)
+        if role in _GRADIENTS or (rotated and role is Role.DGRAD_WEIGHT):
+            backward += 1
+        elif rotated:
+            forward += 1
+    return forward, backward
+
+
 def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | None:
     """Return why a layer cannot be cut so that it equals the whole one; None: it can be.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,69 +18,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import ConversionReport, gemm_weights
+from metis_hf.planning.communication import (
+    blocks_of,
+    communication,
+    count_elements,
+    resharded_units,
+    tensor_parallel,
+)
 from metis_hf.planning.costs import LayerCost, forward_cost, layer_cost
 from metis_hf.planning.saved_bytes import SavedBytes, trace_saved_bytes
-
-FP32, BF16 = 4, 2  # bytes
-DDP, FSDP2 = "DDP", "FSDP2"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The amount of training: in which portions, on how many processes.
-
-    Args:
-        tokens: of the whole run.
-        sequence_length: tokens per sequence.
-        global_batch: sequences per optimizer step, over all processes.
-        device_batch: sequences per process and forward pass.
-        world_size: processes, one for each device.
-        bf16: GEMMs under bf16 autocast; weights and optimizer stay in fp32.
-        checkpointing: activations of blocks are computed again in the backward pass.
-
-    Raises:
-        ValueError: a number below 1, or a global batch that the processes cannot divide.
-    """
-
-    tokens: int
-    sequence_length: int
-    global_batch: int
-    device_batch: int
-    world_size: int = 1
-    bf16: bool = True
-    checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{field.name}={value}; expected at least 1")
-        portion = self.device_batch * self.world_size
-        if self.global_batch % portion:
-            raise ValueError(
-                f"a global batch of {self.global_batch} sequences cannot be cut into equal parts "
-                f"of {self.device_batch} on {self.world_size} processes; choose a global batch "
-                f"that is a multiple of {portion}, or another batch per device"
-            )
-
-    @property
-    def accumulation(self) -> int:
-        """Forward passes per process and optimizer step."""
-        return self.global_batch // (self.device_batch * self.world_size)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch * self.sequence_length
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps that see at least `tokens` tokens."""
-        return -(-self.tokens // self.tokens_per_step)
-
-    @property
-    def device_tokens(self) -> int:
-        """Tokens of one forward pass."""
-        return self.device_batch * self.sequence_length
+from metis_hf.planning.workload import BF16, DDP, FP32, FSDP2, TP, Workload
 
 
 @dataclass(frozen=True)
@@ -98,8 +44,9 @@ class Plan:
         memory: bytes on the fullest rank by kind, under "DDP" and "FSDP2".
         flops: of one optimizer step over all processes, by kind; see `LayerCost`.
         quantizer_bytes: memory traffic of the quantizers in one step over all processes.
-        communication: bytes that one rank sends in one optimizer step, by kind, under "DDP" and
-            "FSDP2".
+        communication: bytes that one rank sends in one optimizer step, by kind, under "DDP",
+            "FSDP2" and, where all layers can be cut, "TP".
+        uncut: why the model has no plan under tensor parallelism; None if it has.
     """
 
     model_type: str
@@ -110,6 +57,7 @@ class Plan:
     flops: dict[str, float]
     quantizer_bytes: float
     communication: dict[str, dict[str, float]]
+    uncut: str | None = None
 
     @property
     def flops_per_step(self) -> float:
@@ -138,7 +86,7 @@ class Plan:
 
 
 def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -> Plan:
-    """Return plans the training of a model from scratch.
+    """Return the plan of the training of a model from scratch.
 
     Args:
         config: of a dense decoder model (Llama, GPT-2, ...).
@@ -152,7 +100,7 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; plans are for decoders only")
     model = meta_model(config)
-    original = _count(model)
+    original = count_elements(model)
     gemms = gemm_weights(model)
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         raise ValueError(
@@ -162,6 +110,11 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
     get_metis_model(model, metis)
     counts = parameter_counts(model, original)
     costs = step_costs(model, sum(gemms.values()), workload)
+    sent, uncut = communication(model, workload), None
+    try:
+        sent[TP] = tensor_parallel(model, workload)
+    except NotImplementedError as error:
+        uncut = str(error)
     memory = {name: rank_memory(model, workload, sharded=name == FSDP2) for name in (DDP, FSDP2)}
     return Plan(
         model_type=config.model_type,
@@ -171,7 +124,8 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
         memory=memory,
         flops={name: value for name, value in costs.items() if name != "quantizer_bytes"},
         quantizer_bytes=costs["quantizer_bytes"],
-        communication=communication(model, workload),
+        communication=sent,
+        uncut=uncut,
     )
 
 
@@ -188,7 +142,7 @@ def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:
     split = [layer for _, layer in metis_layers(model) if layer.weight_form.is_split]
     added = sum(p.numel() for layer in split for p in layer.weight_params()[:-1])
     return {
-        "total": _count(model),
+        "total": count_elements(model),
         "original": original,
         "converted": report.converted_params,
         "split": added + sum(layer.weight_params()[-1].numel() for layer in split),
@@ -275,9 +229,9 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
         ),
     }
     if sharded:
-        block = max((_count(b) for b in _blocks(model)), default=0)
-        kept = _count(model) - sum(_count(unit) for unit in _resharded_units(model))
-        memory["gathered"] = (4 * block + kept) * _communicated(load)
+        block = max((count_elements(b) for b in blocks_of(model)), default=0)
+        kept = count_elements(model) - sum(count_elements(unit) for unit in resharded_units(model))
+        memory["gathered"] = (4 * block + kept) * load.compute_size
     elif load.world_size > 1:
         memory["gradient_buckets"] = FP32 * held
     return memory
@@ -301,7 +255,7 @@ def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> Sav
             checkpointing=checkpointing,
         )
 
-    blocks = list(_blocks(model))
+    blocks = list(blocks_of(model))
     if len(blocks) < 3 or len({_signature(block) for block in blocks}) > 1:
         total = trace(model, load.checkpointing)
         if not load.checkpointing:
@@ -315,38 +269,8 @@ def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> Sav
     return total
 
 
-def communication(model: PreTrainedModel, load: Workload) -> dict[str, dict[str, float]]:
-    """Return bytes that one rank sends in one optimizer step.
-
-    Ring algorithms (Thakur, Rabenseifner, Gropp 2005): all-gather and reduce-scatter send (W-1)/W
-    of the whole, all-reduce twice that. DDP all-reduces fp32 gradients once. FSDP2, as accelerate
-    sets it up, communicates in the autocast dtype at every forward pass: blocks (and an embedding
-    of its own) are gathered for forward and for backward, the rest once; gradients are reduced each
-    time (`sync_each_batch`; without it every rank would hold whole gradients).
-    """
-    share = (load.world_size - 1) / load.world_size
-    params = _count(model)
-    twice = sum(_count(unit) for unit in _resharded_units(model))
-    size = _communicated(load)
-    return {
-        DDP: {"all_reduce": 2 * share * params * FP32},
-        FSDP2: {
-            "all_gather": share * (params + twice) * size * load.accumulation,
-            "reduce_scatter": share * params * size * load.accumulation,
-        },
-    }
-
-
-def _communicated(load: Workload) -> int:
-    return BF16 if load.bf16 else FP32
-
-
 def _added_kinds() -> list[str]:
     return [f.name for f in fields(LayerCost) if f.name not in ("gemm", "quantizer_bytes")]
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _shard(param: Tensor, world: int) -> int:
@@ -355,20 +279,6 @@ def _shard(param: Tensor, world: int) -> int:
         return 1
     rows = param.shape[0]
     return -(-rows // world) * (param.numel() // rows)
-
-
-def _blocks(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Return the transformer blocks: what FSDP wraps by default."""
-    names = set(model._no_split_modules or ())
-    return (module for module in model.modules() if type(module).__name__ in names)
-
-
-def _resharded_units(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Return what accelerate reshards after forward: blocks, and an embedding that is not tied."""
-    yield from _blocks(model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or embedding.weight is not head.weight:
-        yield embedding
 
 
 def _signature(block: nn.Module) -> tuple:
@@ -381,7 +291,7 @@ def _signature(block: nn.Module) -> tuple:
 def _truncated(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return a copy with the first `count` blocks."""
     model = copy.deepcopy(model)
-    first = next(_blocks(model))
+    first = next(blocks_of(model))
     stack = next(
         name
         for name, module in model.named_modules()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from metis_hf.planning.plan import DDP, FSDP2, Plan
+from metis_hf.planning.plan import Plan
 
 _MEMORY = {
     "weights": "Weights (fp32)",
@@ -40,6 +40,9 @@ _COMMUNICATION = {
     "all_reduce": "All-reduce of gradients (fp32)",
     "all_gather": "All-gather of weights",
     "reduce_scatter": "Reduce-scatter of gradients",
+    "outputs_all_reduce": "All-reduce of outputs and input gradients",
+    "logits_all_gather": "All-gather of logits",
+    "scales_all_reduce": "All-reduce of tensor scales",
 }
 
 
@@ -48,6 +51,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console()
     for table in _tables(plan):
         console.print(table)
+    if plan.workload.world_size > 1 and plan.uncut:
+        console.print(f"Without tensor parallelism (TP): {plan.uncut}")
     step = plan.quantizer_bytes / plan.workload.world_size
     console.print(
         f"Emulated quantizers move {si(step, 'B')} of memory per rank and step; divided by the "
@@ -81,7 +86,7 @@ def gib(value: float) -> str:
 def _tables(plan: Plan) -> Iterator[Table]:
     yield _run_table(plan)
     world = plan.workload.world_size
-    yield _pair_table(f"Memory per rank, {world} ranks", plan.memory, _MEMORY, gib)
+    yield _table_of_ways(f"Memory per rank, {world} ranks", plan.memory, _MEMORY, gib)
     flops = Table("FLOPs per step", "All ranks", "Share", title=f"Scheme {plan.scheme}")
     for name, label in _FLOPS.items():
         if value := plan.flops[name]:
@@ -95,7 +100,7 @@ def _tables(plan: Plan) -> Iterator[Table]:
     yield _aligned(flops)
     if world > 1:
         title = "Sent by each rank per step"
-        yield _pair_table(title, plan.communication, _COMMUNICATION, gib)
+        yield _table_of_ways(title, plan.communication, _COMMUNICATION, gib)
 
 
 def _run_table(plan: Plan) -> Table:
@@ -123,13 +128,13 @@ def _run_table(plan: Plan) -> Table:
     return _aligned(table)
 
 
-def _pair_table(title: str, values: dict, labels: dict[str, str], text) -> Table:
-    table = Table(title, DDP, FSDP2)
+def _table_of_ways(title: str, values: dict, labels: dict[str, str], text) -> Table:
+    table = Table(title, *values)
     for name, label in labels.items():
-        pair = [values[way].get(name, 0) for way in (DDP, FSDP2)]
-        if any(pair):
-            table.add_row(label, *(text(value) if value else "" for value in pair))
-    table.add_row("Total", *(text(sum(values[way].values())) for way in (DDP, FSDP2)))
+        row = [kinds.get(name, 0) for kinds in values.values()]
+        if any(row):
+            table.add_row(label, *(text(value) if value else "" for value in row))
+    table.add_row("Total", *(text(sum(kinds.values())) for kinds in values.values()))
     return _aligned(table)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -27,9 +25,6 @@ from metis_hf.numerics import Quantizer, Rounding
 from metis_hf.operands import Spectral
 from metis_hf.planning.costs import LayerCost, _ElementCount, _quantizer_cost, layer_cost
 from metis_hf.planning.plan import (
-    DDP,
-    FSDP2,
-    Workload,
     meta_model,
     parameter_counts,
     plan_run,
@@ -37,6 +32,7 @@ from metis_hf.planning.plan import (
     state_memory,
     step_costs,
 )
+from metis_hf.planning.workload import DDP, FSDP2, Workload
 from metis_hf.schemes import Role, scheme_names
 
 LOAD = Workload(tokens=10_000, sequence_length=64, global_batch=16, device_batch=2, world_size=4)
@@ -339,75 +335,6 @@ def test_planning_leaves_nothing_behind():
     loss.backward()
     assert type(loss.data) is torch.Tensor
     assert torch.isfinite(loss)
-
-
-FSDP2_PROBE = """
-import sys, torch, torch.distributed as dist, transformers
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from metis_hf import MetisConfig, get_metis_model
-from metis_hf.planning.plan import FSDP2, Workload, communication, meta_model, state_memory
-from planning.test_planning import BLOCKS, configs
-
-dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-sent = dict(all_gather=0, reduce_scatter=0)
-def counted(name, kind):
-    real = getattr(dist, name)
-    def call(*args, **kwargs):
-        a, b = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)][:2]
-        sent[kind] += abs(a.numel() - b.numel()) * a.element_size()
-        return real(*args, **kwargs)
-    setattr(dist, name, call)
-new = hasattr(dist, "all_gather_single")  # torch >= 2.13
-counted("all_gather_single" if new else "all_gather_into_tensor", "all_gather")
-counted("reduce_scatter_single" if new else "reduce_scatter_tensor", "reduce_scatter")
-
-config = list(configs())[int(sys.argv[1])]
-load = Workload(tokens=1000, sequence_length=32, global_batch=16, device_batch=2, world_size=4)
-meta = get_metis_model(meta_model(config), MetisConfig())
-planned = communication(meta, load)[FSDP2]
-weights = state_memory(meta, load, sharded=True)["weights"]
-model = get_metis_model(transformers.AutoModelForCausalLM.from_config(config), MetisConfig())
-mesh = dist.init_device_mesh("cpu", (4,))
-policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-# As accelerate.utils.fsdp_utils.fsdp2_prepare_model does it.
-blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-assert len(blocks) == BLOCKS
-for block in blocks:
-    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-tied = embedding.weight is head.weight
-if not tied:
-    fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-tail = [embedding, head] if tied else [head]
-fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-fully_shard(model, mesh=mesh, mp_policy=policy)
-held = sum(p.to_local().numel() * 4 for p in model.parameters())
-ids = torch.zeros(2, 32, dtype=torch.long)
-for _ in range(load.accumulation):
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=ids, labels=ids).loss.backward()
-print(weights, held)
-for kind, size in sent.items():
-    print(planned[kind], size)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fsdp2_shards_and_communication(name):
-    """The first of four ranks, with collectives that only count.
-
-    Communication is planned without the padding of tensors whose first dimension four does not
-    divide, hence the tolerance of 2 %.
-    """
-    command = [sys.executable, "-c", FSDP2_PROBE, str(CONFIGS[name])]
-    out = subprocess.run(command, capture_output=True, text=True, check=False, cwd="tests")
-    assert out.returncode == 0, out.stderr
-    lines = [tuple(map(float, line.split())) for line in out.stdout.splitlines()[-3:]]
-    assert lines[0][0] == lines[0][1]
-    for planned, real in lines[1:]:
-        assert planned == pytest.approx(real, rel=0.02)
 
 
 def test_workload_numbers():

@@ -14,8 +14,9 @@ from metis_hf.data.chunked import META, read_meta
 from metis_hf.experiments.compare import published
 from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.variants import Variant
-from metis_hf.planning.plan import Workload, meta_model, step_costs
+from metis_hf.planning.plan import meta_model, step_costs
 from metis_hf.planning.tables import si
+from metis_hf.planning.workload import Workload
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.tables import terminal_table
 
