@@ -60,7 +60,7 @@ def choose_models(
         precision: "scheme" evaluates the conversions alone, "dense" the dense models alone, "both"
             all of them.
         control: the row that differences are taken to: its name, its checkpoint's label, or
-            another checkpoint, which is added as it is.
+            another checkpoint. A dense one is a row as it is, whatever it is converted to.
 
     Returns:
         The checkpoints in the order of the table, and the control as a label or a row's name.
@@ -86,8 +86,12 @@ def choose_models(
         control = next(one.label for one in found if one.place.resolve() == place)
     chosen = _converted(found, conversions, precision)
     rows = [row_name(one.label, one.scheme, p) for one in chosen for p in one.precisions(precision)]
-    if control in (*rows, *(one.label for one in chosen)):
+    if control in rows:
         return chosen, control
+    named = next((one for one in found if one.label == control), None)
+    if named is not None:
+        missing = named.scheme == DENSE and named not in chosen  # converted only
+        return [named, *chosen] if missing else chosen, control
     try:
         own = open_model(control)
     except FileNotFoundError as error:

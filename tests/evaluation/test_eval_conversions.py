@@ -111,6 +111,20 @@ def test_control_is_another_model(folder, evaluate):
     assert set(rows) == {"base nvfp4", "other dense"}
 
 
+def test_control_is_a_model_that_is_converted(folder, evaluate):
+    rows, _ = evaluate(folder / "base", "--scheme", "nvfp4", "--control", folder / "base")
+    (dense, none), (quantized, difference) = rows["base dense"], rows["base nvfp4"]
+    assert none is None
+    assert difference == pytest.approx(quantized - dense, abs=SIX_DIGITS)
+    configs = [MetisConfig(scheme=name) for name in ("nvfp4", "metis")]
+    for asked in (str(folder / "base"), "base"):
+        found, control = choose_models([folder / "run", folder / "base"], configs, control=asked)
+        assert [one.scheme for one in found] == ["dense", "metis", "nvfp4", "metis"]
+        assert control == "base"
+    found, control = choose_models([folder / "base"], configs, control="base metis")
+    assert ([one.scheme for one in found], control) == (["nvfp4", "metis"], "base metis")
+
+
 def test_control_is_known_before_anything_is_evaluated(folder, monkeypatch):
     monkeypatch.setattr(command, "evaluate_model", None)
     paths = [folder / "base", folder / "run"]
