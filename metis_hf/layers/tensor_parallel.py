@@ -145,15 +145,22 @@ def _tensor(role: Role) -> str:
     return role.name.lower().split("_", 1)[1]
 
 
+def _scale_is_shared(scheme: Scheme, shards: Shards, role: Role) -> bool:
+    """Return whether this operand has a tensor scale, made of a matrix that is cut."""
+    role, operand = scheme.resolve(role)
+    return bool(operand.quantizer and operand.quantizer.two_level) and shards.cuts(role)
+
+
+def _is_rotated(scheme: Scheme, role: Role) -> bool:
+    """Return whether this operand reduces the amax of what it has rotated itself."""
+    return isinstance(scheme.resolve(role)[1].conditioner, Hadamard)
+
+
 def needs_amax(scheme: Scheme, shards: Shards, *roles: Role) -> bool:
-    """Return whether any of these operands has a tensor scale made of a matrix that is cut."""
-    for role in roles:
-        role, operand = scheme.resolve(role)
-        two_level = operand.quantizer is not None and bool(operand.quantizer.two_level)
-        rotated = isinstance(operand.conditioner, Hadamard)  # reduces what it has rotated
-        if two_level and not rotated and shards.cuts(role):
-            return True
-    return False
+    """Return whether any of these operands needs the amax of a matrix that is cut."""
+    return any(
+        _scale_is_shared(scheme, shards, role) and not _is_rotated(scheme, role) for role in roles
+    )
 
 
 def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
@@ -181,18 +188,11 @@ def shared_numbers(scheme: Scheme, shards: Shards) -> tuple[int, int]:
     One is the amax of one matrix: of input and weight once for all copies, of what is rotated and
     of gradients for each copy that the scheme quantizes.
     """
+    quantized = {scheme.resolve(role)[0] for role in Role}
+    cut = {role for role in quantized if _scale_is_shared(scheme, shards, role)}
+    backward = cut & {*_GRADIENTS}
     forward = needs_amax(scheme, shards, *_INPUTS) + needs_amax(scheme, shards, *_WEIGHTS)
-    backward = 0
-    for role in {scheme.resolve(role)[0] for role in Role}:
-        operand = scheme.resolve(role)[1]
-        if operand.quantizer is None or not operand.quantizer.two_level or not shards.cuts(role):
-            continue
-        rotated = isinstance(operand.conditioner, Hadamard)
-        if role in _GRADIENTS or (rotated and role is Role.DGRAD_WEIGHT):
-            backward += 1
-        elif rotated:
-            forward += 1
-    return forward, backward
+    return forward + sum(_is_rotated(scheme, role) for role in cut - backward), len(backward)
 
 
 def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | None:

@@ -46,7 +46,7 @@ class Plan:
         quantizer_bytes: memory traffic of the quantizers in one step over all processes.
         communication: bytes that one rank sends in one optimizer step, by kind, under "DDP",
             "FSDP2" and, where all layers can be cut, "TP".
-        uncut: why the model has no plan under tensor parallelism; None if it has.
+        uncut: why tensor parallelism would refuse the model on several ranks, or None.
     """
 
     model_type: str
@@ -111,10 +111,11 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
     counts = parameter_counts(model, original)
     costs = step_costs(model, sum(gemms.values()), workload)
     sent, uncut = communication(model, workload), None
-    try:
-        sent[TP] = tensor_parallel(model, workload)
-    except NotImplementedError as error:
-        uncut = str(error)
+    if workload.world_size > 1:
+        try:
+            sent[TP] = tensor_parallel(model, workload)
+        except NotImplementedError as error:
+            uncut = str(error)
     memory = {name: rank_memory(model, workload, sharded=name == FSDP2) for name in (DDP, FSDP2)}
     return Plan(
         model_type=config.model_type,

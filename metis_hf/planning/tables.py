@@ -51,7 +51,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console()
     for table in _tables(plan):
         console.print(table)
-    if plan.workload.world_size > 1 and plan.uncut:
+    if plan.uncut:
         console.print(f"Without tensor parallelism (TP): {plan.uncut}")
     step = plan.quantizer_bytes / plan.workload.world_size
     console.print(
