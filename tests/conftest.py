@@ -20,6 +20,13 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 
 VOCAB = 256
+ENVIRONMENT = os.environ
+
+
+@pytest.fixture(autouse=True)
+def one_environment() -> None:
+    """Put os.environ back: datasets replaces it when it maps in processes, rich keeps the first."""
+    os.environ = ENVIRONMENT  # noqa: B003
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
