@@ -11,7 +11,7 @@ from conftest import ARCHITECTURES, VOCAB, llama
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from export.test_export import checkpoint, mixtral
+from export.checkpoints import checkpoint, mixtral
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.cli import app
 from metis_hf.data.chat import first_sequences

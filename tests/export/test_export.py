@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +12,18 @@ import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
 from conversion import architectures
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from export.checkpoints import ALL_SPLIT, checkpoint, logits, mixtral, relative
 from metis_hf import (
     MetisConfig,
-    MetisLinear,
     get_metis_model,
     metis_layers,
     set_precision,
 )
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import stdlib_documents
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
-from metis_hf.export.compressed_tensors import CompressedFactors, CompressedMatrix
-from metis_hf.schemes import Role
+from metis_hf.export.compressed_tensors import CompressedMatrix
 
 FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
 # bf16 rounds weights and activations to 2^-9 of their size; some 30 roundings on the way through
@@ -44,31 +42,6 @@ PACKED_AS_STORED = [
     pytest.param({"scheme": "nvidia"}, id="nvidia"),
     pytest.param({"scheme": "nvfp4"}, id="nvfp4"),
 ]
-ALL_SPLIT = {"scheme": "metis", "decompose": ["weight", "activation", "gradient"]}
-SPLIT = [
-    pytest.param(ALL_SPLIT, id="metis"),
-    pytest.param({"scheme": "metis-paper"}, id="metis-paper"),
-    pytest.param({"scheme": "metis", "split_weight": True}, id="stored-split"),
-    pytest.param({"scheme": "nvidia", "split_weight": True}, id="nvidia-stored-split"),
-    pytest.param({**ALL_SPLIT, "rank": 5}, id="rank-5"),
-    pytest.param({**ALL_SPLIT, "operand_mode": "contraction"}, id="square-tiles"),
-    pytest.param({**ALL_SPLIT, "two_level": False}, id="one-level"),
-]
-
-
-def mixtral():
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            max_position_embeddings=128,
-        )
-    )
 
 
 def tied_llama():
@@ -76,39 +49,6 @@ def tied_llama():
 
 
 DENSE = ARCHITECTURES | {"tied-llama": tied_llama, "mixtral": mixtral}
-
-
-def checkpoint(path: Path, build=llama, tokenizer: bool = False, **config) -> Path:
-    """A saved Metis checkpoint whose weights have moved since their decomposition."""
-    model = get_metis_model(build(), MetisConfig(**config))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.01 * param.std() * torch.randn(param.shape, generator=generator)
-                       if param.numel() > 1 else 0)  # fmt: skip
-    model.generation_config.max_new_tokens = 7
-    model.save_pretrained(path)
-    if tokenizer:
-        train_tokenizer(stdlib_documents()[:3], vocab_size=VOCAB + 1).save_pretrained(path)
-    return path
-
-
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model.eval()(input_ids=ids).logits.float()
-
-
-@torch.no_grad()
-def w_hat(layer):
-    """The weight as it enters the forward GEMM of a layer in evaluation, fp32."""
-    operand = layer.eval_scheme.fprop_weight
-    params = [param.detach() for param in layer.weight_params()]
-    key = layer.call_keys(torch.zeros(1, layer.in_features))[Role.FPROP_WEIGHT]
-    return layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)[0]
 
 
 class TestDense:
@@ -317,91 +257,6 @@ class TestCompressedTensors:
         assert set(kept).isdisjoint(report.packed)
         state = load_file(tmp_path / "out/model.safetensors")
         assert all(state[f"{name}.weight"].dtype is torch.bfloat16 for name in kept)
-
-
-class TestSideFile:
-    @pytest.mark.parametrize("config", SPLIT)
-    @pytest.mark.filterwarnings("ignore:two_level")
-    def test_puts_the_operands_together_to_the_bit(self, config, tmp_path):
-        source = checkpoint(tmp_path / "metis", **config)
-        report = export_checkpoint(
-            source, tmp_path / "out", format="compressed-tensors", low_rank="side-file"
-        )
-        assert report.low_rank == "side-file"
-        whole = load_low_rank(tmp_path / "out")
-        assert whole.dtype is torch.float32
-        assert not list(metis_layers(whole))
-        for name, layer in metis_layers(load_metis_model(source)):
-            stored = config.get("split_weight", config["scheme"] == "metis-paper")
-            assert isinstance(layer, MetisLinear) == stored
-            assert torch.equal(whole.get_submodule(name).weight, w_hat(layer)), name
-
-    def test_plain_loading_of_it_fails(self, tmp_path):
-        """The residual alone is a plausible model without its dominant subspace."""
-        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
-        export_checkpoint(
-            source, tmp_path / "out", format="compressed-tensors", low_rank="side-file"
-        )
-        with pytest.raises((OSError, ValueError)):
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-
-    def test_files(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", tokenizer=True, **ALL_SPLIT)
-        out = tmp_path / "out"
-        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
-        assert {path.name for path in out.iterdir()} == {
-            "README.md",
-            "metis_export.json",
-            "metis_low_rank.json",
-            "metis_low_rank.safetensors",
-            "residual",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        }
-        description = json.loads((out / "metis_low_rank.json").read_text())
-        name = "model.layers.0.mlp.up_proj"
-        assert description["layers"][name] == {"out_features": 96, "in_features": 64, "rank": 32}
-        tensors = load_file(out / "metis_low_rank.safetensors")
-        keys = ("u_packed", "u_scale", "u_global_scale", "s", "vh_packed")
-        found = {key: tensors[f"{name}.{key}"] for key in keys}
-        shapes = {key: (str(tensor.dtype), *tensor.shape) for key, tensor in found.items()}
-        assert shapes == {
-            "u_packed": ("torch.uint8", 96, 16),
-            "u_scale": ("torch.float8_e4m3fn", 96, 2),
-            "u_global_scale": ("torch.float32", 1),
-            "s": ("torch.float32", 32),
-            "vh_packed": ("torch.uint8", 32, 32),
-        }
-
-    def test_missing_factor_and_newer_version(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
-        out = tmp_path / "out"
-        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
-        path = out / "metis_low_rank.safetensors"
-        tensors = load_file(path)
-        name = "model.layers.1.self_attn.q_proj.vh_scale"
-        save_file({k: v for k, v in tensors.items() if k != name}, path)
-        with pytest.raises(ValueError, match=r"lacks model.layers.1.self_attn.q_proj.vh_scale"):
-            load_low_rank(out)
-        description = json.loads((out / "metis_low_rank.json").read_text())
-        (out / "metis_low_rank.json").write_text(json.dumps(description | {"format_version": 2}))
-        with pytest.raises(ValueError, match=r"format_version 2.*upgrade"):
-            load_low_rank(out)
-        with pytest.raises(ValueError, match=r"no metis_low_rank\.json"):
-            load_low_rank(source)
-
-
-def test_low_rank_by_hand():
-    """(u * s) @ vh with factors that NVFP4 holds exactly: tensor scale 1, block scales 448."""
-    from metis_hf.numerics import Quantizer
-
-    u = 448 * torch.tensor([[6.0, -3.0], [0.5, -6.0]])
-    vh = 448 * torch.tensor([[1.0, 2.0, 6.0], [-6.0, 1.5, 0.0]])
-    s = torch.tensor([2.0, 0.25])
-    low = CompressedFactors(
-        CompressedMatrix.of(u, Quantizer()), s, CompressedMatrix.of(vh, Quantizer())
-    )
-    assert torch.equal(low.dense(), (u * s) @ vh)
 
 
 class TestText:

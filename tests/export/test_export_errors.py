@@ -7,7 +7,7 @@ import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
 
 import metis_hf.export.checkpoint
-from export.test_export import checkpoint, mixtral
+from export.checkpoints import checkpoint, mixtral
 from metis_hf import (
     MetisConfig,
     get_metis_model,

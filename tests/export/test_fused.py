@@ -10,7 +10,7 @@ from conftest import llama
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from export.test_export import ALL_SPLIT, checkpoint, w_hat
+from export.checkpoints import ALL_SPLIT, checkpoint, w_hat
 from metis_hf import metis_layers
 from metis_hf.export import export_checkpoint, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix

@@ -12,7 +12,7 @@ import transformers
 from conftest import llama
 from huggingface_hub import ModelCard
 
-from export.test_export import checkpoint
+from export.checkpoints import checkpoint
 from metis_hf import (
     MetisConfig,
     get_metis_model,

@@ -14,7 +14,7 @@ from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
 from conftest import VOCAB, llama
 from safetensors.torch import load_file
 
-from export.test_export import checkpoint, logits, relative
+from export.checkpoints import checkpoint, logits, relative
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.data.corpus import stdlib_documents
 from metis_hf.export import export_checkpoint, load_metis_model

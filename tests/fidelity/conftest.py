@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 
+from fidelity.measuring import settings
 from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.fidelity.run import fidelity
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
 
@@ -34,3 +36,10 @@ def place(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT)
     return folder
+
+
+@pytest.fixture(scope="session")
+def measured(place, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    chosen = ("nvfp4-rne", "metis", "metis-paper")
+    return out, fidelity(settings(place, schemes=chosen, ranks=(8,)), out)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fidelity.test_fidelity import load, settings, token_ids
+from fidelity.measuring import load, settings, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli import main
 from metis_hf.fidelity.run import fidelity

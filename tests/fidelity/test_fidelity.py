@@ -1,13 +1,8 @@
-"""`metis-hf fidelity`: its numbers against plain computations, its files, resuming, bad input."""
+"""Numbers of `metis-hf fidelity` against plain computations."""
 
 from __future__ import annotations
 
-import collections
-import io
-import json
 import math
-import shutil
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,44 +11,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from fidelity.measuring import load, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
-from metis_hf.cli import main
-from metis_hf.data.corpus import Document, train_tokenizer
-from metis_hf.fidelity import run as fidelity_run
-from metis_hf.fidelity.figures import _is_on_line
 from metis_hf.fidelity.gradients import errors, mean_errors
 from metis_hf.fidelity.loss import predictions
 from metis_hf.fidelity.operands import KINDS, only
-from metis_hf.fidelity.result import HEADER, cells, narrow
-from metis_hf.fidelity.run import Settings, fidelity
 from metis_hf.fidelity.subject import converted
 from metis_hf.schemes import Role, Scheme, build_scheme
-from metis_hf.shared.phases import PhaseProgress
-from metis_hf.shared.tables import terminal_table
-
-SMALL = {"sequences": 9, "length": 24, "batch": 2}
-
-
-def settings(place, **changes):
-    return Settings(str(place / "model"), place / "text.txt", **SMALL | changes)
-
-
-@pytest.fixture(scope="module")
-def measured(place, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
-    chosen = ("nvfp4-rne", "metis", "metis-paper")
-    return out, fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
-
-
-def load(place):
-    return transformers.LlamaForCausalLM.from_pretrained(place / "model")
-
-
-def token_ids(place):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-    text = (place / "text.txt").read_text()
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor(ids[: 9 * 24]).view(9, 24)
 
 
 class TestNumbers:
@@ -291,208 +255,3 @@ class TestConverted:
         with converted(model, MetisConfig(scheme="metis-paper")):
             pass
         assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-
-
-def test_a_terminal_shows_whole_names(measured):
-    from rich.console import Console
-
-    console = Console(width=80, file=io.StringIO())
-    rows = [narrow(cells(replace(r, name="outlier-suppression-plus"))) for r in measured[1]]
-    console.print(terminal_table(narrow(HEADER), rows, title="Fidelity"))
-    shown = console.file.getvalue()
-    assert shown.count("outlier-suppression-plus") == len(rows)
-    assert "±" not in shown
-
-
-def test_line_of_the_picture_joins_the_ranks_alone():
-    joined = ["metis", "metis, rank 9", "metis-contraction", "metis-paper", "budget-4"]
-    assert [name for name in joined if _is_on_line(name)] == ["metis", "metis, rank 9"]
-
-
-class TestFiles:
-    def test_what_is_written(self, measured):
-        out, results = measured
-        assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == [
-            "cost.png", "index.html", "measured.jsonl", "results.json", "table.md"
-        ]  # fmt: skip
-        record = json.loads((out / "results.json").read_text())
-        assert [scheme["name"] for scheme in record["schemes"]] == [r.name for r in results]
-        assert record["missing"] == 0
-        table = (out / "table.md").read_text()
-        for result in results:
-            assert f"| {result.name} | {result.cost:.1f} |" in table
-        page = (out / "index.html").read_text()
-        assert "Layers under metis" in page
-        assert "Not complete" not in page
-
-    def test_nothing_is_measured_twice(self, place, measured, monkeypatch):
-        out, results = measured
-
-        def fail(*args, **kwargs):
-            raise AssertionError("measured again")
-
-        for name in ("predictions", "run_batches", "layer_errors"):
-            monkeypatch.setattr(fidelity_run, name, fail)
-        chosen = ("nvfp4-rne", "metis", "metis-paper")
-        again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
-        assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
-
-    def test_another_step_has_another_cost(self, place, measured, tmp_path):
-        out, (_, metis, *_) = measured
-        shutil.copytree(out, tmp_path / "out")
-        options = settings(place, schemes=("metis",), alone=(), tokens_per_step=512)
-        (again,) = fidelity(options, tmp_path / "out")
-        assert again.batches == metis.batches
-        assert again.cost > metis.cost
-
-    def test_what_was_measured_before_counts_as_done(self, place, measured, tmp_path, monkeypatch):
-        out, results = measured
-        shutil.copytree(out, tmp_path / "out")
-        counts = collections.Counter()
-
-        def advance(_bars, name, *, reused=False):
-            counts[name, reused] += 1
-
-        monkeypatch.setattr(PhaseProgress, "advance", advance)
-        schemes = ("nvfp4-rne", "metis", "metis-paper")
-        fidelity(settings(place, schemes=schemes, ranks=(8,)), tmp_path / "out")
-        assert counts == {
-            ("loss", True): len(results) * (3 + 2),  # three batches, two kinds on one of them
-            ("gradients", True): len(results) * (2 + 3),
-            ("operands", True): len(results),
-            ("layers alone", True): 14 + 1,
-        }
-
-    def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
-        chosen, calls = ("nvfp4-rne", "metis"), []
-        real = fidelity_run.layer_errors
-
-        def interrupted(*args):
-            calls.append(args)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return real(*args)
-
-        monkeypatch.setattr(fidelity_run, "layer_errors", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
-        assert "Not complete: 1 schemes" in (tmp_path / "index.html").read_text()
-        assert not (tmp_path / "gradients").exists()
-        results = fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
-        assert len(calls) == 3
-        for mine, whole in zip(results, measured[1]):
-            assert mine.batches == whole.batches
-            assert mine.gradients == whole.gradients
-
-
-class TestOtherModels:
-    def test_dropout_is_no_error(self, place, tmp_path):
-        """Of a model that drops half of everything, under the scheme that quantizes nothing."""
-        config = transformers.GPT2Config(
-            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64,
-            resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
-        )  # fmt: skip
-        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        options = Settings(str(tmp_path / "model"), place / "text.txt", schemes=("bf16",), **SMALL)
-        (result,) = fidelity(options, tmp_path / "out")
-        assert result.gradients["error"] == [0.0, 0.0]
-        assert result.rise.mean == 0
-
-    def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
-        model = get_metis_model(load(place), MetisConfig(scheme="nvidia"))
-        model.save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        options = Settings(
-            str(tmp_path / "model"), place / "text.txt", schemes=("nvfp4-rne",), alone=(), **SMALL
-        )
-        (result,) = fidelity(options, tmp_path / "out")
-        assert result.batches == measured[1][0].batches
-
-    def test_a_scheme_that_diverges_is_a_row(self, place, tmp_path, monkeypatch):
-        real = fidelity_run.predictions
-
-        def broken(*args):
-            spoiled = {"loss": math.nan, "kl": math.nan}
-            return [[row | spoiled for row in rows] for rows in real(*args)]
-
-        monkeypatch.setattr(fidelity_run, "predictions", broken)
-        results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
-        assert math.isnan(results[0].rise.mean)
-        assert "| nvfp4 | 0.0 | 4.50 | not finite |" in (tmp_path / "table.md").read_text()
-
-    def test_a_scheme_that_does_not_fit_says_why(self, place, tmp_path):
-        """Rank 32 of the 32 directions of keys and values is more than half."""
-        results = fidelity(settings(place, schemes=("nvfp4",), ranks=(32,), alone=()), tmp_path)
-        assert results[1].note.startswith("rank=32 keeps 32 of 32 directions")
-        assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("changes", "error", "message"),
-        [
-            ({"schemes": ("metsi",)}, ValueError, "did you mean 'metis'?"),
-            ({"schemes": ("metis", "metis")}, ValueError, "scheme named twice: metis"),
-            ({"length": 3}, ValueError, "choose at least 3 sequences of 8 tokens"),
-            ({"length": 65}, ValueError, "do not fit the context of"),
-            ({"length": 64_000}, ValueError, "at least two sequences of 64000 are needed"),
-            ({"ranks": (8, 8)}, ValueError, "ranks 8, 8: one is given twice"),
-            ({"alone": ("nvida",)}, ValueError, "'nvida' is not among what is measured"),
-            ({"dtype": "float4"}, ValueError, "dtype 'float4' is not known"),
-            ({"tokens_per_step": 0}, ValueError, "tokens_per_step=0"),
-        ],
-    )
-    def test_settings(self, place, tmp_path, changes, error, message):
-        with pytest.raises(error, match=message.replace("?", r"\?")):
-            fidelity(settings(place, **changes), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-    def test_no_tokenizer(self, place, tmp_path):
-        load(place).save_pretrained(tmp_path / "model")
-        bare = Settings(str(tmp_path / "model"), place / "text.txt", **SMALL)
-        with pytest.raises(ValueError, match="holds no tokenizer"):
-            fidelity(bare, tmp_path / "out")
-        given = replace(bare, tokenizer=str(place / "model"), schemes=("bf16",), alone=())
-        assert fidelity(given, tmp_path / "out")[0].rise.mean == 0
-
-    def test_another_model_s_tokenizer(self, place, tmp_path):
-        load(place).save_pretrained(tmp_path / "model")
-        text = (place / "text.txt").read_text()
-        documents = [Document("a", text + "".join(map(chr, range(1000, 3000))))]
-        train_tokenizer(documents, 900).save_pretrained(tmp_path / "model")
-        with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300"):
-            fidelity(
-                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
-            )
-
-    def test_an_encoder_decoder(self, place, tmp_path):
-        config = transformers.T5Config(
-            vocab_size=300, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
-        )
-        transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        with pytest.raises(ValueError, match="t5 model, not a causal language model"):
-            fidelity(
-                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
-            )
-
-    def test_command(self, place, tmp_path, monkeypatch, capsys):
-        command = ["metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt")]
-        command += ["--out", str(tmp_path), "--limit", "6", "--length", "16"]
-        command += ["--schemes", "nvfp4-rne", "--alone", "none"]
-        monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        printed = capsys.readouterr().out
-        assert "nvfp4-rne" in printed
-        assert "index.html" in printed
-        monkeypatch.setattr(sys, "argv", [*command, "--ranks", "8,x"])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert end.value.code == 2
-        assert "--ranks 8,x: expected whole numbers" in capsys.readouterr().err

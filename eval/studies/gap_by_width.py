@@ -1,0 +1,139 @@
+"""Gap of each scheme against the width of the model: table and figure in docs/method.md.
+
+    python eval/studies/gap_by_width.py
+
+Reads the records of `metis-hf compare` at several widths: the same text, steps and seeds, so the
+same number of tokens for all. Nothing is trained. Writes eval/results/widths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from method_page import PAGE, placed
+
+from metis_hf.experiments.compare.statistics import Interval
+from metis_hf.experiments.compare.table import format_gap
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
+from metis_hf.shared.tables import markdown_table
+
+RESULTS = PAGE.parent.parent / "eval" / "results"
+RECORDS = ("width-96", "width-192", "width-384-starts", "width-384-others", "width-768")
+OUT = RESULTS / "widths"
+MARK = "study: gap by width"
+ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every width
+
+
+def read() -> dict[int, dict[str, Any]]:
+    """Return, by width, what its records say: setup and summaries by variant.
+
+    Raises:
+        ValueError: records that were not trained alike.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for name in RECORDS:
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        experiment = record["plan"]["experiment"]
+        model = experiment["model"]
+        setup = {
+            "tokens": record["tokens"], "sequence_length": experiment["sequence_length"],
+            "global_batch": record["plan"]["global_batch"], "layers": model["num_hidden_layers"],
+            "learning_rate": experiment["training"]["learning_rate"],
+        }  # fmt: skip
+        width = found.setdefault(model["hidden_size"], {"setup": setup, "variants": {}})
+        for summary in record["summaries"]:
+            width["variants"].setdefault(summary["name"], summary)
+        first = next(iter(found.values()))["setup"]
+        differing = [key for key in ALIKE if setup[key] != first[key]]
+        if setup != width["setup"]:
+            differing.append("learning_rate")
+        if differing:
+            raise ValueError(f"{name} differs from another record in {', '.join(differing)}")
+    return dict(sorted(found.items()))
+
+
+def variants(widths: dict[int, dict[str, Any]]) -> list[str]:
+    """Return the names that were trained at two widths or more, in the records' order."""
+    names = dict.fromkeys(n for width in widths.values() for n in width["variants"])
+    return [n for n in names if sum(n in w["variants"] for w in widths.values()) > 1]
+
+
+def gap_of(width: dict[str, Any], name: str) -> Interval | None:
+    """Return the paired gap to the control, None where there is none."""
+    found = width["variants"].get(name, {}).get("gap")
+    if found is None:
+        return None
+    half = found["half_width"]
+    return Interval(found["mean"], math.nan if half is None else half, found["count"])
+
+
+def tables(widths: dict[int, dict[str, Any]]) -> str:
+    """Return two tables with a column for each width: gaps, and extra multiply-adds."""
+    control = [width["variants"][CONTROL] for width in widths.values()]
+    rates = [f"{width['setup']['learning_rate']:g}" for width in widths.values()]
+    seeds = [str(len(one["losses"])) for one in control]
+    gaps = [
+        [f"loss of `{CONTROL}`", *(f"{one['mean']:.4f}" for one in control)],
+        ["learning rate", *rates],
+        ["seeds", *seeds],
+    ]
+    costs = []
+    for name in variants(widths):
+        if name == CONTROL:
+            continue
+        gaps.append([f"`{name}`", *(format_gap(gap_of(w, name)) for w in widths.values())])
+        extra = [w["variants"].get(name, {}).get("extra") for w in widths.values()]
+        costs.append([f"`{name}`", *("" if x is None else f"{x:.1f}" for x in extra)])
+    header = [f"Width {width}" for width in widths]
+    return (
+        markdown_table(["Gap to the control, %", *header], gaps)
+        + "\n"
+        + markdown_table(["Extra multiply-adds, %", *header], costs)
+    )
+
+
+def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
+    """Draw gap against width, a line for each variant, with 95 % intervals where there are any."""
+    figure, axes = figure_axes(1, 1, (7, 4.4))
+    axis = axes[0][0]
+    names = [name for name in variants(widths) if name != CONTROL]
+    for index, name in enumerate(names):
+        found = {width: gap_of(record, name) for width, record in widths.items()}
+        points = {width: gap for width, gap in found.items() if gap is not None}
+        # Beside each other, so that intervals do not hide each other.
+        x = [width * 1.025 ** (index - len(names) / 2) for width in points]
+        halves = [0.0 if math.isnan(g.half_width) else g.half_width for g in points.values()]
+        axis.errorbar(x, [gap.mean for gap in points.values()], yerr=halves, capsize=2, ms=5,
+                      color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)],
+                      lw=1.2, elinewidth=0.8, label=name)  # fmt: skip
+    axis.axhline(0, color="black", lw=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(widths), [str(width) for width in widths])
+    axis.minorticks_off()
+    axis.set_xlabel("width")
+    axis.set_ylabel("held-out loss above bf16 (%)")
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def main() -> None:
+    widths = read()
+    OUT.mkdir(parents=True, exist_ok=True)
+    text = tables(widths)
+    (OUT / "table.md").write_text(text)
+    draw(widths, OUT / "gap.png")
+    PAGE.write_text(placed(PAGE.read_text(), MARK, text))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Checkpoints to export, and what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from conftest import VOCAB, llama
+
+from metis_hf import (
+    MetisConfig,
+    get_metis_model,
+)
+from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.schemes import Role
+
+ALL_SPLIT = {"scheme": "metis", "decompose": ["weight", "activation", "gradient"]}
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=128,
+        )
+    )
+
+
+def checkpoint(path: Path, build=llama, tokenizer: bool = False, **config) -> Path:
+    """A saved Metis checkpoint whose weights have moved since their decomposition."""
+    model = get_metis_model(build(), MetisConfig(**config))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.01 * param.std() * torch.randn(param.shape, generator=generator)
+                       if param.numel() > 1 else 0)  # fmt: skip
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(path)
+    if tokenizer:
+        train_tokenizer(stdlib_documents()[:3], vocab_size=VOCAB + 1).save_pretrained(path)
+    return path
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model.eval()(input_ids=ids).logits.float()
+
+
+@torch.no_grad()
+def w_hat(layer):
+    """The weight as it enters the forward GEMM of a layer in evaluation, fp32."""
+    operand = layer.eval_scheme.fprop_weight
+    params = [param.detach() for param in layer.weight_params()]
+    key = layer.call_keys(torch.zeros(1, layer.in_features))[Role.FPROP_WEIGHT]
+    return layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)[0]

@@ -1,0 +1,195 @@
+"""Records of runs as they are read: complete, resumed, half-written, of several processes."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+
+import pytest
+import transformers
+
+from metis_hf import (
+    PrecisionSchedule,
+)
+from metis_hf.monitoring.gradient_noise import find_crossing, noise_ratios
+from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE
+from metis_hf.run_report.page import run_page
+from metis_hf.run_report.read import read_run
+from run_report.runs import MEASURED, REFRESHED, STEPS, train
+
+
+class TestRead:
+    def test_is_what_the_trainer_has(self, trained):
+        folder, trainer = trained
+        run = read_run(folder)
+        logged = [e for e in trainer.state.log_history if "loss" in e]
+        assert run.history == logged[:STEPS]
+        assert [e["eval_loss"] for e in run.evaluations] == [
+            e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e
+        ]
+        assert (run.name, run.max_steps, run.last_step) == ("metis", STEPS, STEPS)
+        assert run.config["refresh_interval"] == 4
+        assert list(run.layers) == list(run.noise) == MEASURED
+        assert list(run.refreshes) == REFRESHED
+        assert run.switches == {11: {"scheme": "metis", "high_precision": ["forward"]}}
+        assert run.notes == []
+        steps, ratios = run.noise_series()["all"]
+        assert (steps, ratios) == run.series("metis/noise/ratio")
+        assert find_crossing(steps, ratios).step is None
+
+    def test_refresh_restores_orthogonality(self, trained):
+        """Adam steps of 1e-3 move the factors off; a refresh brings them back to fp32 rounding."""
+        for layers in read_run(trained[0]).refreshes.values():
+            for moments in layers.values():
+                assert moments["before"]["orthogonality"] > 1e-4
+                assert moments["after"]["orthogonality"] < 1e-5
+                assert moments["after"]["energy"] >= moments["before"]["energy"] - 1e-6
+
+    def test_resumed_run_has_each_step_once(self, trained, tmp_path):
+        """Killed after step 8 (refreshed and measured), resumed from the checkpoint of step 6."""
+
+        class Stop(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 8:
+                    raise KeyboardInterrupt
+
+        broken = pytest.MonkeyPatch()
+        with broken.context() as patch:
+            patch.setattr(PrecisionSchedule, "on_step_end", Stop.on_step_end)
+            with pytest.raises(KeyboardInterrupt):
+                train(tmp_path)
+        with (tmp_path / HEALTH_FILE).open("a") as file:
+            file.write('{"step": 8, "layers": {"mod')
+        train(tmp_path, resume=str(tmp_path / "checkpoint-6"))
+        run, whole = read_run(tmp_path), read_run(trained[0])
+        assert run.notes == []
+        assert run.history == whole.history
+        assert run.layers == whole.layers
+        assert run.noise == whole.noise
+        assert run.refreshes == whole.refreshes
+        assert run.switches == whole.switches
+
+    def test_a_resumed_switch_is_one_switch(self, copy):
+        with (copy / HEALTH_FILE).open("a") as file:
+            again = {"scheme": "metis", "high_precision": ["forward"]}
+            file.write(json.dumps({"step": 12, "switch": again}) + "\n")
+        assert list(read_run(copy).switches) == [11]
+
+    def test_half_written_last_line_is_noted(self, copy, no_heatmaps):
+        text = (copy / HEALTH_FILE).read_text()
+        lines = text.splitlines()
+        (copy / HEALTH_FILE).write_text(text[: -len(lines[-1]) // 2])
+        run = read_run(copy)
+        assert list(run.layers) == MEASURED[:-1]
+        (note,) = run.notes
+        assert f"{HEALTH_FILE}: line {len(lines)} is half-written" in note
+        assert note in html.unescape(run_page(run).render())
+
+    def test_half_written_state_falls_back_to_the_one_before(self, copy):
+        (copy / LOG_FILE).unlink()
+        (copy / "trainer_state.json").write_text('{"log_history": [')
+        (copy / "checkpoint-12" / "trainer_state.json").write_text("")
+        run = read_run(copy)
+        assert [e["step"] for e in run.history] == list(range(1, 7))
+        assert ["trainer_state.json is half-written" in note for note in run.notes] == [True]
+
+    def test_losses_need_no_checkpoint(self, trained, copy):
+        """As with save_strategy="no": the callback's own log has every entry of Trainer's."""
+        for checkpoint in copy.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        run = read_run(copy)
+        logged = trained[1].state.log_history
+        assert run.history == [e for e in logged if "loss" in e][:STEPS]
+        assert run.evaluations == [e for e in logged if "eval_loss" in e]
+        assert run.runtime == logged[-1]["train_runtime"]
+        assert run.notes == []
+
+    def test_log_goes_further_than_the_checkpoint(self, trained, copy):
+        shutil.rmtree(copy / "checkpoint-12")
+        assert read_run(copy).history == read_run(trained[0]).history
+
+    def test_state_of_the_directory_is_preferred_where_it_went_further(self, trained, copy):
+        (copy / LOG_FILE).unlink()
+        trained[1].state.save_to_json(str(copy / "trainer_state.json"))
+        shutil.rmtree(copy / "checkpoint-12")
+        run = read_run(copy)
+        assert run.history[-1]["step"] == STEPS
+        assert run.seconds_per_step > 0  # the end of training is in this state alone
+
+    def test_health_alone(self, copy, no_heatmaps):
+        (copy / LOG_FILE).unlink()
+        for checkpoint in copy.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        run = read_run(copy)
+        assert run.history == []
+        assert any("No losses" in note for note in run.notes)
+        assert "No losses were recorded" in run_page(run).render()
+        assert run.config["scheme"] == "metis"
+        assert any(f"No losses: {LOG_FILE}, which MetisCallback writes" in n for n in run.notes)
+
+    def test_losses_alone(self, copy):
+        (copy / HEALTH_FILE).unlink()
+        run = read_run(copy)
+        assert any("No spectral health" in note for note in run.notes)
+        assert len(run.history) == STEPS
+        assert "Layers by risk" not in run_page(run).render()
+
+    def test_files_of_several_processes(self, copy):
+        """Each step comes from the first file that has it."""
+        lines = (copy / HEALTH_FILE).read_text().splitlines(keepends=True)
+        (copy / HEALTH_FILE).write_text("".join(lines[:2]))
+        (copy / "metis_health.1.jsonl").write_text("".join(lines))
+        run = read_run(copy)
+        assert list(run.layers) == MEASURED
+        assert run.notes == []
+
+    def test_experiment_directory(self, trained, tmp_path):
+        """A scheme's directory of the demo: result.json in place of Trainer's state."""
+        whole = read_run(trained[0])
+        history = [{**entry, "step_seconds": 0.25} for entry in whole.history]
+        directory = tmp_path / "metis"
+        directory.mkdir()
+        shutil.copy(trained[0] / HEALTH_FILE, directory)
+        shutil.copy(trained[0] / "metis_run.json", directory)
+        result = {"config": whole.config, "summary": whole.summary, "history": history}
+        (directory / "result.json").write_text(json.dumps(result))
+        (tmp_path / "settings.json").write_text(json.dumps({"sequence_length": 24}))
+        run = read_run(directory)
+        assert run.series("loss") == whole.series("loss")
+        assert run.seconds_per_step == 0.25
+        assert run.tokens == STEPS * 2 * 24
+        assert run.layers == whole.layers
+
+
+class TestErrors:
+    def test_no_directory(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="nowhere is no directory"):
+            read_run(tmp_path / "nowhere")
+
+    def test_no_record_names_what_was_looked_for(self, tmp_path):
+        with pytest.raises(
+            FileNotFoundError,
+            match=r"no record of a run; looked for metis_log\.jsonl, trainer_state\.json, "
+            r"checkpoint-\*/trainer_state\.json, result\.json, metis_health\.jsonl$",
+        ):
+            read_run(tmp_path)
+
+    def test_directory_of_runs_names_them(self, tmp_path):
+        for name in ("bf16", "metis"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "result.json").write_text("{}")
+        with pytest.raises(FileNotFoundError, match="holds the runs bf16, metis"):
+            read_run(tmp_path)
+
+    def test_a_broken_file_and_nothing_else(self, tmp_path):
+        (tmp_path / "result.json").write_text('{"history": [')
+        with pytest.raises(FileNotFoundError, match=r"result\.json is half-written"):
+            read_run(tmp_path)
+
+
+def test_ratio_of_the_record(trained):
+    """noise_ratios takes what the file holds."""
+    record = json.loads((trained[0] / HEALTH_FILE).read_text().splitlines()[0])
+    assert set(record["noise"]) == set(record["layers"])
+    assert noise_ratios(record["noise"])["noise/ratio"] > 1
