@@ -24,7 +24,7 @@ from metis_hf.shared.tables import markdown_table
 RESULTS = PAGE.parent.parent / "eval" / "results"
 RECORDS = ("width-96", "width-192", "width-384-starts", "width-384-others", "width-768")
 OUT = RESULTS / "widths"
-MARK = "study: gap by width"
+MARK = "gap by width"
 ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every width
 
 

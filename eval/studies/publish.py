@@ -11,6 +11,7 @@
 
 The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
 in docs/ that has these markers, the comparison named N between `<!-- compare N -->` and
+`<!-- end -->`, its losses beside published ones between `<!-- published N -->` and
 `<!-- end -->`, and so on.
 """
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
 DEMO_FILES = ("table.md", "loss.png", "spectra.png")
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
+BESIDE_PUBLISHED = "published.md"  # of comparisons that repeat published runs
 FIDELITY_FILES = ("table.md", "cost.png")
 EVAL_FILES = ("table.md", "table.csv")
 CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
@@ -67,6 +69,9 @@ def publish_compare(run: Path, name: str) -> None:
     record["plan"] = _without_paths(record["plan"])
     target.with_suffix(".json").write_text(json.dumps(record) + "\n")
     _into_pages(f"compare {name}", target)
+    if (run / BESIDE_PUBLISHED).exists():
+        _copy(run, target, (BESIDE_PUBLISHED,))
+        _into_pages(f"published {name}", target, BESIDE_PUBLISHED)
 
 
 def draw_compare(name: str) -> None:
@@ -180,9 +185,9 @@ def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _into_pages(marker: str, results: Path) -> list[Path]:
-    """The pages that show the table."""
-    table, shown = (results / "table.md").read_text(), []
+def _into_pages(marker: str, results: Path, file: str = "table.md") -> list[Path]:
+    """Put a table into the pages that have its markers; returns them."""
+    table, shown = (results / file).read_text(), []
     for page in pages():
         text = page_with(marker, table, page.read_text())
         if text is not None:

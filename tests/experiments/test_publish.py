@@ -30,7 +30,8 @@ RESULTS = sorted(
     for table in (ROOT / "eval/results").glob("*/table.md")
     if table.parent.with_suffix(".json").exists()
 )
-UNSHOWN = {"methods-tiny-split", "tiny-ablations"}  # records whose table stands on no page
+# Records whose own table stands on no page; that of gap_by_width.py shows width 96.
+UNSHOWN = {"methods-tiny-split", "tiny-ablations", "width-96"}
 
 
 @pytest.fixture
@@ -151,6 +152,23 @@ def test_a_comparison_goes_between_its_markers(publish, tmp_path):
     assert record["plan"] == plan | {"data": "prose"}
     publish.publish_compare(run, "y")  # one that no page shows
     assert (tmp_path / "README.md").read_text() == expected
+    assert not (tmp_path / "eval/results/x/published.md").exists()
+
+
+def test_losses_beside_published_ones(publish, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in publish.COMPARE_FILES:
+        (run / name).write_text("")
+    (run / "compare.json").write_text(
+        json.dumps({"plan": {"data": None, "validation": None, "tasks_dir": None}})
+    )
+    (run / "published.md").write_text("Ours is scaled.\n")
+    page = tmp_path / "docs/compare.md"
+    page.write_text("<!-- published x -->\nold\n<!-- end -->\n")
+    publish.publish_compare(run, "x")
+    assert page.read_text() == "<!-- published x -->\nOurs is scaled.\n<!-- end -->\n"
+    assert (tmp_path / "eval/results/x/published.md").read_text() == "Ours is scaled.\n"
 
 
 def test_missing_markers_are_named(publish, tmp_path):
