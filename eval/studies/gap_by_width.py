@@ -22,7 +22,7 @@ from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
 from metis_hf.shared.tables import markdown_table
 
 RESULTS = PAGE.parent.parent / "eval" / "results"
-RECORDS = ("width-96", "width-192", "width-384-starts", "width-384-others", "width-768")
+RECORDS = ("width-96", "width-384-starts")
 OUT = RESULTS / "widths"
 MARK = "gap by width"
 ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every width
@@ -36,10 +36,7 @@ def read() -> dict[int, dict[str, Any]]:
     """
     found: dict[int, dict[str, Any]] = {}
     for name in RECORDS:
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            continue
-        record = json.loads(path.read_text())
+        record = json.loads((RESULTS / f"{name}.json").read_text())
         experiment = record["plan"]["experiment"]
         model = experiment["model"]
         setup = {
@@ -60,18 +57,15 @@ def read() -> dict[int, dict[str, Any]]:
 
 
 def variants(widths: dict[int, dict[str, Any]]) -> list[str]:
-    """Return the names that were trained at two widths or more, in the records' order."""
-    names = dict.fromkeys(n for width in widths.values() for n in width["variants"])
-    return [n for n in names if sum(n in w["variants"] for w in widths.values()) > 1]
+    """Return the names of all variants but the control, in the records' order."""
+    names = dict.fromkeys(name for width in widths.values() for name in width["variants"])
+    return [name for name in names if name != CONTROL]
 
 
 def gap_of(width: dict[str, Any], name: str) -> Interval | None:
-    """Return the paired gap to the control, None where there is none."""
-    found = width["variants"].get(name, {}).get("gap")
-    if found is None:
-        return None
-    half = found["half_width"]
-    return Interval(found["mean"], math.nan if half is None else half, found["count"])
+    """Return the paired gap to the control; None where the variant was not trained."""
+    found = width["variants"].get(name)
+    return found and Interval(**found["gap"])
 
 
 def tables(widths: dict[int, dict[str, Any]]) -> str:
@@ -86,8 +80,6 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
     ]
     costs = []
     for name in variants(widths):
-        if name == CONTROL:
-            continue
         gaps.append([f"`{name}`", *(format_gap(gap_of(w, name)) for w in widths.values())])
         extra = [w["variants"].get(name, {}).get("extra") for w in widths.values()]
         costs.append([f"`{name}`", *("" if x is None else f"{x:.1f}" for x in extra)])
@@ -103,7 +95,7 @@ def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
     """Draw gap against width, a line for each variant, with 95 % intervals where there are any."""
     figure, axes = figure_axes(1, 1, (7, 4.4))
     axis = axes[0][0]
-    names = [name for name in variants(widths) if name != CONTROL]
+    names = variants(widths)
     for index, name in enumerate(names):
         found = {width: gap_of(record, name) for width, record in widths.items()}
         points = {width: gap for width, gap in found.items() if gap is not None}

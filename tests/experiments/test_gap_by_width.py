@@ -18,7 +18,7 @@ def study(monkeypatch):
 
 
 def record(width, rate=1e-3, tokens=1000, **gaps):
-    """A record with the fields that are read; a variant's gap is (mean, half width or None)."""
+    """A record with the fields that are read; a variant's gap is (mean, half width)."""
     summaries = [{"name": "bf16", "losses": {"0": 4.0}, "mean": 4.0, "gap": None, "extra": 0.0}]
     for name, (mean, half) in gaps.items():
         gap = {"mean": mean, "half_width": half, "count": 3}
@@ -47,7 +47,7 @@ def records(study, tmp_path, monkeypatch):
 
 def test_rows_by_hand(records):
     study = records(
-        b=record(64, a=(1.0, 0.5), c=(2.0, None)),
+        b=record(64, a=(1.0, 0.5), c=(2.0, math.nan)),
         a=record(32, 2e-3, a=(3.0, math.nan), once=(9.0, 1.0)),
         again=record(64, c=(7.0, 1.0), d=(1.0, 1.0)),
     )
@@ -60,8 +60,11 @@ def test_rows_by_hand(records):
         "| learning rate | 0.002 | 0.001 |",
         "| seeds | 1 | 1 |",
         "| `a` | +3.00 | +1.00 ± 0.50 |",
+        "| `once` | +9.00 ± 1.00 |  |",
+        "| `c` |  | +2.00 |",
+        "| `d` |  | +1.00 ± 1.00 |",
     ]
-    assert costs.splitlines()[2:] == ["| `a` | 1.2 | 1.2 |"]
+    assert costs.splitlines()[2:4] == ["| `a` | 1.2 | 1.2 |", "| `once` | 1.2 |  |"]
 
 
 @pytest.mark.parametrize(
