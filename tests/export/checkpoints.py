@@ -8,10 +8,7 @@ import torch
 import transformers
 from conftest import VOCAB, llama
 
-from metis_hf import (
-    MetisConfig,
-    get_metis_model,
-)
+from metis_hf import MetisConfig, get_metis_model
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.schemes import Role
 

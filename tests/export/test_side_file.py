@@ -10,10 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from export.checkpoints import ALL_SPLIT, checkpoint, w_hat
-from metis_hf import (
-    MetisLinear,
-    metis_layers,
-)
+from metis_hf import MetisLinear, metis_layers
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedFactors, CompressedMatrix
 

@@ -6,12 +6,7 @@ import torch
 import transformers
 from conftest import VOCAB, llama
 
-from metis_hf import (
-    MetisCallback,
-    MetisConfig,
-    PrecisionSchedule,
-    get_metis_model,
-)
+from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_model
 
 STEPS = 12
 MEASURED = [1, 3, 6, 9, 12]

@@ -9,9 +9,7 @@ import shutil
 import pytest
 import transformers
 
-from metis_hf import (
-    PrecisionSchedule,
-)
+from metis_hf import PrecisionSchedule
 from metis_hf.monitoring.gradient_noise import find_crossing, noise_ratios
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE
 from metis_hf.run_report.page import run_page

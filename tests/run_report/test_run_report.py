@@ -17,10 +17,7 @@ from shared import browser
 from shared.test_html import IMAGES, sort_by
 from typer.testing import CliRunner
 
-from metis_hf import (
-    metis_layers,
-    scheme_names,
-)
+from metis_hf import metis_layers, scheme_names
 from metis_hf.commands import report
 from metis_hf.monitoring.run_record import HEALTH_FILE
 from metis_hf.run_report import figures, heatmaps

@@ -297,7 +297,7 @@ def test_inside_a_compiled_function(rounding) -> None:
     assert len(compiled.compile_seconds()) == count
 
 
-# --- which kernels -------------------------------------------------------------------------------
+# --- layouts -------------------------------------------------------------------------------------
 
 
 def test_forms_cover_whole_blocks() -> None:
