@@ -20,9 +20,12 @@ from conversion.packed_tools import (
     with_adapter,
 )
 from metis_hf import (
+    MetisConfig,
+    calibrate,
     get_metis_model,
     load_packed,
     merge_packed,
+    metis_layers,
     to_dense,
 )
 from metis_hf.conversion.packed import packed_layers
@@ -195,6 +198,18 @@ class TestMerging:
         torch.testing.assert_close(plain(ids()).logits, expected, rtol=1e-4, atol=1e-5)
         assert not hasattr(plain.config, "quantization_config")
         assert not plain.is_quantized
+
+    def test_merged_and_trained_on(self, exported):
+        """What merging costs is trained back: the merged model converts, and trains its weights."""
+        model = with_adapter(load_packed(exported, dtype=torch.float32))
+        to_dense(model)
+        model = model.merge_and_unload().requires_grad_(True)
+        model = get_metis_model(model, MetisConfig(scheme="w4a4"))
+        calibrate(model, [ids()])
+        model.train()(ids(), labels=ids()).loss.backward()
+        layers = dict(metis_layers(model))
+        assert len(layers) == LAYERS
+        assert all(layer.weight.grad.abs().sum() > 0 for layer in layers.values())
 
     def test_nothing_to_merge(self, exported):
         with pytest.raises(ValueError, match="has no adapter over a packed layer"):
