@@ -47,8 +47,11 @@ class MetisConfig:
         rank_frac: share of min(in_features, out_features) directions kept apart (paper: 1.5 %).
         rank: number of directions of every layer, instead of `rank_frac`; 1 to 2**24, which is
             more than any dimension of a weight.
-        rank_multiple: the rank is rounded up to a multiple of this (1 to 2**24); None takes the
-            scheme's own (32 for "metis" and what is stored split, two blocks; 1 for "metis-paper").
+        rank_multiple: a rank from `rank_frac` is rounded up to a multiple of this (1 to 2**24);
+            None takes the scheme's own (at least 48 and a multiple of 16, one block, for "metis";
+            32 for what is stored split; 1 for "metis-paper").
+        gradient_rank_frac: directions of output gradients as a share of the rank, rounded up;
+            None takes the scheme's own (a quarter for "metis", all for "metis-paper").
         sample_frac: share of token rows that the activation and gradient subspaces are estimated
             from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
         oversample: extra columns of the random sketch, 0 to 2**24.
@@ -112,6 +115,7 @@ class MetisConfig:
     rank_frac: float = 0.015
     rank: int | None = None
     rank_multiple: int | None = None
+    gradient_rank_frac: float | None = None
     sample_frac: float = 0.01
     oversample: int = 8
     n_iter: int = 1
@@ -176,7 +180,7 @@ class MetisConfig:
             field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
         # So that records read as they did before there was a choice.
-        for name in ("format", "attention"):
+        for name in ("format", "attention", "gradient_rank_frac"):
             if values[name] is None:
                 del values[name]
         if self.backend == "emulated":

@@ -59,10 +59,12 @@ def check(config: Any) -> None:
         named = isinstance(value, str) and 0 < len(value) <= 200
         optional = name != "scheme" and value is None
         require(named or optional, name, f"{expected}, at most 200 characters")
-    for name in ("rank_frac", "sample_frac"):
+    for name in ("rank_frac", "sample_frac", "gradient_rank_frac"):
         value = getattr(config, name)
+        optional = name == "gradient_rank_frac"
         number = is_int(value) or isinstance(value, float)
-        require(number and 0 < value <= 1, name, "a share, 0 < share <= 1")
+        ok = (optional and value is None) or (number and 0 < value <= 1)
+        require(ok, name, f"{'None or ' * optional}a share, 0 < share <= 1")
     for name in ("rank", "rank_multiple"):
         require_integer(name, 1, optional=True)
     for name in ("oversample", "keep_first_blocks", "keep_last_blocks"):

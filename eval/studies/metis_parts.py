@@ -3,7 +3,8 @@
     metis-hf fidelity MODEL --text FILE --import eval/studies/metis_parts.py --alone none \
         --schemes metis-9,metis-9-nearest-scales,...
 
-Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keeps.
+Rank 9 is 1.5 % of 576, the width of SmolLM2-135M: the share that the paper keeps, here of output
+gradients as of inputs.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def register(ending: str, changes: tuple[Change, ...], fields: dict[str, object]
 
     @register_scheme(f"metis-{RANK}{ending}", summary="metis in parts", source="docs/method.md")
     def build(config: MetisConfig, rank: int) -> Scheme:
-        scheme = metis(config.replace(**fields), RANK)
+        scheme = metis(config.replace(gradient_rank_frac=1, **fields), RANK)
         for change in changes:
             scheme = change(scheme)
         return scheme

@@ -115,7 +115,7 @@ def corrections_cost(layer: MetisLayer, tokens: int, roles: tuple[Role, ...]) ->
     cost = LayerCost()
     for role in layer.scheme.corrected.intersection(roles):
         m, n, p = sizes[role]
-        k = min(layer.scheme.rank, n, p)
+        k = min(layer.scheme.directions(Role(role ^ 1)), n, p)
         cost += LayerCost(elementwise=1.0 * m * n, corrections=2.0 * m * n * k + 2.0 * m * k * p)
         cost += _quantizers_cost(layer.scheme.resolve(role)[1].quantizer, (m, k))
         if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):

@@ -54,8 +54,8 @@ class Scheme:
             directions of the other operand, in FP4; see `corrections`. The other one must be split.
             Not WGRAD_INPUT: backward does not have x.
         state: what it keeps of a layer from step to step, if anything.
-        rank: directions that splits of the layer keep, whether the scheme splits anything or not;
-            `build_scheme` fills it in.
+        rank: directions that splits of the layer keep, but for those of output gradients, which
+            may keep fewer (`directions`); `build_scheme` fills it in, split or not.
 
     Attributes:
         is_high_precision: no operand is quantized: a plain linear layer.
@@ -85,7 +85,7 @@ class Scheme:
     @property
     def splits(self) -> bool:
         """Return whether any operand is split, so that `rank` says how."""
-        return any(self._is_split(role) for role in Role)
+        return any(self.directions(role) for role in Role)
 
     def weight_bits(self, out_features: int, in_features: int) -> float:
         """Return the bits per element of w_hat in fprop, low-rank factors included."""
@@ -94,10 +94,12 @@ class Scheme:
         split = SplitWeight(self.rank) if not self.weight.is_split else self.weight
         return bits + (split.factor_bits(shape, bits) if self.splits_weight else 0.0)
 
-    def _is_split(self, role: Role) -> bool:
+    def directions(self, role: Role) -> int:
+        """Return how many directions the split of the operand at `role` keeps; 0: no split."""
         if self.weight.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
-            return True
-        return isinstance(self.resolve(role)[1].conditioner, Spectral)
+            return self.weight.rank or 0
+        conditioner = self.resolve(role)[1].conditioner
+        return conditioner.rank if isinstance(conditioner, Spectral) else 0
 
     def operand(self, role: Role) -> Operand | None:
         """Return the operand at `role`, None if another's copy is reused there."""
@@ -123,7 +125,7 @@ class Scheme:
         high = all(operand.quantizer is None for operand in operands)
         samples = any(op.conditioner.uses_row_mask for op in operands)
         for role in self.corrected:
-            if role is Role.WGRAD_INPUT or not self._is_split(Role(role ^ 1)):
+            if role is Role.WGRAD_INPUT or not self.directions(Role(role ^ 1)):
                 raise ValueError(
                     f"{role.name} cannot be corrected: the GEMM's other operand must be split, and "
                     "backward knows no input beside the quantized one"

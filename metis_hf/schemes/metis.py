@@ -7,12 +7,12 @@ from dataclasses import replace
 from metis_hf.config import DECOMPOSABLE
 from metis_hf.schemes.parts import (
     NVFP4,
-    RANK_MULTIPLE,
     MetisConfig,
     Operand,
     Role,
     ScaleRule,
     Scheme,
+    gradient_rank,
     nearest_forward,
     register_scheme,
     spectral,
@@ -20,6 +20,7 @@ from metis_hf.schemes.parts import (
 )
 
 SPLIT = ("activation", "gradient")  # tensors, unless the config says otherwise
+_GRADIENT_SHARE = 0.25  # of the rank, for output gradients
 _ROWS = 16  # sampled for each column of the sketch of a subspace
 # Split tensor -> the operand beside it that is corrected.
 _CORRECTED_BY = {
@@ -33,7 +34,8 @@ _CORRECTED_BY = {
     "metis",
     summary="compensated spectral splits; rounding errors added where the other operand is large",
     source="arXiv 2509.00404 with what docs/method.md adds to it",
-    rank_multiple=RANK_MULTIPLE,
+    rank_multiple=16,  # one block
+    least_rank=48,
 )
 def metis(config: MetisConfig, rank: int) -> Scheme:
     """Return the default scheme, each choice measured (docs/method.md); all operands in FP4.
@@ -44,6 +46,9 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
       inputs and gradients, and a split of it gives less than the same multiply-adds spent on their
       rank. `decompose` can name "weight" too; it is then split whenever it is quantized. Trained
       factors (`split_weight=True`) are another parametrization, with another optimum.
+    - Output gradients have a quarter of the directions that inputs have: the loss feels inputs
+      alone, and a gradient's error comes mostly from the forward pass. So the same multiply-adds
+      do more for inputs.
     - What rounding took off weights (fprop, dgrad) is added in the dominant directions of inputs
       and output gradients, in FP4 and as k more channels of the same GEMM (`gemm` has the
       equations): their rounding meets only the residual of the other operand. Where the weight is
@@ -58,6 +63,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     if forward.fmt == NVFP4:
         forward = replace(forward, scale_rule=ScaleRule.SEARCH)
     split = replace(spectral(config, rank, compensated=True), rows=_ROWS)
+    of_gradients = replace(split, rank=gradient_rank(config, rank, _GRADIENT_SHARE))
     # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
     # process by process, and so do rounding errors, which then average out (docs/method.md).
     split_weight = replace(split, sample_frac=1.0)
@@ -72,7 +78,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     scheme = Scheme(
         fprop_input=operand("activation", forward, split),
         fprop_weight=operand("weight", forward, split_weight),
-        dgrad_grad_output=operand("gradient", backward, split),
+        dgrad_grad_output=operand("gradient", backward, of_gradients),
         corrected=frozenset(_CORRECTED_BY[tensor] for tensor in tensors),
     )
     return with_own_copies(scheme, config.operand_mode or "shared")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from metis_hf.config import DECOMPOSABLE
 from metis_hf.schemes.parts import (
     IDENTITY,
@@ -10,6 +12,7 @@ from metis_hf.schemes.parts import (
     Operand,
     Scheme,
     SplitWeight,
+    gradient_rank,
     in_mode,
     register_scheme,
     spectral,
@@ -31,6 +34,7 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     """
     forward, backward = stochastic_everywhere(config)
     split = spectral(config, rank, compensated=False)
+    of_gradients = replace(split, rank=gradient_rank(config, rank))
     tensors = DECOMPOSABLE if config.decompose is None else config.decompose
     stored_split = "weight" in tensors
     if config.split_weight is not None:
@@ -38,7 +42,7 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     scheme = Scheme(
         fprop_input=Operand(forward, split if "activation" in tensors else IDENTITY),
         fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward, split if "gradient" in tensors else IDENTITY),
+        dgrad_grad_output=Operand(backward, of_gradients if "gradient" in tensors else IDENTITY),
         weight=SplitWeight(rank, compensated=False) if stored_split else DenseWeight(),
     )
     return in_mode(scheme, config.operand_mode or "shared")

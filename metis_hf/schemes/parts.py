@@ -77,7 +77,7 @@ from metis_hf.operands import (
     WeightForm,
 )
 from metis_hf.schemes.base import Role, Scheme
-from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme
+from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme, share_of
 from metis_hf.schemes.states import LayerState, Oscillation, Shifting, Smoothing, StaticScales
 
 __all__ = [
@@ -128,6 +128,7 @@ __all__ = [
     "WeightForm",
     "fingerprint",
     "get_format",
+    "gradient_rank",
     "in_mode",
     "key_of",
     "nearest_forward",
@@ -191,7 +192,7 @@ def stochastic_everywhere(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
 
 
 def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
-    """Return the dynamic split of activations and gradients."""
+    """Return the dynamic split of activations; of gradients too, but for `gradient_rank`."""
     return Spectral(
         rank=rank,
         sample_frac=config.sample_frac,
@@ -199,6 +200,19 @@ def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
         n_iter=config.n_iter,
         compensated=compensated,
     )
+
+
+def gradient_rank(config: MetisConfig, rank: int, share: float = 1.0) -> int:
+    """Return the directions of output gradients: a share of the rank, rounded up.
+
+    Args:
+        config: of the layer; its `gradient_rank_frac` counts.
+        rank: directions of the layer's other splits.
+        share: the scheme's own, unless the config says.
+    """
+    if config.gradient_rank_frac is not None:
+        share = config.gradient_rank_frac
+    return share_of(share, rank)
 
 
 def in_mode(scheme: Scheme, mode: str) -> Scheme:

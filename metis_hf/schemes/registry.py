@@ -33,6 +33,7 @@ class SchemeInfo:
         summary: one line for tables.
         source: arXiv id, specification or code base.
         rank_multiple: what the rank is rounded up to unless the config says.
+        least_rank: the lowest rank from a share unless the config has a `rank_multiple`.
         formats: names of the number formats that it takes; None: any.
         builder: the function (config, rank) -> Scheme that was registered.
     """
@@ -41,6 +42,7 @@ class SchemeInfo:
     summary: str
     source: str
     rank_multiple: int | None
+    least_rank: int
     formats: tuple[str, ...] | None
     builder: Builder
 
@@ -81,6 +83,7 @@ def register_scheme(
     summary: str,
     source: str,
     rank_multiple: int | None = None,
+    least_rank: int = 1,
     formats: Sequence[str] | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register a function (config, rank) -> Scheme under `name`.
@@ -91,6 +94,7 @@ def register_scheme(
         source: arXiv id, specification or code base.
         rank_multiple: what the rank is rounded up to unless the config says; None for schemes
             that split nothing of their own.
+        least_rank: the lowest rank from a share, unless the config has a multiple of its own.
         formats: names of the number formats that `MetisConfig.format` may choose for it; None: any.
 
     Raises:
@@ -104,7 +108,9 @@ def register_scheme(
                 "choose another name"
             )
         allowed = None if formats is None else tuple(formats)
-        _REGISTRY[name] = SchemeInfo(name, summary, source, rank_multiple, allowed, build)
+        _REGISTRY[name] = SchemeInfo(
+            name, summary, source, rank_multiple, least_rank, allowed, build
+        )
         return build
 
     return register
@@ -180,7 +186,12 @@ def kept_directions(config: MetisConfig, in_features: int, out_features: int) ->
     """Return rank, or rank_frac of a layer's smaller side, rounded up; before rank_multiple."""
     if config.rank is not None:
         return config.rank
-    scaled = round(config.rank_frac * min(in_features, out_features) * 1e6)
+    return share_of(config.rank_frac, min(in_features, out_features))
+
+
+def share_of(share: float, directions: int) -> int:
+    """Return a share of some directions, rounded up; at least one."""
+    scaled = round(share * directions * 1e6)
     return max(1, -(-scaled // 10**6))  # ceil, immune to 0.1 * 30 > 3; a tiny share is one too
 
 
@@ -195,8 +206,11 @@ def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
     kept = kept_directions(config, in_features, out_features)
     if config.rank is not None:
         return min(smaller, kept)
-    own = scheme_info(config.scheme).rank_multiple
-    multiple = config.rank_multiple or own or (RANK_MULTIPLE if config.split_weight else 1)
+    multiple = config.rank_multiple
+    if multiple is None:
+        info = scheme_info(config.scheme)
+        kept = max(kept, info.least_rank)
+        multiple = info.rank_multiple or (RANK_MULTIPLE if config.split_weight else 1)
     return min(smaller, -(-kept // multiple) * multiple)
 
 

@@ -260,7 +260,7 @@ def spectral_operand(
     a_hat = recording.quantize(a, row)
     vh_hat = recording.quantize(basis.T, row)
     low = (a_hat * lam) @ vh_hat  # [t k] @ [k c] -> [t c]
-    removed = low if row.conditioner == "spectral compensated" else (a * lam) @ v.T
+    removed = low if "compensated" in row.conditioner else (a * lam) @ v.T
     return SpectralParts(low + recording.quantize(x - removed, row), a_hat, lam, vh_hat)
 
 

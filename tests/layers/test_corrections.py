@@ -52,7 +52,8 @@ W, X, DY = steep(OUT, IN), steep(TOKENS, IN, 1), steep(TOKENS, OUT, 2)
 def metis_layer(weight=W[0], **changes):
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight.clone()
-    config = MetisConfig(**{"rank": RANK, "decompose": DECOMPOSABLE, **changes})
+    own = {"rank": RANK, "gradient_rank_frac": 1, "decompose": DECOMPOSABLE}
+    config = MetisConfig(**{**own, **changes})
     return convert_linear(linear, config, name="layer").train()
 
 

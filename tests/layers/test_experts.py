@@ -312,7 +312,7 @@ def test_coverage_of_mixtral_8x7b():
     assert report.skipped == {"lm_head": "output head"}
     text = str(report)
     assert "640 layers converted || 46,439,333,888 of 46,702,792,704 params (99.4%)" in text
-    assert "rank 32 (64 layers), 64 (576 layers)" in text
+    assert "rank 48 (64 layers), 64 (576 layers)" in text
 
 
 def test_refresh_keeps_the_function():
@@ -410,5 +410,7 @@ def test_report_names_what_was_done():
     text = str(get_metis_model(ARCHITECTURES["mixtral"].build(), config).metis_report)
     layers = LAYERS * (4 + 2 * EXPERTS)
     assert text.startswith(f"scheme metis: {layers} layers converted || ")
-    assert f"rank 32 ({layers} layers); split reproduces the weights to" in text
+    narrow = 2 * LAYERS  # keys and values
+    ranks = f"rank 32 ({narrow} layers), 48 ({layers - narrow} layers)"
+    assert f"{ranks}; split reproduces the weights to" in text
     assert "kept in high precision (output head): lm_head" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from layers.layer_reference import (
@@ -170,7 +172,10 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
         return spectral(slot, tensor, layer.config.sample_frac, key)
 
     def spectral(slot: str, tensor, sample_frac: float, key: Key) -> SpectralParts:
-        rank = min(rank_of(layer), *tensor.shape)
+        rank = rank_of(layer)
+        if table[slot].conditioner.endswith(" quarter"):
+            rank = math.ceil(rank / 4)
+        rank = min(rank, *tensor.shape)
         basis = find_subspace(
             tensor,
             rank,

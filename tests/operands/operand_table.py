@@ -24,11 +24,12 @@ from metis_hf.schemes import Role
 # to nearest along the features first. "split smooth": only the residual is quantized, scaled.
 # "clamped": elements beyond two quantiles are cut, and the rest of them added. "hot": the residuals
 # of the worst channels are quantized too. "random": groups are rotated with signs of the content.
-# "spectral": x or dy is split as a lam v^T + residual. Each of the three matrices is quantized
-# alone, with the blocks of its line: along its last dimension, or its first for "tokens". Residuals
-# are taken against the exact factors ("published") or the quantized ones ("compensated"). So is w
-# where it is stored as one matrix, from all its rows. "corrected": what quantization took off the
-# operand in the directions of the other one's split is quantized as it was, and added to the GEMM.
+# "spectral": x or dy is split as a lam v^T + residual, with all directions of the layer or a
+# "quarter". Each of the three matrices is quantized alone, with the blocks of its line: along its
+# last dimension, or its first for "tokens". Residuals are taken against the exact factors
+# ("published") or the quantized ones ("compensated"). So is w where it is stored as one matrix,
+# from all its rows. "corrected": what quantization took off the operand in the directions of the
+# other one's split is quantized as it was, and added to the GEMM.
 TABLE = """
 bf16, shared
     fprop.input        x   -      -       -           -        direct
@@ -82,44 +83,44 @@ metis-paper, contraction
 metis, shared
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated
     fprop.weight       w   1x16   in      nearest     nearest-search direct corrected
-    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated quarter
     dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis, contraction
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated
     fprop.weight       w   1x16   in      nearest     nearest-search direct corrected
-    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated quarter
     dgrad.weight       w   1x16   out     nearest     nearest-search direct corrected
-    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated quarter
     wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
 metis of all, shared
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
     fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated corrected
-    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated quarter
     dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis of all, contraction
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
     fprop.weight       w   1x16   in      nearest     nearest-search spectral compensated corrected
-    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated quarter
     dgrad.weight       w   1x16   out     nearest     nearest-search spectral compensated corrected
-    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated quarter
     wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
 metis split, shared
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
     fprop.weight       w   1x16   in      nearest     nearest-search split compensated corrected
-    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated quarter
     dgrad.weight       = fprop.weight corrected
     wgrad.grad_output  = dgrad.grad_output
     wgrad.input        = fprop.input
 metis split, contraction
     fprop.input        x   1x16   in      nearest     nearest-search spectral compensated corrected
     fprop.weight       w   1x16   in      nearest     nearest-search split compensated corrected
-    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated
+    dgrad.grad_output  dy  1x16   out     stochastic  up       spectral compensated quarter
     dgrad.weight       w   1x16   out     nearest     nearest-search split compensated corrected
-    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated
+    wgrad.grad_output  dy  1x16   tokens  stochastic  up       spectral compensated quarter
     wgrad.input        x   1x16   tokens  nearest     nearest-search spectral compensated
 metis of weights, shared
     fprop.input        x   1x16   in      nearest     nearest-search direct corrected

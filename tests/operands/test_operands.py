@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -101,6 +102,9 @@ def described(scheme, role: Role) -> Slot:
         conditioner = {Smoothing: "smooth", Shifting: "shifted"}[type(scheme.state)]
     else:
         conditioner = CONDITIONERS[type(operand.conditioner)](operand.conditioner)
+    if isinstance(operand.conditioner, Spectral) and operand.conditioner.rank != scheme.rank:
+        assert operand.conditioner.rank == math.ceil(scheme.rank / 4)
+        conditioner += " quarter"
     if source == "w" and isinstance(scheme.weight, ClippedWeight):
         conditioner = {"direct": "clipped"}[conditioner]
     if source == "w" and scheme.weight.is_split and scheme.weight.exact_factors:

@@ -36,27 +36,28 @@ def test_direct_schemes_add_nothing():
 
 def test_metis_by_hand():
     """Projections and low-rank parts of x, dy and w; coordinates of each correction."""
-    k = 16
+    k, g = 16, 4  # directions of x and w, and of dy: a quarter
     found = of("metis", rank=k, decompose=ALL)
-    # t i k of x, t o k of dy, o i k of w: once for the projection, once for the residual.
-    thin = T * IN * k + T * OUT * k + OUT * IN * k
+    # t i k of x, t o g of dy, o i k of w: once for the projection, once for the residual.
+    thin = T * IN * k + T * OUT * g + OUT * IN * k
     assert found.parts["projection"] == pytest.approx(thin / GEMM)
     # And the subtraction of every element, which is no product but runs beside them.
-    assert found.parts["low_rank"] == pytest.approx((thin + thin / k) / GEMM)
+    elements = T * IN + T * OUT + OUT * IN
+    assert found.parts["low_rank"] == pytest.approx((thin + elements) / GEMM)
     # Coordinates of errors: x along w, w along x (fprop), w along dy (dgrad); what they are
     # multiplied by then, the low-rank parts beside them are multiplied by anyway.
-    corrections = T * IN * k + OUT * IN * k + IN * OUT * k
+    corrections = T * IN * k + OUT * IN * k + IN * OUT * g
     assert found.parts["corrections"] == pytest.approx(corrections / GEMM)
     # y = a_x (v_x w) + (x v_w) a_w, and so on: inner products first, then the output.
     fprop = (k * IN * OUT + T * k * OUT) + (T * IN * k + T * k * OUT)
-    dgrad = (k * OUT * IN + T * k * IN) + (T * OUT * k + T * k * IN)
-    wgrad = (k * T * IN + OUT * k * IN) + (OUT * T * k + OUT * k * IN)
+    dgrad = (g * OUT * IN + T * g * IN) + (T * OUT * k + T * k * IN)
+    wgrad = (g * T * IN + OUT * g * IN) + (OUT * T * k + OUT * k * IN)
     assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
     # By default the weight is quantized directly, and no rounding of x is added along it.
     found = of("metis", rank=k)
-    assert found.parts["projection"] == pytest.approx((T * IN * k + T * OUT * k) / GEMM)
-    assert found.parts["corrections"] == pytest.approx(2 * OUT * IN * k / GEMM)
-    fprop, dgrad = k * IN * OUT + T * k * OUT, k * OUT * IN + T * k * IN
+    assert found.parts["projection"] == pytest.approx((T * IN * k + T * OUT * g) / GEMM)
+    assert found.parts["corrections"] == pytest.approx(OUT * IN * (k + g) / GEMM)
+    fprop, dgrad = k * IN * OUT + T * k * OUT, g * OUT * IN + T * g * IN
     assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
     assert found.weight_bits == 4.5
 
@@ -77,10 +78,10 @@ def test_thin_products_of_other_schemes():
 
 
 def test_layers_that_read_one_tensor_split_it_once():
-    k, layers = 16, [((IN, OUT), MetisConfig(scheme="metis", rank=16))] * 3
+    k, g, layers = 16, 4, [((IN, OUT), MetisConfig(scheme="metis", rank=16))] * 3
     apart, together = overhead(layers, T), overhead(layers, T, ["x", "x", "y"])
     assert apart.share == pytest.approx(of("metis", rank=k).share)
-    thin = 2 * T * IN * k + 3 * T * OUT * k
+    thin = 2 * T * IN * k + 3 * T * OUT * g
     assert together.parts["projection"] == pytest.approx(thin / (3 * GEMM))
     assert together.parts["corrections"] == pytest.approx(apart.parts["corrections"])
     # Of another rank it is another operand.
@@ -88,7 +89,7 @@ def test_layers_that_read_one_tensor_split_it_once():
     assert overhead(layers, T, ["x", "x", "y"]) == overhead(layers, T)
     # In contraction mode wgrad's copy is split apart, and both are shared.
     own = [((IN, OUT), MetisConfig(scheme="metis", rank=16, operand_mode="contraction"))] * 2
-    thin = 2 * T * IN * k + 4 * T * OUT * k
+    thin = 2 * T * IN * k + 4 * T * OUT * g
     found = overhead(own, T, ["x", "x"])
     assert found.parts["projection"] == pytest.approx(thin / (2 * GEMM))
 

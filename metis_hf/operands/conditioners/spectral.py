@@ -171,8 +171,8 @@ class Spectral(Conditioner):
 
         v from sampled rows, a and lam by projecting every row.
         """
-        rank = min(self.rank, *x.shape)
-        width = min(rank + self.oversample, *x.shape)
+        rank = _least(self.rank, *x.shape)
+        width = _least(rank + self.oversample, *x.shape)
         v = find_subspace(
             x,
             rank,
@@ -186,3 +186,16 @@ class Spectral(Conditioner):
         )  # [c k]
         a, lam = project(x.to(v.dtype), v)  # [t k] [k]
         return a, lam, v
+
+
+def _least(*sizes: int) -> int:
+    """Return the least of some sizes, one of which torch.compile may know as a symbol.
+
+    `min` would give Min(12, tokens), and torch 2.13 cannot compute with the padding of such a size
+    to whole blocks. A comparison is a guard, and leaves 12.
+    """
+    least, *others = sizes
+    for size in others:
+        if size < least:
+            least = size
+    return least

@@ -1,0 +1,73 @@
+"""The default scheme's directions: of inputs and of output gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from metis_hf import MetisConfig
+from metis_hf.schemes import Role, build_scheme
+
+INPUT, GRADIENT = Role.FPROP_INPUT, Role.DGRAD_GRAD_OUTPUT
+
+
+def directions(i: int = 576, o: int = 1536, **config) -> tuple[int, int]:
+    """Those of inputs and of output gradients, of a layer [o i]."""
+    scheme = build_scheme(MetisConfig(**config), i, o)
+    found = scheme.directions(INPUT), scheme.directions(GRADIENT)
+    assert found[0] == scheme.rank
+    # Copies for wgrad are split alike, where it has its own.
+    assert scheme.directions(Role.WGRAD_INPUT) == found[0]
+    assert scheme.directions(Role.WGRAD_GRAD_OUTPUT) == found[1]
+    return found
+
+
+@pytest.mark.parametrize("mode", [None, "contraction"])
+@pytest.mark.parametrize(
+    ("rank", "gradients"), [(1, 1), (4, 1), (5, 2), (9, 3), (15, 4), (48, 12), (98, 25)]
+)
+def test_gradients_have_a_quarter_of_the_directions_rounded_up(rank, gradients, mode):
+    assert directions(rank=rank, operand_mode=mode) == (rank, gradients)
+
+
+@pytest.mark.parametrize(
+    ("sides", "rank"),
+    [
+        ((576, 576), 48),
+        ((576, 192), 48),
+        ((96, 256), 48),
+        ((32, 96), 32),
+        ((4096, 14336), 64),
+        ((8192, 8192), 128),
+    ],
+)
+def test_ranks_are_at_least_48_in_blocks_and_no_more_than_a_layer_has(sides, rank):
+    assert directions(*sides) == (rank, rank // 4)
+
+
+def test_a_multiple_of_the_config_s_own_has_no_floor():
+    assert directions(rank_multiple=1) == (9, 3)
+    assert directions(rank_multiple=16) == (16, 4)
+
+
+def test_the_share_is_an_option():
+    assert directions(rank=32, gradient_rank_frac=1) == (32, 32)
+    assert directions(rank=30, gradient_rank_frac=0.1) == (30, 3)  # no 4 by a rounding error
+    assert directions(rank=9, gradient_rank_frac=1e-9) == (9, 1)
+    assert directions(rank_frac=0.06, rank_multiple=1, gradient_rank_frac=0.5) == (35, 18)
+
+
+def test_the_paper_s_gradients_have_all_directions():
+    assert directions(scheme="metis-paper", rank=9) == (9, 9)
+    assert directions(scheme="metis-paper", rank=9, gradient_rank_frac=0.25) == (9, 3)
+
+
+def test_what_is_not_split_has_no_directions():
+    for config, roles in (
+        (MetisConfig(scheme="nvidia"), Role),
+        (MetisConfig(decompose=("activation",)), [GRADIENT]),
+        (MetisConfig(), [Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT]),
+    ):
+        scheme = build_scheme(config, 64, 64)
+        assert not any(scheme.directions(role) for role in roles)
+    stored = build_scheme(MetisConfig(scheme="svdquant", rank=8), 64, 64)
+    assert stored.directions(Role.DGRAD_WEIGHT) == stored.directions(Role.FPROP_WEIGHT) == 8
