@@ -48,8 +48,8 @@ class MetisConfig:
         rank: number of directions of every layer, instead of `rank_frac`; 1 to 2**24, which is
             more than any dimension of a weight.
         rank_multiple: a rank from `rank_frac` is rounded up to a multiple of this (1 to 2**24);
-            None takes the scheme's own (at least 48 and a multiple of 16, one block, for "metis";
-            32 for what is stored split; 1 for "metis-paper").
+            None takes the scheme's own: at least 48 and a multiple of 16, one block, for "metis";
+            32 where `split_weight` stores factors, under any scheme but "metis-paper"; there 1.
         gradient_rank_frac: directions of output gradients as a share of the rank, rounded up;
             None takes the scheme's own (a quarter for "metis", all for "metis-paper").
         sample_frac: share of token rows that the activation and gradient subspaces are estimated

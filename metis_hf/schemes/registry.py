@@ -33,7 +33,8 @@ class SchemeInfo:
         summary: one line for tables.
         source: arXiv id, specification or code base.
         rank_multiple: what the rank is rounded up to unless the config says.
-        least_rank: the lowest rank from a share unless the config has a `rank_multiple`.
+        least_rank: the lowest rank from a share unless the config has a `rank_multiple`, or stores
+            weights split.
         formats: names of the number formats that it takes; None: any.
         builder: the function (config, rank) -> Scheme that was registered.
     """
@@ -94,7 +95,8 @@ def register_scheme(
         source: arXiv id, specification or code base.
         rank_multiple: what the rank is rounded up to unless the config says; None for schemes
             that split nothing of their own.
-        least_rank: the lowest rank from a share, unless the config has a multiple of its own.
+        least_rank: the lowest rank from a share, unless the config has a multiple of its own or
+            stores weights split.
         formats: names of the number formats that `MetisConfig.format` may choose for it; None: any.
 
     Raises:
@@ -209,8 +211,11 @@ def layer_rank(config: MetisConfig, in_features: int, out_features: int) -> int:
     multiple = config.rank_multiple
     if multiple is None:
         info = scheme_info(config.scheme)
-        kept = max(kept, info.least_rank)
-        multiple = info.rank_multiple or (RANK_MULTIPLE if config.split_weight else 1)
+        multiple, least = info.rank_multiple, info.least_rank
+        if config.split_weight and (multiple is None or least > 1):
+            # Of stored factors, so that any scheme can take them over from any other.
+            multiple, least = RANK_MULTIPLE, 1
+        kept, multiple = max(kept, least), multiple or 1
     return min(smaller, -(-kept // multiple) * multiple)
 
 

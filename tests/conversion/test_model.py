@@ -206,11 +206,11 @@ def test_report(split):
     text = str(model.metis_report)
     assert "14 layers converted" in text
     assert "output head): lm_head" in text
-    assert "rank 32 (4 layers), 48 (10 layers)" in text
+    assert ("rank 32 (14 layers)" if split else "rank 32 (4 layers), 48 (10 layers)") in text
     assert ("split reproduces the weights to" in text) == split
-    # 4.5 bits for a weight; for its share of the factors too, plus s: k = 48 of a 64 x 64 layer.
+    # 4.5 bits for a weight; for its share of the factors too, plus s: k = 32 of a 64 x 64 layer.
     layer = next(x for x in model.metis_report.layers if x.in_features == x.out_features == 64)
-    assert layer.bits_per_weight == pytest.approx(4.5 * 2.5 + 0.375 if split else 4.5)
+    assert layer.bits_per_weight == pytest.approx(4.5 * 2 + 0.25 if split else 4.5)
     assert layer.error < 1e-6
     assert (layer.error > 0) == split
 

@@ -49,7 +49,7 @@ def test_text_without_what_was_true_at_conversion_alone():
     assert report.max_error > 0
     assert "split reproduces" in str(report)
     assert "split reproduces" not in report.text(error=False)
-    assert "rank 32 (4 layers), 48 (10 layers)" in report.text(error=False)
+    assert "rank 32 (14 layers)" in report.text(error=False)
 
 
 def test_tied_parameters_count_once_on_every_device():

@@ -32,7 +32,13 @@ RESULTS = sorted(
 )
 # Records whose own table stands on no page; that of gap_by_width.py shows width 96, and the one
 # beside published losses the scaled-down grid.
-UNSHOWN = {"methods-tiny-split", "tiny-ablations", "width-96", "width-96-quarter", "quartet2-scaled"}
+UNSHOWN = {
+    "methods-tiny-split",
+    "tiny-ablations",
+    "width-96",
+    "width-96-quarter",
+    "quartet2-scaled",
+}
 
 
 @pytest.fixture

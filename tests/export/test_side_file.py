@@ -66,17 +66,17 @@ class TestSideFile:
         }
         description = json.loads((out / "metis_low_rank.json").read_text())
         name = "model.layers.0.mlp.up_proj"
-        assert description["layers"][name] == {"out_features": 96, "in_features": 64, "rank": 32}
+        assert description["layers"][name] == {"out_features": 96, "in_features": 64, "rank": 48}
         tensors = load_file(out / "metis_low_rank.safetensors")
         keys = ("u_packed", "u_scale", "u_global_scale", "s", "vh_packed")
         found = {key: tensors[f"{name}.{key}"] for key in keys}
         shapes = {key: (str(tensor.dtype), *tensor.shape) for key, tensor in found.items()}
         assert shapes == {
-            "u_packed": ("torch.uint8", 96, 16),
-            "u_scale": ("torch.float8_e4m3fn", 96, 2),
+            "u_packed": ("torch.uint8", 96, 24),
+            "u_scale": ("torch.float8_e4m3fn", 96, 3),
             "u_global_scale": ("torch.float32", 1),
-            "s": ("torch.float32", 32),
-            "vh_packed": ("torch.uint8", 32, 32),
+            "s": ("torch.float32", 48),
+            "vh_packed": ("torch.uint8", 48, 32),
         }
 
     def test_missing_factor_and_newer_version(self, tmp_path):

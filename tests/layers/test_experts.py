@@ -410,7 +410,5 @@ def test_report_names_what_was_done():
     text = str(get_metis_model(ARCHITECTURES["mixtral"].build(), config).metis_report)
     layers = LAYERS * (4 + 2 * EXPERTS)
     assert text.startswith(f"scheme metis: {layers} layers converted || ")
-    narrow = 2 * LAYERS  # keys and values
-    ranks = f"rank 32 ({narrow} layers), 48 ({layers - narrow} layers)"
-    assert f"{ranks}; split reproduces the weights to" in text
+    assert f"rank 32 ({layers} layers); split reproduces the weights to" in text
     assert "kept in high precision (output head): lm_head" in text

@@ -49,6 +49,12 @@ def test_a_multiple_of_the_config_s_own_has_no_floor():
     assert directions(rank_multiple=16) == (16, 4)
 
 
+def test_stored_factors_have_the_rank_that_they_have_under_any_scheme():
+    for scheme in ("metis", "nvidia", "bf16-split", "svdquant"):
+        assert build_scheme(MetisConfig(scheme=scheme, split_weight=True), 576, 576).rank == 32
+    assert build_scheme(MetisConfig(scheme="metis-paper", split_weight=True), 576, 576).rank == 9
+
+
 def test_the_share_is_an_option():
     assert directions(rank=32, gradient_rank_frac=1) == (32, 32)
     assert directions(rank=30, gradient_rank_frac=0.1) == (30, 3)  # no 4 by a rounding error
