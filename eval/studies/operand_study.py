@@ -53,7 +53,7 @@ from metis_hf.operands import (
 )
 from metis_hf.schemes import Role, Scheme
 
-RANK = 32  # of the default scheme at this width
+RANK = 32  # of the default scheme at this width in version 0.1.0
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
 TITLES = ("x", "w", "dy", "y", "dx", "dw", "bias of dw", "x, lower half", "loss, forward only")

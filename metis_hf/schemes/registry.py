@@ -20,7 +20,7 @@ from metis_hf.schemes.base import Scheme
 Builder = Callable[[MetisConfig, int], Scheme]
 
 CONTROL = "bf16"  # the scheme that quantizes nothing
-RANK_MULTIPLE = 32  # of ranks: two blocks; docs/method.md
+RANK_MULTIPLE = 32  # of stored factors: two blocks
 ENTRY_POINTS = "metis_hf.schemes"  # the group of installed packages' schemes
 
 
