@@ -192,7 +192,7 @@ def stochastic_everywhere(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
 
 
 def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
-    """Return the dynamic split of activations; of gradients too, but for `gradient_rank`."""
+    """Return the dynamic split of activations; that of gradients has `gradient_rank`."""
     return Spectral(
         rank=rank,
         sample_frac=config.sample_frac,
