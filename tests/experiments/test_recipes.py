@@ -128,7 +128,8 @@ def test_dry_run_of_the_8b_model():
     assert plan["steps"] == 190_735
     # 6 N t with N = 6.98e9 converted weights, over 0.5M tokens.
     assert plan["flops"]["gemm"] == 6 * 6_979_321_856 * 524_288
-    assert 0.05 < plan["flops_added_share"] < 0.15  # directions are found for each forward pass
+    # Ranks of 64 of 4,096, gradients a quarter of it: directions are found for each forward pass.
+    assert 0.03 < plan["flops_added_share"] < 0.05
     # AdamW: 8 bytes a parameter, on 64 ranks.
     assert plan["memory"]["FSDP2"]["moments"] == pytest.approx(8 * 8_030_261_248 / 64, rel=0.005)
     assert int(peak) < 2 * 2**20  # KiB: one copy of the weights alone would be 30 GiB
