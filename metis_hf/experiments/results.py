@@ -32,6 +32,8 @@ class SchemeResult:
         peak_memory: bytes, the most in use beyond what was in use before the model was built.
         parameters: of the model as transformers builds it, before the conversion.
         precision_schedule: of the variant.
+        loss_dense: held-out loss of the same model with its quantizers off; None where it was
+            not measured.
     """
 
     scheme: str
@@ -46,6 +48,7 @@ class SchemeResult:
     peak_memory: int = 0
     parameters: int = 0
     precision_schedule: dict[str, Any] | None = None
+    loss_dense: float | None = None
 
 
 def load_result(directory: Path) -> SchemeResult | None:

@@ -47,11 +47,13 @@ class Evaluated:
         loss: held-out loss, nats per token.
         tasks: task -> {"metric", "value", "stderr"}.
         record: results of lm-eval as they came.
+        loss_dense: held-out loss with the quantizers off; None if not measured.
     """
 
     loss: float
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
+    loss_dense: float | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ def _finished(
         peak_memory=trained.peak_memory,
         parameters=trained.parameters,
         precision_schedule=variant.precision_schedule,
+        loss_dense=evaluated.loss_dense,
     )
 
 

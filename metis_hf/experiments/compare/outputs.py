@@ -144,6 +144,7 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
         "config": result.config,
         "precision_schedule": result.precision_schedule,
         "loss": result.loss,
+        "loss_dense": result.loss_dense,
         "tasks": result.tasks,
         "seconds_per_step": result.seconds_per_step,
         "peak_memory": result.peak_memory,

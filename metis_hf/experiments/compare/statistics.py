@@ -66,6 +66,8 @@ class Summary:
             itself or without one.
         above_reference: the same to the plan's reference; None for the reference itself, for the
             control, or without a reference.
+        gap_dense: `gap` of the same models with their quantizers off: what training in few
+            bits left in the weights. None also where it was not measured.
         diverged: seeds whose loss is not finite.
         tasks: task -> mean of its metric over the seeds.
         average: mean over the tasks; NaN without tasks.
@@ -81,6 +83,7 @@ class Summary:
     deviation: float
     gap: Interval | None
     above_reference: Interval | None
+    gap_dense: Interval | None
     diverged: tuple[int, ...]
     tasks: dict[str, float]
     average: float
@@ -138,6 +141,7 @@ def _summary(
     losses = {run.seed: run.loss for run in runs}
     values = list(losses.values())
     finite = all(map(math.isfinite, values))
+    dense = {r.seed: x for r in runs if (x := r.loss_dense) is not None}
     tasks = {
         task: statistics.fmean(run.tasks[task]["value"] for run in runs)
         for task in runs[0].tasks
@@ -150,6 +154,7 @@ def _summary(
         deviation=statistics.stdev(values) if finite and len(values) > 1 else math.nan,
         gap=_paired(losses, base),
         above_reference=_paired(losses, reference),
+        gap_dense=_paired(dense, base) if dense else None,
         diverged=tuple(seed for seed, loss in losses.items() if not math.isfinite(loss)),
         tasks=tasks,
         average=statistics.fmean(tasks.values()) if tasks else math.nan,

@@ -25,13 +25,18 @@ def header(summaries: Sequence[Summary], reference: str | None = None) -> list[s
     tasks = list(summaries[0].tasks)
     average = ["Avg"] if tasks else []
     above = [f"Above {reference}, %"] if _has_reference(summaries) else []
-    gaps = ["Gap to control, %", *above]
+    dense = ["Gap dense, %"] if _has_dense(summaries) else []
+    gaps = ["Gap to control, %", *dense, *above]
     extra = ["Extra multiply-adds, %"] if _has_extra(summaries) else []
     return ["Variant", "Loss", *gaps, *tasks, *average, *extra, "s/step", "x control", "MB"]
 
 
 def _has_reference(summaries: Sequence[Summary]) -> bool:
     return any(summary.above_reference is not None for summary in summaries)
+
+
+def _has_dense(summaries: Sequence[Summary]) -> bool:
+    return any(summary.gap_dense is not None for summary in summaries)
 
 
 def _has_extra(summaries: Sequence[Summary]) -> bool:
@@ -41,11 +46,17 @@ def _has_extra(summaries: Sequence[Summary]) -> bool:
 def rows(summaries: Sequence[Summary]) -> list[list[str]]:
     """Return a row of plain cells for each variant."""
     control = next((s for s in summaries if s.name == CONTROL), None)
-    above, extra = _has_reference(summaries), _has_extra(summaries)
-    return [_row(summary, control, above, extra) for summary in summaries]
+    shown = {
+        "dense": _has_dense(summaries),
+        "above": _has_reference(summaries),
+        "extra": _has_extra(summaries),
+    }
+    return [_row(summary, control, **shown) for summary in summaries]
 
 
-def _row(summary: Summary, control: Summary | None, above: bool, extra: bool) -> list[str]:
+def _row(
+    summary: Summary, control: Summary | None, *, dense: bool, above: bool, extra: bool
+) -> list[str]:
     deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
     tasks = [f"{100 * value:.1f}" for value in summary.tasks.values()]
     if tasks:
@@ -55,6 +66,7 @@ def _row(summary: Summary, control: Summary | None, above: bool, extra: bool) ->
         summary.name,
         f"{summary.mean:.4f}{deviation}",
         format_gap(summary.gap),
+        *([format_gap(summary.gap_dense)] if dense else []),
         *([format_gap(summary.above_reference)] if above else []),
         *tasks,
         *([f"{summary.extra:.1f}"] if extra else []),
@@ -108,14 +120,16 @@ def as_csv(summaries: Sequence[Summary]) -> str:
     writer.writerow(
         ["variant", "mean_loss", "sd_loss", *(f"loss_seed_{seed}" for seed in seeds),
          "gap_percent", "gap_half_width_95",
+         "gap_dense_percent", "gap_dense_half_width_95",
          "above_reference_percent", "above_reference_half_width_95",
          *tasks, "extra_multiply_adds_percent", "seconds_per_step", "peak_memory_bytes"]
     )  # fmt: skip
     for s in summaries:
-        gap, above = (g or Interval(math.nan, math.nan, 0) for g in (s.gap, s.above_reference))
+        found = (s.gap, s.gap_dense, s.above_reference)
+        gaps = (gap or Interval(math.nan, math.nan, 0) for gap in found)
         writer.writerow(
             [s.name, s.mean, s.deviation, *(s.losses.get(seed, "") for seed in seeds),
-             gap.mean, gap.half_width, above.mean, above.half_width,
+             *(number for gap in gaps for number in (gap.mean, gap.half_width)),
              *(s.tasks[task] for task in tasks),
              s.extra, s.seconds_per_step, s.peak_memory]
         )  # fmt: skip

@@ -27,6 +27,7 @@ from metis_hf.shared import checkpoints
 from metis_hf.shared.processes import end_with_parent
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import read_json
+from metis_hf.training.precision_schedule import high_precision
 
 if TYPE_CHECKING:
     from metis_hf.evaluation import TaskSpec
@@ -61,11 +62,16 @@ def run(directory: Path) -> None:
     )
 
     def evaluate(trained: Trained) -> Evaluated:
-        loss = trained.trainer.evaluate(held_out)["eval_loss"]
-        if not spec["tasks"] or not trained.trainer.is_world_process_zero():
-            return Evaluated(loss)
+        trainer = trained.trainer
+        found = Evaluated(trainer.evaluate(held_out)["eval_loss"])
+        with high_precision(trainer.model):
+            exact = trainer.evaluate(held_out)["eval_loss"]
+        found = replace(found, loss_dense=exact)
+        if not spec["tasks"] or not trainer.is_world_process_zero():
+            return found
         result = evaluate_checkpoint(trained.directory, task_specs(**spec))
-        return Evaluated(loss, headlines(result, spec["tasks"]), result.to_dict())
+        tasks = headlines(result, spec["tasks"])
+        return replace(found, tasks=tasks, record=result.to_dict())
 
     run_variant(
         experiment,
