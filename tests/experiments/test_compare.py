@@ -12,11 +12,16 @@ import sys
 import time
 
 import pytest
+import torch
 import yaml
 from conftest import hear_interrupts
 from design import full_only
+from transformers import AutoModelForCausalLM
 
+from metis_hf import to_dense
 from metis_hf.cli import main
+from metis_hf.experiments.compare.data import load_data
+from metis_hf.shared.records import bf16_units
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
 CONFIG = {
@@ -99,6 +104,25 @@ def test_outputs_hold_what_was_trained(finished):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert f"{summary['mean']:.4f}" in printed
     assert "seed 1: held-out loss" in printed
+
+
+@pytest.mark.slow
+def test_each_model_is_evaluated_without_its_quantizers_too(finished):
+    """Beside a plain model with the same weights."""
+    out, _, _ = finished
+    settings = {"vocab_size": 300, "sequence_length": 32, "eval_sequences": 16, "seed": 0}
+    data = out / "data"
+    _, held_out, _ = load_data(data, None, **settings)
+    ids = held_out["input_ids"][:]
+    by_name = {r["scheme"]: r for r in record(out)["runs"] if r["seed"] == 0}
+    for name, r in by_name.items():
+        run_directory = out / "runs" / name / "seed-0"
+        model = AutoModelForCausalLM.from_pretrained(run_directory / "model", dtype=torch.float32)
+        with torch.no_grad(), torch.autocast("cpu", enabled=bf16_units(), dtype=torch.bfloat16):
+            loss = to_dense(model)(input_ids=ids, labels=ids).loss.item()
+        assert r["loss_dense"] == pytest.approx(loss, rel=1e-4)
+    assert by_name["bf16"]["loss_dense"] == by_name["bf16"]["loss"]
+    assert by_name["nvfp4"]["loss_dense"] != pytest.approx(by_name["nvfp4"]["loss"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -26,14 +26,15 @@ from metis_hf.schemes import build_scheme
 from metis_hf.shared.figures import figure_axes
 
 
-def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1):
+def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1, dense=None):
     history = [{"step": i + 1, "loss": value} for i, value in enumerate(curve)]
     values = {
         task: {"metric": "acc", "value": v, "stderr": 0.1} for task, v in (tasks or {}).items()
     }
     return SchemeResult(
-        scheme, {}, "", loss, values, seconds, history, seed=seed, peak_memory=10**6, parameters=5
-    )
+        scheme, {}, "", loss, values, seconds, history,
+        seed=seed, peak_memory=10**6, parameters=5, loss_dense=dense,
+    )  # fmt: skip
 
 
 class TestPlan:
@@ -263,6 +264,19 @@ class TestSummaries:
         _, x = summarize(results)
         assert x.gap.count == 1
         assert x.gap.mean == pytest.approx(10.0)
+
+    def test_the_gap_without_quantizers_is_to_the_controls_loss(self):
+        runs = [("bf16", 2.0, 2.0), ("x", 2.2, 2.1), ("old", 2.4, None)]
+        summaries = summarize([result(*run[:1], 0, run[1], dense=run[2]) for run in runs])
+        assert summaries[0].gap_dense is None
+        assert summaries[1].gap_dense.mean == pytest.approx(5.0)
+        assert summaries[2].gap_dense is None
+        place = table.header(summaries).index("Gap dense, %")
+        assert [row[place] for row in table.rows(summaries)] == ["", "+5.00", ""]
+        assert "gap_dense_percent" in table.as_csv(summaries).splitlines()[0]
+        older = summarize([result("bf16", 0, 2.0), result("x", 0, 2.2)])
+        assert "Gap dense, %" not in table.header(older)
+        assert all(len(row) == len(table.header(older)) for row in table.rows(older))
 
     @pytest.mark.parametrize("name", ["metis", "mine"])
     def test_what_is_above_the_reference_is_paired_too(self, name):
