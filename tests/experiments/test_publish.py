@@ -114,7 +114,7 @@ def test_an_evaluation_goes_between_its_markers(publish, tmp_path):
 
 RECORDS = ("real-model/prose-a", "real-model/prose-b", "real-model/prose-c")
 RECORDS += ("real-model/parts", "real-model/tokens-twice", "tiny-model")
-RECORDS += ("real-model/gradient-directions",)
+RECORDS += ("real-model/gradient-directions", "real-model/hot-channel")
 
 
 @pytest.mark.parametrize("name", RECORDS)
