@@ -209,10 +209,7 @@ def with_tables(page: str) -> str:
         ValueError: the page lacks a marker.
     """
     for name, text in tables().items():
-        placed = page_with(f"paper {name}", text, page)
-        if placed is None:
-            raise ValueError(f"{PAGE.name} has no '<!-- paper {name} -->' ... '<!-- end -->'")
-        page = placed
+        page = page_with(f"paper {name}", text, page)
     return page
 
 

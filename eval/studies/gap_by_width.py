@@ -1,4 +1,4 @@
-"""Gap of each scheme against the width of the model: table and figure in docs/method.md.
+"""Gap of each scheme against the width of the model: table and figure in docs/trained.md.
 
     python eval/studies/gap_by_width.py
 
@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from method_page import PAGE, placed
+from publish import RESULTS, ROOT, page_with
 
 from metis_hf.experiments.compare.statistics import Interval
 from metis_hf.experiments.compare.table import format_gap
@@ -21,7 +21,7 @@ from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
 from metis_hf.shared.tables import markdown_table
 
-RESULTS = PAGE.parent.parent / "eval" / "results"
+PAGE = ROOT / "docs" / "trained.md"
 RECORDS = ("width-96", "width-96-quarter", "width-384-starts")
 OUT = RESULTS / "widths"
 MARK = "gap by width"
@@ -123,7 +123,7 @@ def main() -> None:
     text = tables(widths)
     (OUT / "table.md").write_text(text)
     draw(widths, OUT / "gap.png")
-    PAGE.write_text(placed(PAGE.read_text(), MARK, text))
+    PAGE.write_text(page_with(MARK, text, PAGE.read_text()))
     print(text)
 
 

@@ -366,10 +366,7 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
         ValueError: the page lacks a marker.
     """
     for marker, text in tables(record).items():
-        placed = page_with(marker, text, page)
-        if placed is None:
-            raise ValueError(f"{PAGE.name} has no '<!-- {marker} -->' ... '<!-- end -->'")
-        page = placed
+        page = page_with(marker, text, page)
     return page
 
 

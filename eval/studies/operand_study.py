@@ -7,11 +7,12 @@ For a trained control and real text: relative errors |exact - emulated| / |exact
 of y, dx, dw, the same of the mean of dw over 8 draws of noise (its bias), the error of x in the
 lower half of its singular directions, and by how much the held-out loss rises when the forward pass
 is quantized so. Finished variants are kept. Writes JSON, and each table to its place in
-docs/method.md.
+docs/tiny-model.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import re
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from method_page import PAGE, arguments, markdown, placed
+from publish import RESULTS, ROOT, page_with
 from study_conditioners import (
     FOUR_SIX,
     FP8,
@@ -55,6 +56,7 @@ from metis_hf.schemes import Role, Scheme
 
 RANK = 32  # of the default scheme at this width in version 0.1.0
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
+PAGE = ROOT / "docs" / "tiny-model.md"
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
 TITLES = ("x", "w", "dy", "y", "dx", "dw", "bias of dw", "x, lower half", "loss, forward only")
 
@@ -299,12 +301,12 @@ def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
 
 
 def table(variants: dict[str, dict[str, float]]) -> str:
-    """Markdown of one question."""
-    rows = [
-        (name, [found[key] for key in KEYS[:-1]], found[KEYS[-1]])
-        for name, found in variants.items()
-    ]
-    return markdown(TITLES, rows)
+    """Return the markdown of one question: errors, and the rise of the loss in percent."""
+    lines = ["| | " + " | ".join(TITLES) + " |", "|---|" + "---:|" * len(TITLES)]
+    for name, found in variants.items():
+        errors = [f"{found[key]:.3f}" for key in KEYS[:-1]]
+        lines.append(f"| {name} | {' | '.join(errors)} | {found[KEYS[-1]]:+.2f} % |")
+    return "\n".join(lines) + "\n"
 
 
 def with_tables(page: str, record: dict[str, Any]) -> str:
@@ -317,13 +319,17 @@ def with_tables(page: str, record: dict[str, Any]) -> str:
     if asked != marked:
         raise ValueError(f"questions of the study and marks of the page differ: {asked ^ marked}")
     for question, variants in record["studies"].items():
-        page = placed(page, f"study: {question}", table(variants))
+        page = page_with(f"study: {question}", table(variants), page)
     return page
 
 
 def main() -> None:
     """Entry point."""
-    args = arguments(__doc__ or "", "eval/results/operand-study.json")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="a trained bf16 checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help="chunked held-out tokens")
+    parser.add_argument("--out", type=Path, default=RESULTS / "operand-study.json")
+    args = parser.parse_args()
     record = study(args.model, args.data, args.out)
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(with_tables(PAGE.read_text(), record))

@@ -41,11 +41,17 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def page_with(marker: str, table: str, page: str) -> str | None:
-    """The page with the table between `<!-- marker -->` and the next `<!-- end -->`, or None."""
+def page_with(marker: str, table: str, page: str) -> str:
+    """Return the page with the table between `<!-- marker -->` and the next `<!-- end -->`.
+
+    Raises:
+        ValueError: the page does not have that place, or not just one.
+    """
     marked = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)", re.DOTALL)
     text, count = marked.subn(lambda match: f"{match[1]}{table}{match[2]}", page)
-    return text if count else None
+    if count != 1:
+        raise ValueError(f"{count} places '<!-- {marker} -->' ... '<!-- end -->', expected one")
+    return text
 
 
 def publish_demo(run: Path) -> None:
@@ -189,9 +195,9 @@ def _into_pages(marker: str, results: Path, file: str = "table.md") -> list[Path
     """Put a table into the pages that have its markers; returns them."""
     table, shown = (results / file).read_text(), []
     for page in pages():
-        text = page_with(marker, table, page.read_text())
-        if text is not None:
-            page.write_text(text)
+        text = page.read_text()
+        if f"<!-- {marker} -->" in text:
+            page.write_text(page_with(marker, table, text))
             shown.append(page)
     return shown
 

@@ -1,4 +1,4 @@
-"""What storing weights split does to each scheme: a table of two comparisons in docs/method.md.
+"""What storing weights split does to each scheme: a table of two comparisons in docs/tiny-model.md.
 
     python eval/studies/split_effect.py
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from method_page import PAGE, placed
+from publish import RESULTS, ROOT, page_with
 
 from metis_hf.experiments.compare.statistics import Interval, t_interval
 from metis_hf.experiments.compare.table import format_gap
 
-RESULTS = PAGE.parent.parent / "eval" / "results"
+PAGE = ROOT / "docs" / "tiny-model.md"
 DENSE, SPLIT = RESULTS / "methods-tiny.json", RESULTS / "methods-tiny-split.json"
 MARK = "split effect"
 TITLES = ("scheme", "dense", "split", "split, above `bf16-split`", "split, above dense", "seeds")
@@ -71,7 +71,7 @@ def _mean_gap(losses: dict[str, dict[str, float]], name: str) -> float:
 def main() -> None:
     records = [json.loads(path.read_text()) for path in (DENSE, SPLIT)]
     text = table(*records)
-    PAGE.write_text(placed(PAGE.read_text(), MARK, text))
+    PAGE.write_text(page_with(MARK, text, PAGE.read_text()))
     print(text)
 
 

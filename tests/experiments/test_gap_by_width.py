@@ -80,7 +80,7 @@ def test_records_that_were_trained_otherwise(records, other, named):
 def test_the_page_is_the_records(study, tmp_path):
     widths = study.read()
     page = study.PAGE.read_text()
-    assert study.placed(page, study.MARK, study.tables(widths)) == page
+    assert study.page_with(study.MARK, study.tables(widths), page) == page
     assert (study.OUT / "table.md").read_text() == study.tables(widths)
     study.draw(widths, tmp_path / "gap.png")
     assert (tmp_path / "gap.png").stat().st_size > 10_000
