@@ -143,19 +143,19 @@ class PrecisionSchedule(TrainerCallback):
 
     Args:
         at: the step, or the share of all steps if below 1, from which on the passes run
-            unquantized; None: they are quantized to the end.
+            unquantized; None: they are quantized to the end. 0.9 if `until` is not given either.
         high_precision: the passes that are switched: any of "forward", "backward". A pass that is
             not named stays as the model's config has it.
         until: the step, or the share of all steps if below 1, before which they run unquantized
             too; None: they are quantized from the start.
 
     Raises:
-        ValueError: no positive share or whole step, neither `at` nor `until`, or no such pass.
+        ValueError: no positive share or whole step, or no such pass.
     """
 
     def __init__(
         self,
-        at: float | None = 0.9,
+        at: float | None = None,
         high_precision: Sequence[str] = ("forward",),
         until: float | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ class PrecisionSchedule(TrainerCallback):
                     f"{name}={value}; expected a step >= 1 or a share of the steps below 1"
                 )
         if at is None and until is None:
-            raise ValueError("at=None and until=None never switch; give one of them")
+            at = 0.9
         if isinstance(high_precision, str) or not set(high_precision) & set(PASSES):
             raise ValueError(f"high_precision={high_precision!r}; expected a list of {PASSES}")
         MetisConfig(high_precision=tuple(high_precision))  # refuses unknown names

@@ -260,10 +260,15 @@ def test_the_step_of_the_switch(at, steps, switch):
     assert [schedule.is_high(step, steps) for step in range(steps)] == (
         [False] * switch + [True] * (steps - switch)
     )
-    schedule = PrecisionSchedule(at=None, until=at)
+    schedule = PrecisionSchedule(until=at)  # and the last steps are quantized
     assert [schedule.is_high(step, steps) for step in range(steps)] == (
         [True] * switch + [False] * (steps - switch)
     )
+
+
+def test_the_switch_is_late_if_nothing_else_is_said():
+    schedule = PrecisionSchedule(high_precision=PASSES)
+    assert [schedule.is_high(step, 20) for step in range(20)] == [False] * 18 + [True] * 2
 
 
 @pytest.mark.parametrize(("until", "at"), [(1, None), (1, 3), (0.25, 0.75)])
@@ -411,10 +416,6 @@ class TestErrors:
             PrecisionSchedule(at=at)
         with pytest.raises(ValueError, match=rf"until={at}; expected a step"):
             PrecisionSchedule(until=at)
-
-    def test_schedule_that_never_switches(self):
-        with pytest.raises(ValueError, match="at=None and until=None never switch"):
-            PrecisionSchedule(at=None)
 
     def test_schedule_without_a_quantized_step(self):
         with pytest.raises(ValueError, match="leave no step quantized"):
