@@ -10,7 +10,9 @@ import torch
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model, scheme_names
+from metis_hf.operands import HIGH_PRECISION
 from metis_hf.schemes import (
+    Role,
     absolute_source,
     build_scheme,
     discovery,
@@ -108,6 +110,17 @@ class TestImportSchemes:
             assert found[name].fprop_input.conditioner.rank == 9
         schemes = list(found.values())
         assert all(a != b for n, a in enumerate(schemes) for b in schemes[:n])
+
+    def test_the_study_of_operands_alone(self):
+        """Operands that a name leaves out are exact in both GEMMs that read them."""
+        for name in import_schemes(ROOT / "eval/studies/training_parts.py"):
+            scheme = build_scheme(MetisConfig(scheme=name), 64, 48)
+            whole = build_scheme(MetisConfig(scheme="nvfp4-rne"), 64, 48)
+            for role in Role:
+                kind = {"I": "x", "W": "w", "G": "dy"}[role.name.split("_", 1)[1][0]]
+                quantized = kind in name.split("-")[1:]
+                operand = scheme.resolve(role)[1]
+                assert operand == (whole.resolve(role)[1] if quantized else HIGH_PRECISION)
 
     @pytest.mark.parametrize(
         ("name", "message"),

@@ -267,7 +267,7 @@ def test_the_step_of_the_switch(at, steps, switch):
 
 
 def test_the_switch_is_late_if_nothing_else_is_said():
-    schedule = PrecisionSchedule(high_precision=PASSES)
+    schedule = PrecisionSchedule()
     assert [schedule.is_high(step, 20) for step in range(20)] == [False] * 18 + [True] * 2
 
 
