@@ -1,34 +1,53 @@
-"""Schemes that quantize one kind of operand alone: which of them costs what in training?
+"""Schemes that quantize some operands alone: which of them costs what in training?
 
     metis-hf compare --import eval/studies/training_parts.py --schemes bf16,rne-x,rne-w,rne-dy
 
-Each is `nvfp4-rne` for the operands that its name says, and exact for the others. An operand is
-quantized in both GEMMs that read it.
+Each is `nvfp4-rne` for the operands that its name says, and exact for the others: of x, w or dy in
+both GEMMs that read it, or in one of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.schemes import Scheme
+from metis_hf.schemes import Role, Scheme
 from metis_hf.schemes.nvfp4_rne import nvfp4_rne
 from metis_hf.schemes.parts import HIGH_PRECISION, MetisConfig, register_scheme
 
-OPERANDS = {"x": "fprop_input", "w": "fprop_weight", "dy": "dgrad_grad_output"}
-ALONE = (("x",), ("w",), ("dy",), ("x", "w"))
+X, W, DY = (
+    (Role.FPROP_INPUT, Role.WGRAD_INPUT),
+    (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT),
+    (Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT),
+)
+ALONE = {
+    "x": X,
+    "w": W,
+    "dy": DY,
+    "x-w": X + W,
+    "x-fprop": X[:1],
+    "x-wgrad": X[1:],
+    "w-fprop": W[:1],
+    "w-dgrad": W[1:],
+}
 
 
-def register(kinds: tuple[str, ...]) -> None:
-    """Register a scheme that quantizes these kinds of operands."""
+def register(name: str, quantized: tuple[Role, ...]) -> None:
+    """Register a scheme that quantizes the operands at these places."""
 
-    @register_scheme(
-        f"rne-{'-'.join(kinds)}", summary="nvfp4-rne, of some operands", source="docs/trained.md"
-    )
+    @register_scheme(f"rne-{name}", summary="nvfp4-rne, of some operands", source="docs/trained.md")
     def build(config: MetisConfig, rank: int) -> Scheme:
-        scheme = nvfp4_rne(config, rank)
-        exact = {role: HIGH_PRECISION for kind, role in OPERANDS.items() if kind not in kinds}
-        return replace(scheme, **exact)
+        whole = nvfp4_rne(config, rank)
+        operands = {role: whole.resolve(role)[1] for role in Role}
+        exact = {role: HIGH_PRECISION for role in Role if role not in quantized}
+        # Copies that equal the first GEMM's are that copy, as in the whole scheme.
+        found = operands | exact
+        reused = {
+            role: None
+            for role, first in ((X[1], X[0]), (W[1], W[0]), (DY[1], DY[0]))
+            if found[role] == found[first]
+        }
+        return replace(whole, **{role.name.lower(): o for role, o in (found | reused).items()})
 
 
-for kinds in ALONE:
-    register(kinds)
+for name, quantized in ALONE.items():
+    register(name, quantized)
