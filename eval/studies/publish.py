@@ -82,6 +82,8 @@ def publish_compare(run: Path, name: str) -> None:
 
 def draw_compare(name: str) -> None:
     """Write the table and figures of a comparison that is on record."""
+    import training_parts  # noqa: F401  # schemes that some records have
+
     from metis_hf.experiments.compare import table
     from metis_hf.experiments.compare.outputs import count_extra, write_tables
     from metis_hf.experiments.compare.statistics import summarize
