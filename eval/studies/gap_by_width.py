@@ -22,7 +22,7 @@ from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
 from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "trained.md"
-RECORDS = ("width-96", "width-96-quarter", "width-384-starts")
+RECORDS = ("width-96", "width-96-quarter", "width-384-starts", "width-384-quarter")
 OUT = RESULTS / "widths"
 MARK = "gap by width"
 ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every width

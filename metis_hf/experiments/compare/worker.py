@@ -64,6 +64,7 @@ def run(directory: Path) -> None:
     def evaluate(trained: Trained) -> Evaluated:
         trainer = trained.trainer
         found = Evaluated(trainer.evaluate(held_out)["eval_loss"])
+        assert trainer.model is not None
         with high_precision(trainer.model):
             exact = trainer.evaluate(held_out)["eval_loss"]
         found = replace(found, loss_dense=exact)
