@@ -30,8 +30,8 @@ RESULTS = sorted(
     for table in (ROOT / "eval/results").glob("*/table.md")
     if table.parent.with_suffix(".json").exists()
 )
-# Records whose own table stands on no page: one of gap_by_width.py shows width 96, the one beside
-# published losses the scaled-down grid, and sentences of docs/trained.md the others.
+# Records whose own table stands on no page: those of gap_by_width.py and gap_by_tokens.py show some,
+# the one beside published losses the scaled-down grid, and sentences of docs/trained.md the others.
 UNSHOWN = {
     "methods-tiny-split",
     "tiny-ablations",
@@ -43,6 +43,7 @@ UNSHOWN = {
     "width-96-lr-4e-3",
     "width-96-lr-16e-3",
     "quartet2-scaled",
+    *(f"tokens-{count}" for count in (5, 10, 20, 40)),
 }
 
 

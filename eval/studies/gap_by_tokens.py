@@ -1,0 +1,177 @@
+"""Gap of each scheme against tokens per parameter, and what it is worth in tokens: docs/trained.md.
+
+    python eval/studies/gap_by_tokens.py
+
+Reads the records of `metis-hf compare` with one model and several numbers of tokens. Nothing is
+trained. A gap is worth the tokens that the control could do without: its loss, between two of its
+runs, is taken as linear in the logarithm of their tokens, below the shortest as between the two
+shortest. Writes eval/results/tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from publish import RESULTS, ROOT, page_with
+
+from metis_hf.experiments.compare.statistics import Interval, t_interval
+from metis_hf.experiments.compare.table import format_gap
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
+from metis_hf.shared.tables import markdown_table
+
+PAGE = ROOT / "docs" / "trained.md"
+RECORDS = ("tokens-5", "tokens-10", "tokens-20", "tokens-40")
+OUT = RESULTS / "tokens"
+MARK = "gap by tokens"
+ALIKE = ("model", "sequence_length", "training")
+
+
+@dataclass(frozen=True)
+class Length:
+    """The runs of one number of tokens.
+
+    Attributes:
+        tokens: of each run.
+        parameters: of the model, embeddings included.
+        losses: variant -> seed -> held-out loss.
+        dense: the same of the models without their quantizers.
+    """
+
+    tokens: int
+    parameters: int
+    losses: dict[str, dict[int, float]]
+    dense: dict[str, dict[int, float]]
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per parameter."""
+        return self.tokens / self.parameters
+
+    def gap(self, name: str, *, dense: bool = False) -> Interval:
+        """Return the paired gap to the control, percent of its loss."""
+        losses, base = (self.dense if dense else self.losses)[name], self.losses[CONTROL]
+        return t_interval([100 * (losses[s] / base[s] - 1) for s in losses if s in base])
+
+
+def read() -> list[Length]:
+    """Return the records, shortest first.
+
+    Raises:
+        ValueError: records of models or settings that differ.
+    """
+    found, first = [], None
+    for name in RECORDS:
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        experiment = record["plan"]["experiment"]
+        setup = {key: experiment[key] for key in ALIKE}
+        setup["training"] = {k: v for k, v in setup["training"].items() if "steps" not in k}
+        first = first or setup
+        differing = [key for key in ALIKE if setup[key] != first[key]]
+        if differing:
+            raise ValueError(f"{name} differs from another record in {', '.join(differing)}")
+        losses: dict[str, dict[int, float]] = {}
+        dense: dict[str, dict[int, float]] = {}
+        for run in record["runs"]:
+            losses.setdefault(run["scheme"], {})[run["seed"]] = run["loss"]
+            dense.setdefault(run["scheme"], {})[run["seed"]] = run["loss_dense"]
+        found.append(Length(record["tokens"], record["runs"][0]["parameters"], losses, dense))
+    return sorted(found, key=lambda length: length.tokens)
+
+
+def worth(loss: float, control: Mapping[int, float]) -> float:
+    """Return the tokens with which the control has this loss.
+
+    Args:
+        loss: held-out, nats per token.
+        control: tokens -> its loss; two numbers of tokens or more, falling losses.
+    """
+    tokens = sorted(control)
+    # The segment around the loss; the first or last one continued beyond them.
+    index = sum(control[count] >= loss for count in tokens)
+    low = min(max(index - 1, 0), len(tokens) - 2)
+    one, other = tokens[low], tokens[low + 1]
+    slope = (control[other] - control[one]) / math.log(other / one)
+    return one * math.exp((loss - control[one]) / slope)
+
+
+def saved(lengths: Sequence[Length], length: Length, name: str) -> Interval:
+    """Return by how many percent of its tokens the control could have fewer for the same loss."""
+    shares = []
+    for seed, loss in length.losses[name].items():
+        control = {other.tokens: other.losses[CONTROL][seed] for other in lengths}
+        shares.append(100 * (1 - worth(loss, control) / length.tokens))
+    return t_interval(shares)
+
+
+def variants(lengths: Sequence[Length]) -> list[str]:
+    """Return the names of all variants but the control."""
+    return [name for name in lengths[0].losses if name != CONTROL]
+
+
+def tables(lengths: Sequence[Length]) -> str:
+    """Return the table: a column for each number of tokens per parameter."""
+    rows = [
+        ["tokens", *(f"{length.tokens / 1e6:.2f}M" for length in lengths)],
+        [
+            f"loss of `{CONTROL}`",
+            *(f"{np.mean(list(length.losses[CONTROL].values())):.4f}" for length in lengths),
+        ],
+    ]
+    for title, cell in (
+        ("gap, %", lambda length, name: length.gap(name)),
+        ("gap dense, %", lambda length, name: length.gap(name, dense=True)),
+        ("worth, % of the tokens", lambda length, name: saved(lengths, length, name)),
+    ):
+        for name in variants(lengths):
+            cells = (format_gap(cell(length, name)) for length in lengths)
+            rows.append([f"`{name}`: {title}", *cells])
+    return markdown_table(["Tokens per parameter", *(f"{x.ratio:.0f}" for x in lengths)], rows)
+
+
+def draw(lengths: Sequence[Length], path: Path) -> None:
+    """Draw the gaps, and their worth in tokens, against tokens per parameter."""
+    figure, axes = figure_axes(1, 2, (9, 4))
+    panels: tuple[tuple[str, Any], ...] = (
+        ("held-out loss above bf16 (%)", lambda length, name: length.gap(name)),
+        ("worth, % of the tokens", lambda length, name: saved(lengths, length, name)),
+    )
+    for axis, (label, value) in zip(axes[0], panels, strict=True):
+        for index, name in enumerate(variants(lengths)):
+            found = [value(length, name) for length in lengths]
+            halves = [0.0 if math.isnan(gap.half_width) else gap.half_width for gap in found]
+            x = [length.ratio * 1.03**index for length in lengths]
+            axis.errorbar(x, [gap.mean for gap in found], yerr=halves, capsize=2, ms=5, lw=1.2,
+                          color=COLORS[index], marker=MARKERS[index], elinewidth=0.8,
+                          label=name)  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([x.ratio for x in lengths], [f"{x.ratio:.0f}" for x in lengths])
+        axis.minorticks_off()
+        axis.axhline(0, color="black", lw=0.8)
+        axis.set_xlabel("tokens per parameter")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Write the table and the figure."""
+    lengths = read()
+    OUT.mkdir(parents=True, exist_ok=True)
+    text = tables(lengths)
+    (OUT / "table.md").write_text(text)
+    draw(lengths, OUT / "gap.png")
+    PAGE.write_text(page_with(MARK, text, PAGE.read_text()))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
