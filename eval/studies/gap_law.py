@@ -276,6 +276,7 @@ def study() -> dict[str, Any]:
         "points": [asdict(point) for point in (*published, *ours)],
         "fits": fits,
         "local exponents": local_exponents(groups["mean of the five"]),
+        "parameters extrapolated to": next(iter(tiny.values())).parameters,
         "extrapolated": extrapolated,
     }
 

@@ -25,11 +25,11 @@ def draw(record: dict[str, Any], points: Sequence[Any], power, curved, path: Pat
     figure, axes = figure_axes(1, 2, (11, 4.6))
     _published(axes[0][0], points, power, curved)
     _ours(axes[0][1], record["extrapolated"])
-    sizes = [point["parameters"] for point in record["points"]]
+    size = record["parameters extrapolated to"]
     smallest = min(point.parameters for point in points)
     axes[0][1].set_title(
-        f"{min(sizes) / 1e6:.2f}M parameters; the grid's smallest has {smallest / min(sizes):.0f} "
-        "times as many",
+        f"{size / 1e6:.2f}M parameters; the grid's smallest has {smallest / size:.0f} times "
+        "as many",
         fontsize=10,
     )
     for axis in axes[0]:

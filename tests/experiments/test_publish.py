@@ -30,8 +30,8 @@ RESULTS = sorted(
     for table in (ROOT / "eval/results").glob("*/table.md")
     if table.parent.with_suffix(".json").exists()
 )
-# Records whose own table stands on no page: those of gap_by_width.py and gap_by_tokens.py show some,
-# the one beside published losses the scaled-down grid, and sentences of docs/trained.md the others.
+# Records whose own table stands on no page: some stand in tables of gap_by_width.py and
+# gap_by_tokens.py, one beside published losses, others in sentences of docs/trained.md.
 UNSHOWN = {
     "methods-tiny-split",
     "tiny-ablations",
