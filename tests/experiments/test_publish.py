@@ -240,7 +240,9 @@ def eval_directory(monkeypatch):
     """Imports of one script by another, and schemes that a script registers, end with the test."""
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
-    monkeypatch.delitem(sys.modules, "training_parts", raising=False)
+    sys.modules.pop("training_parts", None)  # so that it registers where it is imported again
+    yield
+    sys.modules.pop("training_parts", None)
 
 
 def script(name):
