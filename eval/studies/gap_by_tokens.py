@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from publish import RESULTS, ROOT, page_with
+from gap_figure import plot_gaps
+from publish import RESULTS, ROOT, publish_table
 
 from metis_hf.experiments.compare.statistics import Interval, t_interval
 from metis_hf.experiments.compare.table import format_gap
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
+from metis_hf.shared.figures import figure_axes
 from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "trained.md"
@@ -143,33 +144,22 @@ def draw(lengths: Sequence[Length], path: Path) -> None:
         ("worth, % of the tokens", lambda length, name: saved(lengths, length, name)),
     )
     for axis, (label, value) in zip(axes[0], panels, strict=True):
-        for index, name in enumerate(variants(lengths)):
-            found = [value(length, name) for length in lengths]
-            halves = [0.0 if math.isnan(gap.half_width) else gap.half_width for gap in found]
-            x = [length.ratio * 1.03**index for length in lengths]
-            axis.errorbar(x, [gap.mean for gap in found], yerr=halves, capsize=2, ms=5, lw=1.2,
-                          color=COLORS[index], marker=MARKERS[index], elinewidth=0.8,
-                          label=name)  # fmt: skip
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([x.ratio for x in lengths], [f"{x.ratio:.0f}" for x in lengths])
-        axis.minorticks_off()
-        axis.axhline(0, color="black", lw=0.8)
+        found = {
+            name: {length.ratio: value(length, name) for length in lengths}
+            for name in variants(lengths)
+        }
+        plot_gaps(axis, found, {length.ratio: f"{length.ratio:.0f}" for length in lengths})
         axis.set_xlabel("tokens per parameter")
         axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(fontsize=8)
     figure.savefig(path)
 
 
 def main() -> None:
-    """Write the table and the figure."""
     lengths = read()
-    OUT.mkdir(parents=True, exist_ok=True)
     text = tables(lengths)
-    (OUT / "table.md").write_text(text)
+    publish_table(OUT, MARK, text, PAGE)
     draw(lengths, OUT / "gap.png")
-    PAGE.write_text(page_with(MARK, text, PAGE.read_text()))
     print(text)
 
 

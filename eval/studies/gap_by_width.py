@@ -9,16 +9,16 @@ same number of tokens for all. Nothing is trained. Writes eval/results/widths.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from publish import RESULTS, ROOT, page_with
+from gap_figure import plot_gaps
+from publish import RESULTS, ROOT, publish_table
 
 from metis_hf.experiments.compare.statistics import Interval
 from metis_hf.experiments.compare.table import format_gap
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
+from metis_hf.shared.figures import figure_axes
 from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "trained.md"
@@ -95,35 +95,22 @@ def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
     """Draw gap against width, a line for each variant, with 95 % intervals where there are any."""
     figure, axes = figure_axes(1, 1, (7, 4.4))
     axis = axes[0][0]
-    names = variants(widths)
-    for index, name in enumerate(names):
-        found = {width: gap_of(record, name) for width, record in widths.items()}
-        points = {width: gap for width, gap in found.items() if gap is not None}
-        # Beside each other, so that intervals do not hide each other.
-        x = [width * 1.025 ** (index - len(names) / 2) for width in points]
-        halves = [0.0 if math.isnan(g.half_width) else g.half_width for g in points.values()]
-        axis.errorbar(x, [gap.mean for gap in points.values()], yerr=halves, capsize=2, ms=5,
-                      color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)],
-                      lw=1.2, elinewidth=0.8, label=name)  # fmt: skip
-    axis.axhline(0, color="black", lw=0.8)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(widths), [str(width) for width in widths])
-    axis.minorticks_off()
+    found = {
+        name: {w: gap for w, record in widths.items() if (gap := gap_of(record, name)) is not None}
+        for name in variants(widths)
+    }
+    plot_gaps(axis, found, {width: str(width) for width in widths})
     axis.set_xlabel("width")
     axis.set_ylabel("held-out loss above bf16 (%)")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
     figure.savefig(path)
 
 
 def main() -> None:
     widths = read()
-    OUT.mkdir(parents=True, exist_ok=True)
     text = tables(widths)
-    (OUT / "table.md").write_text(text)
+    publish_table(OUT, MARK, text, PAGE)
     draw(widths, OUT / "gap.png")
-    PAGE.write_text(page_with(MARK, text, PAGE.read_text()))
     print(text)
 
 

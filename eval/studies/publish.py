@@ -54,6 +54,13 @@ def page_with(marker: str, table: str, page: str) -> str:
     return text
 
 
+def publish_table(out: Path, marker: str, table: str, page: Path) -> None:
+    """Write a study's table to `out` and into the page that shows it."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(table)
+    page.write_text(page_with(marker, table, page.read_text()))
+
+
 def publish_demo(run: Path) -> None:
     """The demo's record, without the per-group health series that its plot shows."""
     target = RESULTS / "demo"

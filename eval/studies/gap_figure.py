@@ -1,0 +1,32 @@
+"""Gaps to the control against something that doubles: a line for each variant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from metis_hf.experiments.compare.statistics import Interval
+from metis_hf.shared.figures import COLORS, MARKERS
+
+
+def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping[float, str]):
+    """Draw intervals on a logarithmic axis.
+
+    Args:
+        axis: of matplotlib.
+        gaps: variant -> place on the axis -> its gap; a NaN half width draws no interval.
+        ticks: place on the axis -> its label.
+    """
+    for index, (name, points) in enumerate(gaps.items()):
+        # Beside each other, so that intervals do not hide each other.
+        x = [place * 1.025 ** (index - len(gaps) / 2) for place in points]
+        halves = [0.0 if math.isnan(g.half_width) else g.half_width for g in points.values()]
+        axis.errorbar(x, [gap.mean for gap in points.values()], yerr=halves, capsize=2, ms=5,
+                      color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)],
+                      lw=1.2, elinewidth=0.8, label=name)  # fmt: skip
+    axis.axhline(0, color="black", lw=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(ticks), list(ticks.values()))
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
