@@ -1,4 +1,4 @@
-"""Switching the precision of a living model: by hand, on a schedule, and across a resume."""
+"""Switching the precision of a living model by hand."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import VOCAB, llama
+from conftest import llama
 from design import cases
-from layers.layer_tools import FP4_SCHEMES, of_each_kind
+from layers.layer_tools import FP4_SCHEMES
 
 from metis_hf import (
     MetisConfig,
-    PrecisionSchedule,
     get_metis_model,
     metis_layers,
-    scheme_names,
     set_precision,
 )
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.operands import Quantized
 from metis_hf.schemes import Role, Scheme
 from metis_hf.training.precision_schedule import CHANGEABLE
+from training.precision_tools import KINDS, PASSES, converted
 
-KINDS = of_each_kind(scheme_names())
-PASSES = [("forward",), ("backward",), ("forward", "backward")]
 # Products of fp32 operands in another order: at most 96 terms of size about 1.
 FP32_GEMM = {"rtol": 1e-4, "atol": 96 * torch.finfo(torch.float32).eps}
 
@@ -36,39 +33,8 @@ FORWARD_ROLES = (Role.FPROP_INPUT, Role.FPROP_WEIGHT)
 CONTRACT_ROWS = (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
 
 
-def converted(scheme="metis", **changes):
-    torch.manual_seed(0)
-    return get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme, **changes))
-
-
 def up_proj(model):
     return model.model.layers[0].mlp.up_proj
-
-
-def trainer(directory, model, schedule=None, **changes):
-    ids = torch.randint(0, VOCAB, (64, 24), generator=torch.Generator().manual_seed(5))
-    options = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-    } | changes
-    made = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(directory), **options),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        callbacks=[] if schedule is None else [schedule],
-    )
-    made.remove_callback(transformers.PrinterCallback)
-    return made
-
-
-def losses(made):
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 @cases({"scheme": FP4_SCHEMES}, rotated={"passes": PASSES})
@@ -171,57 +137,6 @@ def test_switching_back_is_exact(scheme, token_ids):
     assert same == scheme.startswith("bf16")
 
 
-@pytest.mark.parametrize(("scheme", "at"), [(scheme, 2) for scheme in KINDS] + [("metis", 0.5)])
-def test_schedule_in_training(scheme, at, tmp_path):
-    """Before the switch the losses of a run without; then those of a run switched by hand."""
-    plain = trainer(tmp_path / "plain", converted(scheme))
-    plain.train()
-    model = converted(scheme)
-    scheduled = trainer(tmp_path / "scheduled", model, PrecisionSchedule(at=at))
-    scheduled.train()
-    assert losses(scheduled)[:2] == losses(plain)[:2]
-    assert (losses(scheduled)[2:] == losses(plain)[2:]) == scheme.startswith("bf16")
-    assert all(layer.config.high_precision == ("forward",) for _, layer in metis_layers(model))
-
-    class ByHand(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 2:
-                set_precision(model, high_precision=["forward"])
-
-    by_hand = trainer(tmp_path / "hand", converted(scheme), ByHand())
-    by_hand.train()
-    assert losses(by_hand) == losses(scheduled)
-
-
-@cases({"passes": PASSES}, rotated={"scheme": ["nvidia", "metis", "metis-paper"]})
-def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
-    """4 steps with the switch after 2, cut after 1, 2 or 3: the same weights and losses."""
-
-    def run(directory, **changes):
-        return trainer(
-            directory,
-            converted(scheme),
-            PrecisionSchedule(at=2, high_precision=passes),
-            save_strategy="steps",
-            save_steps=1,
-            **changes,
-        )
-
-    whole = run(tmp_path)
-    whole.train()
-    for cut in (1, 2, 3):
-        resumed = run(tmp_path)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
-        assert losses(resumed) == losses(whole), cut
-        states = (resumed.model.state_dict(), whole.model.state_dict())
-        assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states)))
-    # The checkpoints know what they were trained with.
-    for cut, expected in ((1, ()), (2, ()), (3, passes), (4, passes)):
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{cut}")
-        assert loaded.config.quantization_config.high_precision == expected
-        assert {layer.config.high_precision for _, layer in metis_layers(loaded)} == {expected}
-
-
 @pytest.mark.parametrize("scheme", KINDS)
 def test_saved_config_is_restored(scheme, token_ids, tmp_path):
     model = converted(scheme)
@@ -236,60 +151,6 @@ def test_saved_config_is_restored(scheme, token_ids, tmp_path):
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in each.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_a_pass_that_the_schedule_does_not_name_stays(tmp_path):
-    model = converted("nvidia", high_precision=("backward",))
-    seen = []
-
-    class Spy(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            seen.append(set(next(metis_layers(model))[1].config.high_precision))
-
-    made = trainer(tmp_path, model, PrecisionSchedule(at=2))
-    made.add_callback(Spy)
-    made.train()
-    assert seen == [{"backward"}] * 2 + [{"forward", "backward"}] * 2
-
-
-@pytest.mark.parametrize(
-    ("at", "steps", "switch"), [(0.9, 100, 90), (0.5, 3, 2), (7, 100, 7), (1.0, 100, 1)]
-)
-def test_the_step_of_the_switch(at, steps, switch):
-    schedule = PrecisionSchedule(at=at)
-    assert [schedule.is_high(step, steps) for step in range(steps)] == (
-        [False] * switch + [True] * (steps - switch)
-    )
-    schedule = PrecisionSchedule(until=at)  # and the last steps are quantized
-    assert [schedule.is_high(step, steps) for step in range(steps)] == (
-        [True] * switch + [False] * (steps - switch)
-    )
-
-
-def test_the_switch_is_late_if_nothing_else_is_said():
-    schedule = PrecisionSchedule()
-    assert [schedule.is_high(step, 20) for step in range(20)] == [False] * 18 + [True] * 2
-
-
-@pytest.mark.parametrize(("until", "at"), [(1, None), (1, 3), (0.25, 0.75)])
-def test_high_precision_at_the_start(until, at, tmp_path):
-    """The exact model's first loss, then four bits; a resumed run is the same to the bit."""
-
-    def run(directory, **changes):
-        schedule = PrecisionSchedule(at=at, until=until, high_precision=PASSES[-1])
-        return trainer(directory, converted("nvidia"), schedule, **changes)
-
-    whole = run(tmp_path, save_strategy="steps", save_steps=1)
-    whole.train()
-    exact, quantized = (trainer(tmp_path / s, converted(s)) for s in ("bf16", "nvidia"))
-    exact.train(), quantized.train()
-    assert losses(whole)[0] == losses(exact)[0] != losses(quantized)[0]
-    assert losses(whole)[1] != losses(exact)[1]
-    ends = [layer.config.high_precision for _, layer in metis_layers(whole.model)]
-    assert set(ends) == {() if at is None else PASSES[-1]}
-    resumed = run(tmp_path)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert losses(resumed) == losses(whole)
 
 
 def test_evaluation_in_high_precision(token_ids):
@@ -409,23 +270,3 @@ class TestErrors:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert {layer.config.scheme for _, layer in metis_layers(loaded)} == {"bf16"}
         _same_logits(model, loaded, token_ids)
-
-    @pytest.mark.parametrize("at", [0, -1, 2.5])
-    def test_schedule_at(self, at):
-        with pytest.raises(ValueError, match=rf"at={at}; expected a step"):
-            PrecisionSchedule(at=at)
-        with pytest.raises(ValueError, match=rf"until={at}; expected a step"):
-            PrecisionSchedule(until=at)
-
-    def test_schedule_without_a_quantized_step(self):
-        with pytest.raises(ValueError, match="leave no step quantized"):
-            PrecisionSchedule(at=0.5, until=0.5).is_high(0, 100)
-
-    @pytest.mark.parametrize("passes", ["forward", (), ("upward",), ("forward", "upward")])
-    def test_schedule_passes(self, passes):
-        with pytest.raises(ValueError, match=r"high_precision="):
-            PrecisionSchedule(high_precision=passes)
-
-    def test_schedule_without_a_converted_layer(self, tmp_path):
-        with pytest.raises(ValueError, match=r"no converted layer; call get_metis_model"):
-            trainer(tmp_path, llama(), PrecisionSchedule()).train()
