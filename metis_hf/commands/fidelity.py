@@ -56,7 +56,7 @@ def fidelity(
     import_sources(imports)
     from rich.console import Console
 
-    from metis_hf.fidelity.result import HEADER, cells, narrow
+    from metis_hf.fidelity.result import narrow_table
     from metis_hf.fidelity.run import Settings
     from metis_hf.fidelity.run import fidelity as run
     from metis_hf.shared.tables import terminal_table
@@ -81,8 +81,7 @@ def fidelity(
     out = out or Path("runs") / f"fidelity-{Path(model).name}"
     console = Console()
     results = run(settings, out, console)
-    rows = [narrow(cells(result)) for result in results if not result.note]
-    console.print(terminal_table(narrow(HEADER), rows, title=f"Fidelity of {model}"))
+    console.print(terminal_table(*narrow_table(results), title=f"Fidelity of {model}"))
     for result in results:
         if result.note:
             console.print(f"{result.name} was not measured: {result.note}", highlight=False)

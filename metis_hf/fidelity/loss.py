@@ -26,12 +26,14 @@ def predictions(
     batch: int,
     schemes: Sequence[dict[str, Scheme]],
     advance: Callable[[], None] = lambda: None,
+    *,
+    training: bool = False,
 ) -> list[list[Batch]]:
     """Compare the next-token distributions of schemes with the exact model's, batch by batch.
 
-    Evaluation rounding. The exact model runs once for each batch, and its logits are kept no
-    longer than that. Where a scheme names some layers only, those that run before them are not
-    computed a second time: the exact outputs of the batch's layers are then held in memory.
+    The exact model runs once for each batch, and its logits are kept no longer than that. Where a
+    scheme names some layers only, those that run before them are not computed a second time: the
+    exact outputs of the batch's layers are then held in memory.
 
     Args:
         model: with its converted layers.
@@ -40,6 +42,7 @@ def predictions(
         batch: sequences of a batch.
         schemes: what is compared: schemes by layer; layers that are not named run exactly.
         advance: called after each scheme of each batch.
+        training: with the rounding of training; else with that of evaluation. Dropout is off.
 
     Returns:
         For each of `schemes` and each batch: "loss" and "exact", nats per token; "kl", of the exact
@@ -47,6 +50,8 @@ def predictions(
         likeliest successor.
     """
     model.eval()
+    for part in layers.values():
+        part.train(training)
     found: list[list[Batch]] = [[] for _ in schemes]
     for rows in ids.split(batch):
         rows = rows.to(model.device)

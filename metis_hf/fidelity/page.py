@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metis_hf.fidelity.figures import cost_figure, layers_figure
-from metis_hf.fidelity.result import HEADER, SchemeResult, cells
+from metis_hf.fidelity.result import SchemeResult, columns, table
 from metis_hf.monitoring.health import group_of
 from metis_hf.shared.html import Cell, Page, number
 from metis_hf.shared.tables import markdown_table
@@ -18,8 +18,7 @@ _WORST = 12  # layers in a list of those that cost most
 
 def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeResult]) -> None:
     """Write the table, the picture and the page of what was measured so far."""
-    table = markdown_table(HEADER, [cells(result) for result in results])
-    (out / "table.md").write_text(table)
+    (out / "table.md").write_text(markdown_table(*table(results)))
     picture = cost_figure(results, record["settings"]["tokens_per_step"])
     if picture is not None:
         (out / "cost.png").write_bytes(picture)
@@ -44,7 +43,7 @@ def _page(record: dict[str, Any], results: Sequence[SchemeResult], picture: byte
     page.section("Schemes", *_TABLE_TEXT)
     if picture is not None:
         page.figure(picture, _COST_TEXT)
-    page.table(HEADER, [_row(r) for r in results])
+    page.table(*_table(results))
     page.section("Operands of one kind alone", _KINDS_TEXT)
     page.table(_KINDS_HEADER, [row for r in measured for row in _kind_rows(r)])
     for r in measured:
@@ -99,23 +98,14 @@ def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _row(result: SchemeResult) -> list[Cell]:
-    texts = cells(result)
-    if result.note:
-        return [Cell(text) for text in texts]
-    values = [
-        None,
-        result.cost,
-        result.weight_bits,
-        result.rise.mean,
-        result.mean("kl").mean,
-        result.mean("top1").mean,
-        result.gradient("error").mean,
-        result.mean_gradient("error").mean,
-        result.gradient("cosine").mean,
-        result.mean_gradient("cosine").mean,
-    ]
-    return [Cell(text, value) for text, value in zip(texts, values)]
+def _table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[Cell]]]:
+    """Return header and rows that a reader can sort by each column."""
+    header, texts = table(results)
+    rows = []
+    for result, row in zip(results, texts):
+        means = [None if result.note else c.value(result).mean for c in columns(results)]
+        rows.append([Cell(text, mean) for text, mean in zip(row, [None, *means])])
+    return header, rows
 
 
 def _kind_rows(result: SchemeResult) -> list[list[Cell]]:

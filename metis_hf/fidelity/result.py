@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class SchemeResult:
         overhead: kind of work -> share of the GEMMs' multiply-adds.
         weight_bits: for each element of a weight.
         batches: statistics of each batch of the held-out text; see `loss.predictions`.
+        training: the same with the rounding of training, where the forward pass has noise then.
         gradients: of each batch: "error", "cosine"; of their mean: "mean".
         kinds: what operands of one kind alone do (see `operands.KINDS`), and all of them on the
             same batches: a third of those of the loss, one of the gradient's.
@@ -60,6 +61,7 @@ class SchemeResult:
     overhead: dict[str, float] = field(default_factory=dict)
     weight_bits: float = math.nan
     batches: list[dict[str, float]] = field(default_factory=list)
+    training: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
     layers: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -77,9 +79,14 @@ class SchemeResult:
         exact = statistics.fmean([b["exact"] for b in self.batches]) if self.batches else math.nan
         return Estimate.of([100 * (b["loss"] - b["exact"]) / exact for b in self.batches])
 
-    def mean(self, key: str) -> Estimate:
-        """Return "kl" or "top1" over batches."""
-        return Estimate.of([batch[key] for batch in self.batches])
+    def mean(self, key: str, scale: float = 1.0) -> Estimate:
+        """Return "kl" or "top1" over batches, times a factor."""
+        return Estimate.of([scale * batch[key] for batch in self.batches])
+
+    @property
+    def kl_in_training(self) -> Estimate:
+        """Divergence with the rounding of training, nats per token."""
+        return Estimate.of([batch["kl"] for batch in self.training or self.batches])
 
     def gradient(self, key: str) -> Estimate:
         """Return "error" or "cosine" of one batch's gradient."""
@@ -91,43 +98,65 @@ class SchemeResult:
         return Estimate(found.get(key, math.nan), found.get(f"{key}_se", math.nan))
 
 
-HEADER = (
-    "Scheme",
-    "Extra multiply-adds %",
-    "Weight bits",
-    "Loss rise %",
-    "KL (nats)",
-    "Same top token %",
-    "Gradient error",
-    "of the mean",
-    "Gradient cosine",
-    "of the mean",
+@dataclass(frozen=True)
+class Column:
+    """A number of each scheme, as tables show it.
+
+    Attributes:
+        title: of the column.
+        value: of a scheme.
+        spec: its format, such as ".2f".
+        short: the title in a terminal of 80 characters; empty: it has no room for the column.
+    """
+
+    title: str
+    value: Callable[[SchemeResult], Estimate]
+    spec: str
+    short: str = ""
+
+
+_KL_IN_TRAINING = Column("KL in training", lambda r: r.kl_in_training, ".4f", "in training")
+_COLUMNS = (
+    Column("Extra multiply-adds %", lambda r: Estimate(r.cost), ".1f", "Extra %"),
+    Column("Weight bits", lambda r: Estimate(r.weight_bits), ".2f"),
+    Column("Loss rise %", lambda r: r.rise, "+.2f", "Loss rise %"),
+    Column("KL (nats)", lambda r: r.mean("kl"), ".4f", "KL"),
+    _KL_IN_TRAINING,
+    Column("Same top token %", lambda r: r.mean("top1", 100), ".1f"),
+    Column("Gradient error", lambda r: r.gradient("error"), ".3f", "Gradient error"),
+    Column("of the mean", lambda r: r.mean_gradient("error"), ".3f"),
+    Column("Gradient cosine", lambda r: r.gradient("cosine"), ".3f", "Cosine"),
+    Column("of the mean", lambda r: r.mean_gradient("cosine"), ".3f"),
 )
 
 
-def cells(result: SchemeResult) -> list[str]:
-    """Return a row of the table, as text; a scheme that could not be measured says why."""
-    head = [result.name, f"{result.cost:.1f}", f"{result.weight_bits:.2f}"]
-    if result.note:
-        return [result.name, result.note, *[""] * (len(HEADER) - 2)]
-    top1 = result.mean("top1")
-    return [
-        *head,
-        result.rise.text("+.2f"),
-        result.mean("kl").text(".4f"),
-        Estimate(100 * top1.mean, 100 * top1.se).text(".1f"),
-        result.gradient("error").text(".3f"),
-        result.mean_gradient("error").text(".3f"),
-        result.gradient("cosine").text(".3f"),
-        result.mean_gradient("cosine").text(".3f"),
+def columns(results: Sequence[SchemeResult]) -> list[Column]:
+    """Return the columns of a table of these schemes.
+
+    The divergence in training has one where it differs from that in evaluation for some scheme.
+    """
+    differs = any(result.training for result in results)
+    return [column for column in _COLUMNS if differs or column is not _KL_IN_TRAINING]
+
+
+def table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows, as text; a scheme that could not be measured says why."""
+    shown = columns(results)
+    rows = []
+    for result in results:
+        cells = [column.value(result).text(column.spec) for column in shown]
+        if result.note:
+            cells = [result.note, *[""] * (len(shown) - 1)]
+        rows.append([result.name, *cells])
+    return ["Scheme", *(column.title for column in shown)], rows
+
+
+def narrow_table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows for a terminal: measured schemes, few columns, no standard errors."""
+    measured = [result for result in results if not result.note]
+    shown = [column for column in columns(measured) if column.short]
+    rows = [
+        [r.name, *(Estimate(column.value(r).mean).text(column.spec) for column in shown)]
+        for r in measured
     ]
-
-
-# Columns that fit a terminal of 80 characters.
-NARROW = (0, 1, 3, 4, 6, 8)
-
-
-def narrow(row: Sequence[str]) -> list[str]:
-    """Return the cells of a row, or of the header, that a terminal shows: no standard errors."""
-    words = {"Extra multiply-adds %": "Extra %", "KL (nats)": "KL", "Gradient cosine": "Cosine"}
-    return [words.get(row[place], row[place]).partition(" ±")[0] for place in NARROW]
+    return ["Scheme", *(column.short for column in shown)], rows

@@ -222,6 +222,7 @@ class _Measurements:
                 self.store.put(part, name, kind, self.depends, value)
                 found[part] = value
         result.batches, result.kinds = found[LOSS]["batches"], found[LOSS]["kinds"]
+        result.training = found[LOSS]["training"]
         for kind, values in found[GRADIENTS]["kinds"].items():
             result.kinds.setdefault(kind, {}).update(values)
         result.gradients = {k: v for k, v in found[GRADIENTS].items() if k != "kinds"}
@@ -257,22 +258,33 @@ class _Measurements:
         held_out, batch = self.subject.held_out, self.settings.batch
         attention = {name: part.scheme for name, part in self._attention().items()}
         (whole,) = self._predictions(layers, held_out, [schemes | attention], LOSS)
+        training: list[Batch] = []
+        if any(s.forward_is_random for s in (*schemes.values(), *attention.values())):
+            (training,) = self._predictions(layers, held_out, [schemes | attention], training=True)
         few = max(1, len(whole) // 3)
         alone = [{n: only(s, kind) for n, s in schemes.items()} for kind in PREDICTED_KINDS]
         parts = self._predictions(layers, held_out[: few * batch], alone, LOSS)
         effects = map(_effect, [whole[:few], *parts])
-        return {"batches": whole, "kinds": dict(zip(("all", *PREDICTED_KINDS), effects))}
+        kinds = dict(zip(("all", *PREDICTED_KINDS), effects))
+        return {"batches": whole, "training": training, "kinds": kinds}
 
     def _predictions(
         self,
         layers: dict[str, MetisLayer],
         ids: Tensor,
         schemes: Sequence[dict[str, Scheme]],
-        phase: str,
+        phase: str | None = None,
+        *,
+        training: bool = False,
     ) -> list[list[Batch]]:
         model, batch = self.subject.model, self.settings.batch
         parts = {**layers, **self._attention()}
-        return predictions(model, parts, ids, batch, schemes, lambda: self.bars.advance(phase))
+
+        def advance() -> None:
+            if phase:
+                self.bars.advance(phase)
+
+        return predictions(model, parts, ids, batch, schemes, advance, training=training)
 
     def _gradients(
         self, layers: dict[str, MetisLayer], weights: dict[str, nn.Parameter]

@@ -133,6 +133,12 @@ class Scheme:
         object.__setattr__(self, "samples_rows", samples)
         object.__setattr__(self, "is_high_precision", high)
 
+    @property
+    def forward_is_random(self) -> bool:
+        """Return whether training rounds the forward pass with noise, which evaluation does not."""
+        operands = [self.resolve(role)[1] for role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT)]
+        return any(op.quantizer is not None and op.quantizer.needs_noise for op in operands)
+
     def deterministic(self) -> Scheme:
         """Return the same with nearest rounding everywhere: what a layer in eval mode uses."""
         changes: dict[str, Any] = {}

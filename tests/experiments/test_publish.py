@@ -127,8 +127,7 @@ RECORDS += ("real-model/gradient-directions", "real-model/hot-channel")
 def test_fidelity_tables_are_their_records(name):
     record = json.loads((ROOT / "eval/results" / name / "results.json").read_text())
     schemes = [fidelity_result.SchemeResult(**row) for row in record["schemes"]]
-    rows = [fidelity_result.cells(scheme) for scheme in schemes]
-    table = markdown_table(fidelity_result.HEADER, rows)
+    table = markdown_table(*fidelity_result.table(schemes))
     assert (ROOT / "eval/results" / name / "table.md").read_text() == table
     marked = f"<!-- fidelity {name} -->\n{table}<!-- end -->"
     assert any(marked in page.read_text() for page in (ROOT / "docs").glob("*.md"))

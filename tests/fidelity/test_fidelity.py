@@ -37,6 +37,17 @@ class TestNumbers:
             assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
             assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean())
 
+    def test_divergence_in_training_is_that_of_a_model_that_trains(self, place, measured):
+        exact = load(place).eval()
+        scheme = get_metis_model(load(place), MetisConfig(scheme="metis-paper")).train()
+        result = measured[1][2]
+        assert len(result.training) == 3
+        for ids, found in zip(token_ids(place)[:6].split(2), result.training):
+            with torch.no_grad():
+                p, q = (m(input_ids=ids).logits[:, :-1].flatten(0, 1) for m in (exact, scheme))
+            kl = F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="batchmean")
+            assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
+
     def test_gradients_are_those_of_two_plain_models(self, place, measured):
         rows = {}
         for name, scheme in (("exact", None), ("scheme", "nvfp4-rne")):

@@ -19,7 +19,7 @@ from metis_hf.cli import main
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.fidelity import run as fidelity_run
 from metis_hf.fidelity.figures import _is_on_line
-from metis_hf.fidelity.result import HEADER, cells, narrow
+from metis_hf.fidelity.result import narrow_table, table
 from metis_hf.fidelity.run import Settings, fidelity
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.tables import terminal_table
@@ -29,11 +29,24 @@ def test_a_terminal_shows_whole_names(measured):
     from rich.console import Console
 
     console = Console(width=80, file=io.StringIO())
-    rows = [narrow(cells(replace(r, name="outlier-suppression-plus"))) for r in measured[1]]
-    console.print(terminal_table(narrow(HEADER), rows, title="Fidelity"))
+    results = [replace(r, name="outlier-suppression-plus") for r in measured[1]]
+    console.print(terminal_table(*narrow_table(results), title="Fidelity"))
     shown = console.file.getvalue()
-    assert shown.count("outlier-suppression-plus") == len(rows)
+    assert shown.count("outlier-suppression-plus") == len(results)
     assert "±" not in shown
+
+
+def test_divergence_in_training_is_shown_where_it_differs(measured):
+    """That is, where the forward pass rounds with noise; elsewhere it is that of evaluation."""
+    direct, _, random, _ = measured[1]
+    assert random.training
+    assert not direct.training
+    header, (row, other) = table([random, direct])
+    place = header.index("KL in training")
+    assert row[place] == random.kl_in_training.text(".4f") != row[place - 1]
+    assert other[place] == other[place - 1]
+    assert "KL in training" not in table([direct])[0]
+    assert "in training" in narrow_table([random])[0]
 
 
 def test_line_of_the_picture_joins_the_ranks_alone():
@@ -146,9 +159,9 @@ class TestOtherModels:
     def test_a_scheme_that_diverges_is_a_row(self, place, tmp_path, monkeypatch):
         real = fidelity_run.predictions
 
-        def broken(*args):
+        def broken(*args, **options):
             spoiled = {"loss": math.nan, "kl": math.nan}
-            return [[row | spoiled for row in rows] for rows in real(*args)]
+            return [[row | spoiled for row in rows] for rows in real(*args, **options)]
 
         monkeypatch.setattr(fidelity_run, "predictions", broken)
         results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
