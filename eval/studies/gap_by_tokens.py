@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fidelity_and_training import DIRECTIONS, Setting
+from fidelity_and_training import read as read_points
 from gap_figure import plot_gaps
 from publish import RESULTS, ROOT, publish_table
 
@@ -43,12 +45,14 @@ class Length:
         parameters: of the model, embeddings included.
         losses: variant -> seed -> held-out loss.
         dense: the same of the models without their quantizers.
+        divergence: variant -> KL of the control of seed 0 in it, nats per token; nothing trained.
     """
 
     tokens: int
     parameters: int
     losses: dict[str, dict[int, float]]
     dense: dict[str, dict[int, float]]
+    divergence: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -82,7 +86,12 @@ def read() -> list[Length]:
         for run in record["runs"]:
             losses.setdefault(run["scheme"], {})[run["seed"]] = run["loss"]
             dense.setdefault(run["scheme"], {})[run["seed"]] = run["loss_dense"]
-        found.append(Length(record["tokens"], record["runs"][0]["parameters"], losses, dense))
+        divergence = {}
+        if (RESULTS / "prediction" / name).exists():
+            points = read_points(Setting(name, f"prediction/{name}", (name,), DIRECTIONS))
+            divergence = {point.variant: point.divergence for point in points}
+        parameters = record["runs"][0]["parameters"]
+        found.append(Length(record["tokens"], parameters, losses, dense, divergence))
     return sorted(found, key=lambda length: length.tokens)
 
 
@@ -133,6 +142,10 @@ def tables(lengths: Sequence[Length]) -> str:
         for name in variants(lengths):
             cells = (format_gap(cell(length, name)) for length in lengths)
             rows.append([f"`{name}`: {title}", *cells])
+    for name in variants(lengths):
+        if all(name in length.divergence for length in lengths):
+            cells = (f"{length.divergence[name]:.4f}" for length in lengths)
+            rows.append([f"`{name}`: KL of the control", *cells])
     return markdown_table(["Tokens per parameter", *(f"{x.ratio:.0f}" for x in lengths)], rows)
 
 

@@ -34,6 +34,7 @@ TARGET = RESULTS / "gap-law"
 PUBLISHED = "Quartet II's grid"
 TINY, DEMO = "methods-tiny", "demo"
 NOT_QUANTIZED = (CONTROL, "bf16-split")
+IN_PART = "rne-"  # schemes of training_parts.py
 RATIO, SIZE = 100.0, 1e8  # tokens per parameter and parameters at which a level is given
 Array = NDArray[np.float64]
 
@@ -183,8 +184,9 @@ def recorded() -> list[str]:
 
 
 def our_points() -> list[Point]:
-    """Collect the comparisons and the demo on record, without controls that quantize nothing.
+    """Collect the comparisons and the demo on record.
 
+    Left out are controls that quantize nothing, and schemes that quantize some operands alone.
     A record that holds runs of an earlier one adds only what that one lacks.
     """
     points: dict[tuple[str, int, int], Point] = {}
@@ -192,7 +194,9 @@ def our_points() -> list[Point]:
         experiment, tokens, losses = _read(name)
         model = experiment["model"]
         place = (block_parameters(model), model["hidden_size"], tokens)
-        for scheme in (scheme for scheme in losses if scheme not in NOT_QUANTIZED):
+        for scheme in losses:
+            if scheme in NOT_QUANTIZED or scheme.startswith(IN_PART):
+                continue
             found, control = losses[scheme], losses[CONTROL]
             gap = t_interval([100 * (found[seed] / control[seed] - 1) for seed in found])
             point = Point(name, scheme, *place, gap.mean, gap.half_width)

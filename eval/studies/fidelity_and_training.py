@@ -1,0 +1,204 @@
+"""What fidelity says of training: divergence of schemes against their gaps, for docs/fidelity.md.
+
+    python eval/studies/fidelity_and_training.py
+
+Reads records of `metis-hf fidelity` on the control of a comparison, and of `metis-hf compare`.
+Nothing is trained. Writes eval/results/prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from publish import RESULTS, ROOT, publish_table
+from scipy.stats import spearmanr
+
+from metis_hf.experiments.compare.statistics import Interval
+from metis_hf.fidelity.result import SchemeResult
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
+from metis_hf.shared.tables import markdown_table
+
+PAGE = ROOT / "docs" / "fidelity.md"
+OUT = RESULTS / "prediction"
+MARK = "fidelity and training"
+DIRECT = "nvfp4-rne"  # what gaps and divergences are drawn relative to
+# Their weights are trained as factors, which has a gap of its own.
+STORED_SPLIT = ("bf16-split", "metis-paper", "svdquant")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, the schemes that it was measured in, and the runs that trained in them.
+
+    Attributes:
+        title: in the table and the figure.
+        measured: the record of fidelity.
+        trained: records of comparisons; a variant counts where it comes first.
+        called: variant -> its name in the record of fidelity, where that differs.
+    """
+
+    title: str
+    measured: str
+    trained: tuple[str, ...]
+    called: Mapping[str, str] = field(default_factory=dict)
+
+
+DIRECTIONS = {
+    "metis 6 %, dy 1.5 %": "metis-6-dy-1.5",
+    "metis, x 6 %": "metis-x-06",
+    "metis, x 12 %": "metis-x-12",
+    "metis, x 18 %": "metis-x-18",
+    "metis 18 %, dy 4.5 %": "metis-18-dy-4.5",
+    "metis, nothing split": "metis-nothing-split",
+}
+SETTINGS = (
+    Setting(
+        "width 96, 3.2M tokens",
+        "prediction/tiny",
+        ("methods-tiny", "methods-tiny-newer", "methods-tiny-averis"),
+        {"metis": "metis-32-and-32", "metis contraction": "metis-32-contraction"},
+    ),
+    Setting(
+        "width 96, 1.2M tokens",
+        "prediction/width-96",
+        tuple(
+            f"width-96{part}" for part in ("-directions", "-operands", "-places", "-searched", "")
+        ),
+        DIRECTIONS,
+    ),
+    Setting(
+        "width 384, 1.2M tokens",
+        "prediction/width-384",
+        ("width-384-directions",),
+        DIRECTIONS,
+    ),
+    *(
+        Setting(
+            f"width 64, {tokens}M tokens",
+            f"prediction/tokens-{ratio}",
+            (f"tokens-{ratio}",),
+            DIRECTIONS,
+        )
+        for ratio, tokens in ((5, 0.8), (10, 1.7), (20, 3.3), (40, 6.6))
+    ),
+    Setting(
+        "SmolLM2, 49k tokens further",
+        "real-model/prose-c",
+        ("real-model/continued",),
+        {"metis rank 9": "metis, rank 9"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One scheme of a setting.
+
+    Attributes:
+        variant: its name in the comparison.
+        measured: by fidelity, nothing trained.
+        gap: of the trained models' losses to the control's, percent.
+    """
+
+    variant: str
+    measured: SchemeResult
+    gap: Interval
+
+    @property
+    def divergence(self) -> float:
+        """In training rounding, nats per token."""
+        return self.measured.kl_in_training.mean
+
+
+def read(setting: Setting) -> list[Point]:
+    """Return the schemes that were both measured and trained, in the records' order."""
+    record = json.loads((RESULTS / setting.measured / "results.json").read_text())
+    measured = {row["name"]: SchemeResult(**row) for row in record["schemes"]}
+    found: dict[str, Point] = {}
+    for name in setting.trained:
+        for summary in json.loads((RESULTS / f"{name}.json").read_text())["summaries"]:
+            variant = summary["name"]
+            row = measured.get(setting.called.get(variant, variant))
+            if variant in (CONTROL, *STORED_SPLIT, *found) or row is None:
+                continue
+            found[variant] = Point(variant, row, Interval(**summary["gap"]))
+    return list(found.values())
+
+
+def slope(points: Sequence[Point]) -> float:
+    """Return the gap for a nat of divergence: the line through the origin, least squares."""
+    pairs = [(point.divergence, point.gap.mean) for point in points]
+    return sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs)
+
+
+def rank_correlation(points: Sequence[Point], value: Callable[[SchemeResult], float]) -> float:
+    """Return Spearman's correlation of a value of fidelity with the gap."""
+    return float(spearmanr([value(p.measured) for p in points], [p.gap.mean for p in points])[0])
+
+
+Settings = Sequence[tuple[Setting, Sequence[Point]]]
+_VALUES: Mapping[str, Callable[[SchemeResult], float]] = {
+    "KL in training": lambda r: r.kl_in_training.mean,
+    "KL": lambda r: r.mean("kl").mean,
+    "loss rise": lambda r: r.rise.mean,
+    "gradient error": lambda r: r.gradient("error").mean,
+}
+
+
+def table(settings: Settings) -> str:
+    """Return the table: a row for each setting."""
+    header = ["Setting", "Schemes", "Gaps, %", "Gap, % for a nat", "Gap over the line's"]
+    header += [
+        f"Rank correlation: {name}" if name == "KL in training" else name for name in _VALUES
+    ]
+    rows = []
+    for setting, points in settings:
+        gaps = [point.gap.mean for point in points]
+        line = slope(points)
+        over = [p.gap.mean / (line * p.divergence) for p in points if p.divergence]
+        numbers = [f"{min(gaps):+.2f} to {max(gaps):+.2f}", f"{line:.0f}"]
+        numbers.append(f"{min(over):.2f} to {max(over):.2f}")
+        ranks = (f"{rank_correlation(points, value):.2f}" for value in _VALUES.values())
+        rows.append([setting.title, str(len(points)), *numbers, *ranks])
+    return markdown_table(header, rows)
+
+
+def draw(settings: Settings, path: Path) -> None:
+    """Draw gap against divergence, both relative to plain rounding's, with 95 % intervals."""
+    figure, axes = figure_axes(1, 1, (6.4, 5))
+    axis = axes[0][0]
+    farthest = highest = 0.0
+    for index, (setting, points) in enumerate(settings):
+        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+        (direct,) = (point for point in points if point.variant == DIRECT)
+        x = [point.divergence / direct.divergence for point in points]
+        y = [point.gap.mean / direct.gap.mean for point in points]
+        halves = [point.gap.half_width / direct.gap.mean for point in points]
+        axis.errorbar(x, y, yerr=halves, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.25)
+        axis.plot(x, y, marker, color=color, ms=5, alpha=0.85, label=setting.title)
+        farthest, highest = max(farthest, *x), max(highest, *y)
+    axis.plot([0, farthest], [0, farthest], color="black", lw=0.8, label="in proportion")
+    axis.set_xlim(-0.05, 1.05 * farthest)
+    axis.set_ylim(-0.25, 1.1 * highest)
+    axis.set_xlabel(f"KL in training, over that of {DIRECT}: nothing trained")
+    axis.set_ylabel(f"gap after training, over that of {DIRECT}")
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, loc="upper left")
+    figure.savefig(path)
+
+
+def main() -> None:
+    settings = [(setting, read(setting)) for setting in SETTINGS]
+    text = table(settings)
+    publish_table(OUT, MARK, text, PAGE)
+    draw(settings, OUT / "gap.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
