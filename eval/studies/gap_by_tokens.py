@@ -164,7 +164,7 @@ def draw(lengths: Sequence[Length], path: Path) -> None:
         plot_gaps(axis, found, {length.ratio: f"{length.ratio:.0f}" for length in lengths})
         axis.set_xlabel("tokens per parameter")
         axis.set_ylabel(label)
-    axes[0][0].legend(fontsize=8)
+    axes[0][1].legend(fontsize=8, loc="upper left")
     figure.savefig(path)
 
 
