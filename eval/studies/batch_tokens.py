@@ -36,6 +36,7 @@ CONFIGS = {
 
 def measure(model: str, text: Path) -> dict[str, dict[str, dict[str, float]]]:
     """Return, by scheme and tokens of a batch, "kl" (nats per token) and "rise" (of loss, %)."""
+    # The last third of a subject's sequences is for gradients.
     subject = open_subject(
         model, text, tokenizer=None, sequences=SEQUENCES * 3 // 2, length=LENGTH, batch=2,
         dtype="float32", device="cpu",

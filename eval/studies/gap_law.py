@@ -184,9 +184,8 @@ def recorded() -> list[str]:
 
 
 def our_points() -> list[Point]:
-    """Collect the comparisons and the demo on record.
+    """Collect the comparisons and the demo on record, of schemes that quantize all operands.
 
-    Left out are controls that quantize nothing, and schemes that quantize some operands alone.
     A record that holds runs of an earlier one adds only what that one lacks.
     """
     points: dict[tuple[str, int, int], Point] = {}

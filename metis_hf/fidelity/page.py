@@ -101,9 +101,9 @@ def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
 def _table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[Cell]]]:
     """Return header and rows that a reader can sort by each column."""
     header, texts = table(results)
-    rows = []
+    shown, rows = columns(results), []
     for result, row in zip(results, texts):
-        means = [None if result.note else c.value(result).mean for c in columns(results)]
+        means = [None if result.note else c.value(result).mean for c in shown]
         rows.append([Cell(text, mean) for text, mean in zip(row, [None, *means])])
     return header, rows
 
