@@ -52,8 +52,9 @@ class MetisConfig:
             32 where `split_weight` stores factors, under any scheme but "metis-paper"; there 1.
         gradient_rank_frac: directions of output gradients as a share of the rank, rounded up;
             None takes the scheme's own (a quarter for "metis", all for "metis-paper").
-        sample_frac: share of token rows that the activation and gradient subspaces are estimated
-            from (paper: 1 % of sequences); at least 4 (rank + oversample) rows are used.
+        sample_frac: rows, or sums of rows, that the activation and gradient subspaces are estimated
+            from, as a share of the tokens (paper: 1 % of sequences); at least
+            4 (rank + oversample), under `metis` 16.
         oversample: extra columns of the random sketch, 0 to 2**24.
         n_iter: power iterations of the range finder, 0 to 64. Directions whose singular values
             differ by a tenth are told apart to 1e-6 by then, and each iteration costs time in
@@ -104,8 +105,8 @@ class MetisConfig:
             "native", the FP4 units of a GPU that has them, an error where a layer or a device
             does not allow it; "auto", native where it can be and emulated elsewhere, as the report
             of the conversion says.
-        seed: seed of all noise (stochastic rounding, sampled rows, sketches, sign vectors); a
-            signed integer of 64 bits.
+        seed: seed of all noise (stochastic rounding, sampled rows, signs, sketches); a signed
+            integer of 64 bits.
 
     Raises:
         ValueError: a value out of range; the message names it and the choices.

@@ -36,6 +36,7 @@ KERNELS = (
     "numerics/kernels/test_kernels.py",
     "numerics/kernels/test_kernels_packing.py",
 )
+SUMS = ("numerics/test_row_sums.py",)
 SPLIT = ("numerics/test_spectral_split.py", "numerics/test_spectral_masks.py")
 OPERANDS = ("operands/test_operands.py", "operands/test_conditioners.py")
 EDEN = ("operands/test_ms_eden.py", "operands/test_operands.py")
@@ -175,6 +176,12 @@ MUTANTS = [
     _m("padding-rows", "transforms/spectral.py",
        "return torch.where(mask[:, None], x, torch.zeros_like(x))", "return x",
        "padding enters the subspace", SPLIT),
+    _m("sums-aligned", "transforms/spectral.py", "[:, None] + shift) % sums",
+       "[:, None] + 0 * shift) % sums", "first tokens of sequences cancel in one sum", SUMS),
+    _m("sums-unsigned", "transforms/spectral.py",
+       "< 0.5, -1.0, 1.0)", "< 0.5, 1.0, 1.0)", "sums of rows without signs", SUMS),
+    _m("sums-of-padding", "transforms/spectral.py", "taken = taken & mask[row.clamp(max=t - 1)]",
+       "pass", "padding enters the sums of rows", SUMS),
     _m("smallest-directions", "transforms/orthogonal.py",
        "values.argsort(descending=True, stable=True)", "values.argsort(stable=True)",
        "the split takes the smallest directions", SPLIT),

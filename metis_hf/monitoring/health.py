@@ -26,7 +26,6 @@ from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral, SplitWeight
 from metis_hf.schemes import Role
 from metis_hf.transforms import spectral_split
-from metis_hf.transforms.spectral import fewest_rows
 
 Stats = dict[str, float]
 TENSORS = ("weight", "activation", "gradient")
@@ -79,16 +78,12 @@ def operand_health(
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(x)
     split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
-    rank = min(rank if split is None else split.rank, *x.shape)
-    low_rank = spectral_split(
-        x,
-        rank,
-        sample_frac=1.0 if split is None else split.sample_frac,
-        min_rows=0 if split is None else fewest_rows(rank, split.oversample, split.rows),
-        key=key,
-        row_mask=row_mask,
-    )
-    stats |= _split_stats(x, low_rank.residual)
+    if split is None:
+        residual = spectral_split(x, min(rank, *x.shape), key=key, row_mask=row_mask).residual
+    else:
+        a, lam, v = split.split(x, key=key, row_mask=row_mask)
+        residual = x - (a * lam) @ v.T
+    stats |= _split_stats(x, residual)
     if operand.quantizer is not None:
         options: dict[str, Any] = {"dim": -1, "key": key, "row_mask": row_mask}
         x_hat = operand.conditioner(x, operand.quantizer, **options)

@@ -21,7 +21,7 @@ from metis_hf.schemes.parts import (
 
 SPLIT = ("activation", "gradient")  # tensors, unless the config says otherwise
 _GRADIENT_SHARE = 0.25  # of the rank, for output gradients
-_ROWS = 16  # sampled for each column of the sketch of a subspace
+_ROWS = 16  # sums of rows for each column of the sketch of a subspace
 # Split tensor -> the operand beside it that is corrected.
 _CORRECTED_BY = {
     "weight": Role.FPROP_INPUT,
@@ -49,6 +49,8 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     - Output gradients have a quarter of the directions that inputs have: the loss feels inputs
       alone, and a gradient's error comes mostly from the forward pass. So the same multiply-adds
       do more for inputs.
+    - Directions come from sums of rows with random signs: rows drawn one by one miss directions in
+      which few tokens are large, and find fewer of the others.
     - What rounding took off weights (fprop, dgrad) is added in the dominant directions of inputs
       and output gradients, in FP4 and as k more channels of the same GEMM (`gemm` has the
       equations): their rounding meets only the residual of the other operand. Where the weight is
@@ -62,7 +64,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     forward, backward = nearest_forward(config)
     if forward.fmt == NVFP4:
         forward = replace(forward, scale_rule=ScaleRule.SEARCH)
-    split = replace(spectral(config, rank, compensated=True), rows=_ROWS)
+    split = replace(spectral(config, rank, compensated=True), rows=_ROWS, summed=True)
     of_gradients = replace(split, rank=gradient_rank(config, rank, _GRADIENT_SHARE))
     # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
     # process by process, and so do rounding errors, which then average out (docs/method.md).

@@ -1,8 +1,8 @@
 """Spectral split: a matrix as a thin dominant part plus a residual (arXiv 2509.00404, section 3).
 
-Activations and gradients: the dominant right subspace is found from a few sampled rows, then the
-whole matrix is projected on it. Weights: the same with every row, more power iterations and an
-exact SVD of the thin part. Nothing here quantizes.
+Activations and gradients: the dominant right subspace is found from a few sampled rows, or from a
+few sums of rows, then the whole matrix is projected on it. Weights: the same with every row, more
+power iterations and an exact SVD of the thin part. Nothing here quantizes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
+from torch.nn.functional import embedding_bag
 
 from metis_hf.noise import Key, uniform
 from metis_hf.transforms.orthogonal import eigenvectors, gram_factor, next_basis
@@ -59,6 +60,52 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
     picks = (starts + uniform(starts.shape, key, x.device)) * (position[-1] / starts.numel())
     picks = picks.floor().to(torch.int64).clamp_(max=position[-1] - 1) + 1
     return x.index_select(0, torch.searchsorted(position, picks))
+
+
+def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:
+    """Add up the rows of `x`, with random signs, to `count` sums or a few more.
+
+    Each row is in one sum. The Gram matrix of the sums has that of x for its mean over keys
+    (CountSketch: Charikar, Chen, Farach-Colton, 2002; for subspaces Clarkson and Woodruff, arXiv
+    1207.6365). So a direction in which few rows are large is found as well, where sampled rows
+    miss it.
+
+    Rows are cut into g stretches of n. A sum has one row of each stretch, at a place that depends
+    on a random shift of the stretch: first tokens of sequences, often far larger than others, are
+    in different sums whatever the sequences' length, and padding leaves few sums empty.
+
+    Args:
+        x: [t c]
+        count: sums to make, at least; the rows themselves if t < 2 `count`.
+        key: noise key.
+        row_mask: [t] bool; rows with False (padding) count as zero. If every row is False, the
+            mask is ignored.
+
+    Returns:
+        [n c] in the dtype of `x`, n = ceil(t / g) with g = floor(t / count); where g = 1, `x` with
+        zeros for masked rows.
+    """
+    t = x.shape[0]
+    mask = None if row_mask is None else row_mask | ~row_mask.any()
+    sums = sum_count(t, count)
+    if sums == t:
+        return x if mask is None else torch.where(mask[:, None], x, torch.zeros_like(x))
+    stretch = torch.arange(t // count, device=x.device)  # [g]
+    shift = (uniform(stretch.shape, key.fold(1), x.device) * sums).long()
+    row = (torch.arange(sums, device=x.device)[:, None] + shift) % sums + stretch * sums  # [n g]
+    sign = torch.where(uniform(row.shape, key, x.device) < 0.5, -1.0, 1.0)
+    taken, other = row < t, torch.zeros_like(row[0, 0])
+    if mask is not None:
+        taken = taken & mask[row.clamp(max=t - 1)]
+        other = mask.int().argmax()  # 0 x NaN is NaN: padding is not even multiplied
+    sign, row = torch.where(taken, sign, 0.0).to(x.dtype), torch.where(taken, row, other)
+    return embedding_bag(row, x.detach(), mode="sum", per_sample_weights=sign)
+
+
+def sum_count(t: int, count: int) -> int:
+    """Return how many sums `sum_rows` makes of t rows: t where it leaves them as they are."""
+    group = t // count
+    return t if group < 2 else -(-t // group)
 
 
 def dominant_subspace(
@@ -130,10 +177,15 @@ def find_subspace(
     rotations: int = ROTATIONS,
     key: Key = _DEFAULT_KEY,
     row_mask: Tensor | None = None,
+    summed: bool = False,
 ) -> Tensor:
-    """Find the dominant right subspace v [c k] of `x` [t c] from sampled rows, for a split."""
+    """Find the dominant right subspace v [c k] of `x` [t c], for a split.
+
+    From sampled rows (`sample_rows`) or, if `summed`, from sums of rows (`sum_rows`).
+    """
     count = max(int(sample_frac * x.shape[0] + 0.999999), min_rows, rank)
-    sample = sample_rows(x, count, key.fold(4), row_mask)
+    choose = sum_rows if summed else sample_rows
+    sample = choose(x, count, key.fold(4), row_mask)
     return dominant_subspace(
         sample, rank, oversample=oversample, n_iter=n_iter, rotations=rotations, key=key.fold(5)
     )

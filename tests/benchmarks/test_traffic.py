@@ -31,6 +31,7 @@ DIRECT_BOUND = 2.0
 # and the low-rank part are read, the result is written: (1 + 1 + 2 + 2 + 1) / 2 = 3.5 copies. The
 # rest is for blocks' scales, sampled rows and thin factors.
 SPLIT_BOUND = 4.0
+SUMMED_BOUND = SPLIT_BOUND + 0.5  # sums of rows read x once more
 SPLIT_ROWS = 8192
 ROWS, COLUMNS = 2048, 1024
 
@@ -86,9 +87,11 @@ def test_stochastic_rounding_moves_no_more():
 
 
 @needs_compiler
-def test_an_operand_with_the_split():
-    over_copy = moved(Operand(Quantizer(), Spectral(rank=16)), "compiled", SPLIT_ROWS)
-    assert 3.5 <= over_copy <= SPLIT_BOUND
+@pytest.mark.parametrize(("summed", "bound"), [(False, SPLIT_BOUND), (True, SUMMED_BOUND)])
+def test_an_operand_with_the_split(summed, bound):
+    split = Spectral(rank=16, summed=summed)
+    over_copy = moved(Operand(Quantizer(), split), "compiled", SPLIT_ROWS)
+    assert bound - 0.5 <= over_copy <= bound
 
 
 def test_the_reference_moves_many_times_as_much():

@@ -235,26 +235,30 @@ class TestRanks:
         set_rank(monkeypatch, 0)
         assert keys_of(one_pass(stochastic_layer("metis"))) == alone
 
-    def test_sampled_rows_differ(self, monkeypatch):
-        layer = stochastic_layer("metis")
-        sampled = []
-        sample_rows = spectral.sample_rows
+    @pytest.mark.parametrize(
+        ("scheme", "choice"), [("metis", "sum_rows"), ("metis-paper", "sample_rows")]
+    )
+    def test_rows_of_a_subspace_differ(self, scheme, choice, monkeypatch):
+        """Sums have other signs, samples other rows."""
+        layer = stochastic_layer(scheme)
+        chosen = []
+        choose = getattr(spectral, choice)
 
         def spy(x, count, key, row_mask=None):
-            rows = sample_rows(x, count, key, row_mask)
+            rows = choose(x, count, key, row_mask)
             if x.shape[0] == OUT:  # the weight, which is split by all of its rows
                 assert rows is x
                 return rows
-            assert rows.shape[0] < x.shape[0]  # a sample, not everything
-            sampled.append(rows)
+            assert rows.shape[0] < x.shape[0]  # fewer, not everything
+            chosen.append(rows)
             return rows
 
-        monkeypatch.setattr(spectral, "sample_rows", spy)
-        x = torch.randn(1024, IN)
+        monkeypatch.setattr(spectral, choice, spy)
+        x = torch.randn(2048, IN)
         for rank in (0, 1, 1):
             set_rank(monkeypatch, rank)
-            layer(x.clone())  # of one tensor the rows are sampled once
-        zero, one, again = sampled
+            layer(x.clone())  # of one tensor they are made once
+        zero, one, again = chosen
         assert torch.equal(one, again)
         assert not torch.equal(zero, one)
 

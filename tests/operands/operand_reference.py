@@ -176,13 +176,13 @@ def expected_results(scheme, mode, layer, x, dy, recording) -> dict[str, Terms]:
         if table[slot].conditioner.endswith(" quarter"):
             rank = math.ceil(rank / 4)
         rank = min(rank, *tensor.shape)
+        compensated = layer.config.scheme == "metis"
         basis = find_subspace(
             tensor,
             rank,
             sample_frac=sample_frac,
-            min_rows=fewest_rows(
-                rank, layer.config.oversample, 16 if layer.config.scheme == "metis" else 4
-            ),
+            min_rows=fewest_rows(rank, layer.config.oversample, 16 if compensated else 4),
+            summed=compensated,
             oversample=layer.config.oversample,
             n_iter=layer.config.n_iter,
             rotations=fewest_rotations(min(rank + layer.config.oversample, *tensor.shape)),

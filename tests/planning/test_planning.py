@@ -223,6 +223,7 @@ LAYERS = [
     *({"scheme": scheme, "split_weight": True} for scheme in ("metis", "nvidia", "omniquant")),
     {"scheme": "metis", "decompose": ("weight",)},
     {"scheme": "metis", "decompose": ("activation",)},
+    {"scheme": "metis", "rank": 4, "oversample": 2},  # of 320 tokens, 107 sums of rows
     {"scheme": "svdquant", "split_weight": False},
 ]
 

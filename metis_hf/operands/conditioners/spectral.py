@@ -18,7 +18,13 @@ from metis_hf.operands.conditioner import (
     Part,
     Work,
 )
-from metis_hf.transforms.spectral import fewest_rotations, fewest_rows, find_subspace, project
+from metis_hf.transforms.spectral import (
+    fewest_rotations,
+    fewest_rows,
+    find_subspace,
+    project,
+    sum_count,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,9 @@ class Spectral(Conditioner):
         sample_frac: share of rows that the subspace is estimated from.
         oversample: extra sketch columns.
         n_iter: power iterations.
-        rows: sampled rows for each column of the sketch, at least. From 4 rows the subspace of a
-            language model's inputs is a rough one, from 16 nearly that of all rows
-            (docs/method.md).
+        rows: sampled rows, or sums of rows, for each column of the sketch, at least.
+        summed: from sums of rows with random signs, in which every row takes part
+            (`transforms.spectral.sum_rows`); the paper samples rows.
         compensated: take the residual against the *quantized* low-rank part, so that the
             residual carries the rounding errors of the factors too; the paper takes it against
             the exact one.
@@ -45,6 +51,7 @@ class Spectral(Conditioner):
     oversample: int = 8
     n_iter: int = 1
     rows: int = 4
+    summed: bool = False
     compensated: bool = True
 
     uses_row_mask: ClassVar[bool] = True
@@ -114,21 +121,21 @@ class Spectral(Conditioner):
         )
 
     def work(self, shape, *, dim) -> Work:
-        """Range finder on the sampled rows (`transforms.spectral`), then the projection of all.
+        """Range finder on rows or their sums (`transforms.spectral`), then the projection of all.
 
-        n sampled rows, sketch width w, rank k, p power iterations (Halko, Martinsson, Tropp, arXiv
-        0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw; thin 2ncw, made
-        orthonormal nw^2, its Gram 2nw^2; rotation kw^2 + 2cwk. Factorizations, as in
-        `transforms.orthogonal`: Gram and triangular solve of each basis [w c] 3cw^2, the Gram of
-        the last again; eigenvectors: a basis of a Gram matrix 3w^3, each rotation four products and
-        a solve 9w^3, the values 2w^3; a Cholesky factor w^3/3. Then all t rows: projection 2tck;
-        low-rank part 2tck, twice where the residual is taken against the exact one; its subtraction
-        and addition.
+        n sampled rows or sums of rows (a sign and an addition for each element), sketch width w,
+        rank k, p power iterations (Halko, Martinsson, Tropp, arXiv 0909.4061, algorithms 4.4 and
+        5.1): sketch 2ncw; each iteration 4ncw; thin 2ncw, made orthonormal nw^2, its Gram 2nw^2;
+        rotation kw^2 + 2cwk. Factorizations, as in `transforms.orthogonal`: Gram and triangular
+        solve of each basis [w c] 3cw^2, the Gram of the last again; eigenvectors: a basis of a
+        Gram matrix 3w^3, each rotation four products and a solve 9w^3, the values 2w^3; a Cholesky
+        factor w^3/3. Then all t rows: projection 2tck; low-rank part 2tck, twice where the residual
+        is taken against the exact one; its subtraction and addition.
         """
         t, c = shape
         k = min(self.rank, t, c)
         rows = max(int(self.sample_frac * t + 0.999999), self._fewest(k), k)
-        n = min(rows, t)
+        n = sum_count(t, rows) if self.summed else min(rows, t)
         w = min(k + self.oversample, n, c)
         p, turns = self.n_iter, fewest_rotations(w)
         products = 1 if self.compensated else 2
@@ -139,6 +146,7 @@ class Spectral(Conditioner):
             "factorization": orthogonal + eigen + (p + 3 + turns) * w**3 / 3,
             "projection": 2.0 * t * c * k,
             "low_rank": 2.0 * products * t * c * k + 2.0 * t * c,
+            "elementwise": 2.0 * t * c if self.summed and n < t else 0.0,
         }
         parts = ((t, c), (t, k), (k, c))
         return Work(split, split, {"low_rank": 2.0 * t * c * k}, parts, low_rank=k)
@@ -183,6 +191,7 @@ class Spectral(Conditioner):
             rotations=fewest_rotations(width),
             key=key,
             row_mask=row_mask,
+            summed=self.summed,
         )  # [c k]
         a, lam = project(x.to(v.dtype), v)  # [t k] [k]
         return a, lam, v
