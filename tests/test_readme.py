@@ -50,7 +50,7 @@ def test_python_blocks_run(block, tmp_path):
 
 
 def test_table_is_the_committed_result():
-    assert (ROOT / "eval/results/real-model/prose-a/table.md").read_text() in README
+    assert (ROOT / "eval/results/real-model/prose/table.md").read_text() in README
     table = (ROOT / "eval/results/demo/table.md").read_text()
     assert table in (ROOT / "docs/quickstart.md").read_text()
     record = json.loads((ROOT / "eval/results/demo/results.json").read_text())

@@ -2,8 +2,9 @@
 
     python eval/studies/batch_tokens.py MODEL --text prose.txt
 
-The same held-out sequences in smaller and larger batches, nothing trained: a split keeps directions
-of a batch, and finds them from sampled rows. Writes eval/results/batch-tokens.
+The same held-out text in smaller and larger batches, and in longer sequences, nothing trained: a
+split keeps directions of a batch, and finds them from sums of its rows; beside it from sampled rows
+and from all of them. Writes eval/results/batch-tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from publish import RESULTS, ROOT, publish_table
@@ -18,6 +20,7 @@ from publish import RESULTS, ROOT, publish_table
 from metis_hf import MetisConfig
 from metis_hf.fidelity.loss import predictions
 from metis_hf.fidelity.subject import converted, open_subject
+from metis_hf.schemes.parts import Scheme, Spectral
 from metis_hf.shared.records import environment
 from metis_hf.shared.tables import markdown_table
 
@@ -25,46 +28,71 @@ PAGE = ROOT / "docs" / "fidelity.md"
 OUT = RESULTS / "batch-tokens"
 MARK = "tokens of a batch"
 SEQUENCES, LENGTH = 16, 256
-BATCHES = (2, 4, 8, 16)  # sequences of each
+BATCHES = ((2, 256), (8, 256), (16, 256), (2, 2048))  # sequences, tokens of each
+SAMPLED = "metis, directions from sampled rows"
+DRAWS = (0, 1, 2)  # seeds of signs, samples and sketches
 CONFIGS = {
-    "nvfp4-rne": MetisConfig(scheme="nvfp4-rne"),
-    "metis": MetisConfig(),
-    "metis, directions from all rows": MetisConfig(sample_frac=1.0),
-    "metis, rank 15": MetisConfig(rank=15),
+    "nvfp4-rne": [MetisConfig(scheme="nvfp4-rne")],  # draws nothing
+    "metis": [MetisConfig(seed=seed) for seed in DRAWS],
+    SAMPLED: [MetisConfig(seed=seed) for seed in DRAWS],
+    "metis, directions from all rows": [MetisConfig(sample_frac=1.0)],
 }
 
 
-def measure(model: str, text: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Return, by scheme and tokens of a batch, "kl" (nats per token) and "rise" (of loss, %)."""
+def with_sampled_rows(scheme: Scheme) -> Scheme:
+    """Return `metis` with directions of inputs from as many single rows as it makes sums."""
+    split = scheme.fprop_input.conditioner
+    assert isinstance(split, Spectral)
+    rows = replace(scheme.fprop_input, conditioner=replace(split, summed=False))
+    return replace(scheme, fprop_input=rows)
+
+
+def measure(model: str, text: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return, by scheme, shape of a batch, and "kl" (nats) or "rise" (%): one of each draw."""
     # The last third of a subject's sequences is for gradients.
     subject = open_subject(
         model, text, tokenizer=None, sequences=SEQUENCES * 3 // 2, length=LENGTH, batch=2,
         dtype="float32", device="cpu",
     )  # fmt: skip
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, config in CONFIGS.items():
+    ids = subject.held_out[:SEQUENCES]
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for name, config in ((name, config) for name, draws in CONFIGS.items() for config in draws):
         with converted(subject.model, config) as layers:
-            schemes = [{layer: part.scheme for layer, part in layers.items()}]
-            for batch in BATCHES:
-                ids = subject.held_out[:SEQUENCES]
-                (rows,) = predictions(subject.model, layers, ids, batch, schemes)
+            schemes = {layer: part.scheme for layer, part in layers.items()}
+            if name == SAMPLED:
+                schemes = {layer: with_sampled_rows(scheme) for layer, scheme in schemes.items()}
+            for batch, length in BATCHES:
+                texts = ids.reshape(-1, length)
+                (rows,) = predictions(subject.model, layers, texts, batch, [schemes])
                 loss, exact, kl = (
                     statistics.fmean(row[key] for row in rows) for key in ("loss", "exact", "kl")
                 )
-                tokens = str(batch * LENGTH)
-                found.setdefault(name, {})[tokens] = {"kl": kl, "rise": 100 * (loss / exact - 1)}
-                print(name, tokens, found[name][tokens], flush=True)
+                of_batch = found.setdefault(name, {}).setdefault(f"{batch} x {length:,}", {})
+                of_batch.setdefault("kl", []).append(kl)
+                of_batch.setdefault("rise", []).append(100 * (loss / exact - 1))
+                print(name, batch, length, of_batch, flush=True)
     return found
 
 
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the table: rise of the loss and divergence, a column for each batch."""
-    tokens = list(next(iter(found.values())))
+def table(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+    """Return the table: rise of the loss and divergence, a column for each batch.
+
+    Of several draws it has the mean and, in brackets, the least and the largest.
+    """
+    batches = list(next(iter(found.values())))
     rows = []
-    for key, title, spec in (("rise", "loss rise, %", "+.2f"), ("kl", "KL (nats)", ".4f")):
-        for name, by_tokens in found.items():
-            rows.append([f"{name}: {title}", *(format(by_tokens[t][key], spec) for t in tokens)])
-    return markdown_table(["Tokens of a batch", *(f"{int(t):,}" for t in tokens)], rows)
+    for key, title, spec in (("rise", "loss rise, %", "+.2f"), ("kl", "KL (nats)", ".3f")):
+        for name, by_batch in found.items():
+            cells = [_cell(by_batch[batch][key], spec) for batch in batches]
+            rows.append([f"{name}: {title}", *cells])
+    return markdown_table(["Sequences x tokens", *batches], rows)
+
+
+def _cell(draws: list[float], spec: str) -> str:
+    mean = format(statistics.fmean(draws), spec)
+    if len(draws) == 1:
+        return mean
+    return f"{mean} ({min(draws):{spec}} to {max(draws):{spec}})"
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def test_an_evaluation_goes_between_its_markers(publish, tmp_path):
     assert (tmp_path / "eval/results/deploy/a-tasks/table.csv").read_text() == "new\n"
 
 
-RECORDS = ("real-model/prose-a", "real-model/prose-b", "real-model/prose-c")
+RECORDS = ("real-model/prose", "real-model/prose-a", "real-model/prose-b", "real-model/prose-c")
 RECORDS += ("real-model/parts", "real-model/tokens-twice", "tiny-model")
 RECORDS += ("real-model/gradient-directions", "real-model/hot-channel")
 

@@ -21,20 +21,33 @@ def study(monkeypatch):
 def test_only_splits_depend_on_the_batch(study, place, monkeypatch):
     monkeypatch.setattr(study, "SEQUENCES", 4)
     monkeypatch.setattr(study, "LENGTH", 24)
-    monkeypatch.setattr(study, "BATCHES", (1, 4))
-    split = MetisConfig(rank=4)
-    monkeypatch.setattr(study, "CONFIGS", {"direct": MetisConfig(scheme="nvfp4-rne"), "a": split})
+    monkeypatch.setattr(study, "BATCHES", ((1, 24), (4, 24), (1, 96)))
+    split = {"rank": 1, "oversample": 0}  # 16 rows or sums of 24 or 96
+    configs = {
+        "direct": [MetisConfig(scheme="nvfp4-rne")],
+        "a": [MetisConfig(**split, seed=seed) for seed in (0, 1)],
+        study.SAMPLED: [MetisConfig(**split)],
+    }
+    monkeypatch.setattr(study, "CONFIGS", configs)
     found = study.measure(str(place / "model"), place / "text.txt")
-    assert {name: list(by_tokens) for name, by_tokens in found.items()} == {
-        "direct": ["24", "96"], "a": ["24", "96"]
-    }  # fmt: skip
-    few, many = (found["a"][tokens]["kl"] for tokens in ("24", "96"))
-    assert few < many < found["direct"]["24"]["kl"]
+    few, many, long = "1 x 24", "4 x 24", "1 x 96"
+    assert {name: list(by_batch) for name, by_batch in found.items()} == {
+        name: [few, many, long] for name in configs
+    }
+    assert [len(found[name][many]["kl"]) for name in configs] == [1, 2, 1]
+    direct = found["direct"][few]["kl"][0]
     # The tensor scale is that of a batch: next to nothing here.
-    assert found["direct"]["24"]["kl"] == pytest.approx(found["direct"]["96"]["kl"], rel=0.2)
+    assert direct == pytest.approx(found["direct"][many]["kl"][0], rel=0.2)
+    one, other = found["a"][many]["kl"]
+    sampled = found[study.SAMPLED]
+    assert len({one, other, sampled[many]["kl"][0]}) == 3
+    assert max(one, other) < direct
+    assert sampled[few]["kl"][0] != found["a"][few]["kl"][0]
     rows = study.table(found).splitlines()
-    assert rows[0] == "| Tokens of a batch | 24 | 96 |"
-    assert rows[5] == f"| a: KL (nats) | {few:.4f} | {many:.4f} |"
+    assert rows[0] == "| Sequences x tokens | 1 x 24 | 4 x 24 | 1 x 96 |"
+    mean = f"{(one + other) / 2:.3f} ({min(one, other):.3f} to {max(one, other):.3f})"
+    assert rows[6].startswith("| a: KL (nats) |")
+    assert rows[6].split(" | ")[2] == mean
 
 
 def test_the_page_is_the_record(study):
