@@ -245,6 +245,8 @@ def main() -> None:
             "eval": publish_eval,
         }
         publish[args.kind](args.run, args.name)
+        if args.kind == "fidelity":
+            draw_fidelity(args.name)  # from the rounded numbers that the record has
 
 
 if __name__ == "__main__":
