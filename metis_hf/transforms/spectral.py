@@ -72,7 +72,7 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
 
     Rows are cut into g stretches of n. A sum has one row of each stretch, at a place that depends
     on a random shift of the stretch: first tokens of sequences, often far larger than others, are
-    in different sums whatever the sequences' length, and padding leaves few sums empty.
+    spread over sums whatever the sequences' length, and padding leaves few sums empty.
 
     Args:
         x: [t c]
@@ -82,8 +82,8 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
             mask is ignored.
 
     Returns:
-        [n c] in the dtype of `x`, n = ceil(t / g) with g = floor(t / count); where g = 1, `x` with
-        zeros for masked rows.
+        [n c] in the dtype of `x`, for fp16 in fp32; n = ceil(t / g) with g = floor(t / count).
+        Where g = 1, `x` with zeros for masked rows.
     """
     t = x.shape[0]
     mask = None if row_mask is None else row_mask | ~row_mask.any()
@@ -98,8 +98,9 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
     if mask is not None:
         taken = taken & mask[row.clamp(max=t - 1)]
         other = mask.int().argmax()  # 0 x NaN is NaN: padding is not even multiplied
-    sign, row = torch.where(taken, sign, 0.0).to(x.dtype), torch.where(taken, row, other)
-    return embedding_bag(row, x.detach(), mode="sum", per_sample_weights=sign)
+    sign, row = torch.where(taken, sign, 0.0), torch.where(taken, row, other)
+    x = x.detach() if x.dtype is not torch.float16 else x.detach().float()  # sums leave its range
+    return embedding_bag(row, x, mode="sum", per_sample_weights=sign.to(x.dtype))
 
 
 def sum_count(t: int, count: int) -> int:

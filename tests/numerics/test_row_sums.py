@@ -92,7 +92,7 @@ def test_right_padding_leaves_few_sums_empty():
     assert (sums > 0).float().mean() > 0.8  # 1 - (3/4)^8 = .90 of them
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_sums_have_the_dtype_of_the_rows(dtype):
     x = normal(64, 6).to(dtype)
     sums = sum_rows(x, 8, Key(7))
@@ -101,6 +101,13 @@ def test_sums_have_the_dtype_of_the_rows(dtype):
     # Each of 8 additions may round, at a magnitude of at most 8 rows.
     rounding = 8 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     assert (sums - wanted).abs().max() <= rounding * 8 * x.abs().max()
+
+
+def test_sums_of_half_precision_do_not_overflow():
+    x = torch.full((64, 6), 6e4, dtype=torch.float16)
+    sums = sum_rows(x, 8, Key(7))
+    assert torch.equal(sums, sum_rows(x.float(), 8, Key(7)))
+    assert sums.abs().max() > torch.finfo(torch.float16).max
 
 
 def test_no_gradient_flows_through_sums():
@@ -135,7 +142,7 @@ def test_few_large_rows_are_found_where_sampled_rows_miss_them():
 def test_sums_hold_more_energy_than_as_many_rows():
     """Of a matrix whose rows differ in size, as tokens do."""
     x = normal(4096, 64, seed=6) * torch.logspace(0, -1.5, 64)
-    x *= torch.logspace(0, -2, 4096)[torch.randperm(4096)][:, None]
+    x *= torch.logspace(0, -2, 4096)[normal(4096, seed=7).argsort()][:, None]
     share = {}
     for choose in (sum_rows, sample_rows):
         best = []
