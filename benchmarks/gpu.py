@@ -167,7 +167,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     args = arguments()
     if args.device.type == "cuda":
-        torch.cuda.set_device(args.device)
+        torch.cuda.set_device(args.device.index or 0)  # it takes no "cuda" alone
     else:
         prepare(torch.get_num_threads())
     try:
