@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FINGERPRINT_SAMPLES = 256
+SAMPLES = 256  # of a fingerprint, at least; fewer than twice as many
+_LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
 # Multipliers of the "lowbias32" integer hash (C. Wellons, hash-prospector), as signed int32.
@@ -92,10 +94,30 @@ def fingerprint(x: Tensor) -> Tensor:
     Returns:
         0-dim int32 tensor on the device of `x`; no synchronization.
     """
+    if x.numel():
+        kernels = _one_launch(x)
+        if kernels is not None and x.dtype in kernels.DTYPES:
+            return kernels.fingerprint(x)
     flat = x.detach().reshape(-1)
-    # An odd stride does not fall in step with a power-of-two row length.
-    sample = flat[:: flat.numel() // _FINGERPRINT_SAMPLES | 1].float().view(torch.int32)
+    sample = flat[:: sample_stride(flat.numel())].float().view(torch.int32)
     return _hash(sample ^ _index_hash(x.device)[: sample.numel()]).sum(dtype=torch.int32)
+
+
+def sample_stride(count: int) -> int:
+    """Return how far apart the samples of a fingerprint are, of a tensor of `count` elements.
+
+    An odd stride does not fall in step with a power-of-two row length.
+    """
+    return count // SAMPLES | 1
+
+
+def _one_launch(x: Tensor) -> ModuleType | None:
+    """Return what computes all this in one launch where `x` is; None where operations do."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    from metis_hf.numerics.kernels.choice import noise_backend  # it imports this module
+
+    return noise_backend(x)
 
 
 def constant(make: Callable[P, T]) -> Callable[P, T]:
@@ -123,7 +145,7 @@ def constant(make: Callable[P, T]) -> Callable[P, T]:
 @constant
 def _index_hash(device: torch.device) -> Tensor:
     """Return lowbias32(index), int32, for as many indices as there are samples of a fingerprint."""
-    return _hash(torch.arange(2 * _FINGERPRINT_SAMPLES, device=device, dtype=torch.int32))
+    return _hash(torch.arange(2 * SAMPLES, device=device, dtype=torch.int32))
 
 
 def lane_hashes(device: torch.device) -> Tensor:
@@ -215,6 +237,10 @@ def uniform(
     rows are as good as padded to a multiple of 16.
     """
     size = torch.Size(shape)
+    if isinstance(key, Key) and key.data is not None and 0 < size.numel() <= _LARGEST_LAUNCH:
+        kernels = _one_launch(key.data)
+        if kernels is not None:
+            return kernels.uniform(size, key, key.data.device)
     width = size[-1] if size else 1
     padded = -(-width // _LANES) * _LANES
     rows = size.numel() // width if width else 0

@@ -28,6 +28,7 @@ from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.records import bf16_units
 from metis_hf.training.callback import MetisCallback
+from metis_hf.training.cuda_graph import obstacles
 
 if TYPE_CHECKING:
     import datasets
@@ -189,6 +190,7 @@ def train(
     get_metis_model(model, variant.metis_config(experiment.seed))
     trainer = ExperimentTrainer(
         experiment,
+        cuda_graphs=not obstacles(args),
         model=model,
         args=args,
         train_dataset=dataset,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.training.callback import MetisCallback
+from metis_hf.training.cuda_graph import StepGraphs, check
 
 
 class MetisTrainerMixin:
@@ -18,10 +20,23 @@ class MetisTrainerMixin:
     - A run that is resumed from its last checkpoint is at its end, and makes no further step.
     - Weight decay applies to s and the residual, which is decay of the represented weight; u and vh
       are left out, since their decay would shrink the low-rank part three times as fast.
+
+    Args:
+        cuda_graphs: record the forward and the backward pass of a step, and play the recording: on
+            a GPU, where starting some hundred operations a layer takes most of a step; see
+            `cuda_graph`. On one device.
+        *args, **kwargs: of the Trainer.
+
+    Raises:
+        ValueError: `cuda_graphs` where steps cannot be recorded.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, cuda_graphs: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if cuda_graphs:
+            check(self.args)  # type: ignore[attr-defined]
+        self.cuda_graphs = cuda_graphs
+        self._graphs: StepGraphs | None = None
         handler = self.callback_handler  # type: ignore[attr-defined]
         if not any(isinstance(callback, MetisCallback) for callback in handler.callbacks):
             added = MetisCallback()
@@ -42,6 +57,19 @@ class MetisTrainerMixin:
             control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Compute loss and gradients of a batch, from a recording where `cuda_graphs` is set."""
+        step = partial(super().training_step, model)  # type: ignore[misc]
+        if not self.cuda_graphs:
+            return step(inputs, num_items_in_batch)
+        if self._graphs is None:
+            self._graphs = StepGraphs(model)
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        return self._graphs.run(step, inputs, num_items_in_batch, extra=extra)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)  # type: ignore[misc]

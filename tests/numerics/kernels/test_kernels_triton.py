@@ -22,7 +22,7 @@ from numerics.kernels.test_kernels import COMPILED, TENSORS
 from numerics.kernels.test_kernels_packing import COMPILED as PACKED
 from numerics.kernels.test_kernels_packing import check as check_packed
 from numerics.kernels.test_kernels_packing import low_rank
-from numerics.kernels.triton_cases import STOCHASTIC, Cases, on, reference
+from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
@@ -164,6 +164,27 @@ def test_nothing_is_compiled_again(compile_for) -> None:
         assert len({id(kernel) for kernel in recorder.compiled}) == 1
 
 
+@needs_triton
+@needs_compiler
+@pytest.mark.slow
+def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """Once, whatever the sizes and the keys."""
+    from metis_hf.numerics.kernels import triton_noise
+
+    compile_for(HOPPER)
+    draw, samples = Recorder(triton_noise.draw), Recorder(triton_noise.hash_samples)
+    monkeypatch.setattr(triton_noise, "draw", draw)
+    monkeypatch.setattr(triton_noise, "hash_samples", samples)
+    for rows in (16, 33, 1):
+        key = noise.Key(rows, torch.tensor(3, dtype=torch.int32))
+        triton_noise.uniform(torch.Size((rows, 48)), key, torch.device("cpu"))
+        triton_noise.fingerprint(torch.zeros(rows, 4096))
+    for recorder in (draw, samples):
+        assert len(recorder.compiled) == 3
+        assert len({id(kernel) for kernel in recorder.compiled}) == 1
+        assert_ieee(recorder.compiled[0].asm["ptx"])
+
+
 # --- when they run -------------------------------------------------------------------------------
 
 
@@ -240,6 +261,24 @@ class TestTritonOnGpu(Cases):
         for result, replayed in zip(results, captured, strict=True):
             bytes_, others = (part.reshape(-1).view(torch.uint8) for part in (result, replayed))
             assert torch.equal(bytes_, others)
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestNoiseOnGpu(NoiseCases):
+    device = "cuda"
+
+    def test_it_is_drawn_in_one_launch(self) -> None:
+        key = noise.Key(5, torch.tensor(7, dtype=torch.int32))
+        x = torch.randn(300, 40, generator=seeded(0))
+        for name in ("triton", "compiled"):
+            with use_kernels(name):
+                assert (choice.noise_backend(x.cuda()) is not None) == (name == "triton")
+                assert torch.equal(noise.fingerprint(x.cuda()).cpu(), noise.fingerprint(x))
+                drawn = noise.uniform((30, 50), on("cuda", key), torch.device("cuda"))
+                assert torch.equal(drawn.cpu(), noise.uniform((30, 50), key))
 
 
 @needs_triton

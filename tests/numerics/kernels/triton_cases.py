@@ -260,6 +260,42 @@ class Cases:
         assert torch.equal(x.grad, 2 * out.detach())
 
 
+class NoiseCases:
+    """Noise and fingerprints in one launch, on some device."""
+
+    device: str
+
+    @pytest.mark.parametrize(
+        "shape", [(1,), (16,), (37,), (3, 64), (50, 33), (2, 3, 20), (1100,), ()]
+    )
+    def test_noise_is_drawn_as_operations_draw_it(self, shape) -> None:
+        from metis_hf.numerics.kernels import triton_noise
+
+        for data in (3, -(2**31)):
+            key = noise.Key(4, torch.tensor(data, dtype=torch.int32)).fold(2)
+            there = on(self.device, key)
+            drawn = triton_noise.uniform(torch.Size(shape), there, torch.device(self.device))
+            assert drawn.shape == torch.Size(shape)
+            assert torch.equal(drawn.cpu(), noise.uniform(shape, key))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        "shape", [(), (1,), (255,), (256,), (511,), (512,), (70, 41), (300, 300)]
+    )
+    def test_fingerprints_are_those_of_operations(self, shape, dtype) -> None:
+        from metis_hf.numerics.kernels import triton_noise
+
+        x = torch.randn(shape, generator=seeded(0)).to(dtype)
+        found = triton_noise.fingerprint(x.to(self.device))
+        assert found.dtype is torch.int32
+        assert torch.equal(found.cpu(), noise.fingerprint(x))
+        if x.dim() > 1:
+            turned = triton_noise.fingerprint(x.to(self.device).T)
+            assert torch.equal(turned.cpu(), noise.fingerprint(x.T))
+        x.view(-1)[0] = -float("inf")
+        assert not torch.equal(triton_noise.fingerprint(x.to(self.device)), found)
+
+
 class TestInterpreter(Cases):
     kernels = "triton"
     device = "cpu"
@@ -309,3 +345,7 @@ def test_only_where_they_are_asked_for(monkeypatch) -> None:
     backend = choice.triton_backend()
     assert backend.missing(torch.device("cpu")) is None
     assert "CUDA" in str(backend.missing(torch.device("meta")))
+
+
+class TestNoiseInInterpreter(NoiseCases):
+    device = "cpu"

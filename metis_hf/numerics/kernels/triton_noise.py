@@ -1,0 +1,65 @@
+"""Noise and fingerprints in one launch each, for CUDA devices; the numbers are those of `noise`.
+
+Operation by operation they are 30 and 10 launches, and a layer under "metis" draws noise for three
+matrices of a few thousand elements.
+
+This module imports triton, so it is imported where it is used only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from metis_hf import noise
+from metis_hf.numerics.kernels.triton_kernels import _bits, _hash, _uniform
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # whose fingerprints are taken
+_TILE = 1024  # elements of a program
+_LANES = tl.constexpr(noise._LANES)
+
+
+@triton.jit(do_not_specialize=["word0", "word1", "count", "width"])
+def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
+    """Write uniform numbers to `count` elements in rows of `width`."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row, column = at // width, at % width
+    index = row * tl.cdiv(width, _LANES) + column // _LANES
+    value = _uniform(index, column % _LANES, (data_ptr, word0, word1))
+    tl.store(out_ptr + at, value, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["stride", "samples"])
+def hash_samples(x_ptr, out_ptr, stride, samples, TILE: tl.constexpr):
+    """Write the sum of hashes of every `stride`-th element, each mixed with its place."""
+    place = tl.arange(0, TILE)
+    inside = place < samples
+    bits = _bits(tl.load(x_ptr + place.to(tl.int64) * stride, mask=inside, other=0.0))
+    hashes = tl.where(inside, _hash(bits ^ _hash(place)), 0)
+    tl.store(out_ptr, tl.sum(hashes.to(tl.int64), 0).to(tl.int32))  # int64: no overflow
+
+
+def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
+    """See `noise.uniform`; at most 2^31 - 1 elements, none without."""
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    count, width = out.numel(), shape[-1] if shape else 1
+    word0, word1 = noise.static_words(key)
+    with torch.cuda.device_of(out):
+        draw[(triton.cdiv(count, _TILE),)](
+            out, key.data, word0, word1, count, width, TILE=_TILE, enable_fp_fusion=False
+        )
+    return out
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`."""
+    flat = x.detach().reshape(-1)
+    stride = noise.sample_stride(flat.numel())
+    out = torch.empty((), dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(out):
+        hash_samples[(1,)](
+            flat, out, stride, triton.cdiv(flat.numel(), stride), TILE=2 * noise.SAMPLES
+        )
+    return out

@@ -1,0 +1,230 @@
+"""Training steps as CUDA graphs: recorded once, then launched whole.
+
+A quantized layer is some hundred small operations, each of which Python starts by itself: on a
+GPU that is most of a step. `StepGraphs` runs the forward and the backward pass of a few steps in
+Python, records the next, and from then on replays the recording on each new batch: the same
+kernels, the same numbers. The optimizer's step is not part of it.
+
+What changes how a step runs makes another recording: batches of other shapes, another precision of
+the layers. What cannot be recorded runs in Python, and a warning says why, once: a step that waits
+for the GPU (routing to experts), schemes that keep a state, steps that are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.training.weight_reuse import release
+
+logger = logging.get_logger(__name__)
+
+Inputs = Mapping[str, Any]
+Step = Callable[[Inputs, Any], Tensor]
+
+_WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
+_MOST = 4  # recordings: each keeps the memory of a step
+
+
+class Recorder(Protocol):
+    """Records what a function does on the device."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Return (what plays the recording, the tensor that `run` returned: played again, it has
+        new contents). Nothing has been computed yet."""
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share their memory, as only one plays at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the steps in Python, for the recording's own memory
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        self._pool = graph.pool()
+        return graph.replay, result
+
+
+@dataclass
+class _Recording:
+    """A recorded step, and where its inputs and results lie.
+
+    Attributes:
+        inputs, count: places of the batch and of `num_items_in_batch`.
+        play: computes loss and gradients of what is there.
+        loss: 0-dim.
+        gradients: with each parameter that has one.
+        schemes: of the layers; kept, so that no other can take their identity.
+    """
+
+    inputs: dict[str, Any]
+    count: Tensor | None
+    play: Callable[[], None]
+    loss: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    schemes: list[Any]
+
+
+class StepGraphs:
+    """The recordings of one model's training steps.
+
+    Args:
+        model: a converted model.
+        record: records a step; None: into CUDA graphs.
+    """
+
+    def __init__(self, model: nn.Module, record: Recorder | None = None) -> None:
+        self._model = model
+        self._layers: list[MetisLayer] = [layer for _, layer in metis_layers(model)]
+        self._record = CudaRecorder() if record is None else record
+        self._made: dict[Hashable, _Recording] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._refused = _reason_of_model(self._layers)
+        if self._refused:
+            logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
+
+    @property
+    def recordings(self) -> int:
+        """How many there are."""
+        return len(self._made)
+
+    @property
+    def refused(self) -> str | None:
+        """Why steps run in Python; None where they are recorded."""
+        return self._refused
+
+    def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
+        """Compute the loss of a batch, and add its gradients to those of the parameters.
+
+        Args:
+            step: does so in Python; called with the batch and `num_items_in_batch`.
+            inputs: the batch, on the model's device.
+            count: `num_items_in_batch`: an int, a 0-dim tensor or None.
+            extra: whatever else of a step is a constant of Python's.
+
+        Returns:
+            The loss, 0-dim.
+        """
+        if self._refused or any(layer._forward_hooks for layer in self._layers):
+            return step(inputs, count)
+        schemes = [layer.scheme for layer in self._layers]
+        key = (_form(inputs), _form({"count": count}), tuple(map(id, schemes)), extra)
+        found = self._made.get(key)
+        if found is None:
+            seen = self._seen[key] = self._seen.get(key, 0) + 1
+            if seen <= _WARM_UP or len(self._made) == _MOST:
+                return step(inputs, count)
+            found = self._new(step, inputs, count, schemes)
+            if found is None:
+                return step(inputs, count)
+            self._made[key] = found
+        return self._play(found, inputs, count)
+
+    def _new(self, step: Step, inputs: Inputs, count: Any, schemes: list[Any]) -> _Recording | None:
+        """Record a step; None where that is not possible."""
+        places = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        device = next(self._model.parameters()).device
+        place = None if count is None else torch.as_tensor(count, device=device).clone()
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        release(self._model)  # what is kept of a weight would become a constant
+        try:
+            play, loss = self._record(lambda: step(places, place))
+            gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        except RuntimeError as error:
+            cause = error.__context__ or error  # leaving the recording fails after that, too
+            self._refused = f"recording one failed: {str(cause).strip().splitlines()[0]}"
+            logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
+            return None
+        finally:
+            release(self._model)
+            for p, grad in zip(parameters, before):
+                p.grad = grad
+        return _Recording(places, place, play, loss, gradients, schemes)
+
+    def _play(self, recording: _Recording, inputs: Inputs, count: Any) -> Tensor:
+        for name, place in recording.inputs.items():
+            if isinstance(place, Tensor):
+                place.copy_(inputs[name], non_blocking=True)
+        if recording.count is not None:
+            if isinstance(count, Tensor):
+                recording.count.copy_(count, non_blocking=True)
+            else:
+                recording.count.fill_(count)
+        for p, place in recording.gradients:
+            if p.grad is place:  # of the last micro-batch, and about to be overwritten
+                p.grad = place.clone()
+        recording.play()
+        summed, added = [], []
+        for p, grad in recording.gradients:
+            if p.grad is None:
+                p.grad = grad
+            else:
+                summed.append(p.grad)
+                added.append(grad)
+        if summed:
+            torch._foreach_add_(summed, added)
+        return recording.loss.clone()
+
+
+def obstacles(args: TrainingArguments) -> list[str]:
+    """Return why the steps of a run cannot be recorded; nothing where they can."""
+    reasons = []
+    devices = args.world_size * max(1, args.n_gpu)
+    if args.device.type != "cuda":
+        reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")
+    if devices > 1:
+        reasons.append(f"{devices} devices train together, and a recording is of one")
+    if args.fp16:
+        reasons.append("fp16 scales its loss by a number of the host's; use bf16")
+    if args.torch_compile:
+        reasons.append(
+            'torch_compile has CUDA graphs of its own (torch_compile_mode="reduce-overhead")'
+        )
+    if args.torch_empty_cache_steps is not None:
+        reasons.append("torch_empty_cache_steps frees memory that recordings use")
+    return reasons
+
+
+def check(args: TrainingArguments) -> None:
+    """Refuse a run whose steps cannot be recorded.
+
+    Raises:
+        ValueError: it names what is in the way, and what to do.
+    """
+    reasons = obstacles(args)
+    if reasons:
+        raise ValueError(
+            f"cuda_graphs=True: {'; '.join(reasons)}. Leave cuda_graphs out to run steps in Python"
+        )
+
+
+def _reason_of_model(layers: list[MetisLayer]) -> str | None:
+    with_state = sorted({layer.config.scheme for layer in layers if layer.state_names})
+    if with_state:
+        return f"{', '.join(with_state)} keeps a state that changes with each step"
+    return None
+
+
+def _form(values: Inputs) -> Hashable:
+    """Return what a recording takes as given: shapes and dtypes; what is no tensor, in full."""
+    return tuple(
+        (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor)
+        else (name, type(v).__name__ if name == "count" else repr(v))
+        for name, v in sorted(values.items())
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""Steps that are recorded once and played: on a CPU with a stand-in, in CUDA graphs on a GPU.
+
+The stand-in computes a recording's step again from the recording's own places, and writes into the
+tensors that the recording gave: what a CUDA graph does with them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, llama
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainingArguments
+
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    MetisTrainer,
+    PrecisionSchedule,
+    get_metis_model,
+    metis_layers,
+)
+from metis_hf.training import cuda_graph
+from metis_hf.training.cuda_graph import StepGraphs, check
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+class Again:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self, model) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.played = 0
+
+    def __call__(self, run):
+        loss = run()
+        grads = [p.grad for p in self.parameters]
+
+        def play() -> None:
+            self.played += 1
+            before = [p.grad for p in self.parameters]
+            for p in self.parameters:
+                p.grad = None
+            new = run()
+            loss.copy_(new)
+            for p, place, old in zip(self.parameters, grads, before):
+                place.copy_(p.grad)
+                p.grad = old
+
+        # Nothing is computed while a graph is recorded.
+        for place in (loss, *grads):
+            place.detach_().fill_(float("nan"))
+        return play, loss
+
+
+class Rows(Dataset):
+    """Sequences of random tokens; `lengths` of each batch of four."""
+
+    def __init__(self, count: int, lengths: tuple[int, ...] = (24,)) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.rows = [
+            torch.randint(0, VOCAB, (lengths[i // 4 % len(lengths)],), generator=draw)
+            for i in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="metis", **changes):
+    """(losses of all steps, weights afterwards, trainer)."""
+    torch.manual_seed(0)
+    on_cuda = torch.cuda.is_available()
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme))
+    options = {
+        "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 1, "report_to": "none", "use_cpu": not on_cuda,
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    trainer = MetisTrainer(
+        model=model,
+        args=TrainingArguments(str(tmp_path / name), **{**options, **changes}),
+        train_dataset=Rows(64) if data is None else data,
+        callbacks=[MetisCallback(health_interval=0), *callbacks],
+        cuda_graphs=False,
+    )
+    if recorder is not None:
+        trainer.cuda_graphs = True
+        trainer._graphs = StepGraphs(model, recorder(model))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}, trainer
+
+
+def assert_same(one, other) -> None:
+    assert one[0] == other[0]
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"max_grad_norm": 0.1},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+    ],
+)
+def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
+    plain = train(tmp_path, "plain", **changes)
+    recorded = train(tmp_path, "recorded", Again, **changes)
+    assert_same(plain, recorded)
+    graphs = recorded[2]._graphs
+    assert graphs.recordings == 1
+    micro_batches = 8 * changes.get("gradient_accumulation_steps", 1)
+    assert graphs._record.played == micro_batches - cuda_graph._WARM_UP
+
+
+@pytest.mark.parametrize("scheme", ["nvidia", "quartet2", "metis-paper"])
+def test_other_schemes(scheme, tmp_path) -> None:
+    plain = train(tmp_path, "plain", scheme=scheme)
+    assert_same(plain, train(tmp_path, "recorded", Again, scheme=scheme))
+
+
+def test_each_shape_has_its_recording(tmp_path) -> None:
+    data = Rows(64, (24, 16))
+    changes = {"data": data, "max_steps": 12}
+    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
+    assert_same(plain, recorded)
+    assert recorded[2]._graphs.recordings == 2
+
+
+def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graph, "_MOST", 1)
+    changes = {"data": Rows(64, (24, 16)), "max_steps": 12}
+    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
+    assert_same(plain, recorded)
+    assert recorded[2]._graphs.recordings == 1
+
+
+def test_another_precision_is_recorded_anew(tmp_path) -> None:
+    def schedule() -> PrecisionSchedule:
+        return PrecisionSchedule(until=0.5, high_precision=("forward",))
+
+    changes = {"max_steps": 10}
+    plain, recorded = (
+        train(tmp_path, str(r), r, callbacks=[schedule()], **changes) for r in (None, Again)
+    )
+    assert_same(plain, recorded)
+    assert recorded[2]._graphs.recordings == 2
+
+
+def test_measured_steps_run_in_python(tmp_path) -> None:
+    """A recording would not call what measures."""
+
+    class Measuring(TrainerCallback):
+        seen = 0
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
+            if state.global_step % 2:
+                layer = next(layer for _, layer in metis_layers(model))
+                self.handle = layer.register_forward_hook(self.count)
+
+        def count(self, *_) -> None:
+            self.seen += 1
+
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            if hasattr(self, "handle"):
+                self.handle.remove()
+
+    measuring = Measuring()
+    recorded = train(tmp_path, "recorded", Again, callbacks=[measuring], max_steps=16)
+    assert measuring.seen == 8
+    assert recorded[2]._graphs._record.played == 8 - cuda_graph._WARM_UP
+    assert_same(train(tmp_path, "plain", max_steps=16), recorded)
+
+
+def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
+    class Fails:
+        def __init__(self, model) -> None:
+            self.calls = 0
+
+        def __call__(self, run):
+            self.calls += 1
+            run()  # gradients are there already
+            raise RuntimeError("operation not permitted when stream is capturing\ndetails")
+
+    recorded = train(tmp_path, "recorded", Fails)
+    graphs = recorded[2]._graphs
+    assert_same(train(tmp_path, "plain"), recorded)
+    assert graphs._record.calls == 1
+    assert graphs.refused is not None
+    assert "not permitted when stream is capturing" in graphs.refused
+    assert "details" not in graphs.refused
+
+
+def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
+    recorded = train(tmp_path, "recorded", Again, scheme="tetrajet2")
+    graphs = recorded[2]._graphs
+    if graphs.refused is None:
+        pytest.skip("tetrajet2 keeps no state in its layers")
+    assert "tetrajet2" in graphs.refused
+    assert graphs._record.played == 0
+
+
+def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None:
+    options = {"use_cpu": True, "report_to": "none", "torch_empty_cache_steps": 2}
+    args = TrainingArguments(str(tmp_path), **options)
+    with pytest.raises(ValueError, match=r"the device is cpu.*frees memory.*Leave cuda_graphs out"):
+        check(args)
+    with pytest.raises(ValueError, match="the device is cpu"):
+        MetisTrainer(model=get_metis_model(llama(), MetisConfig()), args=args, cuda_graphs=True)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    args.fp16 = args.torch_compile = True
+    with pytest.raises(ValueError, match=r"2 devices train.*fp16 scales.*reduce-overhead"):
+        check(args)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["nvfp4-rne", "nvidia", "metis"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_in_cuda_graphs(scheme, accumulation, tmp_path) -> None:
+    changes = {"scheme": scheme, "gradient_accumulation_steps": accumulation, "bf16": True}
+    plain = train(tmp_path, "plain", **changes)
+    recorded = train(tmp_path, "recorded", lambda model: cuda_graph.CudaRecorder(), **changes)
+    graphs = recorded[2]._graphs
+    assert graphs.refused is None
+    assert graphs.recordings == 1
+    assert recorded[0] == pytest.approx(plain[0], rel=1e-4)
