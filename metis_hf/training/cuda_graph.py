@@ -12,14 +12,15 @@ for the GPU (routing to experts), schemes that keep a state, steps that are meas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
-from transformers.utils import logging
+from transformers import TrainingArguments, masking_utils
+from transformers.utils import import_utils, logging
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
@@ -140,22 +141,26 @@ class StepGraphs:
         place = None if count is None else torch.as_tensor(count, device=device).clone()
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         before = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        release(self._model)  # what is kept of a weight would become a constant
-        try:
-            play, loss = self._record(lambda: step(places, place))
-            gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        except RuntimeError as error:
-            cause = error.__context__ or error  # leaving the recording fails after that, too
-            self._refused = f"recording one failed: {str(cause).strip().splitlines()[0]}"
-            logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
-            return None
-        finally:
-            release(self._model)
-            for p, grad in zip(parameters, before):
-                p.grad = grad
-        return _Recording(places, place, play, loss, gradients, schemes)
+        reason = ""
+        for masks in (_masks_of_whole_rows(inputs), contextlib.nullcontext()):
+            for p in parameters:
+                p.grad = None
+            release(self._model)  # what is kept of a weight would become a constant
+            try:
+                with masks:
+                    play, loss = self._record(lambda: step(places, place))
+                gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+                return _Recording(places, place, play, loss, gradients, schemes)
+            except RuntimeError as error:
+                cause = error.__context__ or error  # leaving the recording fails after that, too
+                reason = str(cause).strip().splitlines()[0]
+            finally:
+                release(self._model)
+                for p, grad in zip(parameters, before):
+                    p.grad = grad
+        self._refused = f"recording one failed: {reason}"
+        logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
+        return None
 
     def _play(self, recording: _Recording, inputs: Inputs, count: Any) -> Tensor:
         for name, place in recording.inputs.items():
@@ -180,6 +185,29 @@ class StepGraphs:
         if summed:
             torch._foreach_add_(summed, added)
         return recording.loss.clone()
+
+
+@contextlib.contextmanager
+def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
+    """Let transformers leave causal masks to the attention kernel while a step is recorded.
+
+    It reads from the GPU whether rows are padded or packed, and makes a mask in full where it
+    cannot ask: that takes a slower kernel. A batch without mask and without positions is neither.
+    """
+    found: list[tuple[Any, str, Any]] = []
+    if not {"attention_mask", "position_ids"} & inputs.keys():
+        for module, name, answer in (
+            (import_utils, "is_cuda_stream_capturing", lambda: False),
+            (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        ):
+            if hasattr(module, name):  # of transformers 5
+                found.append((module, name, getattr(module, name)))
+                setattr(module, name, answer)
+    try:
+        yield
+    finally:
+        for module, name, before in found:
+            setattr(module, name, before)
 
 
 def obstacles(args: TrainingArguments) -> list[str]:

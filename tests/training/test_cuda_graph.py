@@ -194,7 +194,7 @@ def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
     recorded = train(tmp_path, "recorded", Fails)
     graphs = recorded[2]._graphs
     assert_same(train(tmp_path, "plain"), recorded)
-    assert graphs._record.calls == 1
+    assert graphs._record.calls == 2  # with masks as in Python, and with what transformers makes
     assert graphs.refused is not None
     assert "not permitted when stream is capturing" in graphs.refused
     assert "details" not in graphs.refused
@@ -220,6 +220,45 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None
     args.fp16 = args.torch_compile = True
     with pytest.raises(ValueError, match=r"2 devices train.*fp16 scales.*reduce-overhead"):
         check(args)
+
+
+@pytest.mark.parametrize(("mask", "use_cache"), [(False, True), (False, False), (True, True)])
+def test_causal_masks_are_left_to_the_kernel(mask, use_cache, monkeypatch) -> None:
+    """Transformers would make them in full, where the GPU cannot be asked whether rows are whole.
+
+    With a mask in the batch it has to.
+    """
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    class Capturing(Again):
+        def __call__(self, run):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+                return super().__call__(run)
+
+    model = get_metis_model(llama(), MetisConfig(scheme="nvfp4")).train()
+    graphs = StepGraphs(model, Capturing(model))
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids}
+    if mask:
+        batch["attention_mask"] = torch.ones_like(ids)
+
+    def step(inputs, count):
+        loss = model(**inputs, use_cache=use_cache).loss
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(cuda_graph._WARM_UP + 1):
+        graphs.run(step, batch, None)
+    assert graphs.recordings == 1
+    assert masks
+    assert all((found is not None) == mask for found in masks)
 
 
 @needs_cuda
