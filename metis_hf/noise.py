@@ -111,13 +111,21 @@ def sample_stride(count: int) -> int:
     return count // SAMPLES | 1
 
 
+# Finds the module that computes noise in one launch where a tensor is; `numerics.kernels` has one.
+_find_kernels: Callable[[Tensor], ModuleType | None] = lambda x: None  # noqa: E731
+
+
+def use_kernels_of(find: Callable[[Tensor], ModuleType | None]) -> None:
+    """Let `find` say which module computes noise in one launch; None: operation by operation."""
+    global _find_kernels
+    _find_kernels = find
+
+
 def _one_launch(x: Tensor) -> ModuleType | None:
     """Return what computes all this in one launch where `x` is; None where operations do."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return None
-    from metis_hf.numerics.kernels.choice import noise_backend  # it imports this module
-
-    return noise_backend(x)
+    return _find_kernels(x)
 
 
 def constant(make: Callable[P, T]) -> Callable[P, T]:

@@ -99,12 +99,12 @@ class StepGraphs:
 
     @property
     def recordings(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._made)
 
     @property
     def refused(self) -> str | None:
-        """Why steps run in Python; None where they are recorded."""
+        """Return why steps run in Python; None where they are recorded."""
         return self._refused
 
     def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:

@@ -98,7 +98,7 @@ def fake_quantize(
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
     rows = amax is None and quantizer.has_row_scales(x, dim)
-    if kernels == "triton" and quantizer.scale_rule is ScaleRule.ABSMAX and not rows:
+    if kernels == "triton" and quantizer.scale_rule in _triton().RULES and not rows:
         return _triton().fake_quantize(x, quantizer, **options)
     if kernels != "reference":
         form = form_of(x, quantizer.tile, dim)
@@ -146,10 +146,12 @@ def pack(
     tile = quantizer.tile
     if _covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
         kernels = kernels_for(*(t for t in (x, minus) if t is not None))
+        rows = amax is None and quantizer.has_row_scales(x, dim)
+        if kernels == "triton" and quantizer.scale_rule in _triton().RULES and not rows:
+            return _triton().pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
         if kernels != "reference":
             form = form_of(x, tile, dim, paired=True)
             taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
-            rows = amax is None and quantizer.has_row_scales(x, dim)
             given = rows or amax is not None
             variant = _variant(
                 "pack", quantizer, form, minus=minus is not None, given=given, rows=rows
@@ -193,6 +195,11 @@ def unpack(
         and (plus is None or plus.dtype is torch.float32)
     ):
         kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
+        by_row = packed.global_scale is not None and packed.global_scale.dim() > 0
+        if kernels == "triton" and not by_row:
+            return _triton().unpack(
+                packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
+            )
         if kernels != "reference":
             form, scale = packed_form(codes, packed.scale, shape, tile, dim)
             decode = packed.global_scale if scaled else None

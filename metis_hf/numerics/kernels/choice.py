@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from metis_hf import noise
 from metis_hf.numerics.kernels import compiled
 
 KERNELS = ("reference", "compiled", "triton")
@@ -127,6 +128,9 @@ def noise_backend(x: Tensor) -> ModuleType | None:
     from metis_hf.numerics.kernels import triton_noise
 
     return triton_noise
+
+
+noise.use_kernels_of(noise_backend)
 
 
 def _automatic(x: Tensor) -> str:

@@ -17,13 +17,22 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import SCALE_E4M3
-from metis_hf.numerics.kernels import triton_kernels
+from metis_hf.numerics.kernels import triton_kernels, triton_numbers
 from metis_hf.numerics.kernels.formulation import BLOCK
+from metis_hf.numerics.kernels.layout import Packed, form_of, in_row_blocks, packed_form
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
-from metis_hf.numerics.scaling import ScaleRounding
+from metis_hf.numerics.scaling import (
+    TRIED_SCALES,
+    ScaleRounding,
+    ScaleRule,
+    largest_code,
+    largest_value,
+)
 
-__all__ = ["fake_quantize", "missing", "store"]
+__all__ = ["RULES", "fake_quantize", "missing", "pack", "store", "unpack"]
+
+RULES = (ScaleRule.ABSMAX, ScaleRule.UNBIASED, *TRIED_SCALES)  # of block scales
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # read and written
 # Elements of a program's tile, as squares of 16 x 16.
@@ -37,7 +46,7 @@ def missing(device: torch.device) -> str | None:
     version = triton.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         return f"triton 3.6 or later: this is {version}, whose division loses the smallest numbers"
-    if device.type == "cuda" or (device.type == "cpu" and triton_kernels.INTERPRETED.value):
+    if device.type == "cuda" or (device.type == "cpu" and triton_numbers.INTERPRETED.value):
         return None
     return "CUDA device under the tensor (for tests on CPU, set TRITON_INTERPRET=1)"
 
@@ -52,6 +61,10 @@ class _Choices(NamedTuple):
     stochastic: bool
     scaled: bool = True
     same: bool = False  # minus is plus
+    packed: bool = False  # codes lie as `Packed` has them
+    rule: str = ""  # by which several scales are tried
+    to_code: float = 1.0  # over the code that amax gets
+    largest: float = 1.0  # that code times the scale of the tensor's largest block
 
 
 def fake_quantize(
@@ -66,7 +79,7 @@ def fake_quantize(
     plus: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`; `quantizer` is NVFP4 with scale rule "absmax".
+    """See `kernels.fake_quantize`; `quantizer` is NVFP4 with one of `RULES`.
 
     Args:
         x: not empty, with `layout.has_form`; strides are free.
@@ -111,15 +124,82 @@ def store(
     return codes, scale.view(SCALE_E4M3.dtype), decode
 
 
+def pack(
+    x: Tensor,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    key: noise.Key | int | None,
+    minus: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Packed:
+    """See `kernels.pack`; the quantizer as in `fake_quantize`. Codes of NaN are arbitrary."""
+    tile = quantizer.tile
+    choices = _choices(quantizer, x, dim)._replace(packed=True)
+    x = x if x.dtype in DTYPES else x.float()
+    matrix, lower = (None if t is None else _work_form(t, tile, dim) for t in (x, minus))
+    assert matrix is not None
+    rows, columns = matrix.shape
+    run = BLOCK // 2 * columns if choices.rows else BLOCK
+    codes = torch.empty(rows * columns // (2 * run), run, dtype=torch.uint8, device=x.device)
+    blocks = rows if not choices.rows else rows // BLOCK * columns
+    scale = codes.new_empty(blocks // BLOCK if choices.lanes and choices.rows else blocks)
+    decode = _write(matrix, choices, key, codes, scale, minus=lower, given=amax)
+    return Packed(codes, scale.view(SCALE_E4M3.dtype), decode)
+
+
+def unpack(
+    packed: Packed,
+    quantizer: QuantizerDefinition,
+    *,
+    dim: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    scaled: bool,
+    plus: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.unpack`; the tensor scale is one number, or there is none."""
+    tile, codes = quantizer.tile, packed.codes
+    form, _ = packed_form(codes, packed.scale, shape, tile, dim)
+    along_rows = in_row_blocks(tile, dim)
+    columns = BLOCK if along_rows else form.padded[1]
+    values = torch.empty(2 * codes.numel() // columns, columns, dtype=dtype, device=codes.device)
+    added = None if plus is None else _work_form(plus, tile, dim)
+    with torch.cuda.device_of(values):
+        _launch(
+            triton_kernels.unpack,
+            _TILE_BLOCKS,
+            values,
+            first=(codes, packed.scale.view(torch.uint8)),
+            decode_ptr=packed.global_scale if scaled else None,
+            plus_ptr=added,
+            out_ptr=values,
+            LANES=along_rows or tile is Tile.SQUARE,
+            ROWS=not along_rows,
+        )
+    whole = values.view(-1)[: form.padded.numel()].view(form.padded)
+    return whole if form.padded == form.shape else whole[: shape[0], : shape[1]].contiguous()
+
+
+def _work_form(x: Tensor, tile: Tile, dim: int) -> Tensor:
+    """Return a matrix in whole blocks, contiguous; row blocks as rows of their own, in pairs."""
+    form = form_of(x, tile, dim, paired=True).x
+    return form.view(-1, BLOCK if form.dim() == 3 else form.shape[2] * BLOCK)
+
+
 def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
     square = quantizer.tile is Tile.SQUARE
     last = dim % x.dim() == x.dim() - 1
+    rule = quantizer.scale_rule
     return _Choices(
         square or last,
         square or not last,
         bool(quantizer.two_level),
         quantizer.scale_rounding is ScaleRounding.UP,
         quantizer.rounding is Rounding.STOCHASTIC,
+        rule=rule.value if rule in TRIED_SCALES else "",
+        to_code=1 / largest_code(quantizer.fmt, rule),
+        largest=largest_value(quantizer.fmt, rule),
     )
 
 
@@ -181,19 +261,24 @@ def _blocks_in(length: int) -> int:
 
 
 def _launch(
-    kernel: triton.JITFunction, tile_blocks: int, matrix: Tensor, **arguments: object
+    kernel: triton.JITFunction,
+    tile_blocks: int,
+    matrix: Tensor,
+    first: tuple[Tensor, ...] | None = None,
+    **arguments: object,
 ) -> None:
-    """Run a kernel over all tiles of a matrix."""
+    """Run a kernel over all tiles of a matrix, which it reads unless something else comes first."""
     rows, columns = matrix.shape
+    if first is None:
+        first = (matrix,)
+        arguments |= {"row_stride": matrix.stride(0), "column_stride": matrix.stride(1)}
     down, across = _blocks_in(rows), _blocks_in(columns)
     wide = min(tile_blocks, triton.next_power_of_2(across))
     high = tile_blocks // wide
     kernel[(-(-down // high) * -(-across // wide),)](
-        matrix,
+        *first,
         rows=rows,
         columns=columns,
-        row_stride=matrix.stride(0),
-        column_stride=matrix.stride(1),
         GR=high,
         GC=wide,
         num_warps=_WARPS,

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.kernels.triton_kernels import _bits, _hash, _uniform
+from metis_hf.numerics.kernels.triton_numbers import bits_of, hash_bits
+from metis_hf.numerics.kernels.triton_numbers import uniform as uniform_at
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # whose fingerprints are taken
 _TILE = 1024  # elements of a program
@@ -27,7 +28,7 @@ def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row, column = at // width, at % width
     index = row * tl.cdiv(width, _LANES) + column // _LANES
-    value = _uniform(index, column % _LANES, (data_ptr, word0, word1))
+    value = uniform_at(index, column % _LANES, (data_ptr, word0, word1))
     tl.store(out_ptr + at, value, mask=at < count)
 
 
@@ -36,8 +37,8 @@ def hash_samples(x_ptr, out_ptr, stride, samples, TILE: tl.constexpr):
     """Write the sum of hashes of every `stride`-th element, each mixed with its place."""
     place = tl.arange(0, TILE)
     inside = place < samples
-    bits = _bits(tl.load(x_ptr + place.to(tl.int64) * stride, mask=inside, other=0.0))
-    hashes = tl.where(inside, _hash(bits ^ _hash(place)), 0)
+    bits = bits_of(tl.load(x_ptr + place.to(tl.int64) * stride, mask=inside, other=0.0))
+    hashes = tl.where(inside, hash_bits(bits ^ hash_bits(place)), 0)
     tl.store(out_ptr, tl.sum(hashes.to(tl.int64), 0).to(tl.int32))  # int64: no overflow
 
 

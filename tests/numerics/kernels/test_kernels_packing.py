@@ -52,12 +52,14 @@ def finite(x: Tensor) -> bool:
     return bool(x.float().isfinite().all())
 
 
-def check(x: Tensor, quantizer: Quantizer, dim: int, dtype=torch.float32, low=None) -> None:
+def check(
+    x: Tensor, quantizer: Quantizer, dim: int, dtype=torch.float32, low=None, name="compiled"
+) -> None:
     """Codes, scales and values with the kernels against the reference, with and without a split."""
     exact = None if low is None else low * 1.03
     for minus, plus in {(None, None), (low, low), (exact, low), (None, low)}:
         found: dict[str, tuple[Packed, Tensor, Tensor, Tensor]] = {}
-        for kernels in ("reference", "compiled"):
+        for kernels in ("reference", name):
             options = {"dim": dim, "dtype": dtype}
             with use_kernels(kernels):
                 packed = pack(x, quantizer, dim=dim, key=5, minus=minus)
@@ -67,7 +69,7 @@ def check(x: Tensor, quantizer: Quantizer, dim: int, dtype=torch.float32, low=No
                     unpack(packed, quantizer, shape=tuple(x.shape), scaled=False, **options),
                     fake_quantize(x, quantizer, key=5, minus=minus, plus=plus, **options)[0],
                 )
-        wanted, actual = found["reference"], found["compiled"]
+        wanted, actual = found["reference"], found[name]
         if finite(x):  # codes of NaN are arbitrary
             assert torch.equal(actual[0].codes.flatten(), wanted[0].codes.flatten())
         assert_same_bits(actual[0].scale.float(), wanted[0].scale.float())
@@ -77,7 +79,7 @@ def check(x: Tensor, quantizer: Quantizer, dim: int, dtype=torch.float32, low=No
             assert_same_bits(actual[2], wanted[2])
         assert_same_bits(wanted[1], wanted[3])  # half way and on is the whole way
         # What one packs the other unpacks: a compilation may fail between the two.
-        for kernels, other in (("reference", actual), ("compiled", wanted)):
+        for kernels, other in (("reference", actual), (name, wanted)):
             with use_kernels(kernels):
                 crossed = unpack(
                     other[0], quantizer, dim=dim, shape=tuple(x.shape), dtype=dtype, plus=plus

@@ -167,6 +167,31 @@ def test_nothing_is_compiled_again(compile_for) -> None:
 @needs_triton
 @needs_compiler
 @pytest.mark.slow
+def test_packing_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """Both ways, along rows and columns, with several scales tried for each block."""
+    from metis_hf.numerics.kernels import triton_kernels
+    from metis_hf.numerics.kernels.triton_launch import pack, unpack
+
+    _, write = compile_for(HOPPER)
+    read = Recorder(triton_kernels.unpack)
+    monkeypatch.setattr(triton_kernels, "unpack", read)
+    low = torch.randn(64, 256, generator=seeded(0))
+    x = low.bfloat16()
+    square = Quantizer(tile="square", scale_rule="four-over-six")
+    cases = ((Quantizer(scale_rule="search"), -1), (STOCHASTIC, 0), (square, -1))
+    for quantizer, dim in cases:
+        for minus, dtype in ((None, torch.bfloat16), (low, torch.float32)):
+            packed = pack(x, quantizer, dim=dim, key=3, minus=minus)
+            options = {"shape": (64, 256), "dtype": dtype, "scaled": minus is not None}
+            unpack(packed, quantizer, dim=dim, plus=minus, **options)
+    assert len(write.compiled) == len(read.compiled) == 6
+    for kernel in [*write.compiled, *read.compiled]:
+        assert_ieee(kernel.asm["ptx"])
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.slow
 def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     """Once, whatever the sizes and the keys."""
     from metis_hf.numerics.kernels import triton_noise

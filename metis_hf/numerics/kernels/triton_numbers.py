@@ -1,0 +1,272 @@
+"""Numbers of NVFP4 as functions of Triton's kernels: noise, E2M1, E4M3, and block scales.
+
+The arithmetic is that of `formulation` and `block_scales`, to the bit; `triton_kernels` says what
+may not be left to a GPU's choice.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from metis_hf import noise
+from metis_hf.numerics import scaling
+from metis_hf.numerics.formats import E4M3, FLT_MAX
+from metis_hf.numerics.kernels import block_scales
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_SIGN = tl.constexpr(-(2**31))
+MAGNITUDE = tl.constexpr(2**31 - 1)
+LARGEST_FP32 = tl.constexpr(FLT_MAX)
+_M1, _M2 = tl.constexpr(noise._M1), tl.constexpr(noise._M2)
+_MAX_CODE = tl.constexpr(block_scales.MAX_CODE)
+_MAX_SCALE = tl.constexpr(E4M3.max)
+_SMALLEST_BASE = tl.constexpr(scaling.SMALLEST_BASE)
+_LARGEST_ERROR = tl.constexpr(scaling._LARGEST_ERROR)
+# The scales that are tried after the first, which is 1.
+_, *_OTHERS = scaling.TRIED_SCALES[scaling.ScaleRule.SEARCH]
+_T1, _T2, _T3, _T4, _T5 = (tl.constexpr(factor) for factor in _OTHERS)
+_FOUR = tl.constexpr(scaling.TRIED_SCALES[scaling.ScaleRule.FOUR_OVER_SIX][1])
+_MAGIC = tl.constexpr(block_scales._MAGIC)
+_LOW_MAGIC, _HIGH_MAGIC = (
+    tl.constexpr(block_scales._MAGIC / 2),
+    tl.constexpr(2 * block_scales._MAGIC),
+)
+_SCALE_NORMAL = tl.constexpr(block_scales._NORMAL)
+SCALE_SPACING = tl.constexpr(block_scales._SPACING)
+_SCALE_STEPS = tl.constexpr(1 / block_scales._SPACING)
+_SCALE_MAGIC = tl.constexpr(block_scales._MAGIC * block_scales._SPACING)
+DROPPED = tl.constexpr(block_scales._DROPPED)
+_KEPT = tl.constexpr(-(1 << block_scales._DROPPED))
+_BELOW_ONE = tl.constexpr((1 << block_scales._DROPPED) - 1)
+_BELOW_HALF = tl.constexpr((1 << block_scales._DROPPED - 1) - 1)
+# Bits of fp32 without what a small format drops, less the difference of the exponents' biases.
+E4M3_OFFSET = tl.constexpr((127 - 7) << 3)
+_E2M1_OFFSET = tl.constexpr((127 - 1) << 1)
+E4M3_NAN = tl.constexpr(0x7F)
+
+
+@triton.jit
+def hash_bits(h):
+    """Compute `noise._hash`."""
+    h = tl.mul(h ^ ((h >> 16) & 0xFFFF), _M1, sanitize_overflow=False)
+    h = tl.mul(h ^ ((h >> 15) & 0x1FFFF), _M2, sanitize_overflow=False)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+@triton.jit
+def uniform(index, lane, source):
+    """Compute `formulation._uniform` of the elements `lane` of the blocks `index`."""
+    data_ptr, word0, word1 = source
+    if data_ptr is None:
+        first = hash_bits(word0)
+    else:
+        first = hash_bits(tl.add(tl.load(data_ptr), word0, sanitize_overflow=False))
+    second = hash_bits(tl.add(first, word1, sanitize_overflow=False))
+    block = hash_bits(tl.add(index, first, sanitize_overflow=False))
+    h = tl.add(block, second, sanitize_overflow=False) ^ hash_bits(lane)
+    h = tl.mul(h, _M1, sanitize_overflow=False)
+    h = tl.mul(h ^ ((h >> 15) & 0x1FFFF), _M2, sanitize_overflow=False)
+    return (h >> 8).to(tl.float32) * (2.0**-24) + 0.5
+
+
+@triton.jit
+def bits_of(x):
+    """Return the bits of x in fp32."""
+    if x.dtype == tl.bfloat16:
+        # Not by way of a float cast: the interpreter's is wrong for subnormal numbers.
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def cast(value, dtype: tl.constexpr):
+    """Round fp32 to `dtype`, nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter's own cast truncates.
+        bits = value.to(tl.int32, bitcast=True)
+        even = tl.add(bits, ((bits >> 16) & 1) + 0x7FFF, sanitize_overflow=False)
+        bits = tl.where(value == value, even, 0x7FC00000) >> 16
+        result = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = value.to(dtype)
+    return result
+
+
+@triton.jit
+def _round_e4m3(value, UP: tl.constexpr):
+    """Compute `block_scales._round_e4m3`."""
+    bits = value.to(tl.int32, bitcast=True)
+    if UP:
+        normal = tl.add(bits, _BELOW_ONE, sanitize_overflow=False)
+        steps = value * _SCALE_STEPS
+        small = tl.floor(steps)
+        # A comparison: that `ceil` keeps subnormal numbers is not said anywhere.
+        small = tl.where(steps > small, small + 1.0, small) * SCALE_SPACING
+    else:
+        normal = tl.add(bits, ((bits >> DROPPED) & 1) + _BELOW_HALF, sanitize_overflow=False)
+        small = (value + _SCALE_MAGIC) - _SCALE_MAGIC
+    normal = (normal & _KEPT).to(tl.float32, bitcast=True)
+    return tl.where(value >= _SCALE_NORMAL, normal, small)
+
+
+@triton.jit
+def e4m3_bits(scale):
+    """Return the 8 bits, as int32, of an E4M3 value >= 0 or NaN."""
+    normal = (scale.to(tl.int32, bitcast=True) >> DROPPED) - E4M3_OFFSET
+    small = tl.where(scale < _SCALE_NORMAL, scale, 0.0) * _SCALE_STEPS
+    bits = tl.where(scale >= _SCALE_NORMAL, normal, small.to(tl.int32))
+    return tl.where(scale == scale, bits, E4M3_NAN)
+
+
+@triton.jit
+def e2m1_bits(code):
+    """Return the 4 bits, as int32, of an E2M1 value."""
+    bits = code.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(code)
+    normal = ((bits & MAGNITUDE) >> 22) - _E2M1_OFFSET
+    small = tl.where(magnitude > 0.0, 1, 0)
+    return tl.where(magnitude >= 1.0, normal, small) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def _by_range(magnitude, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    """Choose a constant for each binade of E2M1: below 2, below 4, above."""
+    return tl.where(magnitude < 2.0, LOW, tl.where(magnitude < 4.0, MIDDLE, HIGH))
+
+
+@triton.jit
+def _nearest(magnitude):
+    """Round values in [0, 6] to the nearest E2M1 value, ties to even."""
+    magic = _by_range(magnitude, _LOW_MAGIC, _MAGIC, _HIGH_MAGIC)
+    return (magnitude + magic) - magic
+
+
+@triton.jit
+def _tensor_scale(amax_ptr, LARGEST: tl.constexpr):
+    """Return the (encode, decode) scales of the whole tensor, whose amax is to be LARGEST."""
+    largest = tl.load(amax_ptr).to(tl.float32, bitcast=True)
+    encode = tl.math.div_rn(LARGEST, largest)
+    encode = tl.where(encode > LARGEST_FP32, LARGEST_FP32, encode)
+    encode = tl.where(largest == 0, 1.0, encode)
+    return encode, tl.math.div_rn(1.0, encode)
+
+
+@triton.jit
+def _scale(wanted, decode, TWO_LEVEL: tl.constexpr, UP: tl.constexpr):
+    """Return (block scales, what elements are multiplied by)."""
+    clamped = tl.where(wanted > _MAX_SCALE, _MAX_SCALE, wanted)
+    scale = _round_e4m3(tl.where(wanted > LARGEST_FP32, float("nan"), clamped), UP)
+    decoded = scale
+    if TWO_LEVEL:
+        decoded = scale * decode
+    inverse = tl.math.div_rn(1.0, decoded)
+    return scale, tl.where(inverse > LARGEST_FP32, LARGEST_FP32, inverse)
+
+
+@triton.jit
+def _better(
+    best,
+    factor,
+    block,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """Return the better of (scale, inverse, error) and those of the scale base * factor."""
+    base, to_base, decode, magnitude, wanted = block
+    scale, inverse = _scale(base * factor, decode, TWO_LEVEL, UP)
+    scaled = magnitude * inverse
+    codes = _nearest(tl.where(scaled > _MAX_CODE, _MAX_CODE, scaled))
+    error = (codes * scale - wanted) * to_base
+    squared = error * error
+    squared = tl.where(squared > _LARGEST_ERROR, _LARGEST_ERROR, squared)
+    # Whole numbers, whose sum is exact: see `scaling.whole_errors`.
+    COUNT: tl.constexpr = 256 if LANES and ROWS else 16
+    error = tl.floor(squared * (2.0**24 / _LARGEST_ERROR / COUNT))
+    if LANES:
+        error = tl.sum(error, 3, keep_dims=True)
+    if ROWS:
+        error = tl.sum(error, 1, keep_dims=True)
+    if best is None:
+        found = scale, inverse, error
+    else:
+        less = error < best[2]
+        found = (
+            tl.where(less, scale, best[0]),
+            tl.where(less, inverse, best[1]),
+            tl.where(less, error, best[2]),
+        )
+    return found
+
+
+@triton.jit
+def block_scales_of(
+    bits,
+    amax,
+    amax_ptr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    UP: tl.constexpr,
+    RULE: tl.constexpr,
+    TO_CODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Return (block scales, what elements are multiplied by, decode scale of the tensor).
+
+    With a RULE the scale of several that leaves the least error: see `block_scales._least_error`.
+    """
+    encode = 1.0
+    decode = 1.0
+    if TWO_LEVEL:
+        encode, decode = _tensor_scale(amax_ptr, LARGEST)
+    if RULE == "":
+        to_scale = TO_CODE
+        if TWO_LEVEL:
+            to_scale = encode * TO_CODE
+        scale, inverse = _scale(amax * to_scale, decode, TWO_LEVEL, UP)
+    else:
+        magnitude = (bits & MAGNITUDE).to(tl.float32, bitcast=True)
+        wanted = magnitude
+        base = tl.math.div_rn(amax, _MAX_CODE)
+        if TWO_LEVEL:
+            base = base * encode
+            wanted = magnitude * encode
+            wanted = tl.where(wanted > LARGEST_FP32, LARGEST_FP32, wanted)
+        to_base = tl.math.div_rn(1.0, tl.where(base < _SMALLEST_BASE, _SMALLEST_BASE, base))
+        block = (base, to_base, decode, magnitude, wanted)
+        best = _better(None, 1.0, block, LANES, ROWS, TWO_LEVEL, UP)
+        if RULE == "search":
+            best = _better(best, _T1, block, LANES, ROWS, TWO_LEVEL, UP)
+            best = _better(best, _T2, block, LANES, ROWS, TWO_LEVEL, UP)
+            best = _better(best, _T3, block, LANES, ROWS, TWO_LEVEL, UP)
+            best = _better(best, _T4, block, LANES, ROWS, TWO_LEVEL, UP)
+            best = _better(best, _T5, block, LANES, ROWS, TWO_LEVEL, UP)
+        else:
+            best = _better(best, _FOUR, block, LANES, ROWS, TWO_LEVEL, UP)
+        scale, inverse, _ = best
+    return scale, inverse, decode
+
+
+@triton.jit
+def codes_of(bits, inverse, index, lane, source, STOCHASTIC: tl.constexpr):
+    """Return elements in E2M1 from their bits in fp32."""
+    scaled = (bits.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
+    magnitude = (scaled & MAGNITUDE).to(tl.float32, bitcast=True)
+    magnitude = tl.where(magnitude > _MAX_CODE, _MAX_CODE, magnitude)
+    if STOCHASTIC:
+        threshold = uniform(index, lane, source)
+        steps = magnitude * _by_range(magnitude, 2.0, 1.0, 0.5)
+        lower = tl.floor(steps)
+        up = tl.where(steps - lower > threshold, 1.0, 0.0)
+        code = (lower + up) * _by_range(magnitude, 0.5, 1.0, 2.0)
+    else:
+        code = _nearest(magnitude)
+    signed = code.to(tl.int32, bitcast=True) | (scaled & _SIGN)
+    return signed.to(tl.float32, bitcast=True)
