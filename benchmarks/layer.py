@@ -27,6 +27,8 @@ from timing import (
     machine,
     parse,
     prepare,
+    recorded,
+    short,
     spread,
     summary,
     table,
@@ -118,7 +120,11 @@ def measure(
     paper: Path | None,
     kernels: Sequence[str] | None = None,
 ) -> list[Row]:
-    """Times and parts of each case; on a GPU also the most memory that a step takes."""
+    """Times and parts of each case.
+
+    On a GPU also the most memory that a step takes, and the time of its CUDA graph: without what
+    Python takes to start each operation.
+    """
     found = cases(shape, device, paper, kernels)
     times = interleave([step for _, step in found], rounds, budget=budget, device=device)
     rows = []
@@ -134,12 +140,34 @@ def measure(
                 name: statistics.median(one[name] for one in split) * 1e3 for name in parts.NAMES
             }
         rows.append(row)
+    if device.type == "cuda":
+        _add_recorded(rows, [step for _, step in found], rounds, budget, device)
     return rows
+
+
+def _add_recorded(
+    rows: list[Row],
+    steps: Sequence[Callable[[], None]],
+    rounds: int,
+    budget: float,
+    device: torch.device,
+) -> None:
+    """Times of the steps' CUDA graphs, in ms and over the first one's."""
+    plays = [recorded(step) for step in steps]
+    kept = [index for index, play in enumerate(plays) if play is not None]
+    if not kept or kept[0] != 0:
+        return
+    calls = [play for play in plays if play is not None]
+    times = interleave(calls, rounds, budget=budget, device=device)
+    for index, seconds in zip(kept, times):
+        found = summary(seconds, times[0])
+        rows[index] |= {f"recorded_{key}": found[key] for key in ("ms", "ratio")}
 
 
 def markdown(rows: list[Row]) -> str:
     names = [name for name in parts.NAMES if any(row["parts_ms"][name] > 0 for row in _split(rows))]
     memory = any("peak_bytes" in row for row in rows)
+    graphs = any("recorded_ms" in row for row in rows)
     cells = []
     for row in rows:
         split = row.get("parts_ms")
@@ -147,9 +175,15 @@ def markdown(rows: list[Row]) -> str:
         shape = " x ".join(str(n) for n in row["shape"])
         kernels = row["kernels"] or ""
         times = [spread(row, "ms"), spread(row)]
+        if graphs:
+            shown = "recorded_ms" in row
+            times += (
+                [short(row["recorded_ms"]), short(row["recorded_ratio"])] if shown else ["", ""]
+            )
         peak = [megabytes(row.get("peak_bytes"))] if memory else []
         cells.append([shape, row["name"], row["dtype"], kernels, *times, *peak, *shares])
     columns = ["shape", "layer", "dtype", "kernels", "ms (quartiles)", "over nn.Linear"]
+    columns += ["in a CUDA graph, ms", "over nn.Linear's"] if graphs else []
     return table([*columns, *(["peak MB"] if memory else []), *names], cells)
 
 

@@ -127,7 +127,7 @@ def gpu_layer_ratio(name: str) -> Callable[[], float | None]:
     """Of an H100 or H200, which multiply at the same rate."""
 
     def measure() -> float | None:
-        wanted = {"name": name, "kernels": "compiled", "dtype": "bfloat16", "shape": GPU_SHAPE}
+        wanted = {"name": name, "kernels": "triton", "dtype": "bfloat16", "shape": GPU_SHAPE}
         for record in gpu_records().values():
             items = record["parts"].get("layer", {}).get("items", {}).values()
             row = find([row for item in items for row in item.get("rows", ())], **wanted)

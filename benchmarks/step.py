@@ -5,7 +5,8 @@
 
 A step is forward, backward and AdamW. Parameters are fp32; "bf16" rows run under autocast, the
 others in fp32 (on a GPU all but the first run under autocast). Ratios are over the plain fp32
-model, round by round, on a GPU over the plain bf16 model too. Writes results/step.json and .png.
+model, round by round, on a GPU over the plain bf16 model too. There the rows "recorded" play their
+forward and backward pass as a CUDA graph. Writes results/step.json and .png.
 
 Saved bytes are what autograd keeps between forward and backward (`saved_tensors_hooks`), every
 storage once, parameters left out: of the linear layers' own forward passes, without copies of their
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ from transformers.pytorch_utils import Conv1D
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import fake_quantize
+from metis_hf.training import cuda_graph
+from metis_hf.training.cuda_graph import StepGraphs
 
 SCHEMES = ("nvfp4", "nvidia", "metis-paper", "metis")
 PLAIN = "nn.Linear"
@@ -104,14 +107,21 @@ class Case(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     tokens: Tensor
+    graphs: StepGraphs | None = None  # plays forward and backward pass
 
-    def forward(self) -> Tensor:
+    def gradients(self, inputs: Mapping[str, Any], count: Any = None) -> Tensor:
         enabled = self.dtype is torch.bfloat16
         with torch.autocast(self.tokens.device.type, torch.bfloat16, enabled=enabled):
-            return self.model(input_ids=self.tokens, labels=self.tokens).loss
+            loss = self.model(**inputs).loss
+        loss.backward()
+        return loss.detach()
 
     def step(self) -> None:
-        self.forward().backward()
+        inputs = {"input_ids": self.tokens, "labels": self.tokens}
+        if self.graphs is None:
+            self.gradients(inputs)
+        else:
+            self.graphs.run(self.gradients, inputs, None)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -136,9 +146,12 @@ def cases(shape: Shape, device: torch.device) -> list[Case]:
     for name, model in models.items():
         model.to(device)
         optimizers[name] = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return [
-        Case(name, dtype, models[name], optimizers[name], tokens.to(device)) for name, dtype in runs
-    ]
+    tokens = tokens.to(device)
+    found = [Case(name, dtype, models[name], optimizers[name], tokens) for name, dtype in runs]
+    if device.type == "cuda":
+        low_cases = [case for case in found if case.dtype is low]
+        found += [case._replace(graphs=StepGraphs(case.model)) for case in low_cases]
+    return found
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -231,6 +244,7 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
                 "model": name,
                 "name": case.name,
                 "dtype": str(case.dtype).split(".")[1],
+                "recorded": case.graphs is not None,
                 "batch": [shape.batch, shape.length],
                 "parameters": sum(p.numel() for p in case.model.parameters()),
                 "saved_linear_bytes": linears,
@@ -238,6 +252,10 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
                 "peak_bytes": peak.get("bytes"),
             }
         )
+    for case in found:
+        if case.graphs is not None:
+            for _ in range(cuda_graph.WARM_UP + 1):  # the last one is recorded
+                case.step()
     calls = [case.step for case in found]
     times = interleave(calls, rounds, budget=budget, device=device, warm_up=False)
     tokens = shape.batch * shape.length
@@ -267,7 +285,7 @@ def markdown(rows: list[Row]) -> str:
     cells = [
         [
             f"{row['model']}, {row['batch'][0]} x {row['batch'][1]}",
-            row["name"],
+            row["name"] + (", recorded" if row.get("recorded") else ""),
             "bf16" if row["dtype"] == "bfloat16" else "fp32",
             spread(row, "ms"),
             f"{row['tokens_per_s']:.0f}",
@@ -293,6 +311,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for column, model in enumerate(models):
         shown = [row for row in rows if row["model"] == model]
         kinds = {"float32": "fp32", "bfloat16": "bf16"}
+        shown = [row for row in shown if not row.get("recorded")]
         labels = [f"{row['name']}\n{kinds[row['dtype']]}" for row in shown]
         colors = ["black" if row["name"] == PLAIN else "#0072B2" for row in shown]
         values = [

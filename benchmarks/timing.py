@@ -113,6 +113,23 @@ def interleave(
     return times
 
 
+def recorded(call: Callable[[], object]) -> Callable[[], object] | None:
+    """Plays what a call does on a GPU, as a CUDA graph; None where it cannot be recorded."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return None
+    return graph.replay
+
+
 def summary(times: Sequence[float], base: Sequence[float] | None = None) -> Row:
     """Median and quartiles in ms, and over the times `base` of the same rounds."""
     low, middle, high = quartiles(times)

@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 Inputs = Mapping[str, Any]
 Step = Callable[[Inputs, Any], Tensor]
 
-_WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
+WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
 _MOST = 4  # recordings: each keeps the memory of a step
 
 
@@ -126,7 +126,7 @@ class StepGraphs:
         found = self._made.get(key)
         if found is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
-            if seen <= _WARM_UP or len(self._made) == _MOST:
+            if seen <= WARM_UP or len(self._made) == _MOST:
                 return step(inputs, count)
             found = self._new(step, inputs, count, schemes)
             if found is None:

@@ -271,7 +271,7 @@ def test_targets_for_a_gpu_are_read_from_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.gpu_layer_ratio("nvfp4")() is None
     assert "No GPU" in report.gpus_markdown()
-    row = {"name": "nvfp4", "kernels": "compiled", "dtype": "bfloat16",
+    row = {"name": "nvfp4", "kernels": "triton", "dtype": "bfloat16",
            "shape": [16384, 4096, 4096], "ratio": 1.5}  # fmt: skip
     record = Record(tmp_path / "gpu-h.json", FACTS | {"gpu": "NVIDIA H200"}, ())
     record.parts["layer"] = Entry(records.DONE, items={"16384": {"rows": [row]}})

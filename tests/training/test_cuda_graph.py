@@ -119,7 +119,7 @@ def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
     graphs = recorded[2]._graphs
     assert graphs.recordings == 1
     micro_batches = 8 * changes.get("gradient_accumulation_steps", 1)
-    assert graphs._record.played == micro_batches - cuda_graph._WARM_UP
+    assert graphs._record.played == micro_batches - cuda_graph.WARM_UP
 
 
 @pytest.mark.parametrize("scheme", ["nvidia", "quartet2", "metis-paper"])
@@ -177,7 +177,7 @@ def test_measured_steps_run_in_python(tmp_path) -> None:
     measuring = Measuring()
     recorded = train(tmp_path, "recorded", Again, callbacks=[measuring], max_steps=16)
     assert measuring.seen == 8
-    assert recorded[2]._graphs._record.played == 8 - cuda_graph._WARM_UP
+    assert recorded[2]._graphs._record.played == 8 - cuda_graph.WARM_UP
     assert_same(train(tmp_path, "plain", max_steps=16), recorded)
 
 
@@ -254,7 +254,7 @@ def test_causal_masks_are_left_to_the_kernel(mask, use_cache, monkeypatch) -> No
         loss.backward()
         return loss.detach()
 
-    for _ in range(cuda_graph._WARM_UP + 1):
+    for _ in range(cuda_graph.WARM_UP + 1):
         graphs.run(step, batch, None)
     assert graphs.recordings == 1
     assert masks

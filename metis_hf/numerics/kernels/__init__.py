@@ -2,15 +2,14 @@
 
 `reference` computes `definition.QuantizerDefinition.blocks`, operation by operation. `compiled` is
 the same arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and
-GPU. `triton` are kernels written by hand, for CUDA devices; the two halves of the way, `pack` and
-`unpack`, are the compiled ones there too. Results are equal to the bit, stochastic rounding
-included. What the kernels do not cover (formats other than NVFP4) the reference computes; block
-scales by another rule than "absmax" are in `compiled` alone, which then runs in place of `triton`.
-What is inside torch.compile is compiled with all around it.
+GPU. `triton` are kernels written by hand, for CUDA devices. Results are equal to the bit,
+stochastic rounding included. What the kernels do not cover (formats other than NVFP4) the reference
+computes; MS-EDEN's block scales and outer scales of rows are in `compiled` alone, which then runs
+in place of `triton`. What is inside torch.compile is compiled with all around it.
 
-The choice is automatic: compiled where it can be and where it is worth it, because the tensor is
-large or the call has been made a thousand times. The environment variable METIS_KERNELS and
-`use_kernels` override it.
+The choice is automatic: Triton's kernels on CUDA devices, elsewhere compiled ones where they can be
+and where it is worth it, because the tensor is large or the call has been made a thousand times.
+The environment variable METIS_KERNELS and `use_kernels` override it.
 """
 
 from __future__ import annotations

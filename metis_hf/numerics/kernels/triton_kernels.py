@@ -266,7 +266,8 @@ def unpack(
     size = (code & 7).to(tl.float32)
     value = tl.where(size < 4.0, size * 0.5, tl.where(size < 6.0, size - 2.0, size * 2.0 - 8.0))
     value = (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
-    bits = tl.load(scale_ptr + scale_at, mask=inside, other=0).to(tl.int32)
+    # Without the sign, which NaN may have.
+    bits = tl.load(scale_ptr + scale_at, mask=inside, other=0).to(tl.int32) & E4M3_NAN
     normal = ((bits + E4M3_OFFSET) << DROPPED).to(tl.float32, bitcast=True)
     scale = tl.where(bits >= 8, normal, bits.to(tl.float32) * SCALE_SPACING)
     values = value * tl.where(bits == E4M3_NAN, float("nan"), scale)

@@ -6,6 +6,7 @@ import logging
 import threading
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,18 @@ def test_automatic_choice(monkeypatch) -> None:
         with use_kernels("reference"):
             assert chosen(large) == "reference"
         assert chosen(small) == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("device", "lacks", "wanted"),
+    [("cuda", None, "triton"), ("cuda", "triton 3.6", "compiled"), ("cpu", None, "compiled")],
+)
+def test_triton_s_kernels_are_chosen_on_gpus(device, lacks, wanted, monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(compiled, "missing", lambda device: None)
+    monkeypatch.setattr(choice, "_missing", lambda kernels, device: lacks)
+    there = SimpleNamespace(device=torch.device(device), numel=lambda: 10)
+    assert choice._automatic(there) == wanted
 
 
 def test_small_tensors_are_compiled_after_many_calls(monkeypatch) -> None:
