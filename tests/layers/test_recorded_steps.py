@@ -102,7 +102,14 @@ class Recorded:
 
 
 def on_cuda(scheme: str) -> nn.Module:
-    return get_metis_model(llama(), MetisConfig(scheme=scheme)).cuda().train()
+    """Make a model whose attention is the same in Python and recorded.
+
+    Its kernel depends on whether there is a mask, and transformers makes one while a graph is
+    recorded.
+    """
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme))
+    model.set_attn_implementation("eager")
+    return model.cuda().train()
 
 
 def batches() -> list[Tensor]:
