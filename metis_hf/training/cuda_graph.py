@@ -13,6 +13,7 @@ for the GPU (routing to experts), schemes that keep a state, steps that are meas
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ logger = logging.get_logger(__name__)
 Inputs = Mapping[str, Any]
 Step = Callable[[Inputs, Any], Tensor]
 
+ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
 WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
 _MOST = 4  # recordings: each keeps the memory of a step
 
@@ -213,6 +215,8 @@ def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
 def obstacles(args: TrainingArguments) -> list[str]:
     """Return why the steps of a run cannot be recorded; nothing where they can."""
     reasons = []
+    if os.environ.get(ENVIRONMENT) == "0":
+        reasons.append(f"{ENVIRONMENT}=0 is set")
     devices = args.world_size * max(1, args.n_gpu)
     if args.device.type != "cuda":
         reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")

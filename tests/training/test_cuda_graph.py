@@ -214,9 +214,12 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None
         check(args)
     with pytest.raises(ValueError, match="the device is cpu"):
         MetisTrainer(model=get_metis_model(llama(), MetisConfig()), args=args, cuda_graphs=True)
+    monkeypatch.setenv("METIS_CUDA_GRAPHS", "0")
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     args.fp16 = args.torch_compile = True
-    with pytest.raises(ValueError, match=r"2 devices train.*fp16 scales.*reduce-overhead"):
+    with pytest.raises(
+        ValueError, match=r"GRAPHS=0 is set.*2 devices train.*fp16 scales.*reduce-overhead"
+    ):
         check(args)
 
 
