@@ -222,6 +222,8 @@ def obstacles(args: TrainingArguments) -> list[str]:
         reasons.append(f"the device is {args.device.type}, and CUDA graphs need a CUDA device")
     if devices > 1:
         reasons.append(f"{devices} devices train together, and a recording is of one")
+    if args.deepspeed or args.fsdp:
+        reasons.append("DeepSpeed and FSDP keep gradients in places of their own")
     if args.fp16:
         reasons.append("fp16 scales its loss by a number of the host's; use bf16")
     if args.torch_compile:

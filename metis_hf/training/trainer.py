@@ -46,6 +46,11 @@ class MetisTrainerMixin:
             if isinstance(callback, MetisCallback):
                 callback.bind(self)
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, with no recording of a training before: `auto_find_batch_size` begins anew."""
+        self._graphs = None
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch; none where the last step is done already.
 

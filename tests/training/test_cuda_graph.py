@@ -21,6 +21,7 @@ from metis_hf import (
     metis_layers,
 )
 from metis_hf.training import cuda_graph
+from metis_hf.training import trainer as trainer_module
 from metis_hf.training.cuda_graph import StepGraphs, check
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -90,8 +91,13 @@ def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="met
     )
     if recorder is not None:
         trainer.cuda_graphs = True
-        trainer._graphs = StepGraphs(model, recorder(model))
+        made = StepGraphs(model, recorder(model))
+        monkeypatched = pytest.MonkeyPatch()
+        monkeypatched.setattr(trainer_module, "StepGraphs", lambda model: made)
     trainer.train()
+    if recorder is not None:
+        monkeypatched.undo()
+        assert trainer._graphs is made
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {k: v.clone() for k, v in model.state_dict().items()}, trainer
 
