@@ -47,7 +47,7 @@ class MetisTrainerMixin:
                 callback.bind(self)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with recordings of its own: `auto_find_batch_size` begins anew."""
+        """Train with recordings of its own: `auto_find_batch_size` may train several times."""
         self._graphs = None
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
