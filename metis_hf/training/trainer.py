@@ -25,7 +25,6 @@ class MetisTrainerMixin:
         cuda_graphs: record the forward and the backward pass of a step, and play the recording: on
             a GPU, where starting some hundred operations a layer takes most of a step; see
             `cuda_graph`. On one device.
-        *args, **kwargs: of the Trainer.
 
     Raises:
         ValueError: `cuda_graphs` where steps cannot be recorded.
