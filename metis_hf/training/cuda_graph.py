@@ -95,6 +95,7 @@ class StepGraphs:
         self._record = CudaRecorder() if record is None else record
         self._made: dict[Hashable, _Recording] = {}
         self._seen: dict[Hashable, int] = {}
+        self._places: set[int] = set()  # of the gradients of all recordings, which keep them
         self._refused = _reason_of_model(self._layers)
         if self._refused:
             logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
@@ -134,6 +135,7 @@ class StepGraphs:
             if found is None:
                 return step(inputs, count)
             self._made[key] = found
+            self._places |= {id(grad) for _, grad in found.gradients}
         return self._play(found, inputs, count)
 
     def _new(self, step: Step, inputs: Inputs, count: Any, schemes: list[Any]) -> _Recording | None:
@@ -173,9 +175,11 @@ class StepGraphs:
                 recording.count.copy_(count, non_blocking=True)
             else:
                 recording.count.fill_(count)
-        for p, place in recording.gradients:
-            if p.grad is place:  # of the last micro-batch, and about to be overwritten
-                p.grad = place.clone()
+        # Playing overwrites the gradients of the last micro-batch: those of its own recording, and
+        # those of others, which share its memory.
+        for p in self._model.parameters():
+            if id(p.grad) in self._places:
+                p.grad = p.grad.clone()  # type: ignore[union-attr]
         recording.play()
         summed, added = [], []
         for p, grad in recording.gradients:
