@@ -125,7 +125,9 @@ class StepGraphs:
         if self._refused or any(layer._forward_hooks for layer in self._layers):
             return step(inputs, count)
         schemes = [layer.scheme for layer in self._layers]
-        key = (_form(inputs), _form({"count": count}), tuple(map(id, schemes)), extra)
+        batch = tuple((name, _form(value)) for name, value in sorted(inputs.items()))
+        counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
+        key = (batch, counted, tuple(map(id, schemes)), extra)
         found = self._made.get(key)
         if found is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
@@ -259,10 +261,6 @@ def _reason_of_model(layers: list[MetisLayer]) -> str | None:
     return None
 
 
-def _form(values: Inputs) -> Hashable:
-    """Return what a recording takes as given: shapes and dtypes; what is no tensor, in full."""
-    return tuple(
-        (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor)
-        else (name, type(v).__name__ if name == "count" else repr(v))
-        for name, v in sorted(values.items())
-    )  # fmt: skip
+def _form(value: Any) -> Hashable:
+    """Return what a recording takes as given: shape and dtype; of what is no tensor, all of it."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
