@@ -114,10 +114,7 @@ def triton_backend() -> ModuleType | None:
 
 
 def _has_triton(device: torch.device) -> bool:
-    """Return whether Triton's kernels run there: they compile in a tenth of the others' time.
-
-    On an H200 they take .6 of it afterwards for a layer 8192 x 4096 x 4096.
-    """
+    """Return whether Triton's kernels run there, the faster ones (benchmarks/gpu-*.md, layers)."""
     return device.type == "cuda" and _missing("triton", device) is None
 
 
