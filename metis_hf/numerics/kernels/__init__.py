@@ -4,8 +4,7 @@
 the same arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and
 GPU. `triton` are kernels written by hand, for CUDA devices. Results are equal to the bit,
 stochastic rounding included. What the kernels do not cover (formats other than NVFP4) the reference
-computes; MS-EDEN's block scales and outer scales of rows are in `compiled` alone, which then runs
-in place of `triton`. What is inside torch.compile is compiled with all around it.
+computes. What is inside torch.compile is compiled with all around it.
 
 The choice is automatic: Triton's kernels on CUDA devices, elsewhere compiled ones where they can be
 and where it is worth it, because the tensor is large or the call has been made a thousand times.
@@ -96,10 +95,10 @@ def fake_quantize(
     kernels = "reference"
     if _covers(x, quantizer, dim, dtype, minus, plus):
         kernels = kernels_for(x, *(t for t in (minus, plus) if t is not None))
-    rows = amax is None and quantizer.has_row_scales(x, dim)
-    if kernels == "triton" and quantizer.scale_rule in _triton().RULES and not rows:
+    if kernels == "triton":
         return _triton().fake_quantize(x, quantizer, **options)
     if kernels != "reference":
+        rows = amax is None and quantizer.has_row_scales(x, dim)
         form = form_of(x, quantizer.tile, dim)
         variant = _variant(
             "quantize",
@@ -145,10 +144,10 @@ def pack(
     tile = quantizer.tile
     if _covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
         kernels = kernels_for(*(t for t in (x, minus) if t is not None))
-        rows = amax is None and quantizer.has_row_scales(x, dim)
-        if kernels == "triton" and quantizer.scale_rule in _triton().RULES and not rows:
+        if kernels == "triton":
             return _triton().pack(x, quantizer, dim=dim, key=key, minus=minus, amax=amax)
         if kernels != "reference":
+            rows = amax is None and quantizer.has_row_scales(x, dim)
             form = form_of(x, tile, dim, paired=True)
             taken = None if minus is None else form_of(minus, tile, dim, paired=True).x
             given = rows or amax is not None
@@ -194,8 +193,7 @@ def unpack(
         and (plus is None or plus.dtype is torch.float32)
     ):
         kernels = kernels_for(*(t for t in (codes, plus) if t is not None))
-        by_row = packed.global_scale is not None and packed.global_scale.dim() > 0
-        if kernels == "triton" and not by_row:
+        if kernels == "triton":
             return _triton().unpack(
                 packed, quantizer, dim=dim, shape=shape, dtype=dtype, scaled=scaled, plus=plus
             )

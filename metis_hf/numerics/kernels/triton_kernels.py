@@ -32,6 +32,7 @@ from metis_hf.numerics.kernels.triton_numbers import (
     codes_of,
     e2m1_bits,
     e4m3_bits,
+    outer_scale,
 )
 
 
@@ -79,11 +80,40 @@ def find_amax(
     column_stride,
     GR: tl.constexpr,
     GC: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
-    """Write the largest magnitude of a matrix, as bits, into an int32 that is 0."""
+    """Write the largest magnitude of a matrix, as bits, into an int32 that is 0; or of each row."""
     place = _place(rows, columns, GR, GC)
     bits, _ = _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
-    tl.atomic_max(amax_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
+    if BY_ROW:
+        largest = tl.max(tl.max(bits & MAGNITUDE, 3, keep_dims=True), 2, keep_dims=True)
+        row = place[2]
+        tl.atomic_max(amax_ptr + row, largest, mask=row < rows, sem="relaxed")
+    else:
+        tl.atomic_max(amax_ptr, tl.max(bits & MAGNITUDE), sem="relaxed")
+
+
+@triton.jit
+def _outer_scale_of(
+    amax_ptr, decode_ptr, block, blocks, per_row, LARGEST: tl.constexpr, BY_ROW: tl.constexpr
+):
+    """Return (encode, decode) scales of the tensor, or of the rows that `block` lies in.
+
+    The program, or the block, that comes first writes the decode scale to `decode_ptr`.
+
+    Args:
+        amax_ptr: magnitudes that get LARGEST, as bits.
+        decode_ptr: fp32, as many.
+        block: numbers of row blocks, of which there are `blocks`, `per_row` in a row.
+    """
+    if BY_ROW:
+        outer, inside = block // per_row, block < blocks
+        encode, decode = outer_scale(tl.load(amax_ptr + outer, mask=inside, other=0), LARGEST)
+        tl.store(decode_ptr + outer, decode, mask=inside & (block % per_row == 0))
+    else:
+        encode, decode = outer_scale(tl.load(amax_ptr), LARGEST)
+        tl.store(decode_ptr, decode, mask=tl.program_id(0) == 0)
+    return encode, decode
 
 
 @triton.jit
@@ -164,7 +194,7 @@ def _finish(values, minus, plus_ptr, inside, at, SAME: tl.constexpr):
     return values
 
 
-@triton.jit(do_not_specialize=["rows", "word0", "word1"])
+@triton.jit(do_not_specialize=["rows", "word0", "word1", "blocks", "per_row"])
 def quantize(
     x_ptr,
     minus_ptr,
@@ -176,6 +206,8 @@ def quantize(
     data_ptr,
     word0,
     word1,
+    blocks,
+    per_row,
     rows,
     columns,
     row_stride,
@@ -193,16 +225,18 @@ def quantize(
     RULE: tl.constexpr,
     TO_CODE: tl.constexpr,
     LARGEST: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """Return plus + Q(x - minus) of a matrix, in blocks along LANES, ROWS or both.
 
     Values go to `out_ptr`; where there is a `scale_ptr`, codes go there and scales to it: as
     `Packed` has them with PACKED, else as files do. With SAME `minus` is what is added too. RULE is
-    "", "search" or "four-over-six"; TO_CODE is 1 / the code that amax gets, LARGEST that code times
-    the scale of the tensor's largest block.
+    "", "search", "four-over-six" or "eden"; TO_CODE is 1 / the code that amax gets, LARGEST that
+    code times the scale of the tensor's largest block. With BY_ROW rows have a scale each instead
+    of the tensor: rows of `per_row` blocks, of a tensor with so many `blocks`.
     """
     place = _place(rows, columns, GR, GC)
-    _, column_block, row, column = place
+    row_block, column_block, row, column = place
     bits, minus = _read(x_ptr, minus_ptr, place, rows, columns, row_stride, column_stride)
     amax = bits & MAGNITUDE
     if LANES:
@@ -210,14 +244,22 @@ def quantize(
     if ROWS:
         amax = tl.max(amax, 1, keep_dims=True)
     amax = amax.to(tl.float32, bitcast=True)
-    scale, inverse, decode = block_scales_of(
-        bits, amax, amax_ptr, LANES, ROWS, TWO_LEVEL, UP, RULE, TO_CODE, LARGEST
-    )
-    index = row * tl.cdiv(columns, 16) + column_block
-    source = (data_ptr, word0, word1)
-    code = codes_of(bits, inverse, index, column % 16, source, STOCHASTIC)
+
+    across = tl.cdiv(columns, 16)
+    index = row * across + column_block
+    block = index  # that an element lies in: what noise of scales depends on
+    if LANES and ROWS:
+        block = row_block * across + column_block
+    elif ROWS:
+        block = row_block * columns + column
+    outer = (1.0, 1.0)
     if TWO_LEVEL:
-        tl.store(decode_ptr, decode, mask=tl.program_id(0) == 0)
+        outer = _outer_scale_of(amax_ptr, decode_ptr, block, blocks, per_row, LARGEST, BY_ROW)
+    source = (data_ptr, word0, word1)
+    scale, inverse = block_scales_of(
+        bits, amax, outer, block, source, LANES, ROWS, TWO_LEVEL, UP, RULE, TO_CODE
+    )
+    code = codes_of(bits, inverse, index, column % 16, source, STOCHASTIC)
     if PACKED:
         _store_packed(code, scale, place, rows, columns, out_ptr, scale_ptr, LANES, ROWS)
     elif scale_ptr is not None:
@@ -226,28 +268,31 @@ def quantize(
         inside, at = _inside(place, rows, columns)
         values = code * scale
         if TWO_LEVEL and SCALED:
-            values = values * decode
+            values = values * outer[1]
         values = _finish(values, minus, plus_ptr, inside, at, SAME)
         tl.store(out_ptr + at, cast(values, out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "blocks", "per_row"])
 def unpack(
     codes_ptr,
     scale_ptr,
     decode_ptr,
     plus_ptr,
     out_ptr,
+    blocks,
+    per_row,
     rows,
     columns,
     GR: tl.constexpr,
     GC: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """Return plus + the values of a matrix that `quantize` packed, times the scale at `decode_ptr`.
 
-    Rows of row blocks are one block each.
+    Rows of row blocks are one block each. `blocks`, `per_row` and BY_ROW are as in `quantize`.
     """
     place = _place(rows, columns, GR, GC)
     row_block, column_block, row, column = place
@@ -272,6 +317,10 @@ def unpack(
     scale = tl.where(bits >= 8, normal, bits.to(tl.float32) * SCALE_SPACING)
     values = value * tl.where(bits == E4M3_NAN, float("nan"), scale)
     if decode_ptr is not None:
-        values = values * tl.load(decode_ptr)
+        if BY_ROW:
+            decode = tl.load(decode_ptr + row // per_row, mask=row < blocks, other=0.0)
+        else:
+            decode = tl.load(decode_ptr)
+        values = values * decode
     values = _finish(values, 0.0, plus_ptr, inside, at, False)
     tl.store(out_ptr + at, cast(values, out_ptr.dtype.element_ty), mask=inside)

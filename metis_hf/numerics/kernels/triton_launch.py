@@ -23,6 +23,7 @@ from metis_hf.numerics.kernels.layout import Packed, form_of, in_row_blocks, pac
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import (
+    SCALE_NOISE,
     TRIED_SCALES,
     ScaleRounding,
     ScaleRule,
@@ -30,9 +31,7 @@ from metis_hf.numerics.scaling import (
     largest_value,
 )
 
-__all__ = ["RULES", "fake_quantize", "missing", "pack", "store", "unpack"]
-
-RULES = (ScaleRule.ABSMAX, ScaleRule.UNBIASED, *TRIED_SCALES)  # of block scales
+__all__ = ["fake_quantize", "missing", "pack", "store", "unpack"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # read and written
 # Elements of a program's tile, as squares of 16 x 16.
@@ -62,9 +61,10 @@ class _Choices(NamedTuple):
     scaled: bool = True
     same: bool = False  # minus is plus
     packed: bool = False  # codes lie as `Packed` has them
-    rule: str = ""  # by which several scales are tried
+    rule: str = ""  # by which several scales are tried, or scales are corrected
     to_code: float = 1.0  # over the code that amax gets
     largest: float = 1.0  # that code times the scale of the tensor's largest block
+    by_row: bool = False  # rows have an outer scale each
 
 
 def fake_quantize(
@@ -79,7 +79,7 @@ def fake_quantize(
     plus: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.fake_quantize`; `quantizer` is NVFP4 with one of `RULES`.
+    """See `kernels.fake_quantize`; `quantizer` is NVFP4.
 
     Args:
         x: not empty, with `layout.has_form`; strides are free.
@@ -90,12 +90,16 @@ def fake_quantize(
     # One variant fewer where it makes no difference.
     scaled = scaled or not quantizer.two_level
     choices = _choices(quantizer, x, dim)._replace(scaled=scaled, same=same)
+    choices = choices._replace(by_row=amax is None and quantizer.has_row_scales(x, dim))
+    minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
     matrix = _matrix(x, choices)
     values = torch.empty(matrix.shape, dtype=dtype, device=x.device)
-    decode = _write(
-        matrix, choices, key, values, minus=minus, plus=None if same else plus, given=amax
-    )
-    return values.view(x.shape), None if scaled else decode
+    outer = _outer_of(x, choices, minus, amax)
+    _write(matrix, choices, key, outer, values, minus=minus, plus=None if same else plus)
+    apart = None if scaled else outer.decode
+    if apart is not None and choices.by_row:
+        apart = apart.view(*x.shape[:-1], 1)
+    return values.view(x.shape), apart
 
 
 def store(
@@ -110,7 +114,8 @@ def store(
     codes = torch.empty(lines, blocks * BLOCK // 2, dtype=torch.uint8, device=x.device)
     square = choices.lanes and choices.rows
     scale = codes.new_empty(_blocks_in(rows) if square else lines, blocks)
-    decode = _write(matrix, choices, key, codes, scale)
+    outer = _outer_of(x, choices)
+    _write(matrix, choices, key, outer, codes, scale)
 
     lead, across = x.shape[:-1], _blocks_in(x.shape[-1])
     if choices.lanes:
@@ -121,7 +126,7 @@ def store(
         # Written with all rows of the matrix along one line; several matrices are to lie apart.
         split = (x.shape[-1], *lead[:-1], -1)
         codes, scale = (part.view(split).movedim(0, -2).contiguous() for part in (codes, scale))
-    return codes, scale.view(SCALE_E4M3.dtype), decode
+    return codes, scale.view(SCALE_E4M3.dtype), outer.decode
 
 
 def pack(
@@ -135,7 +140,8 @@ def pack(
 ) -> Packed:
     """See `kernels.pack`; the quantizer as in `fake_quantize`. Codes of NaN are arbitrary."""
     tile = quantizer.tile
-    choices = _choices(quantizer, x, dim)._replace(packed=True)
+    by_row = amax is None and quantizer.has_row_scales(x, dim)
+    choices = _choices(quantizer, x, dim)._replace(packed=True, by_row=by_row)
     x = x if x.dtype in DTYPES else x.float()
     matrix, lower = (None if t is None else _work_form(t, tile, dim) for t in (x, minus))
     assert matrix is not None
@@ -144,7 +150,9 @@ def pack(
     codes = torch.empty(rows * columns // (2 * run), run, dtype=torch.uint8, device=x.device)
     blocks = rows if not choices.rows else rows // BLOCK * columns
     scale = codes.new_empty(blocks // BLOCK if choices.lanes and choices.rows else blocks)
-    decode = _write(matrix, choices, key, codes, scale, minus=lower, given=amax)
+    outer = _outer_of(x, choices, None if minus is None else minus.contiguous(), amax)
+    _write(matrix, choices, key, outer, codes, scale, minus=lower)
+    decode = outer.decode.view(-1, 1) if outer.decode is not None and by_row else outer.decode
     return Packed(codes, scale.view(SCALE_E4M3.dtype), decode)
 
 
@@ -158,24 +166,28 @@ def unpack(
     scaled: bool,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.unpack`; the tensor scale is one number, or there is none."""
+    """See `kernels.unpack`."""
     tile, codes = quantizer.tile, packed.codes
     form, _ = packed_form(codes, packed.scale, shape, tile, dim)
     along_rows = in_row_blocks(tile, dim)
     columns = BLOCK if along_rows else form.padded[1]
     values = torch.empty(2 * codes.numel() // columns, columns, dtype=dtype, device=codes.device)
     added = None if plus is None else _work_form(plus, tile, dim)
+    decode, per_row = packed.global_scale if scaled else None, _blocks_in(shape[1])
     with torch.cuda.device_of(values):
         _launch(
             triton_kernels.unpack,
             _TILE_BLOCKS,
             values,
             first=(codes, packed.scale.view(torch.uint8)),
-            decode_ptr=packed.global_scale if scaled else None,
+            decode_ptr=decode,
             plus_ptr=added,
             out_ptr=values,
+            blocks=shape[0] * per_row,
+            per_row=per_row,
             LANES=along_rows or tile is Tile.SQUARE,
             ROWS=not along_rows,
+            BY_ROW=decode is not None and decode.dim() > 0,
         )
     whole = values.view(-1)[: form.padded.numel()].view(form.padded)
     return whole if form.padded == form.shape else whole[: shape[0], : shape[1]].contiguous()
@@ -197,7 +209,7 @@ def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
         bool(quantizer.two_level),
         quantizer.scale_rounding is ScaleRounding.UP,
         quantizer.rounding is Rounding.STOCHASTIC,
-        rule=rule.value if rule in TRIED_SCALES else "",
+        rule=rule.value if rule in (ScaleRule.EDEN, *TRIED_SCALES) else "",
         to_code=1 / largest_code(quantizer.fmt, rule),
         largest=largest_value(quantizer.fmt, rule),
     )
@@ -211,49 +223,84 @@ def _matrix(x: Tensor, choices: _Choices) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+class _Outer(NamedTuple):
+    """The scales above block scales: of a tensor, or of its rows."""
+
+    amax: Tensor | None = None  # int32, bits of the largest magnitudes
+    decode: Tensor | None = None  # fp32, yet to be written
+    blocks: int = 1  # of the tensor, where its rows have scales
+    per_row: int = 1
+
+
+def _outer_of(
+    x: Tensor, choices: _Choices, minus: Tensor | None = None, given: Tensor | None = None
+) -> _Outer:
+    """Find the largest magnitudes of x - minus that outer scales are made of, if there are any.
+
+    Args:
+        x: before it is cut into blocks.
+        choices: what scales there are.
+        minus: contiguous, of the shape of `x`.
+        given: the largest magnitude, where it is known.
+    """
+    if not choices.two_level:
+        return _Outer()
+    matrix = x.reshape(-1, x.shape[-1]) if choices.by_row else _matrix(x, choices)
+    shape = matrix.shape[:1] if choices.by_row else ()
+    decode = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if given is not None:
+        return _Outer(given.view(torch.int32), decode)
+    matrix = matrix if matrix.dtype in DTYPES else matrix.float()
+    amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(matrix):
+        _launch(
+            triton_kernels.find_amax,
+            _AMAX_TILE_BLOCKS,
+            matrix,
+            minus_ptr=minus,
+            amax_ptr=amax,
+            BY_ROW=choices.by_row,
+        )
+    per_row = _blocks_in(x.shape[-1])
+    return _Outer(amax, decode, amax.numel() * per_row, per_row)
+
+
 def _write(
     matrix: Tensor,
     choices: _Choices,
     key: noise.Key | int | None,
+    outer: _Outer,
     out: Tensor,
     scale: Tensor | None = None,
     *,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
-    given: Tensor | None = None,
-) -> Tensor | None:
-    """Write values to `out`, or codes there and scales to `scale`; return the tensor scale."""
-    minus, plus = (None if t is None else t.contiguous() for t in (minus, plus))
-    amax = decode = data = None
-    words = 0, 0
-    if choices.stochastic:
+) -> None:
+    """Write values to `out`, or codes there and scales to `scale`, and outer scales."""
+    data, words = None, (0, 0)
+    eden = choices.rule == ScaleRule.EDEN.value
+    if choices.stochastic or eden:
         noise_key = noise.as_key(key)
+        noise_key = noise_key.fold(SCALE_NOISE) if eden else noise_key
         data, words = noise_key.data, noise.static_words(noise_key)
     with torch.cuda.device_of(matrix):
-        if choices.two_level:
-            decode = torch.empty((), dtype=torch.float32, device=matrix.device)
-            if given is None:
-                amax = torch.zeros((), dtype=torch.int32, device=matrix.device)
-                find_amax = triton_kernels.find_amax
-                _launch(find_amax, _AMAX_TILE_BLOCKS, matrix, minus_ptr=minus, amax_ptr=amax)
-            else:
-                amax = given.view(torch.int32)
         _launch(
             triton_kernels.quantize,
             _TILE_BLOCKS,
             matrix,
             minus_ptr=minus,
             plus_ptr=plus,
-            amax_ptr=amax,
-            decode_ptr=decode,
+            amax_ptr=outer.amax,
+            decode_ptr=outer.decode,
             out_ptr=out,
             scale_ptr=scale,
             data_ptr=data,
             word0=words[0],
             word1=words[1],
+            blocks=outer.blocks,
+            per_row=outer.per_row,
             **{name.upper(): choice for name, choice in choices._asdict().items()},
         )
-    return decode
 
 
 def _blocks_in(length: int) -> int:

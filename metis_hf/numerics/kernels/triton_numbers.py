@@ -25,6 +25,8 @@ _MAX_CODE = tl.constexpr(block_scales.MAX_CODE)
 _MAX_SCALE = tl.constexpr(E4M3.max)
 _SMALLEST_BASE = tl.constexpr(scaling.SMALLEST_BASE)
 _LARGEST_ERROR = tl.constexpr(scaling._LARGEST_ERROR)
+_LARGEST_PRODUCT = tl.constexpr(scaling._LARGEST_PRODUCT)
+_EDEN_CLIP = tl.constexpr(scaling.EDEN_CLIP)
 # The scales that are tried after the first, which is 1.
 _, *_OTHERS = scaling.TRIED_SCALES[scaling.ScaleRule.SEARCH]
 _T1, _T2, _T3, _T4, _T5 = (tl.constexpr(factor) for factor in _OTHERS)
@@ -39,6 +41,7 @@ SCALE_SPACING = tl.constexpr(block_scales._SPACING)
 _SCALE_STEPS = tl.constexpr(1 / block_scales._SPACING)
 _SCALE_MAGIC = tl.constexpr(block_scales._MAGIC * block_scales._SPACING)
 DROPPED = tl.constexpr(block_scales._DROPPED)
+_EXPONENT = tl.constexpr(block_scales._EXPONENT)
 _KEPT = tl.constexpr(-(1 << block_scales._DROPPED))
 _BELOW_ONE = tl.constexpr((1 << block_scales._DROPPED) - 1)
 _BELOW_HALF = tl.constexpr((1 << block_scales._DROPPED - 1) - 1)
@@ -147,9 +150,9 @@ def _nearest(magnitude):
 
 
 @triton.jit
-def _tensor_scale(amax_ptr, LARGEST: tl.constexpr):
-    """Return the (encode, decode) scales of the whole tensor, whose amax is to be LARGEST."""
-    largest = tl.load(amax_ptr).to(tl.float32, bitcast=True)
+def outer_scale(largest, LARGEST: tl.constexpr):
+    """Return (encode, decode) scales of what has the largest magnitude `largest`, as bits."""
+    largest = largest.to(tl.float32, bitcast=True)
     encode = tl.math.div_rn(LARGEST, largest)
     encode = tl.where(encode > LARGEST_FP32, LARGEST_FP32, encode)
     encode = tl.where(largest == 0, 1.0, encode)
@@ -166,6 +169,45 @@ def _scale(wanted, decode, TWO_LEVEL: tl.constexpr, UP: tl.constexpr):
         decoded = scale * decode
     inverse = tl.math.div_rn(1.0, decoded)
     return scale, tl.where(inverse > LARGEST_FP32, LARGEST_FP32, inverse)
+
+
+@triton.jit
+def _sum_of_block(values, LANES: tl.constexpr, ROWS: tl.constexpr):
+    if LANES:
+        values = tl.sum(values, 3, keep_dims=True)
+    if ROWS:
+        values = tl.sum(values, 1, keep_dims=True)
+    return values
+
+
+@triton.jit
+def _sum_of_products(products, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Add up what `scaling.whole_products` makes of products >= 0; NaN counts as the largest."""
+    COUNT: tl.constexpr = 256 if LANES and ROWS else 16
+    products = tl.where(products < _LARGEST_PRODUCT, products, _LARGEST_PRODUCT)
+    whole = tl.floor(products * (2.0**30 / _LARGEST_PRODUCT / COUNT)).to(tl.int32)
+    return _sum_of_block(whole, LANES, ROWS).to(tl.float32)
+
+
+@triton.jit
+def _corrected(magnitude, scale, inverse, index, source, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Compute `block_scales.corrected` of the blocks `index`."""
+    scaled = magnitude * inverse
+    codes = _nearest(tl.where(scaled > _MAX_CODE, _MAX_CODE, scaled))
+    energy = _sum_of_products(scaled * scaled, LANES, ROWS)
+    projection = _sum_of_products(scaled * codes, LANES, ROWS)
+    usable = (projection > 0.0) & (scale > 0.0)
+    ratio = tl.math.div_rn(energy, tl.where(usable, projection, 1.0))
+    value = scale * tl.where(usable, ratio, 1.0)
+    value = tl.where(value > _MAX_SCALE, _MAX_SCALE, value)
+    bits = value.to(tl.int32, bitcast=True)
+    normal = value >= _SCALE_NORMAL
+    small = tl.floor(value * _SCALE_STEPS) * SCALE_SPACING
+    low = tl.where(normal, (bits & _KEPT).to(tl.float32, bitcast=True), small)
+    gap = (bits & _EXPONENT).to(tl.float32, bitcast=True) * 0.125
+    gap = tl.where(normal, gap, SCALE_SPACING)
+    threshold = uniform(index // 16, index % 16, source)
+    return tl.where(threshold * gap < value - low, low + gap, low)
 
 
 @triton.jit
@@ -189,10 +231,7 @@ def _better(
     # Whole numbers, whose sum is exact: see `scaling.whole_errors`.
     COUNT: tl.constexpr = 256 if LANES and ROWS else 16
     error = tl.floor(squared * (2.0**24 / _LARGEST_ERROR / COUNT))
-    if LANES:
-        error = tl.sum(error, 3, keep_dims=True)
-    if ROWS:
-        error = tl.sum(error, 1, keep_dims=True)
+    error = _sum_of_block(error, LANES, ROWS)
     if best is None:
         found = scale, inverse, error
     else:
@@ -209,30 +248,34 @@ def _better(
 def block_scales_of(
     bits,
     amax,
-    amax_ptr,
+    outer,
+    index,
+    source,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     UP: tl.constexpr,
     RULE: tl.constexpr,
     TO_CODE: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
-    """Return (block scales, what elements are multiplied by, decode scale of the tensor).
+    """Return (block scales, what elements are multiplied by).
 
-    With a RULE the scale of several that leaves the least error: see `block_scales._least_error`.
+    With the RULE "eden" scales are corrected with the noise of `source`, of the blocks `index`;
+    with another, each is the one of several that leaves the least error: see
+    `block_scales._least_error`. `outer` are the encode and decode scales of the tensor or its rows.
     """
-    encode = 1.0
-    decode = 1.0
-    if TWO_LEVEL:
-        encode, decode = _tensor_scale(amax_ptr, LARGEST)
-    if RULE == "":
+    encode, decode = outer
+    magnitude = (bits & MAGNITUDE).to(tl.float32, bitcast=True)
+    if RULE == "" or RULE == "eden":
         to_scale = TO_CODE
         if TWO_LEVEL:
             to_scale = encode * TO_CODE
+        if RULE == "eden":
+            amax = amax * _EDEN_CLIP
         scale, inverse = _scale(amax * to_scale, decode, TWO_LEVEL, UP)
+        if RULE == "eden":
+            scale = _corrected(magnitude, scale, inverse, index, source, LANES, ROWS)
     else:
-        magnitude = (bits & MAGNITUDE).to(tl.float32, bitcast=True)
         wanted = magnitude
         base = tl.math.div_rn(amax, _MAX_CODE)
         if TWO_LEVEL:
@@ -251,7 +294,7 @@ def block_scales_of(
         else:
             best = _better(best, _FOUR, block, LANES, ROWS, TWO_LEVEL, UP)
         scale, inverse, _ = best
-    return scale, inverse, decode
+    return scale, inverse
 
 
 @triton.jit

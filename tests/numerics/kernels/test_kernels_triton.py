@@ -22,7 +22,14 @@ from numerics.kernels.test_kernels import COMPILED, TENSORS
 from numerics.kernels.test_kernels_packing import COMPILED as PACKED
 from numerics.kernels.test_kernels_packing import check as check_packed
 from numerics.kernels.test_kernels_packing import low_rank
-from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
+from numerics.kernels.triton_cases import (
+    BY_ROW,
+    STOCHASTIC,
+    Cases,
+    NoiseCases,
+    on,
+    reference,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
@@ -134,8 +141,11 @@ def test_compiled_for_gpus(compile_for, capability) -> None:
     fake_quantize(x.half(), square, **{**plain, "dtype": torch.float16})
     store(x.half(), square, dim=-1, key=None)
     store(x.bfloat16(), STOCHASTIC, dim=0, key=key)
-    assert len(amax.compiled) == 4
-    assert len(write.compiled) == 6
+    for eden in (Quantizer(scale_rule="eden"), Quantizer(scale_rule="eden", tile="square")):
+        fake_quantize(x.bfloat16(), eden, **{**plain, "key": key})
+    fake_quantize(x, BY_ROW[0], **plain, minus=low)
+    assert len(amax.compiled) == 7
+    assert len(write.compiled) == 9
     for kernel in [*amax.compiled, *write.compiled]:
         assert_ieee(kernel.asm["ptx"])
     assert all("red." in kernel.asm["ptx"] for kernel in amax.compiled)
@@ -178,13 +188,13 @@ def test_packing_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     low = torch.randn(64, 256, generator=seeded(0))
     x = low.bfloat16()
     square = Quantizer(tile="square", scale_rule="four-over-six")
-    cases = ((Quantizer(scale_rule="search"), -1), (STOCHASTIC, 0), (square, -1))
+    cases = ((BY_ROW[0], -1), (Quantizer(scale_rule="search"), -1), (STOCHASTIC, 0), (square, -1))
     for quantizer, dim in cases:
         for minus, dtype in ((None, torch.bfloat16), (low, torch.float32)):
             packed = pack(x, quantizer, dim=dim, key=3, minus=minus)
             options = {"shape": (64, 256), "dtype": dtype, "scaled": minus is not None}
             unpack(packed, quantizer, dim=dim, plus=minus, **options)
-    assert len(write.compiled) == len(read.compiled) == 6
+    assert len(write.compiled) == len(read.compiled) == 8
     for kernel in [*write.compiled, *read.compiled]:
         assert_ieee(kernel.asm["ptx"])
 

@@ -21,6 +21,7 @@ from metis_hf import noise
 from metis_hf.numerics import Quantizer, ScaleRule, Tile, fake_quantize, kernels, quantize, storage
 from metis_hf.numerics.kernels import choice, use_kernels
 from metis_hf.numerics.kernels.layout import has_form
+from metis_hf.numerics.scaling import OuterScale
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 from numerics.kernels.test_kernels import ALL, TENSORS, tensors
@@ -31,8 +32,11 @@ from numerics.kernels.test_kernels_packing import low_rank
 # each choice in one of them, another one for the next tensor, and every other one to be stored.
 EVERY = "METIS_TEST_EVERY_CASE"
 ROW, SQUARE = Tile.ROW, Tile.SQUARE
-BY_HAND = [q for q in ALL if q.scale_rule is not ScaleRule.EDEN]  # MS-EDEN is Inductor's
 STOCHASTIC = Quantizer(rounding="stochastic")
+# Rows with a scale each, over block scales of every rule.
+BY_ROW = [Quantizer(outer_scale="token", scale_rule=rule.value) for rule in ScaleRule]
+BY_ROW += [replace(STOCHASTIC, outer_scale=OuterScale.TOKEN)]
+BY_HAND = [*ALL, *BY_ROW]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPLITS = ["none", "same", "minus and plus", "plus"]
 SHAPES = [(1, 1), (1, 16), (3, 5), (16, 17), (17, 16), (40, 33), (7,), (64,), (3, 16, 20)]
@@ -172,8 +176,9 @@ class Cases:
         """Odd numbers of blocks, and of columns, among them."""
         x = torch.randn(shape, generator=seeded(1)).to(self.device)
         low = low_rank(shape).to(self.device)
-        for tile, dim in ((ROW, -1), (ROW, 0), (SQUARE, -1)):
-            quantizer = replace(STOCHASTIC, tile=tile)
+        quantizers = [(replace(STOCHASTIC, tile=tile), -1) for tile in (ROW, SQUARE)]
+        quantizers += [(STOCHASTIC, 0), (BY_ROW[0], -1), (Quantizer(scale_rule="eden"), 0)]
+        for quantizer, dim in quantizers:
             for form in (x, x.t().contiguous().t()):
                 check_packed(form, quantizer, dim, torch.bfloat16, low, self.kernels)
 
@@ -184,9 +189,10 @@ class Cases:
         forms = [x, torch.cat([x, x], -1)[..., 1::2]]
         if x.dim() > 1:
             forms.append(x.transpose(-1, -2).contiguous().transpose(-1, -2))
-        for quantizer in (Quantizer(), replace(STOCHASTIC, two_level=False)):
+        eden = Quantizer(scale_rule="eden")
+        for quantizer in (Quantizer(), replace(STOCHASTIC, two_level=False), eden, BY_ROW[0]):
             for tile, dim in ((ROW, -1), (ROW, -2), (SQUARE, -1)):
-                if x.dim() == 1 and (tile, dim) != (ROW, -1):
+                if (x.dim() == 1 or quantizer in BY_ROW) and (tile, dim) != (ROW, -1):
                     continue
                 tiled = replace(quantizer, tile=tile)
                 for form in forms:
@@ -204,7 +210,8 @@ class Cases:
         x = torch.randn(16 * blocks[0] - 3, 16 * blocks[1] - 5, generator=seeded(2))
         x[-1, -1] = 1000.0  # amax in the last tile
         x = x.to(self.device)
-        for quantizer, dim in ((STOCHASTIC, -1), (STOCHASTIC, 0), (Quantizer(tile="square"), -1)):
+        quantizers = [(STOCHASTIC, -1), (STOCHASTIC, 0), (Quantizer(tile="square"), -1)]
+        for quantizer, dim in [*quantizers, (BY_ROW[0], -1), (Quantizer(scale_rule="eden"), -1)]:
             check(self.kernels, x, quantizer, dim=dim)
             check(self.kernels, x, quantizer, dim=dim, **splits(x, "minus and plus"))
             check_stored(self.kernels, x, quantizer, dim)
@@ -215,7 +222,7 @@ class Cases:
     @pytest.mark.parametrize("name", ["normal", "zero", "nan"])
     def test_without_the_tensor_scale(self, name, out) -> None:
         x = TENSORS[name].to(self.device)
-        for quantizer in (Quantizer(), Quantizer(two_level=False)):
+        for quantizer in (Quantizer(), Quantizer(two_level=False), BY_ROW[0]):
             with use_kernels("reference"):
                 wanted, wanted_scale = quantizer.unscaled(x.cpu(), dtype=out)
             with use_kernels(self.kernels):
@@ -356,10 +363,9 @@ def test_only_where_they_are_asked_for(monkeypatch) -> None:
         assert ran[:2] == wanted
     ran.clear()
     with use_kernels("triton"):
-        for other in (Quantizer("mxfp4"), Quantizer(scale_rule="eden")):
-            other(x, key=3)
+        Quantizer("mxfp4")(x)
+        for other in (Quantizer("mxfp4"), Quantizer(scale_rule="eden"), BY_ROW[0]):
             assert kernels.store(x, other) is None
-        assert kernels.store(x, Quantizer(scale_rule="four-over-six")) is None
         quantize(torch.zeros(()))
     assert not ran
     backend = choice.triton_backend()
