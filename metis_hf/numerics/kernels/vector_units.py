@@ -39,14 +39,20 @@ def chosen(*, tried: bool = False) -> Iterator[None]:
     options: dict[str, Any] = {}
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and _setting(_WIDTH, None):
         options[_WIDTH] = _BITS
-    if not tried and may_be_trusted():
-        options[_KNOWN] = True
+    if tried or not may_be_trusted():
+        with inductor.patch(options):
+            yield
+        return
+    options[_KNOWN] = True
+    known = cpu_vec_isa.supported_vec_isa_list
+    if _WIDTH in options:  # extensions of AVX-512 are tried out whatever `_KNOWN` says
+        cpu_vec_isa.supported_vec_isa_list = [isa for isa in known if isa.bit_width() == _BITS]
     try:
         with inductor.patch(options):
             yield
     finally:
-        if _KNOWN in options:
-            getattr(cpu_vec_isa.valid_vec_isa_list, "cache_clear", lambda: None)()
+        cpu_vec_isa.supported_vec_isa_list = known
+        getattr(cpu_vec_isa.valid_vec_isa_list, "cache_clear", lambda: None)()
 
 
 def _setting(name: str, value: object) -> bool:

@@ -48,6 +48,20 @@ def test_they_are_tried_outside_of_the_block_alone(tried) -> None:
     assert tried
 
 
+def test_no_program_is_built_to_try_them_out(monkeypatch) -> None:
+    """Not for the extensions of wider ones either, of which Inductor asks beside the option."""
+    built = []
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, code: built.append(isa))
+    known = list(cpu_vec_isa.supported_vec_isa_list)
+    for isa in known:
+        getattr(type(isa).__bool__, "cache_clear", lambda: None)()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    with vector_units.chosen():
+        cpu_vec_isa.pick_vec_isa()
+    assert not built
+    assert cpu_vec_isa.supported_vec_isa_list == known
+
+
 @pytest.fixture
 def attempts(monkeypatch) -> list[bool | None]:
     """What compiling found the option to be, each time; while it is True, compiling fails."""
