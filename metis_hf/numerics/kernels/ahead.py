@@ -3,8 +3,8 @@
 A call that lacks its program waits for it, and so does the next one for the next program. Here the
 first such call asks what else will be needed: layers have left a rehearsal of themselves, a step on
 a few numbers, in which calls are noted and computed by the reference. What no earlier process left
-on disk is then shared out: this process compiles a part, others compile the rest into the cache on
-disk, from where it is read.
+on disk is then shared out: this process and others take one program after the other, until none is
+left. What others compile goes into the cache on disk, from where it is read.
 
 On a CPU alone. For GPUs Inductor has processes of its own, and most of the time is theirs.
 """
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable
 from contextlib import ExitStack, suppress
 from typing import Protocol
 
@@ -40,10 +41,6 @@ class Rehearsal(Protocol):
     def run(self, mode: Hashable) -> None:
         """Make them, in a thread where neither grad mode nor autocast are the caller's."""
 
-
-# Rough seconds of one core, for sharing out: of a program, more where several scales are tried, and
-# of the imports that a process begins with.
-_SECONDS, _SECONDS_TRIED, _SECONDS_STARTING = 3.0, 5.0, 3.0
 
 _rehearsals: dict[Hashable, Rehearsal] = {}
 _rehearsed: set[tuple[Hashable, Hashable]] = set()  # keys and modes
@@ -116,42 +113,21 @@ def _expected() -> list[Program]:
     return found
 
 
-def shares(programs: Sequence[Program], processes: int) -> list[list[Program]]:
-    """Share programs out so that all processes end at about the same time, the first without start.
-
-    Returns:
-        The programs of each process; the first list is this process's, others may be empty.
-    """
-    parts: list[list[Program]] = [[] for _ in range(processes)]
-    seconds = [0.0] + [_SECONDS_STARTING] * (processes - 1)
-    for program in sorted(programs, key=_seconds, reverse=True):
-        least = seconds.index(min(seconds))
-        parts[least].append(program)
-        seconds[least] += _seconds(program)
-    return parts
-
-
-def _seconds(program: Program) -> float:
-    return _SECONDS_TRIED if program.variant.rule in TRIED_SCALES else _SECONDS
-
-
 def _compile_side_by_side(programs: list[Program]) -> None:
-    own, *others = shares(programs, processes())
-    others = [part for part in others if part]
-    compiled.announce(
-        f"compiling {len(programs)} quantizers for this machine, {1 + len(others)} at a time"
-    )
+    # The longest first: where several scales are tried.
+    waiting = deque(sorted(programs, key=lambda p: p.variant.rule not in TRIED_SCALES))
+    count = min(processes(), len(programs))
+    compiled.announce(f"compiling {len(programs)} quantizers for this machine, {count} at a time")
     started = time.perf_counter()
     with ExitStack() as stack:
-        running = [_start(part, stack) for part in others]
-        for program in own:
-            compiled.compile_program(program)
-        for process in running:
-            if process is not None:
-                process.wait()
-    for part in others:
-        for program in part:  # read from disk; what a process failed to leave there is made here
-            compiled.compile_program(program)
+        threads = [_helper(waiting, stack) for _ in range(count - 1)]
+        while waiting:
+            with suppress(IndexError):  # another one has taken it
+                compiled.compile_program(waiting.popleft())
+        for thread in threads:
+            thread.join()
+    for program in programs:  # read from disk; what a process failed to leave there is made here
+        compiled.compile_program(program)
     logger.warning("compiled them in %.0f s", time.perf_counter() - started)
 
 
@@ -162,32 +138,46 @@ def processes() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _start(programs: list[Program], stack: ExitStack) -> subprocess.Popen[bytes] | None:
-    """Start a process that compiles programs; None where none starts: nothing depends on it."""
+def _helper(waiting: deque[Program], stack: ExitStack) -> threading.Thread:
+    """Start a process that compiles programs, and a thread that gives it one when it asks."""
+    thread = threading.Thread(target=lambda: None)
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-    except OSError as error:
+    except OSError as error:  # nothing depends on it
         logger.debug("no process for compiling could be started: %s", error)
-        return None
-    stack.callback(process.wait)
-    stack.callback(process.kill)  # first: an error here must not leave it running
+    else:
+        thread = threading.Thread(target=_serve, args=(process, waiting))
+        stack.callback(thread.join)
+        stack.callback(process.kill)  # an error here must not leave it running
+    thread.start()
+    return thread
+
+
+def _serve(process: subprocess.Popen[bytes], waiting: deque[Program]) -> None:
+    """Give a process a program for each line that it writes, until none is left or it ends."""
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended already
-        pipe.write(pickle.dumps(programs))
-    return process
+    assert process.stdout is not None
+    with process, suppress(BrokenPipeError, IndexError):
+        for _ in process.stdout:
+            process.stdin.write(pickle.dumps(waiting.popleft()))
+            process.stdin.flush()
 
 
 def main() -> None:
-    """Compile the programs that are given, pickled, on standard input."""
-    for program in pickle.load(sys.stdin.buffer):
-        torch.set_num_threads(program.threads)
-        compiled.compile_program(program)
+    """Compile one program after the other: ask by a line, read it pickled, until there is none."""
+    asks, sys.stdout = sys.stdout, sys.stderr
+    with suppress(EOFError):
+        while True:
+            print(file=asks, flush=True)
+            program = pickle.load(sys.stdin.buffer)
+            torch.set_num_threads(program.threads)
+            compiled.compile_program(program)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ hundredths of a second, once it has imported Inductor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.kernels import formulation, kept, vector_units
 from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Specialization
+from metis_hf.numerics.scaling import TRIED_SCALES
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -36,8 +38,13 @@ _MAX_CACHED_KEYS = 4096
 _EXACT = ("eager_numerics.division_rounding", "eager_numerics.disable_ftz")
 
 # On a CPU nothing but what the formulation says is stored: Inductor would store what it counts as
-# much work, as the errors of every scale that is tried, each a tensor of its own.
-_UNSTORED = {"realize_reads_threshold": 10**4, "realize_opcount_threshold": 10**4}
+# much work, as the errors of every scale that is tried, each a tensor of its own. Of its patterns
+# none is in the formulation, and making them takes a second.
+_ON_CPU = {
+    "realize_reads_threshold": 10**4,
+    "realize_opcount_threshold": 10**4,
+    "pattern_matcher": False,
+}
 
 
 class Program(NamedTuple):
@@ -283,8 +290,9 @@ def _compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     known = torch._inductor.config.get_config_copy()
     options: dict[str, Any] = {name: True for name in _EXACT if name in known}
     if device.type == "cpu":
-        options |= _UNSTORED
+        options |= _ON_CPU
     with (
+        _loops_apart() if _has_loops_apart(program) else contextlib.nullcontext(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         torch._inductor.config.patch(options),
@@ -298,6 +306,38 @@ def _compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:
             node.meta.setdefault("example_value", node.meta["val"])
         _refuse_fixed_sizes(shapes)
         return torch._inductor.standalone_compile(graph, fakes, dynamic_shapes="from_graph")
+
+
+def _has_loops_apart(program: Program) -> bool:
+    """Return whether a search for scales is known to be of loops that cannot be joined.
+
+    They can where one block after the other is read, searched and written: blocks of rows, with no
+    outer scale that waits for the whole tensor.
+    """
+    variant = program.variant
+    along_rows = variant.dims in ((1,), (2,)) and program.ndim < 4
+    waits = variant.two_level and not variant.given
+    return variant.rule in TRIED_SCALES and (waits or not along_rows)
+
+
+@contextlib.contextmanager
+def _loops_apart() -> Iterator[None]:
+    """Keep Inductor from joining loops that share their outermost one alone, inside a block.
+
+    It generates the code of such loops, finds that they cannot be joined, and generates all of it
+    again: a quarter of the time that compiling a search takes.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    asked = getattr(CppScheduling, "can_fuse_vertical_outer_loop", None)
+    if asked is None:
+        yield
+        return
+    CppScheduling.can_fuse_vertical_outer_loop = lambda *args: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CppScheduling.can_fuse_vertical_outer_loop = asked  # type: ignore[method-assign]
 
 
 def _examples(program: Program) -> list[Tensor]:

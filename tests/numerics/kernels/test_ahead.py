@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
+import threading
+from collections import deque
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metis_hf.numerics.kernels import ahead, compiled, kept
 from metis_hf.numerics.kernels.compiled import Program
 from metis_hf.numerics.kernels.formulation import Specialization
 from metis_hf.numerics.scaling import ScaleRule
-
-RULES = [ScaleRule.ABSMAX, ScaleRule.SEARCH]
 
 
 def program(number: int = 0, rule: ScaleRule = ScaleRule.ABSMAX) -> Program:
@@ -55,15 +57,34 @@ def empty(monkeypatch, tmp_path):
     return made
 
 
-@given(st.lists(st.sampled_from(RULES), max_size=20), st.integers(1, 8))
-def test_each_program_is_of_one_process(rules, processes) -> None:
-    programs = [program(number, rule) for number, rule in enumerate(rules)]
-    parts = ahead.shares(programs, processes)
-    assert len(parts) == processes
-    assert sorted(one.threads for part in parts for one in part) == sorted(
-        one.threads for one in programs
-    )
-    assert parts[0] or not programs  # the process that is there already never waits idle
+HELPER = """
+import pickle, sys
+programs = []
+for _ in range({takes}):
+    print(flush=True)
+    try:
+        programs.append(pickle.load(sys.stdin.buffer))
+    except EOFError:
+        break
+with open({file!r}, "wb") as file:
+    pickle.dump(programs, file)
+"""
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+@settings(deadline=None, max_examples=8)
+def test_each_program_is_of_one_process(count, takes) -> None:
+    """Whether a helper takes all of them, some, or ends before it takes one."""
+    waiting = deque(program(number) for number in range(count))
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "taken")
+        command = [sys.executable, "-c", HELPER.format(takes=takes, file=file)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        ahead._serve(process, waiting)
+        with open(file, "rb") as taken:
+            found = pickle.load(taken)
+    assert len(found) == min(count, takes)
+    assert [*found, *waiting] == [program(number) for number in range(count)]
 
 
 def test_outside_a_rehearsal_nothing_is_noted() -> None:
@@ -88,11 +109,13 @@ def test_a_rehearsal_that_fails_is_none(caplog) -> None:
 def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -> None:
     given_away: list[Program] = []
 
-    class Done:
-        def wait(self) -> None:
-            pass
+    def helper(waiting, stack) -> threading.Thread:
+        given_away.append(waiting.pop())
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        return thread
 
-    monkeypatch.setattr(ahead, "_start", lambda part, stack: given_away.extend(part) or Done())
+    monkeypatch.setattr(ahead, "_helper", helper)
     ahead.expect("layer", Rehearsal(*(program(number) for number in range(1, 9))))
     ahead.prepare(program(0)._replace(threads=7))
     # The threads are the caller's: all nine are one program, and one alone is left to its call.
@@ -102,9 +125,9 @@ def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -
     programs = [program()._replace(variant=variant) for variant in variants]
     ahead.expect("other layer", Rehearsal(*programs))
     ahead.prepare(programs[0])
-    assert set(empty) == set(programs)
-    assert given_away
-    assert set(given_away) < set(programs)
+    # What the helper took and never left on disk comes last.
+    assert given_away == empty[-1:]
+    assert sorted(empty, key=repr) == sorted(programs, key=repr)
     assert all(map(kept.is_kept, programs))
     assert not kept.is_kept(program(5))
     started, ended = caplog.messages
@@ -119,6 +142,13 @@ def test_a_process_that_fails_is_made_up_for(empty, monkeypatch, executable) -> 
     ahead.expect("layer", Rehearsal(*programs))
     ahead.prepare(programs[0])
     assert set(empty) == set(programs)
+
+
+def test_the_longest_come_first(empty, monkeypatch) -> None:
+    monkeypatch.setattr(ahead, "processes", lambda: 1)
+    programs = [program(0), program(0, ScaleRule.SEARCH)]
+    ahead._compile_side_by_side(programs[:1] + programs)
+    assert empty[0] == programs[1]
 
 
 def test_a_mode_is_rehearsed_once(empty) -> None:

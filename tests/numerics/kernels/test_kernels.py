@@ -16,7 +16,7 @@ from metis_hf.numerics import Quantizer, fake_quantize
 from metis_hf.numerics.kernels import compiled, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import form_of, has_form
-from metis_hf.numerics.scaling import SCALE_NOISE
+from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRule
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 
@@ -204,6 +204,38 @@ def test_compiled_is_the_reference_to_the_bit(case) -> None:
     quantizer, dim, dtype = COMPILED[case]
     for x in TENSORS.values():
         both(quantizer, x, dim=dim, dtype=dtype)
+
+
+def test_loops_are_kept_apart_in_a_block_alone(monkeypatch) -> None:
+    """Where this version of Inductor would try to join them."""
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    name = "can_fuse_vertical_outer_loop"
+    asked = getattr(CppScheduling, name)
+    with compiled._loops_apart():
+        assert getattr(CppScheduling, name)(None, None, None) is False
+    assert getattr(CppScheduling, name) is asked
+    monkeypatch.delattr(CppScheduling, name)
+    with compiled._loops_apart():
+        assert not hasattr(CppScheduling, name)
+
+
+@pytest.mark.parametrize(
+    ("dims", "ndim", "options", "apart"),
+    [
+        ((1,), 2, {}, True),  # the tensor's largest magnitude comes first
+        ((1,), 2, {"given": True}, False),
+        ((2,), 3, {"given": True, "task": "pack"}, False),
+        ((1,), 2, {"two_level": False}, False),
+        ((1,), 4, {"two_level": False}, True),  # columns: a block is never read alone
+        ((1, 3), 4, {"given": True}, True),
+        ((1,), 4, {"rule": ScaleRule.ABSMAX}, False),
+    ],
+)
+def test_which_loops_are_kept_apart(dims, ndim, options, apart) -> None:
+    variant = Specialization("quantize", dims, True, rule=ScaleRule.SEARCH)._replace(**options)
+    program = compiled.Program(variant, ndim, torch.float32, torch.device("cpu"), 1)
+    assert compiled._has_loops_apart(program) == apart
 
 
 @needs_compiler
