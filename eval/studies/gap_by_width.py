@@ -22,7 +22,13 @@ from metis_hf.shared.figures import figure_axes
 from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "trained.md"
-RECORDS = ("width-96", "width-96-quarter", "width-384-starts", "width-384-quarter")
+RECORDS = (
+    "width-96",
+    "width-96-quarter",
+    "width-192",
+    "width-384-starts",
+    "width-384-quarter",
+)
 OUT = RESULTS / "widths"
 MARK = "gap by width"
 ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every width
@@ -93,7 +99,7 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
 
 def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
     """Draw gap against width, a line for each variant, with 95 % intervals where there are any."""
-    figure, axes = figure_axes(1, 1, (7, 4.4))
+    figure, axes = figure_axes(1, 1, (9, 4.4))
     axis = axes[0][0]
     found = {
         name: {w: gap for w, record in widths.items() if (gap := gap_of(record, name)) is not None}
@@ -102,7 +108,7 @@ def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
     plot_gaps(axis, found, {width: str(width) for width in widths})
     axis.set_xlabel("width")
     axis.set_ylabel("held-out loss above bf16 (%)")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)
 
 

@@ -38,6 +38,7 @@ UNSHOWN = {
     "width-96",
     "width-96-quarter",
     "width-96-searched",
+    "width-192",
     "width-384-quarter",
     "width-384-switch",
     "width-96-lr-4e-3",
