@@ -121,9 +121,8 @@ def _compile_side_by_side(programs: list[Program]) -> None:
     started = time.perf_counter()
     with ExitStack() as stack:
         threads = [_helper(waiting, stack) for _ in range(count - 1)]
-        while waiting:
-            with suppress(IndexError):  # another one has taken it
-                compiled.compile_program(waiting.popleft())
+        while (program := _next(waiting)) is not None:
+            compiled.compile_program(program)
         for thread in threads:
             thread.join()
     for program in programs:  # read from disk; what a process failed to leave there is made here
@@ -163,10 +162,21 @@ def _serve(process: subprocess.Popen[bytes], waiting: deque[Program]) -> None:
     """Give a process a program for each line that it writes, until none is left or it ends."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with process, suppress(BrokenPipeError, IndexError):
+    with suppress(BrokenPipeError), process:
         for _ in process.stdout:
-            process.stdin.write(pickle.dumps(waiting.popleft()))
+            program = _next(waiting)
+            if program is None:
+                return
+            process.stdin.write(pickle.dumps(program))
             process.stdin.flush()
+
+
+def _next(waiting: deque[Program]) -> Program | None:
+    """Take the first program; None where none is left."""
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
 
 
 def main() -> None:
