@@ -33,6 +33,7 @@ from metis_hf.numerics.kernels.choice import (
 )
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import (
+    DTYPES,
     Form,
     Packed,
     amax_of_rows,
@@ -40,6 +41,7 @@ from metis_hf.numerics.kernels.layout import (
     has_form,
     packed_form,
     packs,
+    readable,
     scale_of_pairs,
     scale_of_rows,
 )
@@ -115,7 +117,7 @@ def fake_quantize(
         largest = amax_of_rows(x, minus) if rows else amax
         others = [None if t is None else form_of(t, quantizer.tile, dim).x for t in (minus, plus)]
         taken = others[: 1 if variant.same else 2]
-        out = _run(kernels, variant, key, _readable(form.x), largest, *taken)
+        out = _run(kernels, variant, key, readable(form.x), largest, *taken)
         if out is not None:
             values, *decode = out
             apart = decode[0] if decode else None
@@ -155,7 +157,7 @@ def pack(
                 "pack", quantizer, form, minus=minus is not None, given=given, rows=rows
             )
             largest = amax_of_rows(x, minus, paired=True) if rows else amax
-            out = _run(kernels, variant, key, _readable(form.x), largest, taken)
+            out = _run(kernels, variant, key, readable(form.x), largest, taken)
             if out is not None:
                 codes, scale, *decode = out
                 outer = decode[0] if decode else None
@@ -188,7 +190,7 @@ def unpack(
     scaled = scaled or not two_level
     if (
         quantizer.fmt == NVFP4
-        and dtype in compiled.DTYPES
+        and dtype in DTYPES
         and packs(shape, tile, dim)
         and (plus is None or plus.dtype is torch.float32)
     ):
@@ -261,12 +263,12 @@ def _covers(
     return (
         quantizer.fmt == NVFP4
         and _covers_rule(x, quantizer, dim)
-        and dtype in compiled.DTYPES
+        and dtype in DTYPES
         and has_form(x, quantizer.tile, dim)
         and x.numel() <= _MAX_ELEMENTS
         and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
         # The difference from an fp64 tensor is one in fp64.
-        and (minus is None or x.dtype in compiled.DTYPES)
+        and (minus is None or x.dtype in DTYPES)
     )
 
 
@@ -328,7 +330,3 @@ def _detached(x: Tensor | None) -> Tensor | None:
 def _given(amax: Tensor | None, quantizer: QuantizerDefinition) -> Tensor | None:
     """Return the largest magnitude that was given, fp32, where a tensor scale is made of it."""
     return None if amax is None or not quantizer.two_level else amax.detach().float()
-
-
-def _readable(x: Tensor) -> Tensor:
-    return x if x.dtype in compiled.DTYPES else x.float()

@@ -29,7 +29,6 @@ from metis_hf.numerics.scaling import TRIED_SCALES
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sizes that code is generated for; those of a call are free. Large: small ones would give code
 # without threads.
 _ROWS, _COLUMNS = 4096, 64

@@ -13,7 +13,13 @@ from torch import Tensor
 from metis_hf.numerics.kernels.formulation import BLOCK
 from metis_hf.numerics.layout import Tile
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels read and write
 _ROW_DIMS, _PAIR_DIMS, _COLUMN_DIMS, _SQUARE_DIMS = (1,), (2,), (1,), (1, 3)
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return the tensor in a dtype that kernels read."""
+    return x if x.dtype in DTYPES else x.float()
 
 
 class Form(NamedTuple):

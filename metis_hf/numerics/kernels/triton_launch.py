@@ -19,7 +19,7 @@ from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import triton_kernels, triton_numbers
 from metis_hf.numerics.kernels.formulation import BLOCK
-from metis_hf.numerics.kernels.layout import Packed, form_of, in_row_blocks, packed_form
+from metis_hf.numerics.kernels.layout import Packed, form_of, in_row_blocks, packed_form, readable
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.rounding import Rounding
 from metis_hf.numerics.scaling import (
@@ -33,7 +33,6 @@ from metis_hf.numerics.scaling import (
 
 __all__ = ["fake_quantize", "missing", "pack", "store", "unpack"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # read and written
 # Elements of a program's tile, as squares of 16 x 16.
 _TILE_BLOCKS, _AMAX_TILE_BLOCKS = 8, 32
 _WARPS = 4
@@ -142,7 +141,7 @@ def pack(
     tile = quantizer.tile
     by_row = amax is None and quantizer.has_row_scales(x, dim)
     choices = _choices(quantizer, x, dim)._replace(packed=True, by_row=by_row)
-    x = x if x.dtype in DTYPES else x.float()
+    x = readable(x)
     matrix, lower = (None if t is None else _work_form(t, tile, dim) for t in (x, minus))
     assert matrix is not None
     rows, columns = matrix.shape
@@ -217,7 +216,7 @@ def _choices(quantizer: QuantizerDefinition, x: Tensor, dim: int) -> _Choices:
 
 def _matrix(x: Tensor, choices: _Choices) -> Tensor:
     """Give the tensor two dimensions, with the same blocks and noise."""
-    x = x if x.dtype in DTYPES else x.float()
+    x = readable(x)
     if not choices.rows and x.is_contiguous() and x.shape[-1] % BLOCK == 0:
         return x.view(-1, BLOCK)  # so that no tile is half empty because rows are few or short
     return x.reshape(-1, x.shape[-1])
@@ -250,7 +249,7 @@ def _outer_of(
     decode = torch.empty(shape, dtype=torch.float32, device=x.device)
     if given is not None:
         return _Outer(given.view(torch.int32), decode)
-    matrix = matrix if matrix.dtype in DTYPES else matrix.float()
+    matrix = readable(matrix)
     amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(matrix):
         _launch(

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metis_hf.numerics.kernels import ahead, compiled, kept
+from metis_hf.numerics.kernels import ahead, compiled, kept, layout
 from metis_hf.numerics.kernels.compiled import Program
 from metis_hf.numerics.kernels.formulation import Specialization
 from metis_hf.numerics.scaling import ScaleRule
@@ -121,7 +121,7 @@ def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -
     # The threads are the caller's: all nine are one program, and one alone is left to its call.
     assert not empty
     assert not given_away
-    variants = [Specialization("quantize", (1,), True, dtype=d) for d in compiled.DTYPES]
+    variants = [Specialization("quantize", (1,), True, dtype=d) for d in layout.DTYPES]
     programs = [program()._replace(variant=variant) for variant in variants]
     ahead.expect("other layer", Rehearsal(*programs))
     ahead.prepare(programs[0])
@@ -138,7 +138,7 @@ def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -
 @pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python"])
 def test_a_process_that_fails_is_made_up_for(empty, monkeypatch, executable) -> None:
     monkeypatch.setattr(sys, "executable", executable)
-    programs = [program()._replace(dtype=dtype) for dtype in compiled.DTYPES]
+    programs = [program()._replace(dtype=dtype) for dtype in layout.DTYPES]
     ahead.expect("layer", Rehearsal(*programs))
     ahead.prepare(programs[0])
     assert set(empty) == set(programs)

@@ -15,7 +15,7 @@ from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
 from metis_hf.numerics.kernels import compiled, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
-from metis_hf.numerics.kernels.layout import form_of, has_form
+from metis_hf.numerics.kernels.layout import form_of, has_form, readable
 from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRule
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
@@ -104,7 +104,7 @@ def traced(
         rule=quantizer.scale_rule,
         given=amax is not None,
     )
-    operand = form.x if form.x.dtype in compiled.DTYPES else form.x.float()
+    operand = readable(form.x)
     key = noise.Key(5) if variant.needs_noise else None
     if key is not None and quantizer.scale_rule == "eden":
         key = key.fold(SCALE_NOISE)
