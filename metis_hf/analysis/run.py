@@ -49,7 +49,7 @@ def analyze(
         text: a UTF-8 file.
         control: a checkpoint trained without Metis, to compare a Metis-trained residual with.
         layers: regular expression, searched in layer names; None takes all.
-        rank: directions that Metis keeps apart; None takes 1.5 % rounded up to a multiple of 16.
+        rank: directions that Metis keeps apart; None takes 1.5 %, at least 48, in multiples of 16.
         sequences: at most so many of the text.
         length: tokens of each.
         console: where progress goes; None shows none.
