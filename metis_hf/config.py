@@ -152,8 +152,9 @@ class MetisConfig:
             object.__setattr__(self, "layers_to_transform", (self.layers_to_transform,))
         for name in _TUPLES:
             value = getattr(self, name)
-            if isinstance(value, list | set):
-                object.__setattr__(self, name, tuple(value))
+            if isinstance(value, list | set | frozenset):  # a set's order differs by process
+                values = value if isinstance(value, list) else sorted(value)
+                object.__setattr__(self, name, tuple(values))
         check(self)
         if not self.two_level:
             warnings.warn(

@@ -190,3 +190,10 @@ def test_one_level_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert MetisConfig().two_level
+
+
+def test_sets_have_one_order():
+    """Theirs differs from process to process, and a resumed run compares configs."""
+    names = {"v_proj", "q_proj", "down_proj", "up_proj", "o_proj"}
+    assert MetisConfig(target_modules=names).target_modules == tuple(sorted(names))
+    assert MetisConfig(target_modules=frozenset(names)).target_modules == tuple(sorted(names))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from metis_hf.commands.options import Imports, import_sources
+from metis_hf.commands.options import Imports, import_sources, utf8_file
 
 
 def analyze(
@@ -20,7 +20,8 @@ def analyze(
     ],
     out: Annotated[Path, typer.Option(help="Directory for the page, figures and data.")],
     text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text, for activations and gradients.")
+        Path | None,
+        typer.Option(help="UTF-8 text, for activations and gradients.", callback=utf8_file),
     ] = None,
     control: Annotated[
         str | None, typer.Option(help="The same model trained without Metis.")
@@ -29,7 +30,8 @@ def analyze(
         str | None, typer.Option(help="Regular expression, searched in layer names.")
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Directions that Metis keeps apart; 1.5 % unless given.")
+        int | None,
+        typer.Option(help="Directions kept apart, instead of 1.5 %, at least 48, in steps of 16."),
     ] = None,
     sequences: Annotated[int, typer.Option(help="At most so many sequences of the text.")] = 128,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
@@ -44,7 +46,7 @@ def analyze(
 
     from metis_hf.analysis.run import analyze as run
 
-    console = Console()
+    console = Console(markup=False)
     run(
         models,
         out,

@@ -71,9 +71,14 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
             or this machine does not allow it, `attention` where the scheme or the model does not,
             non-finite weights, a model that is converted already or wrapped by DDP, FSDP or
             torch.compile. The model is then unchanged.
+        TypeError: no module, or no `MetisConfig`.
         NotImplementedError: transformers has spread the model over processes already.
     """
-    config = config or MetisConfig()
+    config = MetisConfig() if config is None else config
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"get_metis_model converts a loaded model, and this is {model!r:.80}")
+    if not isinstance(config, MetisConfig):
+        raise TypeError(f"config={config!r:.80} is no MetisConfig; pass MetisConfig(scheme=...)")
     _check_model(model)
     selection = select_modules(model, config)
     for name in selection.linears:
@@ -125,7 +130,8 @@ def to_dense(model: nn.Module) -> nn.Module:
         The same model, a plain transformers model again; its checkpoints need no metis_hf.
 
     Raises:
-        ValueError: the model has no converted or packed layer, or its parameters are sharded.
+        ValueError: the model has no converted or packed layer, adapters on converted ones, or
+            sharded parameters.
     """
     layers, packed = dict(metis_layers(model)), packed_layers(model)
     if not layers and not packed:
@@ -135,6 +141,12 @@ def to_dense(model: nn.Module) -> nn.Module:
             "the model's parameters are sharded over processes (FSDP2 or ZeRO-3): save a full "
             "checkpoint, load it in one process and call to_dense there"
         )
+    if adapted := [name for name in layers if name.endswith(".base_layer")]:
+        raise ValueError(
+            f"{len(adapted)} converted layers have adapters, {adapted[0]} first: call "
+            "model.merge_and_unload() before to_dense, or model.unload()"
+        )
+    owner = next((each for each in model.modules() if "metis_report" in vars(each)), model)
     remove_attention(model)
     for module in model.modules():
         for key in converted_names(module):
@@ -146,11 +158,11 @@ def to_dense(model: nn.Module) -> nn.Module:
         model.set_submodule(name, frozen.to_dense())
     if packed:
         _unmark_quantized(model)
-    if hasattr(model, "metis_report"):
-        del model.metis_report
-    TokenMask.unregister(model)
-    if isinstance(model, PreTrainedModel) and hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    if hasattr(owner, "metis_report"):
+        del owner.metis_report
+    TokenMask.unregister(owner)
+    if isinstance(owner, PreTrainedModel) and hasattr(owner.config, "quantization_config"):
+        del owner.config.quantization_config
     return model
 
 
@@ -167,6 +179,11 @@ def _unmark_quantized(model: nn.Module) -> None:
                     delattr(module.config, name)
 
 
+# Of a decoder's attention to the encoder's output: T5's name, BART's and Whisper's, BERT's.
+_CROSS_ATTENTION = {"EncDecAttention", "encoder_attn", "crossattention", "cross_attn"}
+_KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
+
+
 class _TokenMasks:
     """The masks of a model: one, or two where it has an encoder and a decoder."""
 
@@ -180,7 +197,9 @@ class _TokenMasks:
 
     def of(self, name: str) -> TokenMask:
         """Return the mask for the layer of that name; an output head reads what a decoder gives."""
-        in_decoder = "decoder" in name.split(".") or name in self.heads
+        parts = name.split(".")
+        of_encoder = parts[-1] in _KEYS_AND_VALUES and bool(_CROSS_ATTENTION & set(parts))
+        in_decoder = not of_encoder and ("decoder" in parts or name in self.heads)
         return self.decoder if self.decoder is not None and in_decoder else self.tokens
 
     def register(self, model: nn.Module) -> None:

@@ -14,11 +14,15 @@ DEPLOYED_TOGETHER = (
 
 
 def deployed_groups(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each layer of these names, those that are deployed with it, itself included."""
+    """Return, for each layer of these names, those that are deployed with it, itself included.
+
+    An adapter around a layer, as PEFT's, ends its name in `.base_layer`.
+    """
+    by_name = {name.removesuffix(".base_layer"): name for name in names}
     groups = {}
-    for name in names:
-        parent, _, own = name.rpartition(".")
+    for bare, name in by_name.items():
+        parent, _, own = bare.rpartition(".")
         together = next((group for group in DEPLOYED_TOGETHER if own in group), (own,))
         full = [f"{parent}.{other}" if parent else other for other in together]
-        groups[name] = tuple(other for other in full if other in names)
+        groups[name] = tuple(by_name[other] for other in full if other in by_name)
     return groups

@@ -123,7 +123,8 @@ def _check_complete(model: nn.Module) -> None:
     from metis_hf.conversion.convert import metis_layers
 
     def loaded(tensor: Tensor) -> bool:
-        return getattr(tensor, "_is_hf_initialized", False)
+        # On meta it stays on disk until a call needs it.
+        return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
     missing = [
         f"{name}.{key}"

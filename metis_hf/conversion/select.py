@@ -83,6 +83,7 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
                 )
     _check_targets(model, config, candidates, skipped)
     _check_layers(model, config, rules, candidates)
+    _check_blocks(model, config, candidates)
     if not selected:
         why = "; ".join(f"{n}: {r}" for n, r in list(skipped.items())[:5])
         raise ValueError(
@@ -188,8 +189,20 @@ def _check_layers(
             )
 
 
+def _check_blocks(model: nn.Module, config: MetisConfig, candidates: Iterable[str]) -> None:
+    """Refuse to keep the first or last blocks of a model that has none."""
+    if not (config.keep_first_blocks or config.keep_last_blocks):
+        return
+    if not any(_block(model, name) for name in candidates):
+        raise ValueError(
+            f"keep_first_blocks={config.keep_first_blocks}, keep_last_blocks="
+            f"{config.keep_last_blocks}: {type(model).__name__} has no list of blocks (ModuleList "
+            "or Sequential); name the layers in exclude_modules instead"
+        )
+
+
 def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
-    """Return a pattern that decides nothing is a mistake: a typo, or hidden by an earlier one."""
+    """Refuse a pattern that decides nothing: a typo, or hidden by an earlier one."""
     for option in ("rank_pattern", "scheme_pattern"):
         patterns = getattr(config, option)
         used = {matching_pattern(patterns, name) for name in selected}
@@ -260,13 +273,25 @@ def _kept_block(model: nn.Module, name: str, config: MetisConfig) -> str | None:
     """Return the reason why the block policy keeps `name` in high precision, or None."""
     if not (config.keep_first_blocks or config.keep_last_blocks):
         return None
-    for match in re.finditer(r"\.(\d+)(?=\.)", name):
-        blocks = model.get_submodule(name[: match.start()])
-        if isinstance(blocks, nn.ModuleList):
-            index, count = int(match.group(1)), len(blocks)
-            if index < config.keep_first_blocks:
-                return f"keep_first_blocks={config.keep_first_blocks}"
-            if index >= count - config.keep_last_blocks:
-                return f"keep_last_blocks={config.keep_last_blocks}"
-            return None
+    found = _block(model, name)
+    if found is None:
+        return None
+    index, count = found
+    if index < config.keep_first_blocks:
+        return f"keep_first_blocks={config.keep_first_blocks}"
+    if index >= count - config.keep_last_blocks:
+        return f"keep_last_blocks={config.keep_last_blocks}"
+    return None
+
+
+def _block(model: nn.Module, name: str) -> tuple[int, int] | None:
+    """Return (number of the block that a layer is in, blocks), or None: it is in no list of them.
+
+    The outermost ModuleList counts, and where there is none, the outermost Sequential.
+    """
+    for kind in (nn.ModuleList, nn.Sequential):
+        for match in re.finditer(r"\.(\d+)(?=\.)", name):
+            blocks = model.get_submodule(name[: match.start()])
+            if isinstance(blocks, kind):
+                return int(match.group(1)), len(blocks)
     return None

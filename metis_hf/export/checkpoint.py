@@ -127,10 +127,10 @@ def export_checkpoint(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; give a new directory, or remove it first")
-    if format == "modelopt" and low_rank == "side-file":
+    if format != "compressed-tensors" and low_rank == "side-file":
         raise ValueError(
-            'low_rank="side-file" is for format="compressed-tensors": ModelOpt has no place for '
-            'factors. Use low_rank="fold"'
+            f'low_rank="side-file" is for format="compressed-tensors": format={format!r} has no '
+            'place for factors. Use low_rank="fold"'
         )
     model = load(checkpoint)
     split = [name for name, layer in metis_layers(model) if is_split(layer)]

@@ -80,7 +80,7 @@ class CompressedMatrix:
             size = quantizer.fmt.block_size
             assert size is not None
             scale = scale.view(torch.uint8).repeat_interleave(size, 0)[:rows].view(scale.dtype)
-        encode = torch.ones(())
+        encode = torch.ones((), dtype=torch.float32)
         if q.global_scale is not None:
             encode = global_scale(weight.abs().amax() if amax is None else amax, quantizer)
         return cls(q.codes, scale.contiguous(), encode.reshape(1), columns)

@@ -137,7 +137,7 @@ def _config_table(config: MetisConfig) -> str:
     lines = ["| Option | Value |", "| --- | --- |"]
     for key, value in config.to_dict().items():
         text = json.dumps(value).replace("|", "\\|")
-        lines.append(f"| {key} | {f'**`{text}`**' if value != default[key] else f'`{text}`'} |")
+        lines.append(f"| {key} | {f'**`{text}`**' if value != default.get(key) else f'`{text}`'} |")
     return "\n".join(lines)
 
 

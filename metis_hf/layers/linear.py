@@ -110,9 +110,11 @@ class MetisLayer(nn.Module):
         state = self.state_buffers()
         for name, buffer in state.items():
             self._buffers[name] = buffer.view(torch.int32)
-        super()._apply(fn, recurse)
-        for name, buffer in state.items():
-            self._buffers[name] = getattr(self, name).view(buffer.dtype)
+        try:
+            super()._apply(fn, recurse)
+        finally:  # where a device's memory is exhausted, too
+            for name, buffer in state.items():
+                self._buffers[name] = getattr(self, name).view(buffer.dtype)
         return self
 
     def check_config(self, config: MetisConfig) -> None:

@@ -99,7 +99,8 @@ def noise_ratios(per_layer: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def group_of(layer: str) -> str:
     """Return the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ..."""
-    return next(part for part in reversed(layer.split(".")) if not part.isdigit())
+    parts = layer.removesuffix(".base_layer").split(".")  # which PEFT adds
+    return next(part for part in reversed(parts) if not part.isdigit())
 
 
 @dataclass(frozen=True)

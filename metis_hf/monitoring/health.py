@@ -49,14 +49,21 @@ def stable_rank(x: Tensor) -> Tensor:
     return (torch.linalg.vector_norm(x) / spectral_norm(x)).square()
 
 
-def element_fates(x: Tensor, quantizer: Quantizer, dim: int = -1) -> tuple[Tensor, Tensor]:
+def element_fates(
+    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
 
     Rounding is to nearest here whatever the quantizer's, so that the figures have no noise.
+
+    Args:
+        x: blocks run along its last dimension.
+        quantizer: of these elements.
+        amax: what the tensor scale is made of; None: of `x`.
     """
-    x_hat = quantizer.deterministic()(x, dim=dim)
+    x_hat = quantizer.deterministic()(x, amax=amax)
     zeroed = ((x_hat == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
-    return zeroed, quantizer.saturated(x, dim=dim)
+    return zeroed, quantizer.saturated(x, amax=amax)
 
 
 def operand_health(
@@ -89,7 +96,8 @@ def operand_health(
         x_hat = operand.conditioner(x, operand.quantizer, **options)
         stats["sqnr_db"] = sqnr_db(x, x_hat[: x.shape[0], : x.shape[1]])
         last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]
-        stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer)
+        amax = operand.conditioner.tensor_amax()
+        stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer, amax)
     return {name: float(value) for name, value in stats.items()}
 
 

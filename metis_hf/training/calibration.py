@@ -145,6 +145,11 @@ def has_static_scales(model: nn.Module) -> bool:
     return any(isinstance(layer.scheme.state, StaticScales) for _, layer in metis_layers(model))
 
 
+def scales_are_fixed(model: nn.Module) -> bool:
+    """Return whether every layer with static scales has fixed ones."""
+    return all(layer.get_buffer("scales_frozen").item() for layer in _static_layers(model).values())
+
+
 def _static_layers(model: nn.Module) -> dict[str, MetisLayer]:
     layers = {
         n: one for n, one in metis_layers(model) if isinstance(one.scheme.state, StaticScales)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from metis_hf.config_checks import is_int
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import check_accelerate
@@ -41,7 +42,7 @@ from metis_hf.monitoring.run_record import (
     precision_of,
     write_run,
 )
-from metis_hf.training.calibration import freeze_scales, has_static_scales
+from metis_hf.training.calibration import freeze_scales, has_static_scales, scales_are_fixed
 from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_engine, check_split, refresh
 from metis_hf.training.resume import ResumeGuard
@@ -75,8 +76,9 @@ class MetisCallback(ResumeGuard):
             ("refresh_interval", refresh_interval),
             ("freeze_scales", freeze_scales),
         ):
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value}; expected a number of steps >= 0")
+            least = 1 if name == "freeze_scales" else 0
+            if value is not None and not (is_int(value) and value >= least):
+                raise ValueError(f"{name}={value}; expected a whole number of steps >= {least}")
         self.health_interval = health_interval
         self.refresh_interval = refresh_interval
         self.freeze_scales = freeze_scales
@@ -85,6 +87,7 @@ class MetisCallback(ResumeGuard):
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
         self._refresh_every: int | None = 0
+        self._freeze_at: int | None = None
         self._measuring = False
         self._reuses_weights = False
         self._alarm = False  # a logged loss or gradient norm was not finite
@@ -104,11 +107,11 @@ class MetisCallback(ResumeGuard):
         and gives callbacks no way to reach it.
         """
         callbacks = trainer.callback_handler.callbacks
-        if not self._bound:
+        if callbacks[:1] != [self]:
             place = callbacks.index(self) if self in callbacks else len(callbacks)
             callbacks[place : place + 1] = [_ConsoleSummary()]
             callbacks.insert(0, self)
-            self._bound = True
+        self._bound = True
         return self
 
     def on_train_begin(
@@ -140,6 +143,7 @@ class MetisCallback(ResumeGuard):
             )
         super().on_train_begin(args, state, control, model=model)
         release(model)  # of a run that was interrupted in the middle of a step
+        self._probe.detach()
         # With one micro-batch a weight is used twice, and putting it together twice saves nothing.
         self._reuses_weights = args.gradient_accumulation_steps > 1 or any(
             getattr(module, "gradient_checkpointing", False) for module in model.modules()
@@ -169,6 +173,7 @@ class MetisCallback(ResumeGuard):
                 f"freeze_scales={self.freeze_scales}, and no layer of the model has static tensor "
                 'scales; convert it with scheme "w4a4" or "w4a16", or leave freeze_scales out'
             )
+        self._freeze_at = self._first_step_to_freeze(model, state)
         self._warn_of_reporters(args)
         if args.torch_compile:
             logger.warning(
@@ -182,6 +187,18 @@ class MetisCallback(ResumeGuard):
             drop_after(_directory(args), state.global_step)
             config = None if self.trained_config is None else dict(self.trained_config)
             write_run(_directory(args), describe_run(model, config, args, state.max_steps))
+
+    def _first_step_to_freeze(self, model: nn.Module, state: TrainerState) -> int | None:
+        """Return the step after which scales are fixed; in a resumed run it may have passed."""
+        wanted = self.freeze_scales
+        if wanted is None:
+            return None
+        if wanted > state.max_steps:
+            raise ValueError(
+                f"freeze_scales={wanted} of {state.max_steps} steps: scales would never be fixed; "
+                "choose a step of the run"
+            )
+        return wanted if scales_are_fixed(model) else max(wanted, state.global_step + 1)
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         if self._reuses_weights:
@@ -206,7 +223,7 @@ class MetisCallback(ResumeGuard):
         figures = after_step(self._model, state.global_step, state.max_steps)
         for name, values in figures.items():
             self._pending[f"metis/{name}"] = sum(values.values()) / len(values)
-        if state.global_step == self.freeze_scales:
+        if state.global_step == self._freeze_at:
             freeze_scales(self._model)
         if self._measuring:
             self._measuring = False

@@ -103,7 +103,10 @@ class DistillTrainerMixin:
         count = count.to(trainer.args.device)
         if trainer.args.average_tokens_across_devices:
             count = trainer.accelerator.reduce(count, "sum")
-        self._tokens_of_step = count
+        if self._tokens_of_step is None:
+            self._tokens_of_step = count.clone()
+        else:  # in place: a recording of a step (`cuda_graphs`) reads it where it was
+            self._tokens_of_step.copy_(count)
         return batches, labels
 
     def compute_loss(

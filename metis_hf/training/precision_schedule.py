@@ -72,6 +72,9 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
         model.config.quantization_config = config.replace(**changes)  # type: ignore[union-attr]
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if recorded := getattr(adapter, "metis_config", None):  # what it is trained over
+            adapter.metis_config = MetisConfig.from_dict(recorded).replace(**changes).to_dict()
 
 
 @contextlib.contextmanager
@@ -113,7 +116,7 @@ def _converted(model: nn.Module) -> dict[str, MetisLayer]:
 
 
 def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
-    """Return one scheme for all layers from now on, or the schemes that there are."""
+    """Refuse new patterns; one scheme for all layers, or the schemes that there are."""
     if changes.get("scheme_pattern"):
         raise ValueError(
             "scheme_pattern can only be emptied (scheme_pattern={}, with a scheme for all layers): "

@@ -21,7 +21,7 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """Decompose every split weight of a model again. All processes have to call it together.
 
     The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
-    to the old factors and are cleared in place, the step count with them: the optimizer's state
+    to the old factors and start again in place, the step count with them: the optimizer's state
     keeps its keys, and Adam's bias correction starts from zero. Call it between optimizer steps,
     when no gradient is accumulated.
 
@@ -34,21 +34,58 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
     Raises:
         ValueError: no weight is stored split; see `check_split`.
-        NotImplementedError: under DeepSpeed or FSDP1; see `check_engine`.
+        NotImplementedError: under DeepSpeed or FSDP1 (`check_engine`), or an optimizer whose state
+            is not of a known kind; nothing changes.
     """
     check_split(model, "refresh()")
     check_engine(model, "refresh()")
+    if optimizer is not None:
+        _check_moments(model, optimizer)
     reshard(model)
     drifts = {}
     for name, layer in metis_layers(model):
         if not layer.weight_form.is_split:
             continue
         drifts[name] = refresh_layer(layer)
-        for param in layer.weight_params()[:-1]:
-            for value in (optimizer.state.get(param) or {}).values() if optimizer else ():
-                if isinstance(value, Tensor):
-                    value.zero_()
+    if optimizer is not None:
+        for param in _factors(model):
+            _clear_moments(param, optimizer)
     return drifts
+
+
+# What optimizers keep of past gradients, and the value that it has before the first: torch's,
+# transformers' Adafactor and Muon.
+_BEFORE = dict.fromkeys(
+    ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
+     "grad_avg", "acc_delta", "sum", "exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var",
+     "variance", "RMS"), 0,
+) | {"mu_product": 1}  # fmt: skip
+
+
+def _factors(model: nn.Module) -> list[Tensor]:
+    """Return u, s and vh of every split weight."""
+    split = [layer for _, layer in metis_layers(model) if layer.weight_form.is_split]
+    return [param for layer in split for param in layer.weight_params()[:-1]]
+
+
+def _check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a state that is more than what gradients left behind, as an average of weights is."""
+    kept = {name for param in _factors(model) for name in optimizer.state.get(param) or {}}
+    if unknown := sorted(kept - _BEFORE.keys()):
+        raise NotImplementedError(
+            f"refresh with {type(optimizer).__name__}, whose state has {', '.join(unknown)}: it is "
+            "not known what that is for new factors. Train without refresh (refresh_interval=0), "
+            'or with an optimizer of torch, as optim="adamw_torch"'
+        )
+
+
+def _clear_moments(param: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state.get(param) or {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            value.fill_(_BEFORE[name])
+        elif value is not None:
+            state[name] = _BEFORE[name]
 
 
 def reshard(model: nn.Module) -> None:

@@ -10,12 +10,17 @@ average, and with static tensor scales until they are fixed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, MutableMapping
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.operands.held_weight import HeldWeight
+
+_FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -39,8 +44,13 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 def hold(model: nn.Module) -> None:
     """Begin to keep what is quantized of weights, except of those that are sharded.
 
-    Their whole copies would outlive the moment for which they are gathered.
+    Their whole copies would outlive the moment for which they are gathered. Where nobody calls
+    `release`, because a step was interrupted, the next step of an optimizer ends it: fused
+    optimizers write parameters without a trace that could be seen.
     """
+    if model not in _FORGETTING:
+        held = weakref.ref(model)
+        _FORGETTING[model] = register_optimizer_step_post_hook(lambda *_: _forget(held()))
     for _, layer in metis_layers(model):
         if not any(_is_sharded(param) for param in layer.parameters(recurse=False)):
             layer.held_weight = HeldWeight()
@@ -48,7 +58,13 @@ def hold(model: nn.Module) -> None:
 
 def release(model: nn.Module) -> None:
     """Forget it; before parameters change."""
-    for _, layer in metis_layers(model):
+    if (hook := _FORGETTING.pop(model, None)) is not None:
+        hook.remove()
+    _forget(model)
+
+
+def _forget(model: nn.Module | None) -> None:
+    for _, layer in metis_layers(model) if model is not None else ():
         layer.held_weight = None
 
 

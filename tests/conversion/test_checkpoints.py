@@ -318,3 +318,17 @@ class TestMixedSchemes:
         state = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
         saved = state["stateful_callbacks"]["MetisCallback"]["attributes"]["trained_config"]
         assert MetisConfig.from_dict(saved) == MetisConfig(split_weight=True)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "metis-paper", "w4a4"])
+def test_part_of_a_model_on_disk(scheme, tmp_path, token_ids):
+    """`device_map` with disk: what is offloaded is not missing."""
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme)).eval()
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu",
+              "lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}  # fmt: skip
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    with torch.no_grad():
+        assert torch.equal(again(token_ids).logits, model(token_ids).logits)

@@ -11,8 +11,16 @@ import transformers
 from conftest import llama
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, PeftConfig, PeftModel, get_peft_model
 
-from conversion.lora_tools import logits, lora_config, lora_layers
-from metis_hf import MetisConfig, get_metis_model, metis_layers
+from conversion.lora_tools import adapted, logits, lora_config, lora_layers
+from metis_hf import (
+    MetisConfig,
+    calibrate,
+    get_metis_model,
+    metis_layers,
+    set_precision,
+    to_dense,
+)
+from metis_hf.monitoring.gradient_noise import group_of
 
 
 class TestAdapterOverADenseCheckpoint:
@@ -134,3 +142,36 @@ def test_adapter_over_a_metis_checkpoint(tmp_path, token_ids):
         warnings.simplefilter("error", UserWarning)
         loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+
+
+def test_a_change_of_precision_is_recorded_in_the_adapter(tmp_path, token_ids):
+    """Its base is converted by that config when the adapter is loaded."""
+    model, _ = adapted(llama(1), "nvfp4-rne")
+    set_precision(model, high_precision=("forward",))
+    found = logits(model, token_ids)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = PeftModel.from_pretrained(llama(1), tmp_path)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(logits(again, token_ids), found)
+
+
+def test_turned_dense_under_adapters_is_refused(token_ids):
+    model, _ = adapted(llama(1), "nvfp4-rne")
+    before = logits(model, token_ids)
+    with pytest.raises(ValueError, match=r"7 converted layers have adapters.*merge_and_unload\(\)"):
+        to_dense(model)
+    assert torch.equal(logits(model, token_ids), before)
+    dense = to_dense(model.merge_and_unload())
+    assert not hasattr(dense, "metis_report")
+
+
+def test_layers_deployed_as_one_are_so_under_adapters():
+    model, _ = adapted(llama(1), "w4a4", target_modules=["q_proj", "v_proj", "up_proj"])
+    ids = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    found = calibrate(model, [ids])
+    for name, scale in found.items():
+        attention = ".self_attn." in name and "o_proj" not in name
+        assert len(scale.group) == (3 if attention else 2 if "down_proj" not in name
+                                    and ".mlp." in name else 1)  # fmt: skip
+    assert group_of("model.layers.0.mlp.up_proj.base_layer") == "up_proj"

@@ -218,6 +218,23 @@ def test_blocks_kept_at_both_ends():
     assert reasons[MLP_OF.format(5, "up_proj")] == "keep_last_blocks=2"
 
 
+def test_blocks_of_a_sequential_are_kept_too():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
+
+    assert selected(Blocks(), keep_first_blocks=1, keep_last_blocks=1) == {"blocks.1.0"}
+
+
+def test_a_model_without_blocks_keeps_none():
+    model = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+    with pytest.raises(
+        ValueError, match=r"keep_first_blocks=1, .*has no list of blocks"
+    ):
+        selected(model, keep_first_blocks=1)
+
+
 def test_experts_follow_every_option():
     """Fused expert weights are selected like modules of the same name."""
     model = build("mixtral")

@@ -319,6 +319,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="unknown key 'rank_fraction'"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
+    def test_no_model_and_no_config(self):
+        with pytest.raises(TypeError, match="a loaded model, and this is 'HuggingFaceTB/SmolLM2'"):
+            get_metis_model("HuggingFaceTB/SmolLM2")
+        with pytest.raises(TypeError, match="is no MetisConfig; pass MetisConfig"):
+            get_metis_model(llama(1), {"scheme": "metis"})
+
     def test_scheme_name_taken(self):
         with pytest.raises(ValueError, match="already registered"):
             register_scheme("metis", summary="", source="")(lambda config, rank: Scheme())

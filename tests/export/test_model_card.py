@@ -45,6 +45,20 @@ class TestModelCard:
         )  # fmt: skip
         assert out.stdout.strip() == "Linear"
 
+    @pytest.mark.parametrize(
+        "option",
+        [
+            {"format": "nvint4"}, {"attention": "nvfp4-rne"}, {"gradient_rank_frac": 0.5},
+            {"backend": "auto"}, {"outer_scale": "token"},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_options_that_configs_leave_out_by_default(self, option):
+        model = get_metis_model(llama(1), MetisConfig(scheme="metis", rank=8, **option))
+        (name, value), *_ = option.items()
+        shown = str(value) if isinstance(value, float) else f'"{value}"'
+        assert f"| {name} | **`{shown}`** |" in model_card(model, name="run").text
+
     @pytest.mark.parametrize("kind", ["dense", "compressed-tensors", "side-file"])
     def test_of_an_export(self, kind, tmp_path, monkeypatch):
         """The card's own lines load the directory."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from conftest import VOCAB, llama
 from torch import nn
 
@@ -186,3 +187,18 @@ def test_a_copy_shares_nothing(copied):
     x = torch.randn(2, 3, 4)
     assert mask.rows(x, "layer") is not None
     assert other.rows(x, "layer") is None
+
+
+def test_keys_and_values_of_cross_attention_read_the_encoders_tokens():
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1,
+                              num_heads=2, decoder_start_token_id=0)
+    )  # fmt: skip
+    get_metis_model(t5, MetisConfig(scheme="metis", rank=4))
+    layers = dict(metis_layers(t5))
+    cross = "decoder.block.0.layer.1.EncDecAttention"
+    of_encoder = layers["encoder.block.0.layer.0.SelfAttention.q"].token_mask
+    of_decoder = layers["decoder.block.0.layer.0.SelfAttention.k"].token_mask
+    assert layers[f"{cross}.k"].token_mask is layers[f"{cross}.v"].token_mask is of_encoder
+    assert layers[f"{cross}.q"].token_mask is layers[f"{cross}.o"].token_mask is of_decoder
+    assert of_decoder is not of_encoder

@@ -11,6 +11,7 @@ import transformers
 from conftest import VOCAB, llama
 from layers.layer_tools import layer_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from metis_hf import (
     MetisCallback,
@@ -22,6 +23,8 @@ from metis_hf import (
     metis_layers,
 )
 from metis_hf.conversion.deployed import DEPLOYED_TOGETHER
+from metis_hf.monitoring.health import operand_health
+from metis_hf.noise import Key
 from metis_hf.numerics import fake_quantize
 from metis_hf.training.calibration import TRIED_SHARES
 
@@ -104,7 +107,7 @@ class TestLayer:
         assert layer.input_amax == second.abs().max()
         with torch.no_grad():
             found = layer(first)
-        x_hat = fake_quantize(first, amax=second.abs().max())
+        x_hat = fake_quantize(first)  # under its own scale
         w_hat = fake_quantize(layer.weight.detach(), scale_rule="search")
         torch.testing.assert_close(found, F.linear(x_hat, w_hat, layer.bias), **FP32)
 
@@ -138,12 +141,41 @@ class TestLayer:
         assert len(scanned) == scans
         assert len(set(scanned)) == scans
 
+    def test_a_recomputed_call_has_the_scale_of_the_first(self):
+        """Another raises the buffer before the backward pass recomputes it."""
+        layer = layer_of("w4a4", i=IN, o=OUT)[1]
+        first = torch.randn(TOKENS, IN).requires_grad_()
+        expected = torch.autograd.grad(layer(first).square().sum(), (first, layer.weight))
+        y = checkpoint(layer, first, use_reentrant=False)
+        layer(50 * torch.randn(TOKENS, IN))
+        found = torch.autograd.grad(y.square().sum(), (first, layer.weight))
+        assert all(map(torch.equal, found, expected))
+
+    def test_a_move_that_fails_leaves_the_state_as_it_was(self):
+        """A device without memory; casts see the state as integers meanwhile."""
+        layer = self.fixed("w4a4")
+
+        def full(tensor):
+            raise torch.OutOfMemoryError("a test")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            layer._apply(full)
+        assert layer.input_amax.dtype is torch.float32
+        assert layer.input_amax == 2
+
+    def test_health_measures_under_the_fixed_scale(self):
+        layer = self.fixed("w4a4", amax=0.25)
+        x = torch.randn(TOKENS, IN)
+        operand = layer.active_scheme().fprop_input.bind(layer.call_state(x, layer.call_keys(x)))
+        found = operand_health(x, operand, rank=4, key=Key(0))
+        beyond = (x.abs() > 0.25 * (1 + 1e-5)).float().mean().item()  # up to 448 * 6 * 0.25 / 2688
+        assert found["saturated"] == pytest.approx(beyond, abs=0.02)
+
     def test_micro_batches_keep_the_scale_of_their_call(self):
         """A later one raises the buffer before the backward pass of the first."""
         layer = layer_of("w4a4", i=IN, o=OUT)[1]
         first = torch.randn(TOKENS, IN).requires_grad_()
         expected = torch.autograd.grad(layer(first).square().sum(), (first, layer.weight))
-        layer.input_amax.zero_()
         y = layer(first)
         layer(50 * torch.randn(TOKENS, IN))
         found = torch.autograd.grad(y.square().sum(), (first, layer.weight))

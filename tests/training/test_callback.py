@@ -183,6 +183,35 @@ def test_refresh_keeps_the_function_and_resets_the_factors_moments(tmp_path):
     assert entry["metis/refresh_drift"] < 1e-6
 
 
+def test_refresh_refuses_a_state_that_it_does_not_know():
+    """An average of weights, as schedule-free optimizers keep, must not be cleared."""
+    model = get_metis_model(one_block(), MetisConfig(split_weight=True))
+    optimizer = torch.optim.AdamW(model.parameters())
+    layer = next(layer for _, layer in metis_layers(model))
+    u = layer.weight_params()[0]
+    optimizer.state[u] = {"step": 3, "exp_avg": torch.ones_like(u), "z": u.detach().clone()}
+    before = u.detach().clone()
+    with pytest.raises(
+        NotImplementedError, match=r"whose state has z: .*refresh_interval=0"
+    ):
+        refresh(model, optimizer)
+    assert torch.equal(u, before)
+    del optimizer.state[u]["z"]
+    refresh(model, optimizer)
+    assert optimizer.state[u]["step"] == 0
+    assert not optimizer.state[u]["exp_avg"].any()
+
+
+def test_one_callback_in_two_trainers(tmp_path):
+    callback, model = MetisCallback(health_interval=1), get_metis_model(one_block())
+    for name in ("first", "second"):
+        made = trainer(tmp_path / name, model, [callback], max_steps=1)
+        callback.bind(made)
+        assert made.callback_handler.callbacks[0] is callback
+        callback.bind(made)
+        assert made.callback_handler.callbacks.count(callback) == 1
+
+
 def test_resume_is_exact(tmp_path):
     """3 + 3 steps equal 6 steps, bit for bit: weights, moments, noise, refreshes, health file."""
 
@@ -270,9 +299,23 @@ class TestErrors:
             with pytest.raises(ValueError, match=r"^refresh\(\) " + message):
                 refresh(model)
 
-    def test_negative_interval(self):
-        with pytest.raises(ValueError, match="health_interval=-1"):
-            MetisCallback(health_interval=-1)
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ({"health_interval": -1}, r"health_interval=-1; expected a whole number of steps >= 0"),
+            ({"refresh_interval": 0.1}, r"refresh_interval=0.1; expected a whole number"),
+            ({"freeze_scales": 0}, r"freeze_scales=0; expected a whole number of steps >= 1"),
+        ],
+    )
+    def test_no_number_of_steps(self, option, message):
+        with pytest.raises(ValueError, match=message):
+            MetisCallback(**option)
+
+    def test_scales_that_would_never_be_fixed(self, tmp_path):
+        model = get_metis_model(one_block(), MetisConfig(scheme="w4a4"))
+        made = trainer(tmp_path, model, [MetisCallback(freeze_scales=7)], max_steps=6)
+        with pytest.raises(ValueError, match="freeze_scales=7 of 6 steps: scales would never"):
+            made.train()
 
     @pytest.mark.parametrize("torch_compile", [True, False])
     def test_compiling_a_model_says_that_it_takes_minutes(self, tmp_path, caplog, torch_compile):

@@ -97,6 +97,22 @@ class TestGradient:
 
 
 class TestTraining:
+    def test_the_count_of_tokens_stays_where_it_is(self, tmp_path):
+        """A recorded step reads it there again; rows have different lengths."""
+        seen = []
+
+        class Spy(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, *args, **kwargs):
+                count = made._tokens_of_step
+                seen.append((count.data_ptr(), count.item()))
+
+        data = rows(16, lengths=(24, 10, 17))
+        made = trainer(tmp_path, student("bf16"), data=data, callbacks=[Spy], max_steps=3)
+        made.train()
+        places, counts = map(set, zip(*seen))
+        assert len(places) == 1
+        assert len(counts) > 1
+
     def test_comes_closer_to_the_teacher(self, tmp_path):
         """The model that the student was made from, of which quantizers took some off."""
         teacher = dense()

@@ -15,6 +15,7 @@ from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, 
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, SplitWeight
 from metis_hf.schemes import Role, layer_rank
+from metis_hf.training import weight_reuse
 
 FORMS = (DenseWeight, ClippedWeight, SplitWeight)
 
@@ -186,3 +187,23 @@ def test_sharded_weights_are_not_held():
     layer.weight.full_tensor = lambda: layer.weight
     with reuse_weights(layer):
         assert layer.held_weight is None
+
+
+def test_a_step_that_nobody_ended_is_forgotten_at_the_next_update():
+    """An exception between two micro-batches; fused optimizers leave no trace on parameters."""
+    model = get_metis_model(llama(1), MetisConfig(scheme="nvfp4-rne"))
+    fresh = copy.deepcopy(model)
+    ids = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
+    weight_reuse.hold(model)
+    found = []
+    for each in (model, fresh):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True)
+        for _ in range(3):
+            loss = each(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found[:3] == found[3:]
+    weight_reuse.release(model)
+    assert model not in weight_reuse._FORGETTING
