@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SAMPLES = 256  # of a fingerprint, at least; fewer than twice as many
+SAMPLES = 256  # of a fingerprint, about: 171 to 511 of a larger tensor
 _LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
@@ -132,7 +132,7 @@ def constant(make: Callable[P, T]) -> Callable[P, T]:
     """Cache what a function makes of its positional arguments alone: a tensor, or a tuple of them.
 
     Do not write to it. Nothing is kept inside torch.compile, which would trace through a cache, nor
-    under a mode that makes tensors without values.
+    what a mode makes without values, or without a place in autograd (`torch.inference_mode`).
     """
     kept: dict[Any, T] = {}
 
@@ -143,7 +143,8 @@ def constant(make: Callable[P, T]) -> Callable[P, T]:
         made = kept.get(args)
         if made is None:
             made = make(*args, **kwargs)
-            if all(type(t) is Tensor for t in tree_leaves(made) if isinstance(t, Tensor)):
+            tensors = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
+            if all(type(t) is Tensor and not t.is_inference() for t in tensors):
                 kept[args] = made
         return made
 

@@ -179,7 +179,7 @@ MUTANTS = [
     _m("sums-aligned", "transforms/spectral.py", "[:, None] + shift) % sums",
        "[:, None] + 0 * shift) % sums", "first tokens of sequences cancel in one sum", SUMS),
     _m("sums-unsigned", "transforms/spectral.py",
-       "< 0.5, -1.0, 1.0)", "< 0.5, 1.0, 1.0)", "sums of rows without signs", SUMS),
+       "< 0.5, -1.0, torch", "< 0.5, 1.0, torch", "sums of rows without signs", SUMS),
     _m("sums-of-padding", "transforms/spectral.py", "taken = taken & mask[row.clamp(max=t - 1)]",
        "pass", "padding enters the sums of rows", SUMS),
     _m("smallest-directions", "transforms/orthogonal.py",

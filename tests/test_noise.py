@@ -131,3 +131,13 @@ def test_halves_of_lane_hashes_put_together_are_the_hashes():
     assert words.tolist() == [
         hashed % 2**32 for hashed in noise.lane_hashes(torch.device("cpu")).tolist()
     ]
+
+
+def test_constants_made_in_inference_mode_are_not_kept():
+    """Autograd could not save them for a backward pass that comes later."""
+    made = noise.constant(lambda size: torch.ones(size))
+    with torch.inference_mode():
+        made(3)
+    kept = made(3)
+    assert not kept.is_inference()
+    assert made(3) is kept

@@ -7,7 +7,8 @@ The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the e
     value = (code * scale) * (1/S)                             code * scale is exact
 amax_tensor may be given: a block that needs a larger scale than 448 is then clipped. A block whose
 scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its block where there
-is no tensor scale or a given one. Nothing finite gives NaN.
+is no tensor scale or a given one. Nothing finite in fp32 gives NaN, unless a given amax is some
+1e35 times too small for it.
 """
 
 from __future__ import annotations
@@ -251,16 +252,16 @@ class QuantizerDefinition:
         """Return whether each row of x has an outer scale of its own."""
         return self.outer_scale is OuterScale.TOKEN and dim % max(x.dim(), 1) == max(x.dim(), 1) - 1
 
-    def saturated(self, x: Tensor, *, dim: int = -1) -> Tensor:
+    def saturated(self, x: Tensor, *, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         """Share of elements beyond the largest value that their block can hold; 0-dim.
 
         Zero with scales rounded up, to the last bit of fp32; 3.4 % of normally distributed
-        values with scales rounded to nearest.
+        values with scales rounded to nearest. `amax` as in `Quantizer.__call__`.
         """
         if x.numel() == 0:
             return x.new_zeros((), dtype=torch.float32)
         x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
-        scale, _, tensor = self._scales(x32, block_dims(self.tile, x.dim(), dim))
+        scale, _, tensor = self._scales(x32, block_dims(self.tile, x.dim(), dim), amax)
         largest = largest_values(self.fmt.element, scale)
         if tensor is not None:
             largest = largest * tensor.decode

@@ -74,12 +74,18 @@ class MixedFormat:
         return torch.where(scale.signbit(), second, first)
 
 
+def _by_format(scale: Tensor, first: float, second: float) -> Tensor:
+    """Return a number for the format of each block, by its scale; fp32."""
+    numbers = torch.full_like(scale, first, dtype=torch.float32)
+    return torch.where(scale.signbit(), second, numbers)
+
+
 def largest_values(element: Any, scale: Tensor) -> Tensor:
     """Return the largest code times the step of each block, fp32."""
     if not isinstance(element, MixedFormat):
         return scale * element.max
     first, second = (fmt.max for fmt in element.formats)
-    return steps_of(element, scale) * torch.where(scale.signbit(), second, first)
+    return steps_of(element, scale) * _by_format(scale, first, second)
 
 
 def steps_of(element: Any, scale: Tensor) -> Tensor:
@@ -87,8 +93,7 @@ def steps_of(element: Any, scale: Tensor) -> Tensor:
     scale = scale.float()
     if not isinstance(element, MixedFormat):
         return scale
-    first, second = element.units
-    return scale.abs() * torch.where(scale.signbit(), second, first)
+    return scale.abs() * _by_format(scale, *element.units)
 
 
 def rounded(

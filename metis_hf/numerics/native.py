@@ -102,7 +102,7 @@ def native_matrix(
     packed_codes = two[..., 0] | two[..., 1] << 4
     largest = packed.global_scale
     if largest is None and fmt.scale.tensor_scale:
-        largest = torch.ones((), device=codes.device)
+        largest = torch.ones((), dtype=torch.float32, device=codes.device)
     return NativeMatrix(
         packed_codes.contiguous(),
         swizzle(bits).view(packed.scale.dtype),

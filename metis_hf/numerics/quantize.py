@@ -14,6 +14,7 @@ from metis_hf import noise
 from metis_hf.numerics import kernels
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4, BlockFormat
+from metis_hf.numerics.scaling import OuterScale
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Quantizer(QuantizerDefinition):
         The global scale is 0-dim, or [.. 1] where each row has one.
 
         For 4-bit elements code * block scale has 7 significant bits at most, so bf16 holds it
-        exactly; the product with the fp32 tensor scale it could not. A GEMM applies the tensor
-        scales to its output.
+        exactly (not for "if4", whose integer blocks have a step of 6/7); the product with the fp32
+        tensor scale it could not. A GEMM applies the tensor scales to its output.
         """
         if x.numel() == 0:
             return x.to(dtype), None
@@ -153,7 +154,7 @@ def fake_quantize(
         Tensor of the shape and dtype of `x`. NaN or inf in `x` shows up as NaN.
 
     Raises:
-        TypeError: `x` is not floating point.
+        TypeError: `x` is not floating point, or `amax` no tensor.
         ValueError: an unknown choice, or choices that do not go together.
         IndexError: `dim` is not a dimension of `x`.
     """
@@ -166,12 +167,16 @@ def fake_quantize(
         scale_rule,  # type: ignore[arg-type]
         outer_scale,  # type: ignore[arg-type]
     )
-    key = check_input(x, quantizer, dim, generator)
+    key = check_input(x, quantizer, dim, generator, amax)
     return _StraightThrough.apply(x, quantizer, dim, key, amax)
 
 
 def check_input(
-    x: Tensor, quantizer: Quantizer, dim: int, generator: torch.Generator | None
+    x: Tensor,
+    quantizer: Quantizer,
+    dim: int,
+    generator: torch.Generator | None,
+    amax: Tensor | None = None,
 ) -> noise.Key | None:
     """Refuse what cannot be quantized; returns the noise key if the quantizer takes one."""
     if not x.is_floating_point():
@@ -179,6 +184,24 @@ def check_input(
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
+    if amax is not None:
+        _check_amax(amax, quantizer)
     if not quantizer.needs_noise:
         return None
     return noise.key_from_generator(generator, x.device)
+
+
+def _check_amax(amax: Tensor, quantizer: Quantizer) -> None:
+    if not isinstance(amax, Tensor):
+        raise TypeError(f"amax={amax!r} is no tensor; give torch.tensor({amax!r})")
+    if amax.dim() or not amax.is_floating_point():
+        raise ValueError(
+            f"amax is one number, 0-dim and of a float dtype, and this has shape "
+            f"{tuple(amax.shape)} and {amax.dtype}"
+        )
+    if not quantizer.two_level or quantizer.outer_scale is not OuterScale.TENSOR:
+        raise ValueError(
+            "amax sets the scale of the whole tensor, and this quantizer "
+            f"({quantizer.fmt.name}, two_level={quantizer.two_level}, "
+            f'outer_scale="{quantizer.outer_scale.value}") has none; leave amax out'
+        )

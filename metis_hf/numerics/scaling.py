@@ -16,7 +16,6 @@ from torch import Tensor
 
 from metis_hf.numerics.formats import (
     FLT_MAX,
-    SCALE_E4M3,
     SCALE_E8M0,
     SCALE_FP32,
     BlockFormat,
@@ -68,15 +67,14 @@ class OuterScale(str, enum.Enum):
     TOKEN = "token"
 
 
-# The block scale that the largest block of an NVFP4 tensor gets. Four Over Six leaves room to scale
-# that block by another 1.5 (arXiv 2512.02010, section 3: 256 * 1.5 = 384 is an E4M3 value, 448 *
-# 1.5 would saturate), MS-EDEN for its correction (arXiv 2601.22813).
+# The block scale that the largest block of an NVFP4 tensor gets, where it is not the format's
+# largest. Four Over Six leaves room to scale that block by another 1.5 (arXiv 2512.02010, section
+# 3: 256 * 1.5 = 384 is an E4M3 value, 448 * 1.5 would saturate), MS-EDEN for its correction (arXiv
+# 2601.22813).
 LARGEST_SCALE = {
-    ScaleRule.ABSMAX: SCALE_E4M3.max,
     ScaleRule.FOUR_OVER_SIX: 256.0,
     ScaleRule.SEARCH: 256.0,
     ScaleRule.EDEN: 256.0,
-    ScaleRule.UNBIASED: SCALE_E4M3.max,
 }
 # An E4M3 number rounded down from between two normal ones is 16/17 of it at least: 17/16 lies
 # half-way between 1 and the next one, 9/8.
@@ -198,8 +196,7 @@ def _share(rule: ScaleRule) -> float:
 
 def largest_value(fmt: BlockFormat, rule: ScaleRule) -> float:
     """Return the largest code times the scale that the tensor's largest block gets."""
-    scale = fmt.scale.max if rule is ScaleRule.ABSMAX else LARGEST_SCALE[rule]
-    return largest_code(fmt, rule) * scale
+    return largest_code(fmt, rule) * LARGEST_SCALE.get(rule, fmt.scale.max)
 
 
 def least_error_scale(

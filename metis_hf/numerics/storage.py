@@ -19,8 +19,6 @@ from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.mixed import decoded, encoded
 from metis_hf.numerics.quantize import Quantizer, check_input
 
-_CODES_PER_GROUP = {4: 2, 6: 4, 8: 1}  # the fewest codes that fill whole bytes
-
 
 @dataclass(frozen=True)
 class QuantizedTensor:
@@ -98,7 +96,7 @@ def quantize(
         outer_scale,  # type: ignore[arg-type]
     )
     fmt, element = quantizer.fmt, quantizer.fmt.element
-    key = check_input(x, quantizer, dim, generator)
+    key = check_input(x, quantizer, dim, generator, amax)
     rows = x.detach()
     rows = rows.reshape(1) if rows.dim() == 0 else rows
     if quantizer.tile is Tile.ROW:
@@ -146,15 +144,20 @@ def dequantize(q: QuantizedTensor) -> Tensor:
     return values.reshape(q.shape).to(q.dtype)
 
 
+def _codes_per_group(bits: int) -> int:
+    """Return the fewest codes that fill whole bytes; together 64 bits at most."""
+    return 8 // math.gcd(8, bits)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack [.. n] codes of `bits` bits (uint8) into [.. n * bits / 8] bytes, low bits first.
 
     The last dimension is padded with zeros to whole bytes.
     """
-    group = _CODES_PER_GROUP[bits]
+    group = _codes_per_group(bits)
     if group == 1:
         return codes
-    codes = F.pad(codes, (0, -codes.shape[-1] % group)).unflatten(-1, (-1, group)).int()
+    codes = F.pad(codes, (0, -codes.shape[-1] % group)).unflatten(-1, (-1, group)).long()
     word = codes[..., 0]
     for place in range(1, group):
         word = word | codes[..., place] << (bits * place)
@@ -164,11 +167,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Invert `pack`: [.. n * bits / 8] bytes -> [.. n] codes (uint8)."""
-    group = _CODES_PER_GROUP[bits]
+    group = _codes_per_group(bits)
     if group == 1:
         return packed
     count = group * bits // 8
-    parts = packed.unflatten(-1, (-1, count)).int()
+    parts = packed.unflatten(-1, (-1, count)).long()
     word = parts[..., 0]
     for place in range(1, count):
         word = word | parts[..., place] << (8 * place)

@@ -69,7 +69,7 @@ def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
     split = kind == "weight" and scheme.weight.is_split
     return {
         "format": quantizer.fmt.name,
-        "blocks": f"{size}x{size}" if square else f"1x{size}",
+        "blocks": quantizer.tile.value if size is None else f"{size if square else 1}x{size}",
         "along": None if square else {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}[gemm],
         "rounding": quantizer.rounding.value,
         "scale_rounding": quantizer.scale_rounding.value if quantizer.scale_rounding else None,

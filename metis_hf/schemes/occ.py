@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from metis_hf.schemes.parts import (
     Clamped,
+    CodebookFormat,
     DifferentiableEstimator,
     MetisConfig,
     MixedFormat,
@@ -30,13 +31,14 @@ def occ(config: MetisConfig, rank: int) -> Scheme:
     Gradients of weights are multiplied by the estimator's slope, 0.6 on average.
 
     Raises:
-        ValueError: a format whose blocks have one of two grids.
+        ValueError: a format whose blocks have one of two grids, or whose grid a codebook gives.
     """
     forward, backward = nearest_forward(config)
-    if isinstance(forward.fmt.element, MixedFormat):
+    if isinstance(forward.fmt.element, MixedFormat | CodebookFormat):
         raise ValueError(
-            "the estimator of its weights' gradients works between the codes of one grid, and a "
-            f"block of {forward.fmt.name} has one of two; choose another format or scheme"
+            "the estimator of its weights' gradients works between the codes of one grid, the same "
+            f"on both sides of zero, which blocks of {forward.fmt.name} need not have; choose "
+            "another format or scheme"
         )
     scheme = Scheme(
         fprop_input=Operand(forward, Clamped()),

@@ -8,6 +8,7 @@ point of the group `metis_hf.schemes` names a module whose import registers sche
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -181,7 +182,8 @@ def forget_since(before: set[str]) -> None:
         before: the names that were registered when it began.
     """
     for name in set(_REGISTRY) - before:
-        del _REGISTRY[name]
+        # Its module, too: Python runs a module that it still has no second time.
+        sys.modules.pop(_REGISTRY.pop(name).module, None)
 
 
 def kept_directions(config: MetisConfig, in_features: int, out_features: int) -> int:

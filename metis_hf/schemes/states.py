@@ -104,11 +104,11 @@ class LayerState:
 class StaticScales(LayerState):
     """The amax of input and weight that tensor scales are made of, fixed before deployment.
 
-    Until they are frozen, a call takes the weight's own amax, and for its input the largest of all
-    inputs in training so far and its own, so that nothing is clipped. `calibrate` and
-    `freeze_scales` fix both; what lies beyond is then clipped. Inputs with NaN or infinity are left
-    out. Three buffers of one number: `input_amax` and `weight_amax`, 0 until there is one, and
-    `scales_frozen`, 0 or 1.
+    Until they are frozen, a call takes the amax of its own input and weight, so that nothing is
+    clipped and a recomputed call does as the first one did. `input_amax` meanwhile follows the
+    largest of all inputs in training. `calibrate` and `freeze_scales` fix both; what lies beyond is
+    then clipped. NaN and infinity are left out. Three buffers of one number: `input_amax` and
+    `weight_amax`, 0 until there is one, and `scales_frozen`, 0 or 1.
 
     Each process notes its own inputs; `synchronize` takes the largest of all processes.
 
@@ -127,23 +127,34 @@ class StaticScales(LayerState):
 
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
         if self.input and not is_known_set(buffers["scales_frozen"]):
-            buffers["input_amax"].copy_(self._input_amax(buffers, x))
+            self._note(buffers, largest_magnitude(x))
 
     def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> TensorAmax:
         known = buffers["input_amax"], buffers["weight_amax"]
         if is_known_set(buffers["scales_frozen"]):
             return TensorAmax(*known, fixed=not any(each.is_inference() for each in known))
-        of_input = self._input_amax(buffers, x) if self.input else buffers["input_amax"]
-        return TensorAmax(of_input, self._weight_amax(buffers, weight))
+        return self._of_call(buffers, largest_magnitude(x) if self.input else known[0], weight)
 
     def update_and_freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, mark: Tensor
     ) -> TensorAmax:
-        self.update(buffers, x, mark)
-        if is_known_set(buffers["scales_frozen"]):
+        if not self.input or is_known_set(buffers["scales_frozen"]):
             return self.freeze(buffers, x, weight)
-        # The buffer has the amax of x in it by now. A copy, since micro-batches to come raise it.
-        return TensorAmax(buffers["input_amax"].clone(), self._weight_amax(buffers, weight))
+        own = largest_magnitude(x)
+        self._note(buffers, own)
+        return self._of_call(buffers, own, weight)
+
+    @staticmethod
+    def _note(buffers: Mapping[str, Tensor], own: Tensor) -> None:
+        known = buffers["input_amax"]
+        known.copy_(_until_frozen(buffers, torch.maximum(known, own), known))
+
+    @staticmethod
+    def _of_call(buffers: Mapping[str, Tensor], own: Tensor, weight: Tensor) -> TensorAmax:
+        return TensorAmax(
+            _until_frozen(buffers, own, buffers["input_amax"]),
+            _until_frozen(buffers, largest_magnitude(weight), buffers["weight_amax"]),
+        )
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         largest = torch.stack([layer.buffers["input_amax"] for layer in layers.values()])
@@ -151,16 +162,10 @@ class StaticScales(LayerState):
         for layer, amax in zip(layers.values(), largest):
             layer.buffers["input_amax"].copy_(amax)
 
-    def _weight_amax(self, buffers: Mapping[str, Tensor], weight: Tensor) -> Tensor:
-        return torch.where(
-            buffers["scales_frozen"] > 0, buffers["weight_amax"], largest_magnitude(weight)
-        )
 
-    def _input_amax(self, buffers: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        known = buffers["input_amax"]
-        return torch.where(
-            buffers["scales_frozen"] > 0, known, torch.maximum(known, largest_magnitude(x))
-        )
+def _until_frozen(buffers: Mapping[str, Tensor], own: Tensor, fixed: Tensor) -> Tensor:
+    """Return `own` until the scales are frozen, and `fixed` from then on."""
+    return torch.where(buffers["scales_frozen"] > 0, fixed, own)
 
 
 # What was last read of flags: where they were, their version, and whether they were set.

@@ -54,7 +54,7 @@ def random_orthogonal(size: int, seed: int) -> Tensor:
 
 def sylvester(size: int) -> Tensor:
     """Hadamard's matrix of a power of two / sqrt(size): symmetric, orthogonal; fp64."""
-    h = torch.ones(1, 1, dtype=torch.float64)
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h / size**0.5

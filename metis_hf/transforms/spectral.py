@@ -93,7 +93,8 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
     stretch = torch.arange(t // count, device=x.device)  # [g]
     shift = (uniform(stretch.shape, key.fold(1), x.device) * sums).long()
     row = (torch.arange(sums, device=x.device)[:, None] + shift) % sums + stretch * sums  # [n g]
-    sign = torch.where(uniform(row.shape, key, x.device) < 0.5, -1.0, 1.0)
+    chance = uniform(row.shape, key, x.device)
+    sign = torch.where(chance < 0.5, -1.0, torch.ones_like(chance))
     taken, other = row < t, torch.zeros_like(row[0, 0])
     if mask is not None:
         taken = taken & mask[row.clamp(max=t - 1)]

@@ -101,3 +101,20 @@ def test_a_nan_spoils_its_block_alone():
     bad = fake_quantize(x, amax=torch.tensor(1.0)).isnan()
     assert bad[2, 16:32].all()
     assert bad.sum() == 16
+
+
+@pytest.mark.parametrize(
+    ("amax", "options", "error", "message"),
+    [
+        (1.0, {}, TypeError, r"amax=1.0 is no tensor; give torch.tensor\(1.0\)"),
+        (torch.ones(3), {}, ValueError, r"one number.*has shape \(3,\) and torch.float32"),
+        (torch.tensor(1), {}, ValueError, "of a float dtype.*torch.int64"),
+        (torch.ones(()), {"fmt": "mxfp4"}, ValueError, r"mxfp4, two_level=False.*leave amax out"),
+        (torch.ones(()), {"two_level": False}, ValueError, "has none"),
+        (torch.ones(()), {"outer_scale": "token"}, ValueError, 'outer_scale="token".*has none'),
+    ],
+)
+def test_refusals(amax, options, error, message):
+    for call in (fake_quantize, quantize):
+        with pytest.raises(error, match=message):
+            call(matrix(), **options, amax=amax)

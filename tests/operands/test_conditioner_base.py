@@ -184,6 +184,20 @@ class TestState:
         bound = Requantized(PerChannel()).bind(channels)
         assert isinstance(bound.second, ChannelAffine)
 
+    def test_what_quantizes_twice_passes_the_row_mask_on(self):
+        assert not Requantized(Hadamard()).uses_row_mask
+        conditioner, mask = Requantized(MeanRemoved()), torch.ones(37, dtype=torch.bool)
+        assert conditioner.uses_row_mask
+        mask[30:] = False
+        x, quantizer = matrix(), Quantizer()
+        options = {"dim": -1, "key": KEY, "row_mask": mask}
+        first = quantizer(x)
+        found = conditioner(x, quantizer, **options)
+        assert torch.equal(found, MeanRemoved()(first, quantizer, **options))
+        assert not torch.equal(found, conditioner(x, quantizer, dim=-1, key=KEY))
+        assert torch.equal(conditioner.parts(x, quantizer, **options)[-1].after,
+                           MeanRemoved().parts(first, quantizer, **options)[-1].after)  # fmt: skip
+
     def test_who_needs_one(self):
         """What analyses of single tensors refuse to measure."""
         for conditioner in (PerChannel(), RandomHadamard()):

@@ -168,6 +168,17 @@ class TestImportSchemes:
         assert "half" not in scheme_names()
         assert not [name for name in sys.modules if name.startswith("metis_hf_user_broken")]
 
+    def test_a_package_with_a_broken_module_can_be_repaired(self, write):
+        """Its other modules, which Python has kept, register their schemes again."""
+        package = "metis_two_modules"
+        write(f"{package}/__init__.py", f"import {package}.sound\nimport {package}.broken\n")
+        write(f"{package}/sound.py", SCHEME.format(name="sound"))
+        broken = write(f"{package}/broken.py", "1 / 0\n")
+        with pytest.raises(ValueError, match="ZeroDivisionError"):
+            import_schemes(package)
+        write(broken, SCHEME.format(name="repaired"))
+        assert sorted(import_schemes(package)) == ["repaired", "sound"]
+
     def test_digest_is_of_the_file(self, write):
         file = write("mine.py", SCHEME.format(name="mine"))
         import_schemes(file)

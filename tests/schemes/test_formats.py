@@ -8,7 +8,7 @@ from conftest import llama
 from layers.layer_tools import DEPLOYED, FP4_SCHEMES
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names, set_precision
-from metis_hf.numerics import FORMATS
+from metis_hf.numerics import FORMATS, SCALE_FP32, BlockFormat, CodebookFormat
 from metis_hf.operands import ClippedWeight
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.parts import quantizer
@@ -44,6 +44,15 @@ def test_every_scheme_takes_it_or_refuses_it_by_name(name):
             assert formats_of(build_scheme(config, SIDE, SIDE)) == {fmt}
     own = formats_of(build_scheme(MetisConfig(scheme=name), SIDE, SIDE))
     assert own == {OWN.get(name, "nvfp4")}
+
+
+def test_occ_refuses_a_codebook(monkeypatch):
+    """Its estimator reads the codes above zero for both signs."""
+    element = CodebookFormat("lopsided", (-2, -0.5, 0, 1))
+    fmt = BlockFormat("lopsided", element, SCALE_FP32, 32, "a test")
+    monkeypatch.setitem(FORMATS, "lopsided", fmt)
+    with pytest.raises(ValueError, match=r"same on both sides of zero.*lopsided need not have"):
+        build_scheme(MetisConfig(scheme="occ", format="lopsided"), SIDE, SIDE)
 
 
 @pytest.mark.parametrize("name", FP4_SCHEMES)

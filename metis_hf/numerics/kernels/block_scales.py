@@ -24,7 +24,6 @@ from metis_hf.numerics.scaling import (
 
 BLOCK = 16
 MAX_CODE = 6.0
-_INVERSE_MAX_CODE = 1 / 6
 _MAGIC = 1.5 * 2.0**23  # times a power of two: fp32 numbers around it are that power apart
 _SPACING = 2.0**-9  # of E4M3 values below its smallest normal number
 _NORMAL = 2.0**-6
@@ -44,7 +43,8 @@ def _inverse(x: Tensor) -> Tensor:
 
 def by_range(magnitude: Tensor, low: float, middle: float, high: float) -> Tensor:
     """Choose a constant for each binade of E2M1: below 2, below 4, above."""
-    return torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, high))
+    highest = torch.full_like(magnitude, high)  # two numbers would have torch's default dtype
+    return torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, highest))
 
 
 def nearest(magnitude: Tensor) -> Tensor:

@@ -344,6 +344,7 @@ def _examples(program: Program) -> list[Tensor]:
     variant, device = program.variant, program.device
     whole = {2: (_ROWS, BLOCK), 3: (_ROWS, 2, BLOCK), 4: (_ROWS, BLOCK, _COLUMNS, BLOCK)}
     unpacks = variant.task == "unpack"
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
     first = whole[3 if unpacks and program.ndim == 2 else program.ndim]
     if unpacks:
         codes = (_ROWS, BLOCK) if program.ndim == 2 else (_ROWS, BLOCK // 2, _COLUMNS, BLOCK)
@@ -353,16 +354,16 @@ def _examples(program: Program) -> list[Tensor]:
             torch.empty(blocks, dtype=torch.float8_e4m3fn, device=device),
         ]
         if variant.two_level and variant.scaled:
-            examples.append(torch.empty(blocks if variant.rows else (), device=device))
+            examples.append(empty(blocks if variant.rows else ()))
     else:
         examples = [torch.empty(first, dtype=program.dtype, device=device)]
         if variant.needs_noise:
             examples += noise_of(noise.Key(0), examples[0])
         if variant.given:
             outer = [1 if dim in variant.dims else size for dim, size in enumerate(first)]
-            examples.append(torch.empty(outer if variant.rows else (), device=device))
+            examples.append(empty(outer if variant.rows else ()))
     dense = variant.minus + (variant.plus and not variant.same)
-    return examples + [torch.empty(first, device=device) for _ in range(dense)]
+    return examples + [empty(first) for _ in range(dense)]
 
 
 def _refuse_fixed_sizes(shapes: ShapeEnv) -> None:

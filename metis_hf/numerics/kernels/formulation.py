@@ -192,13 +192,13 @@ def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
     last = torch.where(rounded <= MAX_CODE, rounded * 0.5 + 4, 0.0)
     code = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, last))
     negative = torch.where(scaled == 0, 1 / scaled, scaled) < 0  # of -0 too
-    return code + torch.where(negative, 8.0, 0.0)
+    return torch.where(negative, code + 8, code)
 
 
 def _decoded(code: Tensor) -> Tensor:
     """E2M1 codes 0 to 15, as fp32 numbers -> fp32 values."""
     negative = code >= 8
-    code = code - torch.where(negative, 8.0, 0.0)
+    code = torch.where(negative, code - 8, code)
     value = torch.where(code < 4, code * 0.5, torch.where(code < 6, code - 2, code * 2 - 8))
     return torch.where(negative, -value, value)
 

@@ -30,17 +30,24 @@ class Requantized(Conditioner):
     def has_codes(self) -> bool:
         return self.second.has_codes
 
+    @property
+    def uses_row_mask(self) -> bool:  # type: ignore[override]
+        return self.second.uses_row_mask
+
     def bind(self, state: Any) -> Requantized:
         return replace(self, second=self.second.bind(state))
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        return self.second(first_copy(x, quantizer), quantizer, dim=dim, key=key, dtype=dtype)
+        options = {"dim": dim, "key": key, "row_mask": row_mask}
+        return self.second(first_copy(x, quantizer), quantizer, dtype=dtype, **options)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        return self.second.parts(first_copy(x, quantizer), quantizer, dim=dim, key=key)
+        options = {"dim": dim, "key": key, "row_mask": row_mask}
+        return self.second.parts(first_copy(x, quantizer), quantizer, **options)
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return self.second.encode(first_copy(x, quantizer), quantizer, dim=dim, key=key)
+        options = {"dim": dim, "key": key, "row_mask": row_mask}
+        return self.second.encode(first_copy(x, quantizer), quantizer, **options)
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
         return self.second.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype)
