@@ -7,6 +7,7 @@ import re
 import pytest
 import yaml
 from mutants import MUTANTS
+from packaging.version import Version
 from paths import ROOT
 
 import metis_hf
@@ -24,8 +25,10 @@ def test_one_version():
 
 def test_changelog_has_the_version_and_a_place_for_what_comes():
     text = (ROOT / "CHANGELOG.md").read_text()
-    versions = re.findall(r"^## (\S+)", text, re.MULTILINE)
-    assert versions[:2] == ["Unreleased", metis_hf.__version__]
+    unreleased, last = re.findall(r"^## (\S+)", text, re.MULTILINE)[:2]
+    version = Version(metis_hf.__version__)
+    assert unreleased == "Unreleased"
+    assert version > Version(last) if version.is_devrelease else version == Version(last)
     kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
