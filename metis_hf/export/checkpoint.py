@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.conversion.packed_layouts import compressed_config
 from metis_hf.export import modelopt
 from metis_hf.export.compressed_tensors import (
     CompressedFactors,
@@ -28,7 +29,6 @@ from metis_hf.export.compressed_tensors import (
     is_split,
     layer_state,
     load_low_rank,
-    quantization_config,
     save_low_rank,
     split_layer,
     weight_quantizer,
@@ -276,13 +276,14 @@ def _save_packed(
         state |= {f"{name}.{part}": tensor for part, tensor in of_layer(weight, scale).items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     ignored = [name for name in linears if name not in packed]
+    quantizes = {name: name in inputs for name in packed}
     if layout == "modelopt":
-        description = modelopt.describe(ignored, {name: name in inputs for name in packed})
+        description = modelopt.describe(ignored, quantizes)
         model.config.quantization_config = modelopt.quantization_config(description)
         out.mkdir(parents=True, exist_ok=True)
         (out / modelopt.CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
     else:
-        model.config.quantization_config = quantization_config(ignored, packed, inputs)
+        model.config.quantization_config = compressed_config(quantizes, ignored)
     model.save_pretrained(out, state_dict=state)
 
 

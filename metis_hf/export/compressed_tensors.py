@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from metis_hf.conversion.packed_layouts import FORMAT
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
 from metis_hf.numerics.scaling import largest_value, tensor_scale
@@ -30,7 +31,6 @@ from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
 from metis_hf.schemes.states import StaticScales
 
-LAYOUT = "nvfp4-pack-quantized"
 LOW_RANK_FILE = "metis_low_rank.safetensors"
 DESCRIPTION_FILE = "metis_low_rank.json"
 LOW_RANK_VERSION = 1
@@ -199,48 +199,6 @@ def unsupported(layer: MetisLayer) -> str | None:
     return None
 
 
-_NVFP4_ARGUMENTS = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "symmetric": True,
-    "scale_dtype": "torch.float8_e4m3fn",
-}
-
-
-def quantization_config(
-    ignore: Iterable[str], packed: Iterable[str] = (), quantized_inputs: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Return `quantization_config` of a config.json, as the presets NVFP4A16 and NVFP4 give it.
-
-    Args:
-        ignore: names of the nn.Linear modules that are not packed.
-        packed: names of those that are; read only where some quantize their inputs and some not.
-        quantized_inputs: names of those that have an `input_global_scale`: their inputs are
-            quantized with block scales found at each call.
-    """
-    weights = {**_NVFP4_ARGUMENTS, "dynamic": False}
-    inputs = {**_NVFP4_ARGUMENTS, "dynamic": "local", "observer": "static_minmax"}
-    both = sorted(quantized_inputs)
-    alone = sorted(set(packed) - set(both)) if both else ["Linear"]
-    groups: list[dict[str, Any]] = []
-    if both:
-        targets = both if alone else ["Linear"]
-        groups.append({"targets": targets, "weights": weights, "input_activations": inputs})
-    if alone:
-        groups.append({"targets": alone, "weights": weights})
-    return {
-        "quant_method": "compressed-tensors",
-        "format": LAYOUT,
-        "quantization_status": "compressed",
-        "config_groups": {
-            f"group_{index}": {**group, "format": LAYOUT} for index, group in enumerate(groups)
-        },
-        "ignore": sorted(ignore),
-    }
-
-
 @torch.no_grad()
 def split_layer(
     layer: MetisLayer, quantizer: Quantizer
@@ -289,7 +247,7 @@ def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> 
     description = {
         "format_version": LOW_RANK_VERSION,
         "weight": "residual + (u * s) @ vh",
-        "residual": f"{LAYOUT} checkpoint in residual/",
+        "residual": f"{FORMAT} checkpoint in residual/",
         "factors": (
             "u [out_features rank] and vh [rank in_features]: E2M1 codes (<layer>.u_packed, two to "
             "a byte, even column in the low nibble, rows padded to whole blocks of 16), "

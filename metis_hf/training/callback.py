@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from metis_hf.config_checks import is_int
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import check_accelerate
@@ -77,7 +76,7 @@ class MetisCallback(ResumeGuard):
             ("freeze_scales", freeze_scales),
         ):
             least = 1 if name == "freeze_scales" else 0
-            if value is not None and not (is_int(value) and value >= least):
+            if value is not None and not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name}={value}; expected a whole number of steps >= {least}")
         self.health_interval = health_interval
         self.refresh_interval = refresh_interval
