@@ -41,9 +41,6 @@ def main() -> None:
     """Run the command line; an error that a user can mend is one line, not a traceback."""
     try:
         app()
-    except KeyboardInterrupt:
-        print("\nInterrupted. The same command goes on where it stopped.", file=sys.stderr)
-        sys.exit(130)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

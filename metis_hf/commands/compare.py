@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from metis_hf.commands.options import Imports, import_sources
+from metis_hf.commands.options import Imports, import_sources, utf8_file
 from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS
 from metis_hf.experiments.sizes import SIZES
 
@@ -28,6 +28,18 @@ def _one_of(what: str, names: Iterable[str]) -> Callable[[str | None], str | Non
         return value
 
     return check
+
+
+def _yaml_file(path: Path | None) -> Path | None:
+    """Return the path of a YAML file, which is refused if it cannot be parsed."""
+    if (found := utf8_file(path)) is not None and found.is_file():
+        import yaml
+
+        try:
+            yaml.safe_load(found.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return path
 
 
 def compare(
@@ -67,7 +79,10 @@ def compare(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML with these options and more; see docs/compare.md.")
+        Path | None,
+        typer.Option(
+            help="YAML with these options and more; see docs/compare.md.", callback=_yaml_file
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -151,7 +166,7 @@ def compare(
     # Before the plan, which looks schemes up. A directory's sources hold until others are given.
     sources = import_sources(imports or remembered_imports(out))
     plan = make_plan(**values, needs_data=not dry_run)
-    console = Console()
+    console = Console(markup=False)
     if dry_run:
         show_plan(plan, console)
         return

@@ -111,7 +111,7 @@ def evaluate(
         metrics=metric or [],
         control=control,
         published=paper,
-        console=Console(),
+        console=Console(markup=False),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from metis_hf.commands.options import Imports, device_or_best, import_sources
+from metis_hf.commands.options import Imports, device_or_best, import_sources, utf8_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +42,7 @@ def export(
         typer.Option(
             metavar="TEXT",
             help="Quantize the model: text or .jsonl that the scales of inputs are found on.",
+            callback=utf8_file,
         ),
     ] = None,
     scheme: Annotated[
@@ -59,7 +60,10 @@ def export(
         str | None,
         typer.Option(help='For calibration, as "cuda".', show_default="a GPU if there is one"),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Held-out text to measure the loss on.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Held-out text to measure the loss on.", callback=utf8_file),
+    ] = None,
     results: Annotated[
         Path | None, typer.Option(help="JSON of metrics for the model card.")
     ] = None,
@@ -85,7 +89,7 @@ def export(
     from metis_hf.export import export_checkpoint, load_metis_model
     from metis_hf.export.report import HEADER, LOSS_HEADER, loss_rows, report_rows
 
-    console = Console()
+    console = Console(markup=False)
     load: Callable[[str | Path], PreTrainedModel] = load_metis_model
     if quantizes:
         from metis_hf.experiments.finetune.ptq import Calibration, calibrated_model

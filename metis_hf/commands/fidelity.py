@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from metis_hf.commands.options import Imports, device_or_best, import_sources, split_names
+from metis_hf.commands.options import (
+    Imports,
+    device_or_best,
+    import_sources,
+    split_names,
+    utf8_file,
+)
 
 
 def fidelity(
     model: Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")],
-    text: Annotated[Path, typer.Option(help="UTF-8 text that the model has not been trained on.")],
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="UTF-8 text, or .jsonl of documents, that the model has not been trained on.",
+            callback=utf8_file,
+        ),
+    ],
     schemes: Annotated[
         str, typer.Option(help='Comma-separated names, or "all".')
     ] = "metis,nvfp4-rne,nvidia,quartet2,four-over-six",
@@ -68,7 +81,7 @@ def fidelity(
         schemes=None if chosen == ["all"] else tuple(chosen),
         ranks=tuple(_numbers(ranks)),
         configs=tuple(map(Path, split_names(configs))),
-        alone=None if alone is None else tuple(split_names(alone) if alone != "none" else ()),
+        alone=None if alone is None else tuple(_rows(alone) if alone != "none" else ()),
         sequences=limit,
         length=length,
         batch=batch,
@@ -79,13 +92,24 @@ def fidelity(
         tokenizer=tokenizer,
     )
     out = out or Path("runs") / f"fidelity-{Path(model).name}"
-    console = Console()
+    console = Console(markup=False)
     results = run(settings, out, console)
     console.print(terminal_table(*narrow_table(results), title=f"Fidelity of {model}"))
     for result in results:
         if result.note:
             console.print(f"{result.name} was not measured: {result.note}", highlight=False)
     console.print(str(out / "index.html"), soft_wrap=True, highlight=False)
+
+
+def _rows(text: str) -> list[str]:
+    """Return comma-separated names of rows, of which "metis, rank 4" is one."""
+    names: list[str] = []
+    for name in split_names(text):
+        if names and re.fullmatch(r"rank \d+", name):
+            names[-1] += f", {name}"
+        else:
+            names.append(name)
+    return names
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,10 +42,25 @@ def split_names(text: str) -> list[str]:
 
 
 def device_or_best(device: str | None) -> str:
-    """Return the device that was asked for, else the machine's accelerator, else "cpu"."""
-    if device is not None:
-        return device
-    import torch
+    """Return the device that was asked for, else the machine's accelerator, else "cpu".
 
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    from metis_hf.shared.devices import device_of
+
+    return str(device_of(device))
+
+
+def utf8_file(path: Path | None) -> Path | None:
+    """Return the path of a text, which is refused if it is no UTF-8; a callback of typer."""
+    if path is not None and path.is_file():
+        with path.open(encoding="utf-8") as lines:
+            try:
+                for _ in lines:
+                    pass
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path} is not UTF-8 text ({error}); give a text file, or convert it"
+                ) from None
+    return path

@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
-from metis_hf.commands.options import Imports, device_or_best, import_sources
+from metis_hf.commands.options import Imports, device_or_best, import_sources, utf8_file
 
 
 def ranks(
     model: Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")],
-    text: Annotated[Path, typer.Option(help="UTF-8 text to calibrate on.")],
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="UTF-8 text, or .jsonl of documents, to calibrate on.", callback=utf8_file
+        ),
+    ],
     budget: Annotated[
         float, typer.Option(help="Multiply-adds beyond the three GEMMs, in % of theirs.")
     ],
@@ -55,5 +60,5 @@ def ranks(
         dtype=dtype,
         device=device_or_best(device),
         tokenizer=tokenizer,
-        console=Console(),
+        console=Console(markup=False),
     )

@@ -30,4 +30,4 @@ def report(
 
     from metis_hf.run_report.page import write_report
 
-    Console().print(str(write_report(runs, out)), soft_wrap=True, highlight=False)
+    Console(markup=False).print(str(write_report(runs, out)), soft_wrap=True, highlight=False)

@@ -74,6 +74,7 @@ def _overview(records: list[dict[str, Any]]) -> Any:
 
 def _operands(records: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE
+    from rich.markup import escape
     from rich.table import Table
 
     # One column alone is wrapped, which leaves it as wide as its longest word at 80 columns; rich
@@ -84,7 +85,7 @@ def _operands(records: list[dict[str, Any]]) -> Any:
     table.add_column("Rounding", no_wrap=True)
     table.add_column("Bits", no_wrap=True, justify="right")
     for record in records:
-        table.add_row(f"[bold]{record['name']}[/bold]")
+        table.add_row(f"[bold]{escape(record['name'])}[/bold]")
         for slot, operand in record["operands"].items():
             if "reuses" not in operand:
                 users = {s: o for s, o in record["operands"].items() if o.get("reuses") == slot}

@@ -19,6 +19,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.packed import load_packed
 from metis_hf.schemes import scheme_info
+from metis_hf.shared.checkpoints import file_damage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -134,17 +135,26 @@ class Checkpoint:
             )
         return model.eval()
 
-    def _load(self, precision: str, kind: Any, device: torch.device) -> PreTrainedModel:
-        """Return the model without its adapter."""
+    def config(self) -> transformers.PreTrainedConfig:
+        """Return the model's config.
+
+        Raises:
+            ValueError: it is no causal language model.
+        """
         config = transformers.AutoConfig.from_pretrained(self.path)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
                 f"{self.path} is a {config.model_type} model, not a causal language model; "
                 "the tasks need one"
             )
+        return config
+
+    def _load(self, precision: str, kind: Any, device: torch.device) -> PreTrainedModel:
+        """Return the model without its adapter."""
+        config = self.config()
         options: dict[str, Any] = {}
         if self.scheme == COMPRESSED:
-            wanted = config.dtype if kind == "auto" else kind
+            wanted: Any = config.dtype if kind == "auto" else kind
             library = wanted is torch.bfloat16
             if self.packed_nvfp4 and not (library and self.adapter is None):
                 # Kept packed: compressed-tensors computes in BF16 alone where inputs are
@@ -187,7 +197,7 @@ class Checkpoint:
         """Return the checkpoint's tokenizer, or another.
 
         Raises:
-            ValueError: there is none; the message says how to save one.
+            ValueError: there is none, and the message says how to save one; or it is cut short.
         """
         own = [self.path] if self.adapter is None else [self.adapter, self.path]
         places = [Path(other)] if other is not None else own
@@ -197,6 +207,13 @@ class Checkpoint:
                 f"{place} holds no tokenizer; save it there with tokenizer.save_pretrained("
                 f"{str(place)!r}), pass processing_class=tokenizer to the Trainer so that its "
                 "checkpoints hold it, or name a directory that has it with --tokenizer"
+            )
+        files = [*sorted(place.glob("*token*.json")), *place.glob("vocab.json")]
+        reason = next(filter(None, map(file_damage, files)), None)
+        if reason is not None:
+            raise ValueError(
+                f"{place}: {reason}, as a process that ends while it saves leaves it; save the "
+                f"tokenizer again with tokenizer.save_pretrained({str(place)!r})"
             )
         return transformers.AutoTokenizer.from_pretrained(place)
 

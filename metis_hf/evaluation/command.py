@@ -17,7 +17,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.evaluation import formats, store
 from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.models import choose_models, own_schemes
-from metis_hf.evaluation.paper import PAPER_TASKS, published_rows
+from metis_hf.evaluation.paper import PAPER_TASKS, published_method, shared_methods
 from metis_hf.evaluation.plan import (
     CPU_BATCH_SIZE,
     LOSS_TASK,
@@ -29,6 +29,7 @@ from metis_hf.evaluation.results import EvalResult
 from metis_hf.evaluation.run import evaluate_model, held_out_loss
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
 from metis_hf.schemes import scheme_info
+from metis_hf.shared.devices import device_of
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import environment
 
@@ -132,9 +133,11 @@ def evaluate_checkpoints(
     Raises:
         FileNotFoundError, ValueError: a checkpoint, task data, text or result file cannot be used.
     """
+    device = device_of(options.device)
     plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
     jobs = _jobs(checkpoints, options, plan, console)
-    batch_size = _batch_size(jobs, options)
+    store.make_folder(out)
+    batch_size = _batch_size(jobs, options, device)
     records = []
     for number, job in enumerate(jobs, start=1):
         settings = store.settings_of(
@@ -158,7 +161,7 @@ def evaluate_checkpoints(
         else:
             _say(console, f"{progress}: {', '.join(plan.tasks) or 'loss'}")
             start = time.perf_counter()
-            done = _evaluate(job, plan, options, settings, console)
+            done = _evaluate(job, plan, options, settings, device, console)
             store.save_result(path, done)
             _say(console, f"{progress}: {time.perf_counter() - start:.0f} s, {path}")
         records.append(done)
@@ -199,11 +202,12 @@ def run_eval(
     strange = [task for task in chosen if task and task not in options.tasks]
     if strange:
         raise ValueError(f"metric for {', '.join(strange)}, which is not evaluated")
-    if published is not None:
-        published_rows(published)  # refuses an unknown model before the work, not after it
     checkpoints, control = choose_models(
         paths, options.conversions, precision=options.precision, control=control
     )
+    if published is not None:  # refused before the work, not after it
+        methods = [(one.scheme, published_method(one.quantization)) for one in checkpoints]
+        shared_methods(methods, published)
     records = evaluate_checkpoints(checkpoints, options, out, console)
     comparison = compare(
         records, options.tasks, metrics=chosen, control=control, published=published
@@ -223,6 +227,7 @@ def _jobs(
     for checkpoint in checkpoints:
         checkpoint.check(options.precision)
         tokenizer = checkpoint.tokenizer(options.tokenizer)
+        _check_vocabulary(checkpoint, tokenizer)
         if plan.text is not None:
             plan.text.check(tokenizer, options.limit)
         precisions = checkpoint.precisions(options.precision)
@@ -235,11 +240,23 @@ def _jobs(
     return jobs
 
 
-def _batch_size(jobs: Sequence[Job], options: Options) -> int:
+def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose tokens the model does not embed; added tokens may stay unused."""
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    highest = max(tokenizer.vocab_size - 1, -1 if prefix is None else prefix)
+    known = getattr(checkpoint.config().get_text_config(), "vocab_size", None)
+    if known is not None and highest >= known:
+        raise ValueError(
+            f"the tokenizer of {checkpoint.label} ({tokenizer.name_or_path}) gives tokens up to "
+            f"{highest}, and the model knows {known}: they do not belong together; save the "
+            "model's own tokenizer beside it, or name it with --tokenizer"
+        )
+
+
+def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device) -> int:
     """Return the one asked for, or one that fits the largest of the models."""
     if options.batch_size is not None:
         return options.batch_size
-    device = _device(options)
     if device.type == "cpu":
         return CPU_BATCH_SIZE
     largest = max(
@@ -251,11 +268,16 @@ def _batch_size(jobs: Sequence[Job], options: Options) -> int:
 
 
 def _evaluate(
-    job: Job, plan: EvaluationPlan, options: Options, settings: dict[str, Any], console: Console
+    job: Job,
+    plan: EvaluationPlan,
+    options: Options,
+    settings: dict[str, Any],
+    device: torch.device,
+    console: Console,
 ) -> dict[str, Any]:
     start = time.time()
     with quiet():
-        model = job.checkpoint.load(job.precision, options.dtype, _device(options))
+        model = job.checkpoint.load(job.precision, options.dtype, device)
     result = evaluate_model(
         model,
         job.tokenizer,
@@ -311,15 +333,6 @@ def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) 
         "model_name_sanitized": re.sub(r"[^\w.-]+", "__", checkpoint.label),
         "total_evaluation_time_seconds": str(seconds),
     }
-
-
-def _device(options: Options) -> torch.device:
-    if options.device is not None:
-        try:
-            return torch.device(options.device)
-        except RuntimeError as error:
-            raise ValueError(f"device={options.device!r}: {error}") from None
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _context(model: PreTrainedModel) -> int:

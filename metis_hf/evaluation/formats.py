@@ -37,14 +37,14 @@ def terminal(comparison: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(FIRST, max_width=34, overflow="fold")
     for column in comparison.columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(Text(column), justify="right", no_wrap=True)
     for block in comparison.blocks:
         if block.title:
             table.add_section()
             table.add_row(Text(block.title, style="italic"))
         for row in block.rows:
             cells = [_rich(comparison, block.kind, row, column) for column in comparison.columns]
-            table.add_row(row.name, *cells)
+            table.add_row(Text(row.name), *cells)
     return table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
@@ -17,6 +16,7 @@ import peft
 from metis_hf.config import MetisConfig
 from metis_hf.evaluation.checkpoints import ADAPTER_FILE, CONFIG_FILE, DENSE, WEIGHTS, Checkpoint
 from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
+from metis_hf.shared.records import read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -46,7 +46,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_adapter(path)
     if place is None:
         raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
-    config = json.loads((place / CONFIG_FILE).read_text())
+    config = read_json(place / CONFIG_FILE)
     checkpoint = Checkpoint(place, _label(place, 0), config.get("quantization_config") or {})
     if not checkpoint.weight_files():
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -54,6 +55,22 @@ def published_method(quantization: dict[str, Any]) -> str | None:
             return None
         return ABLATIONS[missing[0]] if missing else method
     return method
+
+
+def shared_methods(rows: Sequence[tuple[str, str | None]], model: str) -> list[str]:
+    """Return the methods of rows, (scheme, `published_method` or None), that the paper has too.
+
+    Raises:
+        ValueError: the paper has no such model, or of that model none of the methods.
+    """
+    published = published_rows(model)
+    methods = [method for _, method in rows if method is not None and method in published]
+    if not methods:
+        raise ValueError(
+            f"none of the evaluated schemes ({', '.join(scheme for scheme, _ in rows)}) has a row "
+            f"of {model} in the paper, which has {', '.join(published)}"
+        )
+    return list(dict.fromkeys(methods))
 
 
 def published_rows(model: str) -> dict[str, dict[str, Any]]:

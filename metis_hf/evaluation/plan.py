@@ -50,7 +50,7 @@ class HeldOutText:
             "test_split": "test",
             "output_type": "loglikelihood_rolling",
             "doc_to_text": "",
-            "doc_to_target": "{{text}}",
+            "doc_to_target": "text",  # the column: of a template, lm-eval reads "[...]" as a list
             "metric_list": [{"metric": "bits_per_byte"}],
             "metadata": {"version": 1.0},
         }

@@ -96,7 +96,20 @@ def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     return record
 
 
+def make_folder(out: Path) -> None:
+    """Make the folder of result files.
+
+    Raises:
+        ValueError: `out` is a file, or cannot be made.
+    """
+    try:
+        (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written to ({error.strerror}); name a directory with --out"
+        ) from None
+
+
 def save_result(path: Path, record: dict[str, Any]) -> None:
     """Write a result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)

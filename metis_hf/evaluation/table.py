@@ -268,13 +268,8 @@ def _published_blocks(
     rows: Sequence[Row], tasks: Sequence[str], model: str
 ) -> tuple[list[Block], list[str]]:
     published = paper.published_rows(model)
-    methods = list(dict.fromkeys(row.method for row in rows if row.method in published))
-    if not methods:
-        raise ValueError(
-            f"none of the evaluated schemes ({', '.join(row.scheme for row in rows)}) has a row of "
-            f"{model} in the paper, which has {', '.join(published)}"
-        )
-    shown = {method: _published_row(published[method], tasks) for method in methods if method}
+    methods = paper.shared_methods([(row.scheme, row.method) for row in rows], model)
+    shown = {method: _published_row(published[method], tasks) for method in methods}
     differences = [
         difference(row, shown[row.method])
         for row in rows
@@ -290,7 +285,7 @@ def _published_blocks(
         "error of the measured score alone.",
         *(about[key] for key in keys),
     ]
-    if any("average_recomputed" in published[method] for method in methods if method):
+    if any("average_recomputed" in published[method] for method in methods):
         notes.append(f"{about['averages']} Averages here are the means of the rows.")
     return [
         Block("published", f"Published: {name}", list(shown.values())),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -80,33 +79,17 @@ def run_batches(
     model.zero_grad()
 
 
-@dataclass(frozen=True)
-class Gram:
-    """Inner products of gradients: rows and columns are the exact batches, then the scheme's.
+def inner_products(exact: GradientFile, scheme: GradientFile) -> np.ndarray:
+    """Return the inner products of two files' gradients [2b 2b], fp64.
 
-    Attributes:
-        products: [groups 2b 2b], fp64; a group of weights each.
+    Rows and columns are the exact batches, then the scheme's.
     """
-
-    products: np.ndarray
-
-    @classmethod
-    def of(cls, exact: GradientFile, scheme: GradientFile) -> Gram:
-        """Multiply out two files, a group for each weight."""
-        groups = []
-        for start, end in zip(exact.bounds, exact.bounds[1:]):
-            total = np.zeros((2 * len(exact.rows), 2 * len(exact.rows)))
-            for low in range(start, end, _CHUNK):
-                part = slice(low, min(low + _CHUNK, end))
-                both = np.concatenate([exact.rows[:, part], scheme.rows[:, part]])
-                total += both.astype(np.float64) @ both.T
-            groups.append(total)
-        return cls(np.array(groups))
-
-    @property
-    def whole(self) -> np.ndarray:
-        """The products of all weights together [2b 2b]."""
-        return self.products.sum(0)
+    total = np.zeros((2 * len(exact.rows), 2 * len(exact.rows)))
+    for low in range(0, exact.rows.shape[1], _CHUNK):
+        part = slice(low, low + _CHUNK)
+        both = np.concatenate([exact.rows[:, part], scheme.rows[:, part]])
+        total += both.astype(np.float64) @ both.T
+    return total
 
 
 def errors(products: np.ndarray) -> tuple[list[float], list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,13 @@ def write_ranks(
         console: to print to.
 
     Raises:
-        FileNotFoundError, ValueError: as `open_subject` and `allocate_ranks`.
+        FileNotFoundError, ValueError: as `open_subject` and `allocate_ranks`; or `out` cannot be
+            written.
     """
     scheme_info(scheme)
+    _check_numbers(budget, tokens)
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"{out} cannot be written; name a file in a directory that is there")
     console = console or Console(quiet=True)
     subject = open_subject(
         name,
@@ -118,7 +122,9 @@ def write_ranks(
         highlight=False,
     )
     write_json(out, plan.config.to_dict())
-    console.print(f"{out}: read it with MetisConfig.from_json", soft_wrap=True, highlight=False)
+    console.print(
+        f"{out}: read it with MetisConfig.from_json", soft_wrap=True, highlight=False, markup=False
+    )
     return plan
 
 
@@ -129,7 +135,7 @@ class _Group:
     layers: list[str]
     ranks: tuple[int, ...]
     costs: list[float]  # multiply-adds over those of all layers' GEMMs
-    errors: list[float]
+    errors: list[float] = field(default_factory=list)
 
     def steps(self) -> list[tuple[float, int, int]]:
         """Return (gain for its cost, from, to) of each step along the lower convex hull."""
@@ -178,8 +184,9 @@ def allocate_ranks(
 
     Raises:
         ValueError: the scheme splits nothing; no batch; ranks that do not rise from 1; a budget
-            that the smallest rank exceeds.
+            that is no number or that the smallest rank exceeds; no tokens.
     """
+    _check_numbers(budget, tokens)
     ranks = tuple(ranks)
     if not ranks or min(ranks) < 1 or list(ranks) != sorted(set(ranks)):
         raise ValueError(f"ranks {list(ranks)}; expected whole numbers from 1 that rise")
@@ -194,16 +201,31 @@ def allocate_ranks(
         few = torch.zeros(1, MIN_LENGTH, dtype=torch.int64, device=model.device)
         with running(layers):
             reads = inputs_of(model, layers, few)
+        whole, groups = _groups(layers, split, reads, ranks, tokens)
+        left = budget - whole - sum(group.costs[0] for group in groups)
+        if left < 0:  # before anything is measured
+            raise ValueError(
+                f"a budget of {budget:.1%} is less than rank {ranks[0]} everywhere takes, "
+                f"{budget - left:.1%}; give more, or smaller ranks to choose from"
+            )
         errors = _errors(model, split, batches, ranks, advance)
-        whole, groups = _groups(layers, split, reads, ranks, tokens, errors)
-        at = _spend(groups, budget - whole, budget)
+        for group in groups:
+            group.errors = [sum(column) for column in zip(*(errors[n] for n in group.layers))]
+        at = _spend(groups, left)
         chosen = {n: g.ranks[place] for g, place in zip(groups, at) for n in g.layers}
         config = config.replace(rank=None, rank_pattern=chosen)
         shapes = [_shape(layer, config.for_layer(name)) for name, layer in layers.items()]
         found = overhead(shapes, tokens, [reads[name] for name in layers])
     first = sum(group.errors[0] for group in groups)
-    left = sum(group.errors[place] for group, place in zip(groups, at))
-    return RankPlan(config, chosen, found, errors, left / first if first else 1.0)
+    last = sum(group.errors[place] for group, place in zip(groups, at))
+    return RankPlan(config, chosen, found, errors, last / first if first else 1.0)
+
+
+def _check_numbers(budget: float, tokens: int) -> None:
+    if not budget >= 0:  # NaN is not
+        raise ValueError(f"a budget of {budget:.1%}; expected a number of at least 0 %")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} of a step; choose at least 1")
 
 
 def _errors(
@@ -271,9 +293,8 @@ def _groups(
     reads: Mapping[str, Hashable],
     ranks: Sequence[int],
     tokens: int,
-    errors: Mapping[str, list[float]],
 ) -> tuple[float, list[_Group]]:
-    """Return what layers without a split cost, and the groups of the others."""
+    """Return what layers without a split cost, and the groups of the others, without errors."""
     gemms = sum(layer.in_features * layer.out_features for layer in layers.values())
 
     def cost(names: Sequence[str], rank: int) -> float:
@@ -292,8 +313,7 @@ def _groups(
         key = tuple(_shape(layers[n], None)[0] for n in names)
         if key not in known:
             known[key] = [cost(names, rank) for rank in own]
-        summed = [sum(column) for column in zip(*(errors[n] for n in names))]
-        groups.append(_Group(names, own, known[key], summed))
+        groups.append(_Group(names, own, known[key]))
     return cost(rest, ranks[0]) if rest else 0.0, groups
 
 
@@ -307,14 +327,13 @@ def _shape(layer: MetisLayer, config: Any) -> tuple[tuple[int, int], Any]:
     return (layer.in_features, layer.out_features), config
 
 
-def _spend(groups: Sequence[_Group], left: float, budget: float) -> list[int]:
-    """Return the place of each group's rank: steps of the largest gain first, while they fit."""
-    left -= sum(group.costs[0] for group in groups)
-    if left < 0:
-        raise ValueError(
-            f"a budget of {budget:.1%} is less than rank {groups[0].ranks[0]} everywhere takes, "
-            f"{budget - left:.1%}; give more, or smaller ranks to choose from"
-        )
+def _spend(groups: Sequence[_Group], left: float) -> list[int]:
+    """Return the place of each group's rank: steps of the largest gain first, while they fit.
+
+    Args:
+        groups: with costs and errors.
+        left: of the budget, once every group has its lowest rank.
+    """
     at = [0] * len(groups)
     steps = [
         (gain, number, low, high)

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.attention import attention_products
-from metis_hf.fidelity.gradients import GradientFile, Gram, errors, mean_errors, run_batches
+from metis_hf.fidelity.gradients import (
+    GradientFile,
+    errors,
+    inner_products,
+    mean_errors,
+    run_batches,
+)
 from metis_hf.fidelity.loss import Batch, predictions
 from metis_hf.fidelity.operands import KINDS, layer_errors, only
 from metis_hf.fidelity.page import write_outputs
@@ -85,10 +91,12 @@ class Settings:
 
         Raises:
             FileNotFoundError: no such file of a config.
-            ValueError: a scheme is not registered; something is given twice; `alone` names
-                something else; a rank is not positive; a file that is no config.
+            ValueError: a scheme is not registered; something is given twice, or nothing; `alone`
+                names something else; a rank is not positive; a file that is no config.
         """
-        names = self.schemes or tuple(name for name in scheme_names() if name != CONTROL)
+        names = self.schemes
+        if names is None:
+            names = tuple(name for name in scheme_names() if name != CONTROL)
         for name in names:
             scheme_info(name)
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -101,6 +109,8 @@ class Settings:
             (f"metis, rank {rank}", MetisConfig(rank=rank, seed=self.seed)) for rank in self.ranks
         ]
         found += [(path.stem, _read_config(path, self.seed)) for path in self.configs]
+        if not found:
+            raise ValueError("nothing to measure: name schemes, or all, or ranks or configs")
         twice = sorted({n for n, _ in found if [m for m, _ in found].count(n) > 1})
         if twice:
             raise ValueError(f"two rows would be called {', '.join(twice)}: rename a config's file")
@@ -175,7 +185,8 @@ class _Measurements:
                     results.append(self._measure(name, config, name in alone))
                     write_outputs(self.out, self._record(results, len(candidates)), results)
         except KeyboardInterrupt:
-            self.console.print(f"interrupted: the same command goes on from {self.out}")
+            text = f"interrupted: the same command goes on from {self.out}"
+            self.console.print(text, markup=False)
             raise
         finally:
             shutil.rmtree(self.out / "gradients", ignore_errors=True)
@@ -301,13 +312,12 @@ class _Measurements:
             self.bars.advance(GRADIENTS)
 
         run_batches(model, parameters, self.batches, keep)
-        gram = Gram.of(exact, file)
-        error, cosine = errors(gram.whole)
+        products = inner_products(exact, file)
+        error, cosine = errors(products)
         found: dict[str, Any] = {
             "error": error,
             "cosine": cosine,
-            "mean": mean_errors(gram.whole),
-            "layers": {n: errors(p)[0][0] for n, p in zip(weights, gram.products)},
+            "mean": mean_errors(products),
             "kinds": {"all": {"gradient_error": error[0], "gradient_cosine": cosine[0]}},
         }
         schemes = {name: layer.scheme for name, layer in layers.items()}
@@ -315,7 +325,7 @@ class _Measurements:
             alone = {name: only(scheme, kind) for name, scheme in schemes.items()}
             with running({**layers, **self._attention()}, alone):
                 run_batches(model, parameters, self.batches[:1], keep)
-            error, cosine = errors(Gram.of(exact, file).whole)
+            error, cosine = errors(inner_products(exact, file))
             found["kinds"][kind] = {"gradient_error": error[0], "gradient_cosine": cosine[0]}
         file.remove()
         return found

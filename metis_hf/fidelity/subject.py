@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.data.chat import first_sequences
 from metis_hf.data.sequences import read_sequences
 from metis_hf.evaluation.opening import open_model
 from metis_hf.layers.attention import AttentionProducts
@@ -61,7 +62,7 @@ def open_subject(
     Args:
         name: a checkpoint, run or hub name; a converted or packed model counts in the dense
             weights that it represents.
-        text: a UTF-8 file.
+        text: a UTF-8 file; a .jsonl has a document a line, see `data.chat`.
         tokenizer: a directory with another tokenizer than the checkpoint's own.
         sequences: at most so many of the text.
         length: tokens of each.
@@ -82,11 +83,16 @@ def open_subject(
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
     checkpoint = open_model(name)
-    ids, tokens = read_sequences(checkpoint.tokenizer(tokenizer), text, sequences, length)
+    encode = checkpoint.tokenizer(tokenizer)
+    if text.suffix == ".jsonl":
+        ids = first_sequences(text, encode, length, sequences)
+    else:
+        ids, _ = read_sequences(encode, text, sequences, length)
     if len(ids) < 2:
         raise ValueError(
-            f"{text} has {tokens} tokens; at least two sequences of {length} are needed, one for "
-            "the loss and one for a gradient. Give a longer text, or a smaller --length"
+            f"{text} has fewer than {2 * length} tokens; at least two sequences of {length} are "
+            "needed, one for the loss and one for a gradient. Give a longer text, or a smaller "
+            "--length"
         )
     with quiet():
         model = checkpoint.load("dense", dtype, torch.device(device))

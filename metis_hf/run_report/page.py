@@ -97,6 +97,7 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     last, best, best_step = _losses(run)
     share = run.fp4_share
     seconds = run.seconds_per_step
+    how = "median" if run.series("step_seconds")[0] else "mean of the last call"
     bad = _nonfinite(run)
     flag = "" if last is None or math.isfinite(last) else ", not finite"
     cards = [
@@ -107,7 +108,7 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
         entry = run.evaluations[-1]
         cards.append(("last evaluation", _format(entry["eval_loss"]), f"step {entry['step']:,}"))
     cards += [
-        ("time", "unknown" if seconds is None else f"{seconds:.3g} s", "per step, median"),
+        ("time", "unknown" if seconds is None else f"{seconds:.3g} s", f"per step, {how}"),
         ("not finite", str(bad), "steps with NaN or inf" if bad else "no NaN, no inf"),
         (
             "FP4",

@@ -20,7 +20,7 @@ from metis_hf.shared.records import SETTINGS_FILE
 
 RESULT_FILE = "result.json"
 # What Trainer logs at the end of a run: one entry of the whole run, not of a step.
-_END = "train_runtime"
+_END, _RATE = "train_runtime", "train_steps_per_second"
 _SHOWN_FAULTS = 6  # of a file; a note says how many more there are
 
 
@@ -137,7 +137,8 @@ def _take_log(run: RunRecord, file: Path, log: list[Any], place: str = "entry") 
         try:
             entry = checks.log_entry(raw)
             if _END in entry:
-                run.runtime = checks.number(entry[_END], _END)
+                rate = checks.number(entry[_RATE], _RATE) if _RATE in entry else None
+                run.runtime, run.rate = checks.number(entry[_END], _END), rate
         except checks.Malformed as error:
             faults[f"{place} {index}"] = str(error)
             continue

@@ -11,6 +11,7 @@ from typing import Any
 from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
 from metis_hf.monitoring.health import nonfinite_layers
 
+_RATE_ERROR = 0.5e-3  # steps a second
 LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
 
 
@@ -34,7 +35,8 @@ class RunRecord:
         switches: step -> what the precision was switched to.
         max_steps: that the run was to make; None where unknown.
         tokens: seen in training; None where unknown.
-        runtime: seconds; None where unknown.
+        runtime: seconds of the last call of Trainer; None where unknown.
+        rate: steps a second of that call, of a resumed run those after the resume.
         notes: what was wrong with the files.
     """
 
@@ -54,6 +56,7 @@ class RunRecord:
     max_steps: int | None = None
     tokens: int | None = None
     runtime: float | None = None
+    rate: float | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -82,12 +85,16 @@ class RunRecord:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median over steps that were not measured, else the mean of the whole run."""
+        """Return the median over steps that were not measured, else the mean of the last call."""
         timed = [entry for entry in self.history if "step_seconds" in entry]
         normal = [e["step_seconds"] for e in timed if "metis/nonfinite_tensors" not in e]
         if timed:
             return statistics.median(normal or [e["step_seconds"] for e in timed])
-        return self.runtime / self.last_step if self.runtime and self.last_step else None
+        if not (self.runtime and self.rate and self.last_step):
+            return None
+        # Trainer rounds the rate to 0.001: a call that may have made all steps has made them.
+        resumed = self.last_step - self.runtime * self.rate > _RATE_ERROR * self.runtime
+        return 1 / self.rate if resumed else self.runtime / self.last_step
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return (steps, values) of one figure of the log, where it was logged."""

@@ -47,7 +47,7 @@ class ExperimentProgress:
     def __init__(self, console: Console, schemes: Sequence[str], steps: int) -> None:
         self.console, self.schemes, self.steps = console, list(schemes), steps
         self._progress = Progress(
-            TextColumn("{task.description:<14}"),
+            TextColumn("{task.description:<14}", markup=False),
             BarColumn(bar_width=28),
             TextColumn("{task.completed:>4}/{task.total}"),
             TextColumn("{task.fields[status]:<24}"),
@@ -88,10 +88,11 @@ class ExperimentProgress:
         share = step / self.steps
         if not self.console.is_terminal and share >= self._next_line:
             self._next_line = share + 0.1
-            self.console.print(f"{self._current}: step {step}/{self.steps}, {shown}{eta}")
+            line = f"{self._current}: step {step}/{self.steps}, {shown}{eta}"
+            self.console.print(line, markup=False)
 
     def evaluating(self) -> None:
-        """Return the running scheme is trained and being evaluated."""
+        """Show that the running scheme is trained and being evaluated."""
         self._update(completed=self.steps, status="evaluating")
 
     def finish(self, scheme: str, status: str) -> None:
@@ -99,7 +100,7 @@ class ExperimentProgress:
         self._progress.update(self._tasks[scheme], completed=self.steps, status=status)
         self._progress.stop_task(self._tasks[scheme])
         if not self.console.is_terminal:
-            self.console.print(f"{scheme}: {status}")
+            self.console.print(f"{scheme}: {status}", markup=False)
 
     def _update(self, **kwargs) -> None:
         self._progress.update(self._tasks[self._current], **kwargs)

@@ -60,11 +60,12 @@ def terminal_table(
         styles: of each row, such as "bold"; none for rows beyond them.
     """
     from rich.table import Table
+    from rich.text import Text  # as strings, names with brackets would be read as markup
 
-    table = Table(title=title)
+    table = Table(title=Text(title, style="table.title"))
     for index, name in enumerate(header):
         width = None if index else max([len(cells[0]) for cells in rows], default=None)
-        table.add_column(name, justify="right" if index else "left", min_width=width)
+        table.add_column(Text(name), justify="right" if index else "left", min_width=width)
     for index, cells in enumerate(rows):
-        table.add_row(*cells, style=styles[index] if index < len(styles) else None)
+        table.add_row(*map(Text, cells), style=styles[index] if index < len(styles) else None)
     return table

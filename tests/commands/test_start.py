@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from metis_hf.commands.options import device_or_best
+
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich", "lm_eval", "datasets", "peft")
 COMMANDS = (
     "demo", "compare", "eval", "fidelity", "ranks", "analyze", "report", "export", "schemes",
@@ -68,3 +70,31 @@ def test_errors_of_usage(arguments, message):
     code, printed, imported = start(*arguments)
     assert (code, imported) == ("2", [])
     assert message in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "message"),
+    [
+        (["fidelity", "m", "--text"], b"\xff\xfe", "is not UTF-8 text"),
+        (["ranks", "m", "--budget", "9", "--text"], b"\xff\xfe", "is not UTF-8 text"),
+        (["analyze", "m", "--out", "x", "--text"], b"\xff\xfe", "is not UTF-8 text"),
+        (["export", "m", "--out", "x", "--text"], b"\xff\xfe", "is not UTF-8 text"),
+        (["export", "m", "--out", "x", "--calibrate"], b"\xff\xfe", "is not UTF-8 text"),
+        (["compare", "--config"], b"\xff\xfe", "is not UTF-8 text"),
+        (["compare", "--config"], b"schemes: [a, b\nx: : y\n", "is not YAML: while parsing a flow"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_files_that_cannot_be_read_are_named(arguments, content, message, tmp_path):
+    file = tmp_path / "given.txt"
+    file.write_bytes(content)
+    code, printed, imported = start(*arguments, str(file))
+    assert (code, imported) == ("2", [])
+    assert f"error: {file} {message}" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("name", ["foo", "meta", "cuda:99"])
+def test_devices_that_this_machine_has_not(name):
+    with pytest.raises(ValueError, match=f"device='{name}' cannot be used here .*choose cpu, or"):
+        device_or_best(name)
+    assert device_or_best("cpu") == "cpu"

@@ -19,6 +19,7 @@ from metis_hf import (
     metis_layers,
     to_dense,
 )
+from metis_hf.evaluation.command import _check_vocabulary
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.opening import open_checkpoint, open_checkpoints
 from metis_hf.export import export_checkpoint
@@ -242,3 +243,23 @@ def test_refusals(tmp_path, tokenizer):
     transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="t5 is a t5 model, not a causal language model"):
         open_checkpoint(tmp_path / "t5").load("scheme", "auto", CPU)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_files_cut_short_are_named(name, tmp_path, tokenizer):
+    place = save(tmp_path / "cut", None, tokenizer)
+    text = (place / name).read_text()
+    (place / name).write_text(text[: len(text) // 2])
+    with pytest.raises(ValueError, match=rf"{name} is (cut short|not a whole JSON file)"):
+        open_checkpoint(place).tokenizer()
+
+
+def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
+    """As of the tokenizers of text-only models that have siblings for pictures."""
+    place = save(tmp_path / "more", None, tokenizer)
+    tokenizer = open_checkpoint(place).tokenizer()
+    tokenizer.add_tokens([f"<unused{n}>" for n in range(600)])
+    _check_vocabulary(open_checkpoint(place), tokenizer)
+    tokenizer.bos_token = "<unused599>"  # what rolling likelihoods begin with
+    with pytest.raises(ValueError, match=r"gives tokens up to \d+, and the model knows 512"):
+        _check_vocabulary(open_checkpoint(place), tokenizer)

@@ -9,9 +9,11 @@ import socket
 
 import pytest
 import torch
+import transformers
 from lm_eval.utils import make_table
 
 from evaluation.eval_tools import CONTEXT, DATA, make_model, make_tokenizer, run, save
+from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.evaluation import plan
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
 
@@ -216,12 +218,47 @@ def test_refusals(runs, tokenizer, tmp_path):
     assert "metric 'f1'; expected acc" in refused("--metric", "f1")
     assert "metric for race, which is not" in refused("--metric", "race=acc", *local, "piqa")
     assert "device='warp'" in refused("--device", "warp", *local, "piqa")
+    assert "device='cuda:99'" in refused("--device", "cuda:99", *local, "piqa", "--batch-size", 1)
     assert "nothing to evaluate" in refused("--tasks", "none")
     bare = save(tmp_path / "bare", None)
     assert "holds no tokenizer" in refused(bare, *local, "piqa")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     done = run(bare, *local, "piqa", "--tokenizer", tmp_path / "tokenizer", "--out", tmp_path)
     assert done.exit_code == 0, done.output
+
+
+def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypatch):
+    def evaluate(*_, **__):
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr("metis_hf.evaluation.command.evaluate_model", evaluate)
+    out = tmp_path / "out"
+
+    def refused(*arguments, out=out):
+        done = run(*arguments, "--tasks-dir", DATA, "--tasks", "piqa", "--out", out)
+        assert isinstance(done.exception, ValueError), done.output
+        return str(done.exception)
+
+    good = runs / "bf16"
+    t5 = transformers.T5Config(
+        vocab_size=512, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8
+    )
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    assert "t5 model, not a causal language model" in refused(good, tmp_path / "t5")
+
+    dense = save(tmp_path / "dense", None, tokenizer)
+    assert "none of the evaluated schemes (dense) has a row" in refused(
+        dense, "--paper", "gpt2-130m"
+    )
+    documents = stdlib_documents()[:40]
+    train_tokenizer(documents, vocab_size=600).save_pretrained(tmp_path / "other")
+    said = refused(good, "--tokenizer", tmp_path / "other")
+    assert "other) gives tokens up to 599, and the model knows 512" in said
+    assert not out.exists()
+    out.write_text("a file")
+    assert "out cannot be written to (" in refused(good)
+    assert "out/below cannot be written to (" in refused(good, out=out / "below")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +277,18 @@ def test_unusable_text(name, content, message, runs, tmp_path):
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
     assert name in str(done.exception)
+
+
+def test_a_document_that_looks_like_a_list_is_text(runs, tokenizer, tmp_path):
+    """Of a template, lm-eval would evaluate it as Python."""
+    texts = ["[" + ", ".join(map(str, range(200))) + "]", "['a', 'b']"]
+    file = tmp_path / "lists.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = run(runs / "bf16", "--tasks", "none", "--loss-text", file, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    ours = results(tmp_path)["bf16.dense"]["metis"]
+    assert ours["held_out_tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
+    assert 0 < ours["held_out_loss"] < 20
 
 
 def test_loss_alone_of_json_lines(runs, tokenizer, tmp_path):

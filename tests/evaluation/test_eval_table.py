@@ -201,6 +201,13 @@ def test_terminal_keeps_columns_apart_in_a_pipe():
     assert head.split() == ["Model,", "method", "Loss", "BoolQ", "HellaSwag", "Avg"]
 
 
+def test_terminal_shows_brackets():
+    console = Console(width=200, file=io.StringIO())
+    rows = [record("a [/8]", boolq="1100"), record("b [rank 8]")]
+    formats.print_terminal(compare(rows, TASKS), console)
+    assert all(row["metis"]["label"] in console.file.getvalue() for row in rows)
+
+
 def test_paper_tables_hold_together():
     tables = paper.paper_tables()
     assert tables["tasks"] == list(LOCAL_TASKS) == list(paper.PAPER_TASKS)

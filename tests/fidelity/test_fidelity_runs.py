@@ -9,18 +9,22 @@ import math
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from fidelity.measuring import SMALL, load, settings
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli import main
+from metis_hf.commands.fidelity import _rows
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.fidelity import run as fidelity_run
 from metis_hf.fidelity.figures import _is_on_line
 from metis_hf.fidelity.result import narrow_table, table
 from metis_hf.fidelity.run import Settings, fidelity
+from metis_hf.fidelity.subject import open_subject
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.tables import terminal_table
 
@@ -34,6 +38,18 @@ def test_a_terminal_shows_whole_names(measured):
     shown = console.file.getvalue()
     assert shown.count("outlier-suppression-plus") == len(results)
     assert "±" not in shown
+
+
+@pytest.mark.parametrize("markup", [True, False])
+def test_a_terminal_shows_brackets(markup):
+    """They are no markup, whether or not the console reads any."""
+    from rich.console import Console
+
+    names = ["metis [rank 8]", "metis [/8]", r"metis \[bold]", "metis \\"]
+    console = Console(width=80, file=io.StringIO(), markup=markup)
+    console.print(terminal_table(names[:2], [[name, "1"] for name in names], title="of [m]"))
+    shown = console.file.getvalue()
+    assert all(name in shown for name in [*names, "of [m]"])
 
 
 def test_divergence_in_training_is_shown_where_it_differs(measured):
@@ -175,12 +191,27 @@ class TestOtherModels:
         assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
 
 
+def test_documents_of_json_lines(place, tmp_path):
+    """Their texts are read and no JSON."""
+    texts = (place / "text.txt").read_text().split("\n\n")[0]
+    half = len(texts) // 2
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (texts[:half], texts[half:])))
+    subject = open_subject(
+        str(place / "model"), file, tokenizer=None, dtype="float32", device="cpu", **SMALL
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    shown = tokenizer.decode(torch.cat([subject.held_out, subject.training]).flatten())
+    assert texts.startswith(shown)
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [
             ({"schemes": ("metsi",)}, ValueError, "did you mean 'metis'?"),
             ({"schemes": ("metis", "metis")}, ValueError, "scheme named twice: metis"),
+            ({"schemes": ()}, ValueError, "nothing to measure: name schemes, or all"),
             ({"length": 3}, ValueError, "choose at least 3 sequences of 8 tokens"),
             ({"length": 65}, ValueError, "do not fit the context of"),
             ({"length": 64_000}, ValueError, "at least two sequences of 64000 are needed"),
@@ -194,6 +225,11 @@ class TestBadInput:
         with pytest.raises(error, match=message.replace("?", r"\?")):
             fidelity(settings(place, **changes), tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+    def test_alone_names_rows_of_ranks(self):
+        assert _rows("metis, rank 4,nvfp4") == ["metis, rank 4", "nvfp4"]
+        ranks = Settings("m", Path("t"), schemes=(), ranks=(4, 8), alone=("metis, rank 8",))
+        assert [name for name, _ in ranks.candidates()] == ["metis, rank 4", "metis, rank 8"]
 
     def test_no_tokenizer(self, place, tmp_path):
         load(place).save_pretrained(tmp_path / "model")

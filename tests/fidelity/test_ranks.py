@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli import main
 from metis_hf.fidelity.ranks import RANKS as ALL_RANKS
-from metis_hf.fidelity.ranks import _Group, _spend, allocate_ranks
+from metis_hf.fidelity.ranks import _Group, _spend, allocate_ranks, write_ranks
 from metis_hf.fidelity.run import Settings
 from metis_hf.planning.overhead import model_overhead
 
@@ -119,7 +119,7 @@ class TestSpending:
             falling = sorted(own, reverse=True)
             errors = [float(sum(falling[place:])) for place in range(4)]
             groups.append(_Group(["layer"], (1, 2, 3, 4), [0.0, 1.0, 2.0, 3.0], errors))
-        at = _spend(groups, float(steps), float(steps))
+        at = _spend(groups, float(steps))
         assert sum(at) <= steps
         left = sum(group.errors[place] for group, place in zip(groups, at))
         best = min(
@@ -131,8 +131,8 @@ class TestSpending:
 
     def test_steps_over_a_rank_that_gains_nothing(self):
         group = _Group(["layer"], (1, 2, 3), [0.0, 1.0, 2.0], [5.0, 6.0, 1.0])
-        assert _spend([group], 2.0, 2.0) == [2]
-        assert _spend([group], 1.0, 1.0) == [0]
+        assert _spend([group], 2.0) == [2]
+        assert _spend([group], 1.0) == [0]
 
 
 class TestRefusals:
@@ -144,12 +144,37 @@ class TestRefusals:
             ({"ranks": (8, 4)}, "that rise"),
             ({"ranks": ()}, "that rise"),
             ({"batches": []}, "there is none"),
+            ({"budget": float("nan")}, "a budget of nan%; expected a number"),
+            ({"tokens": 0}, "tokens=0 of a step"),
         ],
     )
     def test_says_why(self, changes, said, batches):
-        arguments = {"batches": batches[:1], "budget": 0.6, "ranks": RANKS} | changes
+        arguments = {"batches": batches[:1], "budget": 0.6, "ranks": RANKS, "tokens": 512}
         with pytest.raises(ValueError, match=said):
-            allocate_ranks(llama(), tokens=512, **arguments)
+            allocate_ranks(llama(), **arguments | changes)
+
+    def test_a_budget_is_refused_before_anything_is_measured(self):
+        def batches():
+            raise AssertionError("measured")
+            yield
+
+        with pytest.raises(ValueError, match="is less than rank 2 everywhere takes"):
+            allocate_ranks(llama(), batches(), 0.001, tokens=512, ranks=RANKS)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"out": "nowhere/x.json"}, "x.json cannot be written; name a file in a directory"),
+            ({"out": "."}, "cannot be written"),
+            ({"budget": float("nan")}, "a budget of nan%"),
+            ({"tokens": 0}, "tokens=0 of a step"),
+        ],
+    )
+    def test_before_the_model_is_opened(self, changes, said, tmp_path):
+        arguments = {"budget": 0.6, "out": "x.json"} | changes
+        arguments["out"] = tmp_path / arguments["out"]
+        with pytest.raises(ValueError, match=said):
+            write_ranks(str(tmp_path / "no model"), tmp_path / "no text", **arguments)
 
 
 class TestCommand:

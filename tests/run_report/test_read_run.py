@@ -115,6 +115,22 @@ class TestRead:
         assert run.history[-1]["step"] == STEPS
         assert run.seconds_per_step > 0  # the end of training is in this state alone
 
+    @pytest.mark.parametrize(
+        ("rate", "seconds"),
+        [(2.0, 0.5), (1.5, 1 / 1.5), (1.9996, 0.5), (0.0, None), (None, None)],
+        ids=["whole", "resumed after step 3", "whole, rounded", "rounded to none", "not known"],
+    )
+    def test_step_time_is_of_the_steps_of_the_call(self, rate, seconds, copy, no_heatmaps):
+        """Trainer's runtime is of the steps after a resume: of 9 of 12 at 1.5 a second, 6 s."""
+        *lines, end = (copy / LOG_FILE).read_text().splitlines()
+        assert {"train_runtime", "train_steps_per_second"} <= json.loads(end).keys()
+        end = {"step": STEPS, "train_runtime": 6.0, "train_steps_per_second": rate}
+        end = {key: value for key, value in end.items() if value is not None}
+        (copy / LOG_FILE).write_text("\n".join([*lines, json.dumps(end)]) + "\n")
+        run = read_run(copy)
+        assert run.seconds_per_step == (seconds and pytest.approx(seconds))
+        assert "per step, mean of the last call" in run_page(run).render()
+
     def test_health_alone(self, copy, no_heatmaps):
         (copy / LOG_FILE).unlink()
         for checkpoint in copy.glob("checkpoint-*"):
@@ -142,7 +158,7 @@ class TestRead:
         assert list(run.layers) == MEASURED
         assert run.notes == []
 
-    def test_experiment_directory(self, trained, tmp_path):
+    def test_experiment_directory(self, trained, tmp_path, no_heatmaps):
         """A scheme's directory of the demo: result.json in place of Trainer's state."""
         whole = read_run(trained[0])
         history = [{**entry, "step_seconds": 0.25} for entry in whole.history]
@@ -156,6 +172,7 @@ class TestRead:
         run = read_run(directory)
         assert run.series("loss") == whole.series("loss")
         assert run.seconds_per_step == 0.25
+        assert "per step, median" in run_page(run).render()
         assert run.tokens == STEPS * 2 * 24
         assert run.layers == whole.layers
 

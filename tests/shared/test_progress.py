@@ -63,6 +63,18 @@ def test_experiment(clock):
     assert "step 9/40, loss 5.000  ETA 0:36" in out.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_with_brackets(terminal):
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=terminal)
+    with ExperimentProgress(console, ["metis [/8]"], 2) as progress:
+        progress.begin("metis [/8]")
+        progress.step(1, 5.0)
+        progress.finish("metis [/8]", "loss [5]")
+    assert "metis [/8]" in out.getvalue()
+    assert "loss [5]" in out.getvalue()
+
+
 def test_comparison(clock):
     """Three runs, two at a time; what goes beside steps is known from the first that ended."""
     runs = [SimpleNamespace(name=name) for name in "abc"]
