@@ -39,5 +39,17 @@ def test_functions_open_with_a_verb():
     assert not [place for place, text in functions if not text[0].isupper()]
 
 
+def test_what_returns_nothing_says_so():
+    silent = [
+        (place, text)
+        for place, node, text in docstrings()
+        if isinstance(node, ast.FunctionDef)
+        and isinstance(node.returns, ast.Constant)
+        and node.returns.value is None
+    ]
+    assert len(silent) > 100
+    assert not [place for place, text in silent if text.split()[0] in {"Return", "Returns"}]
+
+
 def test_no_word_sends_the_reader_back():
     assert not [place for place, _, text in docstrings() if RIDDLES.search(text)]

@@ -50,7 +50,7 @@ def _legend(figure: Any, axis: Any, columns: int = 6) -> None:
 
 
 def _curve(axis: Any, data: Data, color: Any, label: str, *, mark: bool = True, lw=1.8) -> None:
-    """Return s_i / s_0 against the share of components, with the elbow as a dot."""
+    """Draw s_i / s_0 against the share of components, with the elbow as a dot."""
     sigma = np.asarray(data["sigma"])
     share = (np.arange(len(sigma)) + 1) / len(sigma)
     axis.plot(share, sigma / sigma[0], color=color, lw=lw, label=label)

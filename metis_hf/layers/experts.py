@@ -62,7 +62,7 @@ def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> Non
 
 
 def fuse_again(module: nn.Module, name: str) -> None:
-    """Return the inverse of `replace_fused`: stacks the weights that the layers represent."""
+    """Undo `replace_fused`: stack the weights that the layers represent."""
     layers = layers_of(module, name)
     del module._modules[_PREFIX + name]
     first: Any = layers[0]

@@ -240,7 +240,7 @@ def _read_health(run: RunRecord) -> bool:
 
 
 def _drop_repeated_switches(run: RunRecord) -> None:
-    """Return a resumed run makes its switch again, at its first step; the run switched once."""
+    """Drop the switch that a resumed run makes again, at its first step; it switched once."""
     last: dict[str, Any] | None = None
     kept = {}
     for step, switch in sorted(run.switches.items()):
@@ -250,7 +250,7 @@ def _drop_repeated_switches(run: RunRecord) -> None:
 
 
 def _read_description(run: RunRecord) -> None:
-    """Return `metis_run.json`, for what the other files do not say."""
+    """Read `metis_run.json`, for what the other files do not say."""
     file = run.path / RUN_FILE
     description = _load_json(run, file) or {}
     run.config = run.config or _part(run, file, description, "config", dict)

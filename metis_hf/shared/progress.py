@@ -72,14 +72,14 @@ class ExperimentProgress:
         self._progress.stop()
 
     def begin(self, scheme: str) -> None:
-        """Return a scheme starts."""
+        """Show that a scheme starts."""
         self._current, self._paces[scheme] = scheme, StepPace()
         self._next_line = 0.0
         self._progress.start_task(self._tasks[scheme])
         self._update(status="preparing")
 
     def step(self, step: int, loss: float | None) -> None:
-        """Return an optimizer step of the running scheme is done."""
+        """Show that an optimizer step of the running scheme is done."""
         self._paces[self._current].step(step, time.monotonic())
         left = self._time_left(step)
         eta = "" if left is None else "  ETA {}:{:02}".format(*divmod(round(left), 60))
@@ -96,7 +96,7 @@ class ExperimentProgress:
         self._update(completed=self.steps, status="evaluating")
 
     def finish(self, scheme: str, status: str) -> None:
-        """Return a scheme has its result."""
+        """Show that a scheme has its result."""
         self._progress.update(self._tasks[scheme], completed=self.steps, status=status)
         self._progress.stop_task(self._tasks[scheme])
         if not self.console.is_terminal:

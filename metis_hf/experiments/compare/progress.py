@@ -57,11 +57,11 @@ class RunProgress:
             yield
 
     def note(self, text: str) -> None:
-        """Return a line that stays."""
+        """Print a line that stays."""
         self.console.print(text, soft_wrap=True)
 
     def begin(self, run: Any) -> None:
-        """Return a run starts."""
+        """Show that a run starts."""
         assert self._bars is not None
         with self._lock:
             self._tasks[run.name] = self._bars.add_task(
@@ -70,7 +70,7 @@ class RunProgress:
             self._begun[run.name] = time.monotonic()
 
     def step(self, run: Any, step: int, loss: float | None) -> None:
-        """Return an optimizer step of a run is done."""
+        """Show that an optimizer step of a run is done."""
         assert self._bars is not None
         with self._lock:
             self._reached[run.name] = step
@@ -85,13 +85,13 @@ class RunProgress:
             )
 
     def status(self, run: Any, status: str) -> None:
-        """Return a run does something else than training."""
+        """Show that a run does something else than training."""
         assert self._bars is not None
         with self._lock:
             self._bars.update(self._tasks[run.name], status=status)
 
     def finish(self, run: Any, result: SchemeResult | None) -> None:
-        """Return a run has ended, with a result or without."""
+        """Show that a run has ended, with a result or without."""
         assert self._bars is not None
         with self._lock:
             self._done += 1
