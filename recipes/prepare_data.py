@@ -12,10 +12,10 @@ from metis_hf.data import PrepareArguments, prepare
 
 def main() -> None:
     parser = HfArgumentParser(PrepareArguments, description=__doc__)
-    (arguments,) = parser.parse_args_into_dataclasses()
     try:
+        (arguments,) = parser.parse_args_into_dataclasses()
         report = prepare(arguments)
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.exit(1, f"prepare_data.py: {error}\n")
     read = report["read"]["documents"]
     for name, entry in report["filters"].items():

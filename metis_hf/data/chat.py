@@ -118,6 +118,21 @@ def first_sequences(
     return torch.tensor(rows)
 
 
+def check_vocabulary(rows: Tensor, vocabulary: int, model: str | Path) -> None:
+    """Raise ValueError if there are token ids that a model does not embed.
+
+    Args:
+        rows: token ids [n length].
+        vocabulary: of the model.
+        model: where the model and the tokenizer came from, for the message.
+    """
+    if int(rows.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {model} gives token {int(rows.max())}, and the model knows "
+            f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
+        )
+
+
 def chunked_sequences(
     path: Path, tokenizer: PreTrainedTokenizerBase, length: int, held_out: int
 ) -> tuple[Tensor, Tensor]:

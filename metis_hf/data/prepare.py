@@ -29,6 +29,7 @@ from metis_hf.data.filters import KEPT, TextFilter, detector
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, local_files, open_source
+from metis_hf.shared.locks import LOCK_FILE, hold_directory
 from metis_hf.shared.records import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ logger = logging.get_logger(__name__)
 _LIBRARIES = ("datasets", "numpy", "py3langid", "pyarrow", "tokenizers", "torch", "transformers")
 _MAP_BATCH = 256  # documents per call of the filter
 _VALIDATION = "validation"
+_READ = "finished.json"  # of the folder of parts, when the source has been read to its end
 
 
 def prepare(arguments: PrepareArguments) -> dict[str, Any]:
@@ -52,35 +54,48 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
         The content of `report.json`.
 
     Raises:
-        FileNotFoundError, ValueError, ImportError: If the source cannot be read, the output
-            directory belongs to something else or to a run with other arguments, the tokenizer has
-            no end-of-text token, the reference model is unusable, or nothing is left to write.
+        OSError, ValueError, ImportError: If the source cannot be read, the output directory
+            belongs to something else, to a run with other arguments or to a process that is
+            running, the tokenizer has no end-of-text token, the reference model is unusable, or
+            nothing is left to write.
     """
     output = Path(arguments.output_dir)
-    _claim(output, arguments)
+    settings = _settings(arguments)
+    _check_owner(output, settings)
     work = output / "work"
+    documents = work / "documents"
     if (output / META).exists():
         shutil.rmtree(work, ignore_errors=True)
         return read_json(output / "report.json")
+    # What can be refused is refused before the directory is claimed for these arguments.
     tokenizer = _load_tokenizer(arguments.tokenizer)
     if arguments.perplexity_filter:
         check_context(arguments.reference_model, arguments.perplexity_tokens)
-    tallies = _read_stage(arguments, tokenizer, work / "documents")
-    if arguments.perplexity_filter:
-        _score_stage(arguments, tallies, work)
-    report = _pack_stage(arguments, tokenizer, tallies, output)
-    shutil.rmtree(work)
+    opened = None if (documents / _READ).exists() else open_source(arguments)
+    with hold_directory(output, "--output-dir"):
+        _check_owner(output, settings)  # as another process may have left it since
+        write_json(output / ARGUMENTS, settings)
+        tallies = _read_stage(arguments, opened, tokenizer, documents)
+        if arguments.perplexity_filter:
+            _score_stage(arguments, tallies, work)
+        report = _pack_stage(arguments, tokenizer, tallies, output)
+        shutil.rmtree(work)
     return report
 
 
-def _claim(output: Path, arguments: PrepareArguments) -> None:
-    """Note whose directory this is, or check that it is ours."""
+def _settings(arguments: PrepareArguments) -> dict[str, Any]:
+    """Return what decides the output: the arguments, the source and the device."""
     settings: dict[str, Any] = {"arguments": arguments.in_result()}
     if arguments.files is not None:
         paths = local_files(arguments.files)
         settings["file_sizes"] = {path: os.path.getsize(path) for path in paths}
     if arguments.perplexity_filter:
         settings["reference_device"] = device_type()
+    return settings
+
+
+def _check_owner(output: Path, settings: dict[str, Any]) -> None:
+    """Refuse a directory of another preparation or of something else."""
     path = output / ARGUMENTS
     if path.exists():
         differences = list(_differences(read_json(path), settings))
@@ -90,12 +105,11 @@ def _claim(output: Path, arguments: PrepareArguments) -> None:
                 "it with those, delete the directory, or choose another output_dir"
             )
         return
-    if output.is_dir() and any(p.name != f"{ARGUMENTS}.tmp" for p in output.iterdir()):
+    own = {f"{ARGUMENTS}.tmp", LOCK_FILE}
+    if output.is_dir() and any(p.name not in own for p in output.iterdir()):
         raise ValueError(
             f"{output} is not empty and holds no preparation; choose a new directory as output_dir"
         )
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(path, settings)
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
@@ -118,17 +132,25 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _read_stage(
-    arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, folder: Path
+    arguments: PrepareArguments,
+    opened: Opened | None,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
 ) -> list[Tally]:
-    """Read, filter and tokenize the source, one part at a time; a tally is a part's marker."""
+    """Read, filter and tokenize the source, one part at a time; a tally is a part's marker.
+
+    Args:
+        arguments: of the preparation.
+        opened: the source at its beginning; None where all of it has been read.
+        tokenizer: of the model to train.
+        folder: of the parts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tallies: list[Tally] = []
     while (marker := folder / f"part-{len(tallies):05}.json").exists():
         tallies.append(Tally.from_json(read_json(marker)))
-    finished = folder / "finished.json"
-    if finished.exists():
+    if opened is None:
         return tallies
-    opened = open_source(arguments)
     if tallies:
         opened.dataset.load_state_dict(tallies[-1].stream)
     detector()  # before the processes fork
@@ -142,7 +164,7 @@ def _read_stage(
             write_json(folder / f"{name}.json", tally.to_json())
             tallies.append(tally)
             update(tally.documents)
-    write_json(finished, {"parts": len(tallies)})
+    write_json(folder / _READ, {"parts": len(tallies)})
     return tallies
 
 

@@ -99,7 +99,7 @@ def evaluate_model(
         stack.enter_context(isolation.quiet_harness(progress))
         stack.enter_context(isolation.preserve_random_state(device_type))
         stack.enter_context(isolation.preserve_model(model, tokenizer))
-        manager = _task_manager(tasks, include_path)
+        manager = task_manager(tasks, include_path)
         lm = MetisLM(
             pretrained=model,
             tokenizer=tokenizer,
@@ -208,7 +208,7 @@ def _mark_nan(harness: dict[str, Any], nonfinite: Mapping[str, int]) -> None:
                     values[key] = math.nan
 
 
-def _task_manager(
+def task_manager(
     tasks: Sequence[TaskSpec], include_path: str | Path | Sequence[str | Path] | None
 ) -> TaskManager:
     """Return a task manager that knows `tasks`, and all of lm-eval's (16 s) only if it must."""

@@ -64,7 +64,7 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
             mean = _band(bottom, steps, gaps, styles[name], name)
             if mean and math.isfinite(mean[-1]):
                 labels.append((mean[-1], steps[-1], name))
-    if ends:
+    if len(set(ends)) > 1:
         margin = 0.05 * (max(ends) - min(ends))
         top.set_ylim(min(ends) - margin, max(ends) + margin)
     top.set_ylabel("training loss (nats per token)")

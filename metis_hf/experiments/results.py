@@ -63,7 +63,10 @@ def load_result(directory: Path) -> SchemeResult | None:
     try:
         return SchemeResult(**read_json(path))
     except TypeError as error:
-        raise ValueError(f"{path} is not a result of this version ({error}); delete it") from None
+        raise ValueError(
+            f"{path} is not a result of this version ({error}); use the version of metis-hf that "
+            "wrote it, or delete the file to train the run again"
+        ) from None
 
 
 def save_result(directory: Path, result: SchemeResult) -> None:

@@ -162,8 +162,11 @@ def training_arguments(experiment: Experiment, run: Path) -> transformers.Traini
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
+    given = {**shared, **experiment.training}
     try:
-        return transformers.TrainingArguments(**{**shared, **experiment.training})
+        # A run that ends before its first log entry would have no loss and no times to show.
+        given["logging_steps"] = min(given["logging_steps"], experiment.steps)
+        return transformers.TrainingArguments(**given)
     except TypeError as error:
         raise ValueError(
             f"the experiment's training arguments are not those of transformers: {error}"

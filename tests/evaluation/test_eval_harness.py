@@ -18,7 +18,7 @@ from evaluation.eval_tools import DATA, make_tokenizer, run, save
 from metis_hf import metis_layers
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.local_tasks import local_group, read_task
-from metis_hf.evaluation.run import _task_manager
+from metis_hf.evaluation.run import task_manager
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
         "metis",
         model_args=f"pretrained={checkpoint.parent},precision={precision}",  # the run, not model/
         tasks=tasks,
-        task_manager=_task_manager(tasks, None),
+        task_manager=task_manager(tasks, None),
         batch_size=8,
         device="cpu",
         bootstrap_iters=10,

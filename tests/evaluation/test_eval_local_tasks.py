@@ -19,7 +19,7 @@ from evaluation.eval_tools import DATA, make_model, make_tokenizer
 from metis_hf.evaluation import evaluate_model
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS, local_group, read_task
-from metis_hf.evaluation.run import TASK_FOLDERS, _task_manager
+from metis_hf.evaluation.run import TASK_FOLDERS, task_manager
 
 SOURCE = {
     "dataset_path",
@@ -51,7 +51,7 @@ def rows(task):
 @pytest.mark.parametrize("task", LOCAL_TASKS)
 def test_definition_is_lm_evals_but_for_the_data(task):
     group = local(task)
-    ours = _task_manager([group], None).load([group])["tasks"][task]
+    ours = task_manager([group], None).load([group])["tasks"][task]
     root = os.path.join(os.path.dirname(lm_eval.tasks.__file__), TASK_FOLDERS[task])
     file = "default" if task == "boolq" else task
     theirs = TaskConfig(**load_yaml(os.path.join(root, f"{file}.yaml"), resolve_func=True))
@@ -136,7 +136,7 @@ def test_scores_are_those_of_a_plain_loop(task, tokenizer):
     model = make_model()
     group = local(task)
     lm = MetisLM(model, tokenizer=tokenizer, batch_size=4)
-    manager = _task_manager([group], None)
+    manager = task_manager([group], None)
     raw = lm_eval.simple_evaluate(lm, tasks=[group], task_manager=manager, bootstrap_iters=10)
     hits, normed, greedy = [], [], []
     for row, sample in zip(rows(task), raw["samples"][task], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -16,11 +17,18 @@ import torch
 import yaml
 from conftest import hear_interrupts
 from design import full_only
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from metis_hf import to_dense
 from metis_hf.cli import main
+from metis_hf.experiments.compare import plan as plans
+from metis_hf.experiments.compare import run as comparison
 from metis_hf.experiments.compare.data import load_data
+from metis_hf.experiments.compare.plan import make_plan
+from metis_hf.experiments.compare.progress import RunProgress
+from metis_hf.experiments.compare.run import run_plan
+from metis_hf.experiments.compare.timing import load_times
 from metis_hf.shared.records import bf16_units
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
@@ -161,7 +169,7 @@ def test_times_measured_side_by_side(finished, tmp_path):
 
 @full_only
 @pytest.mark.slow
-def test_half_a_result_is_named_and_the_run_evaluated_again(finished):
+def test_half_a_result_is_named_and_the_run_trained_again(finished):
     out, config, _ = finished
     path = out / "runs" / "nvfp4" / "seed-1" / "result.json"
     whole = path.read_text()
@@ -169,6 +177,7 @@ def test_half_a_result_is_named_and_the_run_evaluated_again(finished):
     again = run("--config", config, "--out", out)
     assert again.returncode == 0, again.stderr
     assert "result.json is not a whole JSON file" in again.stdout
+    assert "this run is trained again" in again.stdout
     assert json.loads(path.read_text())["loss"] == json.loads(whole)["loss"]
 
 
@@ -278,6 +287,49 @@ def test_several_processes_train_one_run(finished, tmp_path):
         assert mine["loss"] == pytest.approx(other["loss"], rel=5e-3)
 
 
+def test_names_of_tasks_are_looked_up_before_anything_is_trained(monkeypatch):
+    def look_up(specs, include_path):
+        raise ValueError(f"unknown tasks {specs}")
+
+    monkeypatch.setattr(plans, "task_manager", look_up)
+    with pytest.raises(ValueError, match=r"unknown tasks \['booql'\]"):
+        make_plan(tasks=["booql"])
+
+
+def test_a_result_of_another_version_is_kept(tmp_path):
+    plan = make_plan(**CONFIG | {"schemes": ["bf16"], "seeds": [0]})
+    (tmp_path / "data").mkdir()  # would be made else
+    path = tmp_path / "runs/bf16/seed-0/result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"of_a_newer_version": 1}')
+    with pytest.raises(ValueError, match=r"not a result of this version .*'of_a_newer_version'"):
+        run_plan(plan, tmp_path)
+    assert path.read_text() == '{"of_a_newer_version": 1}'
+
+
+def test_half_a_result_is_named_and_removed(tmp_path, monkeypatch):
+    plan = make_plan(**CONFIG | {"schemes": ["bf16"], "seeds": [0]})
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "runs/bf16/seed-0/result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"scheme": ')
+    trained = []
+    monkeypatch.setattr(comparison, "_train_all", lambda runs, *_: trained.extend(runs) or [])
+    said = io.StringIO()
+    run_plan(plan, tmp_path, progress=RunProgress(Console(file=said, width=400)))
+    assert [run.name for run in trained] == ["bf16, seed 0"]
+    assert "is not a whole JSON file" in said.getvalue()
+    assert "this run is trained again" in said.getvalue()
+    assert not path.exists()
+
+
+def test_times_of_other_variants_are_not_mixed_in(tmp_path):
+    (tmp_path / "times.json").write_text('{"seconds": {"bf16": 1.0, "nvfp4": 2.0}}')
+    assert load_times(tmp_path, ["bf16", "bf16", "nvfp4"]) == {"bf16": 1.0, "nvfp4": 2.0}
+    assert load_times(tmp_path, ["bf16"])["bf16"] == 1.0
+    assert load_times(tmp_path, ["bf16", "metis"]) == {}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -289,6 +341,13 @@ def test_several_processes_train_one_run(finished, tmp_path):
         (["--size", "130m"], "size 130m needs data"),
         (["--schemes", "bf16", "--jobs", "2", "--launcher", "accelerate launch"], "one run at a"),
         (["--data", "nowhere"], "nowhere has no meta.json"),
+        (["--validation", "nowhere"], "/nowhere without data: the standard library's"),
+        (["--jobs", "-1"], "jobs=-1; expected at least 1"),
+        (["--jobs", "0"], "jobs=0; expected at least 1"),
+        (["--tasks", "boolq", "--tasks-dir", "nowhere"], "/nowhere is not a directory"),
+        (["--tasks", "boolq", "--tasks-dir", "."], "/boolq.jsonl is missing, the data of boolq"),
+        (["--tasks", "mine", "--tasks-dir", "."], "/mine.yaml is missing: 'mine' is none of the"),
+        (["--tasks", "boolq,boolq"], "tasks named twice: boolq"),
     ],
 )
 def test_bad_input_is_one_line(args, message, tmp_path, monkeypatch, capsys):

@@ -175,6 +175,7 @@ class TestPlan:
             ({"training": {"seed": 99}}, "training: seed is not for you .* key seeds, or --seeds"),
             ({"training": {"output_dir": "X"}}, "training: output_dir is not .* below --out"),
             ({"training": {"gradient_accumulation_steps": 2}}, "it follows from global_batch"),
+            ({"training": {"logging_strategy": "no"}}, "say how many are by logging_steps"),
             ({"training": {"num_train_epochs": 2}}, "say tokens, or training: {max_steps"),
             (
                 {"training": {"max_steps": -1}},

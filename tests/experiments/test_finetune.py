@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from transformers import TrainingArguments
 
 from metis_hf.conversion.packed import load_packed
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
-from metis_hf.experiments.finetune.measure import Measured
+from metis_hf.experiments.finetune.measure import HeldOut, Measured
 from metis_hf.experiments.finetune.report import Outcome, describe, markdown_tables, rows_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
+from metis_hf.shared.locks import hold_directory
 
 
 def recipe(*arguments, seconds=600):
@@ -91,11 +93,68 @@ def test_what_is_finished_is_kept(source, tmp_path):
     assert [outcome.method for outcome in again] == ["exact", "ptq", "qat"]
     assert said == ["exact: finished before", "ptq: finished before", "qat ..."]
     with pytest.raises(ValueError, match="temperature"):
-        finetuning(source, tmp_path, temperature=2.0)
+        finetuning(source, tmp_path, temperature=2.0).run()
     (tmp_path / "other/qad").mkdir(parents=True)
     (tmp_path / "other/qad/mine").touch()
     with pytest.raises(ValueError, match="qad exists already, and qad would be exported there"):
-        finetuning(source, tmp_path, method="qad", export=str(tmp_path / "other"))
+        finetuning(source, tmp_path, method="qad", export=str(tmp_path / "other")).run()
+
+
+def test_training_arguments_that_decide_the_result_are_kept_to(source, tmp_path):
+    finetuning(source, tmp_path)._claim()
+    shown = finetuning(source, tmp_path)
+    shown.training.logging_steps = 3  # decides nothing
+    shown._claim()
+    other = finetuning(source, tmp_path)
+    other.training.weight_decay = 0.5
+    with pytest.raises(ValueError, match=r"weight_decay: 0\.0 there, 0\.5 now"):
+        other.run()
+
+
+def test_one_process_at_a_time(source, tmp_path):
+    run = finetuning(source, tmp_path)
+    with (
+        hold_directory(tmp_path),
+        pytest.raises(ValueError, match=r"is in use by .* another --output_dir"),
+    ):
+        run.run()
+
+
+def test_goes_on_after_an_export_that_was_not_measured(source, tmp_path, monkeypatch):
+    """As if its process had ended: the same command exports again, and removes nothing else."""
+
+    def end(*_):
+        raise KeyboardInterrupt
+
+    run = finetuning(source, tmp_path, method="ptq")
+    run.finished["exact"] = Outcome("exact", {"held-out": Measured(2.0)})
+    run._write(run._outcomes())
+    monkeypatch.setattr(HeldOut, "measure", end)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(report=lambda line: None)
+    assert (tmp_path / "export/ptq/config.json").is_file()
+    (tmp_path / "other/ptq").mkdir(parents=True)
+    (tmp_path / "other/ptq/mine").touch()
+    with pytest.raises(ValueError, match="ptq exists already"):
+        finetuning(source, tmp_path, method="ptq", export=str(tmp_path / "other")).run()
+    monkeypatch.setattr(HeldOut, "measure", lambda *_: {"held-out": Measured(2.1)})
+    mine = tmp_path / "export/ptq/mine"
+    mine.touch()  # somebody has use for it
+    with pytest.raises(ValueError, match="ptq exists already"):
+        finetuning(source, tmp_path, method="ptq").run()
+    mine.unlink()
+    run._note_export("ptq")
+    _, ptq = finetuning(source, tmp_path, method="ptq").run(report=lambda line: None)
+    assert Path(ptq.directory, "config.json").is_file()
+
+
+def test_a_tokenizer_larger_than_the_model(source, tmp_path):
+    model = shutil.copytree(source[0], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300: they do not"):
+        finetuning((str(model), source[1]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_distillation_nears_the_exact_model(source, tmp_path):

@@ -1,9 +1,11 @@
 """Small pieces of the plots that can be wrong without looking wrong."""
 
+import warnings
+
 import pytest
 
 from metis_hf import scheme_names
-from metis_hf.experiments.figures import health_series
+from metis_hf.experiments.figures import health_series, plot_curves
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import scheme_styles, smooth, spread
@@ -41,3 +43,11 @@ def test_health_series_averages_groups_of_measured_steps():
     steps, means = health_series(result, "weight", "energy")
     assert steps == [1, 3]
     assert [round(value, 6) for value in means] == [0.3, 0.5]
+
+
+def test_a_curve_of_one_step_is_drawn_without_a_warning(tmp_path):
+    history = [{"step": 4, "loss": 2.0}]
+    results = [SchemeResult("bf16", {}, "", 2.0, {}, 0.1, history)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_curves(results, tmp_path / "loss.png", "title")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
+import transformers
 
 from metis_hf.experiments import runner
+from metis_hf.experiments.variants import Experiment
 
 
 def test_an_accelerator_has_ended_its_work_when_the_clock_is_read(monkeypatch):
@@ -31,3 +35,17 @@ def test_an_accelerator_has_ended_its_work_when_the_clock_is_read(monkeypatch):
     clock.on_log(None, state, None, logs={"loss": 2.0})
     assert state.log_history[-1]["step_seconds"] == 4.0
     assert said == [(1, 2.0)]
+
+
+@pytest.mark.parametrize(("every", "logged"), [(10, 4), (3, 3), (0.5, 2)])
+def test_a_short_run_is_logged_at_least_once(every, logged):
+    """Its last step is, where the experiment logs more seldom than it has steps."""
+    training = {"max_steps": 4, "logging_steps": every}
+    experiment = Experiment(
+        model={}, training=training, sequence_length=8, health_interval=0, seed=0
+    )
+    arguments = runner.training_arguments(experiment, Path("unused"))
+    state = transformers.TrainerState(max_steps=4)
+    state.compute_steps(arguments, max_steps=4)
+    assert state.logging_steps == logged
+    assert training["logging_steps"] == every  # what the comparison is recorded with

@@ -24,6 +24,7 @@ OWN_ARGUMENTS = {
     "gradient_accumulation_steps": "it follows from global_batch",
     "train_sampling_strategy": "the order of the data follows from seeds",
     "num_train_epochs": "say tokens, or training: {max_steps: N}",
+    "logging_strategy": "curves and times are of logged steps; say how many are by logging_steps",
     "resume_from_checkpoint": "the same command resumes by itself",
 }
 

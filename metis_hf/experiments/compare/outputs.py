@@ -39,16 +39,15 @@ def write_outputs(
 
     Args:
         plan: what was compared.
-        results: of its runs; step times that `timing` has measured side by side go before theirs.
+        results: of its runs; step times that `timing` has measured side by side, of all their
+            variants, go before theirs.
         out: the comparison's directory.
         jobs: runs side by side, which the times depend on.
         console: where the table goes.
     """
-    times = load_times(out)
-    results = [
-        replace(result, seconds_per_step=times.get(result.scheme, result.seconds_per_step))
-        for result in results
-    ]
+    times = load_times(out, [result.scheme for result in results])
+    if times:
+        results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
     extra = count_extra(plan.experiment.model, results)
     summaries = table.ordered(summarize(results, plan.reference, extra=extra))
     sentences = [describe(plan, results), *table.findings(summaries, plan.reference)]

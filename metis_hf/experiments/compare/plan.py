@@ -10,6 +10,9 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
+from metis_hf.evaluation.plan import EvaluationPlan
+from metis_hf.evaluation.plan import make_plan as make_evaluation_plan
+from metis_hf.evaluation.run import task_manager
 from metis_hf.experiments.compare.options import Options, given_values
 from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
 from metis_hf.experiments.sizes import CHECKPOINT, CONTINUED, SIZES
@@ -97,8 +100,9 @@ def make_plan(
             `ComparisonPlan`.
 
     Raises:
-        ValueError: an unknown key, preset, scheme, size or field; a value out of range, or one that
-            the comparison sets itself; repeated names or seeds.
+        ValueError: an unknown key, preset, scheme, size, field or task; a value out of range, or
+            one that the comparison sets itself; repeated names or seeds; malformed data of a task.
+        FileNotFoundError: no data of a task in `tasks_dir`.
     """
     given = Options(**_with_defaults(given_values(file, **options)))
     if given.checkpoint is None:
@@ -234,8 +238,26 @@ def _check(plan: ComparisonPlan) -> None:
         raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
     if plan.experiment.checkpoint is not None and plan.data is not None:
         _check_tokenizer(Path(plan.experiment.checkpoint), Path(plan.data))
+    if plan.validation is not None and plan.data is None:
+        raise ValueError(
+            f"validation={plan.validation} without data: the standard library's sources have "
+            "held-out ones of their own; give --data too, or leave --validation out"
+        )
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
+    if plan.tasks:  # now, and not when a model is trained
+        evaluation = task_plan(plan.tasks, plan.tasks_dir)
+        task_manager(evaluation.specs, evaluation.include_path)
+
+
+def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> EvaluationPlan:
+    """Return what lm-eval is asked of a trained model, with the local data of the tasks.
+
+    Raises:
+        FileNotFoundError, ValueError: local data are missing or malformed, or a task is named
+            twice.
+    """
+    return make_evaluation_plan(tasks, None if tasks_dir is None else Path(tasks_dir), None)
 
 
 def _check_tokenizer(checkpoint: Path, data: Path) -> None:

@@ -82,11 +82,14 @@ def run_plan(
 
     Raises:
         ValueError: `out` holds another comparison, a run of a scheme whose file has changed since,
-            or is in use by another process; or `jobs` contradicts the launcher.
+            or is in use by another process; it holds a result of another version; or `jobs` is
+            below 1 or contradicts the launcher.
         RunsFailed: some runs failed; the others have their results.
     """
     if launcher and jobs not in (None, 1):
         raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
     with hold_directory(out):
@@ -158,13 +161,19 @@ def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
 
 
 def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
-    """Return whether a run has its result; a damaged file is named, and the run done again."""
+    """Return whether a run has its result; a damaged file is named, and the run done again.
+
+    Raises:
+        ValueError: the result is of another version, or of another variant.
+    """
+    path = run.directory / RESULT_FILE
     try:
-        result = load_result(run.directory)
+        if path.exists():
+            read_json(path)
     except ValueError as error:
-        progress.note(f"{run.name}: {error}; this run is evaluated again")
-        (run.directory / RESULT_FILE).unlink()
-        return False
+        progress.note(f"{run.name}: {error}; this run is trained again")
+        path.unlink()
+    result = load_result(run.directory)
     if result is None:
         return False
     config, schedule = run.variant.metis_config(run.seed), run.variant.precision_schedule

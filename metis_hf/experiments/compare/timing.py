@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,14 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
     return seconds
 
 
-def load_times(out: Path) -> dict[str, float]:
-    """Return what `measure_times` found, or nothing."""
+def load_times(out: Path, variants: Collection[str]) -> dict[str, float]:
+    """Return what `measure_times` found, or nothing if it was not measured of all `variants`.
+
+    Times that were not measured side by side are not comparable with those that were.
+    """
     path = out / TIMES_FILE
-    return read_json(path)["seconds"] if path.exists() else {}
+    seconds: dict[str, float] = read_json(path)["seconds"] if path.exists() else {}
+    return seconds if seconds.keys() >= set(variants) else {}
 
 
 def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:

@@ -12,13 +12,12 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metis_hf.experiments.compare.data import load_data
-from metis_hf.experiments.compare.plan import SPEC_FILE
+from metis_hf.experiments.compare.plan import SPEC_FILE, task_plan
 from metis_hf.experiments.results import headlines
 from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
 from metis_hf.experiments.variants import Experiment, Variant
@@ -28,9 +27,6 @@ from metis_hf.shared.processes import end_with_parent
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import read_json
 from metis_hf.training.precision_schedule import high_precision
-
-if TYPE_CHECKING:
-    from metis_hf.evaluation import TaskSpec
 
 
 def say(**values: Any) -> None:
@@ -70,7 +66,8 @@ def run(directory: Path) -> None:
         found = replace(found, loss_dense=exact)
         if not spec["tasks"] or not trainer.is_world_process_zero():
             return found
-        result = evaluate_checkpoint(trained.directory, task_specs(**spec))
+        asked = task_plan(spec["tasks"], spec["tasks_dir"])
+        result = evaluate_checkpoint(trained.directory, asked.specs, asked.include_path)
         tasks = headlines(result, spec["tasks"])
         return replace(found, tasks=tasks, record=result.to_dict())
 
@@ -84,15 +81,6 @@ def run(directory: Path) -> None:
         on_step=lambda step, loss: say(step=step, loss=loss),
         on_evaluate=lambda: say(status="evaluating"),
     )
-
-
-def task_specs(tasks: Sequence[str], tasks_dir: str | None, **_: Any) -> list[TaskSpec]:
-    """Return what lm-eval is asked: its own tasks, on local data where there is a directory."""
-    if tasks_dir is None:
-        return list(tasks)
-    from metis_hf.evaluation.local_tasks import local_group, read_task
-
-    return [local_group([read_task(task, Path(tasks_dir)) for task in tasks])]
 
 
 def _with_accumulation(experiment: Experiment, global_batch: int) -> Experiment:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.data.chat import first_sequences
+from metis_hf.data.chat import check_vocabulary, first_sequences
 from metis_hf.experiments.finetune.arguments import SCHEMES
 from metis_hf.export.source import check_packable, load_model, quantization_of
 from metis_hf.schemes.states import StaticScales
@@ -156,10 +156,5 @@ def _rows(model: PreTrainedModel, checkpoint: str | Path, calibration: Calibrati
         calibration.sequences,
     )
     embeddings: Any = model.get_input_embeddings()
-    vocabulary = embeddings.weight.shape[0]
-    if int(rows.max()) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer of {checkpoint} gives token {int(rows.max())}, and the model knows "
-            f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
-        )
+    check_vocabulary(rows, embeddings.weight.shape[0], checkpoint)
     return rows

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -31,12 +34,13 @@ from transformers import (
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.conversion.packed import load_packed
-from metis_hf.data.chat import chunked_sequences, first_sequences
+from metis_hf.data.chat import check_vocabulary, chunked_sequences, first_sequences
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.experiments.finetune.measure import HeldOut
 from metis_hf.experiments.finetune.report import Outcome, markdown_tables, trainable
 from metis_hf.export import export_checkpoint
+from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.records import claim_directory, environment, read_json, write_json
 from metis_hf.training.calibration import calibrate
 from metis_hf.training.callback import MetisCallback
@@ -45,7 +49,15 @@ from metis_hf.training.trainer import MetisTrainer
 
 LEARNING_RATE = 1e-5  # of weights, where --learning_rate is 0
 RESULTS_FILE, TABLE_FILE = "results.json", "table.md"
+EXPORTS_FILE = "exports.json"  # method -> the export that this output directory has made
 _RESULT_VERSION = 2
+# How arguments of TrainingArguments begin that decide no result.
+_NOT_IN_RESULT = (
+    "output_dir", "log", "report_to", "run_name", "project", "trackio", "disable_tqdm",
+    "save_", "hub_", "push_to_hub", "resume_from_checkpoint", "restore_callback_states",
+    "use_cpu", "local_rank", "ddp_", "dataloader_num", "dataloader_p", "dataloader_multi",
+    "debug", "skip_memory_metrics", "do_",
+)  # fmt: skip
 
 
 class Finetuning:
@@ -60,6 +72,9 @@ class Finetuning:
             raise ValueError("no data: give --data FILE, JSON lines of messages or text")
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.model)
         self.train, texts = self._sequences()
+        vocabulary = AutoConfig.from_pretrained(arguments.model).get_text_config().vocab_size
+        for rows in (self.train, *texts.values()):
+            check_vocabulary(rows, vocabulary, arguments.model)
         batch = training.per_device_eval_batch_size
         self.held_out = HeldOut(texts, batch, training.device)
         self.out = Path(str(training.output_dir))
@@ -73,7 +88,7 @@ class Finetuning:
                 "sequences each take at a time"
             )
         training.gradient_accumulation_steps = arguments.global_batch // processes
-        self._claim()
+        self.finished: dict[str, Outcome] = {}
 
     def _sequences(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sequences to train on, and those to measure on by the name of their text."""
@@ -93,29 +108,36 @@ class Finetuning:
     def _claim(self) -> None:
         """Take the output directory, with the methods that earlier runs of it have finished.
 
+        Its exports that were not measured, since their process ended, are removed.
+
         Raises:
             ValueError: it holds a run of other settings, or an export would have to be overwritten.
         """
         free = ("method", "compare", "export", "dry_run")
         settings = {k: v for k, v in asdict(self.arguments).items() if k not in free}
-        names = ("max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "seed", "bf16")
-        settings |= {name: str(getattr(self.training, name)) for name in names}
-        self.finished: dict[str, Outcome] = {}
-        if self.arguments.dry_run:
-            return
-        if self.is_main:
-            self.out.mkdir(parents=True, exist_ok=True)
-            claim_directory(self.out, settings)
-        if (self.out / RESULTS_FILE).is_file():
-            kept = read_json(self.out / RESULTS_FILE)["outcomes"]
-            self.finished = {values["method"]: Outcome.of(values) for values in kept}
+        given = self.training.to_dict().items()
+        settings |= {k: v for k, v in given if not k.startswith(_NOT_IN_RESULT)}
+        claim_directory(self.out, settings)
+        self._read_finished()
         for method in self.methods:
             directory = self._directory(method)
-            if method not in self.finished and directory.exists() and any(directory.iterdir()):
+            if method in self.finished or not directory.exists() or not any(directory.iterdir()):
+                continue
+            if self._exported().get(method) != _identity(directory):
                 raise ValueError(
                     f"{directory} exists already, and {method} would be exported there; remove it, "
                     "or choose another --export"
                 )
+            shutil.rmtree(directory)
+
+    def _read_finished(self) -> None:
+        if (self.out / RESULTS_FILE).is_file():
+            kept = read_json(self.out / RESULTS_FILE)["outcomes"]
+            self.finished = {values["method"]: Outcome.of(values) for values in kept}
+
+    def _exported(self) -> dict[str, Any]:
+        path = self.out / EXPORTS_FILE
+        return read_json(path) if path.is_file() else {}
 
     @property
     def steps(self) -> int:
@@ -160,7 +182,19 @@ class Finetuning:
 
         Returns:
             What all methods of this directory gave, the exact model first.
+
+        Raises:
+            ValueError: the output directory is in use by another process or holds a run of other
+                settings, or an export would have to be overwritten.
         """
+        with hold_directory(self.out, "--output_dir") if self.is_main else nullcontext():
+            if self.is_main:
+                self._claim()
+            PartialState().wait_for_everyone()
+            self._read_finished()
+            return self._run(report)
+
+    def _run(self, report: Callable[[str], None]) -> list[Outcome]:
         for method in ("exact", *self.methods[:1], *self.compared, *self.methods[1:]):
             if method in self.finished:
                 report(f"{method}: finished before")
@@ -229,6 +263,7 @@ class Finetuning:
         trained, directory = trainable(model), self._directory("lora")
         if self.is_main:
             model.save_pretrained(directory)
+            self._note_export("lora")
         PartialState().wait_for_everyone()
         del model, base
         # In fp32, as all others are measured.
@@ -259,6 +294,11 @@ class Finetuning:
     def _directory(self, method: str) -> Path:
         return self.exports / method
 
+    def _note_export(self, method: str) -> None:
+        """Note an export as one that this output directory has made."""
+        exported = self._exported() | {method: _identity(self._directory(method))}
+        write_json(self.out / EXPORTS_FILE, exported)
+
     def _finish(self, method: str, model: PreTrainedModel, steps: int) -> Outcome:
         """Save and export a model in the scheme, and measure it and its export."""
         trained = trainable(model) if steps else 0
@@ -268,6 +308,7 @@ class Finetuning:
             model.save_pretrained(saved)
             self.tokenizer.save_pretrained(saved)
             export_checkpoint(saved, directory, format=self.arguments.layout)
+            self._note_export(method)
         PartialState().wait_for_everyone()  # lora reads what ptq has exported
         reads = self.is_main and self.arguments.layout == "compressed-tensors"
         found = self.held_out.measure(model, self.load(), directory if reads else None)
@@ -286,3 +327,8 @@ class Finetuning:
         }
         write_json(self.out / RESULTS_FILE, record)
         (self.out / TABLE_FILE).write_text(markdown_tables(outcomes))
+
+
+def _identity(directory: Path) -> list[Any]:
+    """Return what tells a directory from another of the same place, or from a changed one."""
+    return [str(directory.resolve()), directory.stat().st_mtime_ns]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.preparation.sources import FOREIGN, write_source
 from metis_hf.data import prepare
+from metis_hf.shared.locks import hold_directory
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,49 @@ def test_error_for_a_directory_with_other_files(tmp_path, arguments):
     (tmp_path / "out" / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="is not empty and holds no preparation"):
         prepare(arguments())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokenizer": "no/such/tokenizer"},
+        {"reference_model": "no/such/model"},
+        {"perplexity_tokens": 64},
+        {"text_column": "body"},
+    ],
+)
+def test_what_is_refused_claims_no_directory(wrong, tmp_path, arguments):
+    """The command with that argument corrected goes on."""
+    with pytest.raises((OSError, ValueError)):
+        prepare(arguments(**wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_process_at_a_time(tmp_path, arguments):
+    with (
+        hold_directory(tmp_path / "out"),
+        pytest.raises(ValueError, match=r"is in use by .* choose another --output-dir"),
+    ):
+        prepare(arguments())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenizer", "no/such/tokenizer", "--files", "LICENSE"], "LICENSE"),
+        (["--tokenizer", "no/such/tokenizer", "--files", "{source}"], "no/such/tokenizer"),
+        (["--tokenizer", "x", "--seq-len", "1"], "seq_len=1; choose at least 2"),
+    ],
+)
+def test_the_recipe_shows_no_traceback(options, message, source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    options = [option.format(source=source[0]) for option in options]
+    monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *options])
+    with pytest.raises(SystemExit):
+        runpy.run_path("recipes/prepare_data.py", run_name="__main__")
+    error = capsys.readouterr().err
+    assert error.startswith("prepare_data.py: ")
+    assert message in error
 
 
 def test_error_for_a_reference_model_that_gives_nan(tmp_path, reference, arguments):
