@@ -229,9 +229,7 @@ def test_blocks_of_a_sequential_are_kept_too():
 
 def test_a_model_without_blocks_keeps_none():
     model = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-    with pytest.raises(
-        ValueError, match=r"keep_first_blocks=1, .*has no list of blocks"
-    ):
+    with pytest.raises(ValueError, match=r"keep_first_blocks=1, .*has no list of blocks"):
         selected(model, keep_first_blocks=1)
 
 

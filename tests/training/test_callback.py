@@ -191,9 +191,7 @@ def test_refresh_refuses_a_state_that_it_does_not_know():
     u = layer.weight_params()[0]
     optimizer.state[u] = {"step": 3, "exp_avg": torch.ones_like(u), "z": u.detach().clone()}
     before = u.detach().clone()
-    with pytest.raises(
-        NotImplementedError, match=r"whose state has z: .*refresh_interval=0"
-    ):
+    with pytest.raises(NotImplementedError, match=r"whose state has z: .*refresh_interval=0"):
         refresh(model, optimizer)
     assert torch.equal(u, before)
     del optimizer.state[u]["z"]
