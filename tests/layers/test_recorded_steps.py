@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from layers.layer_tools import SCHEME_MODES, layer_of
+from layers.layer_tools import SCHEME_MODES, in_one_mode, layer_of
 from metis_hf import MetisConfig, get_metis_model
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -44,7 +44,7 @@ def values(layer: nn.Module, seed: int) -> tuple[list[Tensor], Tensor, Tensor, T
     return parameters, x.requires_grad_(), normal(96, 48), mask
 
 
-@pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
+@pytest.mark.parametrize(("scheme", "mode"), in_one_mode(SCHEME_MODES))
 def test_a_recorded_layer_is_the_layer(scheme, mode) -> None:
     _, layer = layer_of(scheme, mode, i=64, o=48)
     parameters, *inputs = values(layer, 0)

@@ -12,8 +12,6 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from metis_hf.numerics.kernels import ahead, compiled, kept, layout
 from metis_hf.numerics.kernels.compiled import Program
@@ -71,8 +69,7 @@ with open({file!r}, "wb") as file:
 """
 
 
-@given(st.integers(0, 9), st.integers(0, 9))
-@settings(deadline=None, max_examples=8)
+@pytest.mark.parametrize(("count", "takes"), [(6, 9), (6, 2), (6, 0)])
 def test_each_program_is_of_one_process(count, takes) -> None:
     """Whether a helper takes all of them, some, or ends before it takes one."""
     waiting = deque(program(number) for number in range(count))
