@@ -31,13 +31,13 @@ class GradientFile:
 
     def __init__(self, path: Path, batches: int, weights: Sequence[nn.Parameter]) -> None:
         self.path = path
-        self.bounds = np.cumsum([0, *(weight.numel() for weight in weights)])
-        shape = (batches, int(self.bounds[-1]))
+        self._bounds = np.cumsum([0, *(weight.numel() for weight in weights)])
+        shape = (batches, int(self._bounds[-1]))
         self.rows = np.memmap(path, dtype=np.float32, mode="w+", shape=shape)
 
     def put(self, batch: int, weights: Sequence[nn.Parameter]) -> None:
         """Store the weights' `.grad` as the row of a batch; a weight without one has zeros."""
-        for weight, start, end in zip(weights, self.bounds, self.bounds[1:]):
+        for weight, start, end in zip(weights, self._bounds, self._bounds[1:]):
             grad = weight.grad
             self.rows[batch, start:end] = (
                 0.0 if grad is None else grad.detach().float().cpu().flatten().numpy()
