@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from metis_hf.commands.options import Imports, import_sources, utf8_file
+from metis_hf.commands.options import Imports, import_sources
 from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS
 from metis_hf.experiments.sizes import SIZES
+from metis_hf.shared.yaml_file import read_yaml
 
 
 def _either(names: Iterable[str]) -> str:
@@ -31,14 +32,9 @@ def _one_of(what: str, names: Iterable[str]) -> Callable[[str | None], str | Non
 
 
 def _yaml_file(path: Path | None) -> Path | None:
-    """Return the path of a YAML file, which is refused if it cannot be parsed."""
-    if (found := utf8_file(path)) is not None and found.is_file():
-        import yaml
-
-        try:
-            yaml.safe_load(found.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    """Return the path of a YAML file, which is refused if it cannot be read."""
+    if path is not None:
+        read_yaml(path)
     return path
 
 

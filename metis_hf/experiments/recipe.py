@@ -30,6 +30,7 @@ from metis_hf.planning.workload import Workload
 from metis_hf.schemes import import_schemes, scheme_names
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.yaml_file import read_yaml
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.trainer import MetisTrainer
 
@@ -172,11 +173,7 @@ def parse_arguments(
 
 
 def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
-    import yaml
-
-    values = yaml.safe_load(Path(path).read_text()) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a mapping of arguments to values")
+    values = read_yaml(Path(path))
     known = [f.name for kind in types for f in dataclasses.fields(kind)]
     for key in values:
         if key not in known:

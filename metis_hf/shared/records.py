@@ -54,8 +54,8 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def claim_directory(out: Path, settings: dict[str, Any]) -> None:
-    """Claim `out` for an experiment, or goes on with the same one.
+def claim_directory(out: Path, settings: dict[str, Any], option: str = "--out") -> None:
+    """Claim `out`, which `option` of a command names, for an experiment, or go on with the same one.
 
     Raises:
         ValueError: it holds another experiment; the message names the settings that differ.
@@ -70,7 +70,7 @@ def claim_directory(out: Path, settings: dict[str, Any]) -> None:
             shown = ", ".join(f"{key}: {there.get(key)} there, {now.get(key)} now" for key in keys)
             raise ValueError(
                 f"{out} holds a run with other settings ({shown}). "
-                "Choose another --out, or delete the directory"
+                f"Choose another {option}, or delete the directory"
             )
     write_json(path, settings)
 

@@ -191,6 +191,28 @@ class PrecisionSchedule(TrainerCallback):
             )
         return step < first or step >= last
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        """Warn of a place behind the last step: a switch that this run never makes."""
+        if not state.is_world_process_zero:
+            return
+        steps = state.max_steps
+        if self.at is not None and _steps(self.at, steps) >= steps:
+            logger.warning(
+                "PrecisionSchedule(at=%s): this run ends after %d steps, so it never switches to "
+                "higher precision; choose a smaller step, or a share below 1",
+                self.at,
+                steps,
+            )
+        if self.until is not None and _steps(self.until, steps) >= steps:
+            logger.warning(
+                "PrecisionSchedule(until=%s): this run ends after %d steps, so that no step is "
+                "quantized; choose a smaller step, or a share below 1",
+                self.until,
+                steps,
+            )
+
     def on_step_begin(
         self,
         args: TrainingArguments,

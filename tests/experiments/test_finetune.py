@@ -223,6 +223,20 @@ def test_adapters_are_measured_as_they_are_saved(source, tmp_path):
     assert lora.trained > 0
 
 
+def test_adapters_find_packed_weights_that_an_earlier_command_exported(source, tmp_path):
+    """Their own export goes to another place; without the packed weights the error names them."""
+    silent = {"report": lambda line: None}
+    finetuning(source, tmp_path / "out", method="ptq", export=str(tmp_path / "a")).run(**silent)
+    options = {"method": "lora", "export": str(tmp_path / "b")}
+    os.rename(tmp_path / "a", tmp_path / "away")
+    with pytest.raises(ValueError, match=r"packed weights of ptq, .*/a/ptq: nothing is there now"):
+        finetuning(source, tmp_path / "out", **options).run(**silent)
+    os.rename(tmp_path / "away", tmp_path / "a")
+    *_, lora = finetuning(source, tmp_path / "out", **options).run(**silent)
+    assert lora.directory == str(tmp_path / "b/lora")
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["lora"]
+
+
 def outcomes(ptq, qad):
     return [
         Outcome("exact", {"a": Measured(2.0)}),

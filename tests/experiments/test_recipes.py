@@ -206,6 +206,14 @@ class TestArguments:
         with pytest.raises(ValueError, match=r"no argument 'learning_rates'.*'learning_rate'"):
             arguments("llama3_8b", "--config", str(path))
 
+    def test_a_file_that_is_no_yaml(self, tmp_path):
+        path = tmp_path / "x.yaml"
+        with pytest.raises(ValueError, match="there is no file .*x.yaml"):
+            arguments("llama3_8b", "--config", str(path))
+        path.write_text("metis: [a\n")
+        with pytest.raises(ValueError, match="x.yaml is not YAML: while parsing a flow sequence"):
+            arguments("llama3_8b", "--config", str(path))
+
     @pytest.mark.parametrize(
         "argv", [("--learning_rates", "1"), ("--learning_rate", "x"), ("--max_step", "3")]
     )

@@ -98,3 +98,38 @@ def test_comparison(clock):
         progress.finish(runs[0], SimpleNamespace(loss=5.0))
         beside = seconds - 40 * NORMAL
         assert progress._time_left() == round((40 * NORMAL + beside) / 2)
+
+
+def test_comparison_without_a_terminal(clock):
+    """In a log file: a line when a run starts, every two minutes, and when a run ends."""
+    out = io.StringIO()
+    (run,) = [SimpleNamespace(name="rank 9 [/x]")]
+    progress = RunProgress(Console(file=out, width=60))
+    with progress.running([run], steps=10, slots=1):
+        progress.begin(run)
+        for step in range(1, 11):
+            clock.now += 50.0
+            progress.step(run, step, 5.0)
+        progress.finish(run, SimpleNamespace(loss=4.5))
+    assert out.getvalue().splitlines() == [
+        "1 runs of 10 steps, 1 at a time.",
+        "rank 9 [/x] starts",
+        "step 3 of 10 of all runs, time unknown; rank 9 [/x]: step 3, loss 5.000",
+        "step 6 of 10 of all runs, about 3:20 left; rank 9 [/x]: step 6, loss 5.000",
+        "step 9 of 10 of all runs, about 0:50 left; rank 9 [/x]: step 9, loss 5.000",
+        "[1/1] rank 9 [/x]: held-out loss 4.5000, 500 s",
+    ]
+
+
+def test_bars_of_a_comparison_are_no_lines(clock):
+    out = io.StringIO()
+    (run,) = [SimpleNamespace(name="a [/x]")]
+    progress = RunProgress(Console(file=out, width=120, force_terminal=True))
+    with progress.running([run], steps=4, slots=1):
+        progress.begin(run)
+        for step in range(1, 5):
+            clock.now += 200.0
+            progress.step(run, step, 5.0)
+        progress.finish(run, None)
+    assert "starts" not in out.getvalue()
+    assert "of all runs" not in out.getvalue()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import transformers
@@ -139,3 +141,19 @@ def test_schedule_passes(passes):
 def test_schedule_without_a_converted_layer(tmp_path):
     with pytest.raises(ValueError, match=r"no converted layer; call get_metis_model"):
         trainer(tmp_path, llama(), PrecisionSchedule()).train()
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"at": 4}, "PrecisionSchedule(at=4): this run ends after 4 steps, so it never switches"),
+        ({"until": 5}, "PrecisionSchedule(until=5): this run ends after 4 steps, so that no step"),
+        ({"at": 3, "until": 1}, None),
+    ],
+)
+def test_a_switch_behind_the_last_step_is_named(places, message, tmp_path, caplog):
+    made = trainer(tmp_path, converted("nvidia"), PrecisionSchedule(**places))
+    with caplog.at_level(logging.WARNING):
+        made.train()
+    said = [r.getMessage() for r in caplog.records if "PrecisionSchedule" in r.getMessage()]
+    assert [text.startswith(message) for text in said] == [True] if message else not said

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from metis_hf.experiments.compare.presets import PRESETS
 from metis_hf.experiments.sizes import SIZES
+from metis_hf.shared.yaml_file import read_yaml
 
 DEFAULT_SEEDS = (0, 1, 2)
 _LARGEST_SEED = 2**32 - 1  # that numpy takes
@@ -90,22 +91,18 @@ class Options:
 
 def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
     """Return the keys of a YAML file and options, which win over it; None means not given."""
-    values = read_yaml(file) if file is not None else {}
+    values = _in_file(file) if file is not None else {}
     return {**values, **{key: value for key, value in options.items() if value is not None}}
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def _in_file(path: Path) -> dict[str, Any]:
     """Return the keys of a YAML file that have a value.
 
     Raises:
-        ValueError: it is no mapping, or has a key that is not one of `Options`.
+        ValueError: it is no YAML file, or has a key that is not one of `Options`.
     """
-    import yaml
-
     keys = [field.name for field in dataclasses.fields(Options)]
-    values = yaml.safe_load(path.read_text()) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a mapping; its keys are {', '.join(keys)}")
+    values = read_yaml(path)
     for key in values:
         if key not in keys:
             hint = _near(key, keys) or f"; keys: {', '.join(keys)}"

@@ -15,11 +15,14 @@ from metis_hf.experiments.results import SchemeResult
 from metis_hf.shared.progress import StepPace
 
 
+_LINE_SECONDS = 120  # between two lines where there are no bars
+
+
 class RunProgress:
     """Progress of the runs of a comparison; None as the console shows nothing.
 
-    On a terminal these are bars; elsewhere a line when a run starts and ends. Runs are told apart
-    by their `name`.
+    On a terminal these are bars; elsewhere, as in a log file, a line when a run starts, every two
+    minutes, and when a run ends. Runs are told apart by their `name`.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -34,6 +37,7 @@ class RunProgress:
         self._total = TaskID(0)
         self._runs = self._done = self._steps = 0
         self._slots = 1
+        self._last_line = 0.0
 
     @contextmanager
     def running(self, runs: Sequence[Any], steps: int, slots: int) -> Iterator[None]:
@@ -42,12 +46,13 @@ class RunProgress:
             yield
             return
         self._runs, self._steps, self._slots = len(runs), steps, slots
+        self._last_line = time.monotonic()
         self.console.print(f"{len(runs)} runs of {steps} steps, {slots} at a time.")
         self._bars = Progress(
-            TextColumn("{task.description:<32}"),
+            TextColumn("{task.description:<32}", markup=False),
             BarColumn(bar_width=28),
             TextColumn("{task.completed:>6}/{task.total}"),
-            TextColumn("{task.fields[status]:<22}"),
+            TextColumn("{task.fields[status]:<22}", markup=False),
             TimeElapsedColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
@@ -58,7 +63,7 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=True, markup=False)
 
     def begin(self, run: Any) -> None:
         """Show that a run starts."""
@@ -68,6 +73,8 @@ class RunProgress:
                 run.name, total=self._steps, status="preparing"
             )
             self._begun[run.name] = time.monotonic()
+        if not self.console.is_terminal:
+            self.note(f"{run.name} starts")
 
     def step(self, run: Any, step: int, loss: float | None) -> None:
         """Show that an optimizer step of a run is done."""
@@ -77,12 +84,16 @@ class RunProgress:
             self._paces.setdefault(run.name, StepPace()).step(step, time.monotonic())
             shown = "" if loss is None else f"loss {loss:.3f}"
             self._bars.update(self._tasks[run.name], completed=step, status=shown)
-            left = self._time_left()
-            self._bars.update(
-                self._total,
-                completed=self._done * self._steps + sum(self._reached.values()),
-                status="" if left is None else "about {}:{:02} left".format(*divmod(left, 60)),
-            )
+            seconds = self._time_left()
+            left = "" if seconds is None else "about {}:{:02} left".format(*divmod(seconds, 60))
+            done = self._done * self._steps + sum(self._reached.values())
+            self._bars.update(self._total, completed=done, status=left)
+            line = f"step {done} of {self._runs * self._steps} of all runs, {left or 'time unknown'}"
+            line += f"; {run.name}: step {step}{shown and ', '}{shown}"
+            due = time.monotonic() - self._last_line >= _LINE_SECONDS
+            if due and not self.console.is_terminal:
+                self._last_line = time.monotonic()
+                self.note(line)
 
     def status(self, run: Any, status: str) -> None:
         """Show that a run does something else than training."""

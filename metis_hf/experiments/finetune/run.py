@@ -117,7 +117,7 @@ class Finetuning:
         settings = {k: v for k, v in asdict(self.arguments).items() if k not in free}
         given = self.training.to_dict().items()
         settings |= {k: v for k, v in given if not k.startswith(_NOT_IN_RESULT)}
-        claim_directory(self.out, settings)
+        claim_directory(self.out, settings, "--output_dir")
         self._read_finished()
         for method in self.methods:
             directory = self._directory(method)
@@ -254,7 +254,8 @@ class Finetuning:
 
     def _lora(self) -> Outcome:
         dtype = torch.bfloat16 if self.training.bf16 else torch.float32
-        base = load_packed(str(self._directory("ptq")), dtype=dtype)
+        packed = self._packed_weights()
+        base = load_packed(packed, dtype=dtype)
         rank = self.arguments.lora_rank
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         nn.Module.to(base, self.training.device)
@@ -267,11 +268,25 @@ class Finetuning:
         PartialState().wait_for_everyone()
         del model, base
         # In fp32, as all others are measured.
-        plain: Any = load_packed(str(self._directory("ptq")), dtype=torch.float32)
+        plain: Any = load_packed(packed, dtype=torch.float32)
         nn.Module.to(plain, self.training.device)
         plain = PeftModel.from_pretrained(plain, str(directory))
         found = self.held_out.measure(plain, self.load())
         return Outcome("lora", found, trained, self.steps, str(directory))
+
+    def _packed_weights(self) -> str:
+        """Return where ptq was exported: by this command, or before to another place.
+
+        Raises:
+            ValueError: the export is not there any more.
+        """
+        directory = self.finished["ptq"].directory
+        if directory is None or not Path(directory).is_dir():
+            raise ValueError(
+                f"lora trains beside the packed weights of ptq, which {self.out} has exported to "
+                f"{directory}: nothing is there now; put it back, or choose another --output_dir"
+            )
+        return directory
 
     def _fit(self, trainer: type[Trainer], method: str, model: Any, **options: Any) -> None:
         arguments = copy.copy(self.training)

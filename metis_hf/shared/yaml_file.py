@@ -1,0 +1,27 @@
+"""Reading a YAML file of options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """Return the keys and values of a YAML file; an empty file has none.
+
+    Raises:
+        ValueError: there is no such file, or it is not YAML or not a mapping; the message names it.
+    """
+    import yaml
+
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{path} is not a mapping of names to values, as in `seeds: [0, 1]`")
+    return values or {}
