@@ -108,7 +108,8 @@ class MetisCallback(ResumeGuard):
         callbacks = trainer.callback_handler.callbacks
         if callbacks[:1] != [self]:
             place = callbacks.index(self) if self in callbacks else len(callbacks)
-            callbacks[place : place + 1] = [_ConsoleSummary()]
+            there = any(isinstance(callback, _ConsoleSummary) for callback in callbacks)
+            callbacks[place : place + 1] = [] if there else [_ConsoleSummary()]
             callbacks.insert(0, self)
         self._bound = True
         return self

@@ -41,9 +41,17 @@ class MetisTrainerMixin:
             added = MetisCallback()
             handler.add_callback(added)
             added.on_init_end(None, None, None, model=getattr(self, "model", None))
-        for callback in list(handler.callbacks):
+        self._bind_callbacks()
+
+    def _bind_callbacks(self) -> None:
+        for callback in list(self.callback_handler.callbacks):  # type: ignore[attr-defined]
             if isinstance(callback, MetisCallback):
                 callback.bind(self)
+
+    def _load_callback_state(self) -> None:
+        """Restore callbacks where it is asked for, which makes new ones of them, and bind those."""
+        super()._load_callback_state()  # type: ignore[misc]
+        self._bind_callbacks()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train with recordings of its own: `auto_find_batch_size` may train several times."""

@@ -233,21 +233,22 @@ def spectral_split(
         )
     if not 0 < sample_frac <= 1:
         raise ValueError(f"sample_frac={sample_frac} is not a share of the rows; choose 0 < f <= 1")
-    v = find_subspace(
-        x,
-        rank,
-        sample_frac=sample_frac,
-        min_rows=min_rows,
-        oversample=oversample,
-        n_iter=n_iter,
-        key=key,
-        row_mask=row_mask,
-    )
-    x = x.detach().to(v.dtype)
-    u, s = project(x, v)
-    order = s.argsort(descending=True, stable=True)
-    u, s, vh = u[:, order], s[order], v.T[order]
-    return SpectralSplit(u, s, vh, x - (u * s) @ vh)
+    with torch.autocast(x.device.type, enabled=False):
+        v = find_subspace(
+            x,
+            rank,
+            sample_frac=sample_frac,
+            min_rows=min_rows,
+            oversample=oversample,
+            n_iter=n_iter,
+            key=key,
+            row_mask=row_mask,
+        )
+        x = x.detach().to(v.dtype)
+        u, s = project(x, v)
+        order = s.argsort(descending=True, stable=True)
+        u, s, vh = u[:, order], s[order], v.T[order]
+        return SpectralSplit(u, s, vh, x - (u * s) @ vh)
 
 
 def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,12 +287,13 @@ def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralS
     w = w.detach().to(dtype)
     if not torch.isfinite(w).all():
         raise ValueError("the weight has NaN or infinite entries; it cannot be decomposed")
-    if min(w.shape) <= 1024:
-        u, s, vh = _svd(w)
-        u, s, vh = u[:, :rank], s[:rank], vh[:rank]
-    else:
-        v = dominant_subspace(w, rank, oversample=max(8, rank // 4), n_iter=4, key=key)
-        u, s, rotation = torch.linalg.svd(w @ v, full_matrices=False)  # [o k] [k] [k k]
-        vh = rotation @ v.T
-    u, s, vh = u.contiguous(), s.contiguous(), vh.contiguous()
-    return SpectralSplit(u, s, vh, w - (u * s) @ vh)
+    with torch.autocast(w.device.type, enabled=False):
+        if min(w.shape) <= 1024:
+            u, s, vh = _svd(w)
+            u, s, vh = u[:, :rank], s[:rank], vh[:rank]
+        else:
+            v = dominant_subspace(w, rank, oversample=max(8, rank // 4), n_iter=4, key=key)
+            u, s, rotation = torch.linalg.svd(w @ v, full_matrices=False)  # [o k] [k] [k k]
+            vh = rotation @ v.T
+        u, s, vh = u.contiguous(), s.contiguous(), vh.contiguous()
+        return SpectralSplit(u, s, vh, w - (u * s) @ vh)

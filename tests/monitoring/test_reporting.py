@@ -131,3 +131,22 @@ def test_class_instance_or_none(tmp_path):
         assert sum(isinstance(callback, MetisCallback) for callback in callbacks) == 1
         assert isinstance(callbacks[0], MetisCallback)
         assert callbacks[0]._bound
+
+
+def test_callbacks_that_a_checkpoint_restores_are_bound(tmp_path):
+    """Trainer makes new ones of them, with the arguments of those that wrote the checkpoint."""
+
+    def make(interval, **changes):
+        reporter, callback = Reporter(), MetisCallback(health_interval=interval)
+        options = {"save_strategy": "steps", "save_steps": 2} | changes
+        made = trainer(tmp_path, converted(), [reporter, callback], MetisTrainer, **options)
+        return made, reporter
+
+    make(2, max_steps=2)[0].train()
+    resumed, reporter = make(3, restore_callback_states_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    callbacks = resumed.callback_handler.callbacks
+    assert callbacks[0].health_interval == 2
+    assert callbacks[0]._bound
+    assert len({type(callback) for callback in callbacks}) == len(callbacks)
+    assert any("metis" in key for key in reporter.seen[4])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.noise import Key
-from metis_hf.transforms import SpectralSplit, spectral_split
+from metis_hf.transforms import SpectralSplit, decompose_weight, spectral_split
 
 # Captured energy relative to the best rank 16 of 8192 x 1024 from 1 % of the rows: measured with
 # an exact SVD of the sampled rows as .99 and .93, means over draws that agree to .02.
@@ -270,6 +270,17 @@ def test_half_precision_input_is_decomposed_in_fp32(dtype) -> None:
     assert split.s.dtype == torch.float32
     for part, other in zip(split, wanted):
         torch.testing.assert_close(part.float(), other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "split", [lambda x: spectral_split(x, 4), lambda x: decompose_weight(x, 4)]
+)
+def test_products_keep_their_precision_under_autocast(split) -> None:
+    x = normal(64, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = split(x)
+    for a, b in zip(inside, split(x)):
+        assert torch.equal(a, b)
 
 
 def test_fortran_and_strided_input() -> None:

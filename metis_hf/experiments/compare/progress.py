@@ -88,7 +88,9 @@ class RunProgress:
             left = "" if seconds is None else "about {}:{:02} left".format(*divmod(seconds, 60))
             done = self._done * self._steps + sum(self._reached.values())
             self._bars.update(self._total, completed=done, status=left)
-            line = f"step {done} of {self._runs * self._steps} of all runs, {left or 'time unknown'}"
+            line = (
+                f"step {done} of {self._runs * self._steps} of all runs, {left or 'time unknown'}"
+            )
             line += f"; {run.name}: step {step}{shown and ', '}{shown}"
             due = time.monotonic() - self._last_line >= _LINE_SECONDS
             if due and not self.console.is_terminal:
