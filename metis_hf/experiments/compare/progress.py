@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.shared.progress import StepPace
 
-
 _LINE_SECONDS = 120  # between two lines where there are no bars
 
 
