@@ -55,7 +55,12 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def claim_directory(out: Path, settings: dict[str, Any], option: str = "--out") -> None:
-    """Claim `out`, which `option` of a command names, for an experiment, or go on with the same one.
+    """Claim `out` for an experiment, or go on with the same one.
+
+    Args:
+        out: the experiment's directory.
+        settings: what tells experiments apart.
+        option: of the command that named `out`, for the message.
 
     Raises:
         ValueError: it holds another experiment; the message names the settings that differ.

@@ -87,14 +87,14 @@ class RunProgress:
             left = "" if seconds is None else "about {}:{:02} left".format(*divmod(seconds, 60))
             done = self._done * self._steps + sum(self._reached.values())
             self._bars.update(self._total, completed=done, status=left)
-            line = (
-                f"step {done} of {self._runs * self._steps} of all runs, {left or 'time unknown'}"
-            )
-            line += f"; {run.name}: step {step}{shown and ', '}{shown}"
             due = time.monotonic() - self._last_line >= _LINE_SECONDS
             if due and not self.console.is_terminal:
                 self._last_line = time.monotonic()
-                self.note(line)
+                of_all = f"step {done} of {self._runs * self._steps} of all runs"
+                self.note(
+                    f"{of_all}, {left or 'time unknown'}; "
+                    + ", ".join(part for part in (f"{run.name}: step {step}", shown) if part)
+                )
 
     def status(self, run: Any, status: str) -> None:
         """Show that a run does something else than training."""
