@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 
@@ -52,16 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("gpu")  # `make gpu` runs them
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_collection_finish() -> None:
-    """Spare the collector what was imported: Trainer collects garbage whenever one is made."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 def hear_interrupts() -> None:
