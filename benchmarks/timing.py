@@ -25,7 +25,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 KERNEL_COLOURS = {"compiled": "#0072B2", "triton": "#009E73", "reference": "#E69F00"}
 
-# Containers often set it. Processes that benchmarks start would compile torch from source each time.
+# Containers often set it. Processes that benchmarks start would compile torch from source.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _EVICTING = 1 << 25  # fp32 numbers: 128 MiB, several times the caches of most CPUs

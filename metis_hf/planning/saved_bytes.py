@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, masking_utils
 
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.numerics import definition
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def trace_saved_bytes(
     weights: torch.dtype = torch.float32,
     checkpointing: bool = False,
 ) -> SavedBytes:
-    """Return traces one training forward pass, loss included.
+    """Trace one training forward pass, loss included, and return what it saves.
 
     Args:
         model: on the meta device; left as it is.
@@ -75,7 +76,8 @@ def trace_saved_bytes(
     """
     model = copy.deepcopy(model).to(weights)  # type: ignore[arg-type]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_sequences():
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, _no_packed_sequences(), _no_search():
             model.to_empty(device="cpu").train()
             ids = torch.zeros(shape, dtype=torch.long)
             return measure_saved_bytes(model, ids, autocast=autocast, checkpointing=checkpointing)
@@ -133,6 +135,15 @@ def measure_saved_bytes(
 def _no_packed_sequences() -> contextlib.AbstractContextManager:
     """Keep transformers from looking for packed sequences by value: fake tensors have none."""
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+
+
+def _no_search() -> contextlib.AbstractContextManager:
+    """Keep quantizers from trying scales, most of a trace: whichever it is, it takes as much."""
+
+    def first(x: Tensor, amax: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return amax.clone(), amax.clone()
+
+    return mock.patch.object(definition, "least_error_scale", first)
 
 
 def _clear_caches() -> None:

@@ -68,6 +68,7 @@ def test_large_gemms_count_as_flops():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_one_level_is_read_once_and_written_once():
     assert moved(Operand(Quantizer(two_level=False)), "compiled") == pytest.approx(1, abs=0.01)
 
@@ -87,6 +88,7 @@ def test_stochastic_rounding_moves_no_more():
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(("summed", "bound"), [(False, SPLIT_BOUND), (True, SUMMED_BOUND)])
 def test_an_operand_with_the_split(summed, bound):
     split = Spectral(rank=16, summed=summed)

@@ -13,6 +13,7 @@ import transformers
 from experiments.test_compare import run
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli import main
+from metis_hf.data import corpus
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.experiments.compare import run as compare_run
 from metis_hf.experiments.compare.data import embed
@@ -37,7 +38,10 @@ def small_model(**changes):
 def place(tmp_path_factory):
     """A directory with a checkpoint and chunked tokens of its tokenizer."""
     folder = tmp_path_factory.mktemp("continued")
-    embed(folder / "data", vocab_size=VOCAB, sequence_length=LENGTH)
+    few = stdlib_documents()[:200]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_documents", lambda: few)
+        embed(folder / "data", vocab_size=VOCAB, sequence_length=LENGTH)
     small_model().save_pretrained(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "data/tokenizer")
     tokenizer.save_pretrained(folder / "model")

@@ -157,6 +157,7 @@ def test_a_tokenizer_larger_than_the_model(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_distillation_nears_the_exact_model(source, tmp_path):
     run = finetuning(source, tmp_path, method="qad", layout="modelopt")
     run.training.max_steps, run.training.learning_rate = 12, 3e-4
@@ -181,6 +182,7 @@ def test_distillation_nears_the_exact_model(source, tmp_path):
     assert described["quantization"]["quant_algo"] == "NVFP4"
 
 
+@pytest.mark.slow
 def test_several_texts_and_schemes_to_compare_with(source, tmp_path):
     """Each text is measured by itself, with all of --data to train on."""
     lines = Path(source[1]).read_text().splitlines(keepends=True)

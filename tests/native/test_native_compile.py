@@ -20,6 +20,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_inductor_calls_the_operator():
     """Inductor's own lowering of `scaled_mm` refuses swizzled scales."""
     quantizer, matrices = Quantizer(), []

@@ -63,7 +63,10 @@ def test_what_compilers_start_from(rule, tile):
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("compiled", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "kernel",
+    ["reference", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])],
+)
 def test_packed_and_stored(kernel, factor):
     quantizer, x = Quantizer(scale_rule="search"), matrix(33, 160)
     amax = x.abs().amax() * factor

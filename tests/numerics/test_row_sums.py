@@ -153,6 +153,7 @@ def test_sums_hold_more_energy_than_as_many_rows():
     assert share[sum_rows] > share[sample_rows] + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_sums_are_the_same(masked):
     compiled = torch.compile(sum_rows, fullgraph=True, dynamic=True, backend="aot_eager")

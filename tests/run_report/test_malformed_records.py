@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+from design import full
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -259,7 +260,7 @@ def paths(data, prefix=()):
 
 @pytest.mark.usefixtures("undrawn")
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True,
+@settings(max_examples=60 if full() else 20, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 def test_no_record_breaks_a_page(data, tmp_path_factory):
     """Any value anywhere, a missing key, a file cut short, a byte from elsewhere."""
