@@ -56,8 +56,9 @@ class MetisCallback(ResumeGuard):
     A checkpoint that another scheme wrote is refused, see `resume.ResumeGuard`.
 
     Args:
-        health_interval: optimizer steps between measurements; 0 never measures. A measured step
-            takes a few times as long as a normal one.
+        health_interval: optimizer steps between measurements; 0 never measures, and the log and
+            what was run are written all the same. A measured step takes a few times as long as a
+            normal one.
         refresh_interval: optimizer steps between re-decompositions of split weights; None takes
             the model config's `refresh_interval`, 0 never refreshes.
         freeze_scales: optimizer steps after which static tensor scales are fixed at what training
@@ -183,7 +184,7 @@ class MetisCallback(ResumeGuard):
                 len(self._layers),
             )
         self._precision = precision_of(next(iter(self._layers.values())))
-        if state.is_world_process_zero and self.health_interval:
+        if state.is_world_process_zero:
             drop_after(_directory(args), state.global_step)
             config = None if self.trained_config is None else dict(self.trained_config)
             write_run(_directory(args), describe_run(model, config, args, state.max_steps))
@@ -232,7 +233,7 @@ class MetisCallback(ResumeGuard):
         precision = precision_of(next(iter(self._layers.values())))
         if precision != self._precision:
             self._precision = self._record["switch"] = precision
-        if self._record and self.health_interval and state.is_world_process_zero:
+        if self._record and state.is_world_process_zero:
             append_record(_directory(args), state.global_step, self._record)
         self._record = {}
 
@@ -245,7 +246,7 @@ class MetisCallback(ResumeGuard):
         """Add what was measured to the log entry of the running step, and records the entry."""
         if logs and "loss" in logs:
             self._complete(state, logs)
-        if logs and state.log_history and self.health_interval and state.is_world_process_zero:
+        if logs and state.log_history and state.is_world_process_zero:
             append_log(_directory(args), state.log_history[-1])
 
     def _complete(self, state: TrainerState, logs: dict[str, float]) -> None:

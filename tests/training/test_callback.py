@@ -21,7 +21,7 @@ from metis_hf import (
     metis_layers,
     refresh,
 )
-from metis_hf.training.callback import HEALTH_FILE
+from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE
 
 STATS = {
     "nonfinite",
@@ -346,3 +346,14 @@ class TestErrors:
         assert math.isnan(losses(made)[0])
         assert made.state.log_history[0]["metis/nonfinite_tensors"] > 0
         assert "step 1: NaN or inf in model.layers.0.mlp.down_proj (activation)," in caplog.text
+
+
+def test_log_and_description_are_written_without_measurements(tmp_path):
+    """What an earlier run left in the directory goes."""
+    (tmp_path / HEALTH_FILE).write_text('{"step": 7, "layers": {}}\n')
+    model = get_metis_model(one_block(), MetisConfig())
+    trainer(tmp_path, model, [MetisCallback(health_interval=0)]).train()
+    steps = [json.loads(line)["step"] for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    assert steps[:2] == [1, 2]
+    assert json.loads((tmp_path / RUN_FILE).read_text())["config"]["scheme"] == "metis"
+    assert (tmp_path / HEALTH_FILE).read_text() == ""
