@@ -38,7 +38,7 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
 from metis_hf.layers.native import why_emulated
 from metis_hf.layers.parallelism import check_whole
-from metis_hf.layers.token_mask import TokenMask
+from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
 from metis_hf.schemes import build_scheme, kept_directions, most_directions
 
 DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
@@ -190,7 +190,7 @@ class _TokenMasks:
     def __init__(self, model: nn.Module) -> None:
         self.tokens = TokenMask("attention_mask")
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        self.decoder = TokenMask("decoder_attention_mask") if both else None
+        self.decoder = TokenMask(DECODER_MASK) if both else None
         find = getattr(model, "get_output_embeddings", None)
         head = None if find is None else find()
         self.heads = {name for name, module in model.named_modules() if module is head}

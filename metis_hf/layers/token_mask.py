@@ -9,6 +9,7 @@ as long as the call's graph lives, and a recomputed layer finds its mask by its 
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from metis_hf.noise import fingerprint
+
+DECODER_MASK = "decoder_attention_mask"
+NO_LABEL = -100  # as transformers' losses leave tokens out
 
 
 class _Call:
@@ -42,6 +46,8 @@ class _Running:
     def __init__(self) -> None:
         self.active = False  # inside a call of the model
         self.mask: Tensor | None = None
+        # By device, as `_rows` has them: layers that read one tensor are to have one mask.
+        self.rows: dict[torch.device, Tensor] = {}
         # The last one, until the next begins, whatever becomes of its output.
         self.call: _Call | None = None
         self.grad_enabled = False
@@ -65,8 +71,11 @@ class TokenMask:
     activations, and give a layer equal inputs under different masks, then a recomputed layer takes
     the mask of the calling thread; where backward has threads of its own (on a GPU), the last one.
 
+    A decoder whose batches have labels and no mask, as collators of transformers leave them, has
+    the rows with a label: -100 marks the others.
+
     Args:
-        argument: name of the model's keyword argument that holds the mask, [b s].
+        argument: name of the model's argument that holds the mask, [b s].
     """
 
     def __init__(self, argument: str = "attention_mask") -> None:
@@ -77,7 +86,9 @@ class TokenMask:
 
     def register(self, model: nn.Module) -> None:
         """Add hooks to the model's forward pass."""
-        model.register_forward_pre_hook(_Begin(self), with_kwargs=True)
+        names = list(inspect.signature(model.forward).parameters)
+        position = names.index(self.argument) if self.argument in names else None
+        model.register_forward_pre_hook(_Begin(self, position), with_kwargs=True)
         model.register_forward_hook(_End(self), always_call=True)
 
     @staticmethod
@@ -107,7 +118,11 @@ class TokenMask:
             if running.call is None:
                 running.call = self._remember(mask)
             running.call.inputs.setdefault(owner, []).append(fingerprint(x))
-        return _rows(mask, x)
+        if torch.compiler.is_compiling():
+            return _rows(mask, x)
+        if x.device not in running.rows:
+            running.rows[x.device] = _rows(mask, x)
+        return running.rows[x.device]
 
     def _remember(self, mask: Tensor) -> _Call:
         """Return a new call that `_recall` finds from any thread."""
@@ -138,9 +153,14 @@ class TokenMask:
             found = torch.where(mine == other, _rows(mask, x), found)
         return found
 
-    def _begin(self, kwargs: dict[str, Any]) -> None:
+    def _begin(self, kwargs: dict[str, Any], mask: Any = None) -> None:
+        """Take the mask of a call: the one given, or that of its keyword arguments."""
         running = self._here.running
-        mask = kwargs.get(self.argument)
+        mask = kwargs.get(self.argument) if mask is None else mask
+        labels = kwargs.get("labels") if self.argument == DECODER_MASK else None
+        if mask is None and isinstance(labels, Tensor):
+            mask = labels != NO_LABEL
+        running.rows = {}
         running.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         running.active = True
         running.call = None
@@ -151,6 +171,7 @@ class TokenMask:
     def _end(self, output: Any) -> None:
         running = self._here.running
         running.mask = None
+        running.rows = {}
         running.active = False
         if running.call is not None and not torch.compiler.is_compiling():
             running.call.tie(output)
@@ -163,11 +184,13 @@ class TokenMask:
 
 
 class _Begin:
-    def __init__(self, mask: TokenMask) -> None:
+    def __init__(self, mask: TokenMask, position: int | None) -> None:
         self.mask = mask
+        self.position = position  # of the mask where it is no keyword argument
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.mask._begin(kwargs)
+        given = self.position is not None and self.position < len(args)
+        self.mask._begin(kwargs, args[self.position] if given else None)  # type: ignore[index]
 
 
 class _End:

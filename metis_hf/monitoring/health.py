@@ -81,7 +81,7 @@ def operand_health(
     x = x.detach().float()
     finite = torch.isfinite(x)
     stats = {"nonfinite": 1 - finite.float().mean()}
-    if not bool(finite.all()) or not x.numel():
+    if not bool(finite.all()) or not x.any():  # ratios of zeros are no numbers
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(x)
     split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
@@ -117,7 +117,7 @@ def weight_health(layer: MetisLayer) -> Stats:
     weight = layer.weight_form.dense(params).float()
     finite = torch.isfinite(weight)
     stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
-    if not bool(finite.all()):
+    if not bool(finite.all()) or not weight.any():
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(weight)
     if isinstance(layer.weight_form, SplitWeight):

@@ -48,10 +48,24 @@ def log_entry(entry: Any) -> dict[str, Any]:
     if not is_step(fields.get("step")):
         raise Malformed(f"its step is {_shown(fields.get('step'))}, none from 0 to {LAST_STEP:,}")
     fields = {key: value for key, value in fields.items() if value is not None}
-    for name in LOG_NUMBERS:
+    for name in (*LOG_NUMBERS, *evaluation_losses(fields).values()):
         if name in fields:
             number(fields[name], name)
     return fields
+
+
+def evaluation_losses(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of evaluation losses in a log entry, by that of their set, "" for the one.
+
+    Trainer logs those of several sets as `eval_<set>_loss`.
+    """
+    found = {}
+    for name in entry:
+        if name == "eval_loss":
+            found[""] = name
+        elif name.startswith("eval_") and name.endswith("_loss"):
+            found[name.removeprefix("eval_").removesuffix("_loss")] = name
+    return found
 
 
 def layers(value: Any) -> dict[str, dict[str, dict[str, float]]]:

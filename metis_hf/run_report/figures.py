@@ -99,10 +99,13 @@ def curves(run: RunRecord) -> bytes:
     figure, axes = figure_axes(3, 1, (10, 7.6), sharex=True, height_ratios=[3, 1.5, 1])
     loss, norm, rate = (row[0] for row in axes)
     _curve(loss, run, "loss", Style(BLUE), "training")
-    evaluations = [(int(e["step"]), float(e["eval_loss"])) for e in run.evaluations]
-    if evaluations:
-        loss.plot(*zip(*evaluations), "o-", color=ORANGE, ms=4, lw=1.2, label="evaluation")
-    _limit(loss, run.series("loss")[1] + [value for _, value in evaluations])
+    shown = run.series("loss")[1]
+    for index, (name, (steps, losses)) in enumerate(run.evaluation_series().items()):
+        label = f"evaluation, {plain_text(name)}" if name else "evaluation"
+        color = COLORS[1 + index % (len(COLORS) - 1)]  # the first is the training loss's
+        loss.plot(steps, losses, "o-", color=color, ms=4, lw=1.2, label=label)
+        shown = shown + losses
+    _limit(loss, shown)
     _curve(norm, run, "grad_norm", Style(GREEN), "gradient norm")
     _limit(norm, run.series("grad_norm")[1])
     rate.plot(*run.series("learning_rate"), color="black", lw=1.3)

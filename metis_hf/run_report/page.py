@@ -43,10 +43,12 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     Raises:
         FileNotFoundError: no directory has a record of a run. Of several, those without one are
             left out, and the page says so.
-        ValueError: no directory is given.
+        ValueError: no directory is given, or `out` is one.
     """
     if not paths:
         raise ValueError("no run to report on; give the directory of one")
+    if out is not None and out.is_dir():
+        raise ValueError(f"{out} is a directory; give the page's file, as in {out / 'report.html'}")
     runs, left_out = read_runs(paths)
     page = run_page(runs[0]) if len(paths) == 1 else comparison_page(runs, left_out)
     target = runs[0].path / "report.html" if out is None else out
@@ -95,18 +97,19 @@ def _nonfinite(run: RunRecord) -> int:
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     last, best, best_step = _losses(run)
+    steps, _ = run.series("loss")
     share = run.fp4_share
     seconds = run.seconds_per_step
     how = "median" if run.series("step_seconds")[0] else "mean of the last call"
     bad = _nonfinite(run)
     flag = "" if last is None or math.isfinite(last) else ", not finite"
     cards = [
-        ("last loss", _format(last), f"step {run.last_step:,}{flag}"),
+        ("last loss", _format(last), f"step {steps[-1]:,}{flag}" if steps else "not logged"),
         ("best loss", _format(best), f"step {best_step:,}" if best_step else "no finite loss"),
     ]
-    if run.evaluations:
-        entry = run.evaluations[-1]
-        cards.append(("last evaluation", _format(entry["eval_loss"]), f"step {entry['step']:,}"))
+    for name, (evaluated, values) in run.evaluation_series().items():
+        title = f"last evaluation, {name}" if name else "last evaluation"
+        cards.append((title, _format(values[-1]), f"step {evaluated[-1]:,}"))
     cards += [
         ("time", "unknown" if seconds is None else f"{seconds:.3g} s", f"per step, {how}"),
         ("not finite", str(bad), "steps with NaN or inf" if bad else "no NaN, no inf"),

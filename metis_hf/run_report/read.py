@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from metis_hf.monitoring.gradient_noise import GradientNoise
-from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
+from metis_hf.monitoring.run_record import (
+    HEALTH_FILE,
+    LOG_FILE,
+    RUN_FILE,
+    is_step,
+    parse_records,
+)
 from metis_hf.run_report import checks
 from metis_hf.run_report.run import RunRecord
 from metis_hf.shared.checkpoints import STATE_FILE, last_checkpoint, state_damage
@@ -144,7 +150,7 @@ def _take_log(run: RunRecord, file: Path, log: list[Any], place: str = "entry") 
             continue
         if "loss" in entry:
             run.history.append(entry)
-        if "eval_loss" in entry:
+        if checks.evaluation_losses(entry):
             run.evaluations.append(entry)
     _note_faults(run, file, faults)
 
@@ -179,7 +185,16 @@ def _read_state(run: RunRecord) -> bool:
     if not states:
         return False
     file, state = max(states, key=lambda found: _count(run, found[0], found[1], "global_step") or 0)
-    _take_log(run, file, _part(run, file, state, "log_history", list))
+    entries = _part(run, file, state, "log_history", list)
+    steps = _logged_steps(run)
+    if steps and _logged_last(entries) > steps[-1]:
+        run.notes.append(
+            f"{file.parent.name}/{file.name} goes on after {LOG_FILE} ends, at step {steps[-1]:,}: "
+            "it is of an earlier run in this directory, and was left out."
+        )
+        return True
+    # The log is complete from its first step on.
+    _take_log(run, file, [e for e in entries if not steps or _step_of(e) < steps[0]])
     run.max_steps = _count(run, file, state, "max_steps") or run.max_steps
     run.tokens = _count(run, file, state, "num_input_tokens_seen") or run.tokens
     callbacks = _part(run, file, state, "stateful_callbacks", dict)
@@ -189,6 +204,19 @@ def _read_state(run: RunRecord) -> bool:
         if isinstance(attributes, dict) and not run.config:
             run.config = _part(run, file, attributes, "trained_config", dict)
     return True
+
+
+def _logged_steps(run: RunRecord) -> list[int]:
+    return sorted({entry["step"] for entry in (*run.history, *run.evaluations)})
+
+
+def _logged_last(entries: list[Any]) -> int:
+    return max((_step_of(entry) for entry in entries), default=0)
+
+
+def _step_of(entry: Any) -> int:
+    step: Any = entry.get("step") if isinstance(entry, dict) else None
+    return step if is_step(step) else 0
 
 
 def _read_lines(run: RunRecord, file: Path) -> dict[int, dict[str, Any]]:
@@ -282,5 +310,7 @@ def _one_entry_a_step(run: RunRecord) -> None:
     """Keep the later entry of a step that an interrupted and resumed run logged twice."""
     by_step = {entry["step"]: entry for entry in run.history}
     run.history = [by_step[step] for step in sorted(by_step)]
-    by_step = {entry["step"]: entry for entry in run.evaluations}
-    run.evaluations = [by_step[step] for step in sorted(by_step)]
+    merged: dict[int, dict[str, Any]] = {}  # evaluation sets have entries of their own
+    for entry in run.evaluations:
+        merged.setdefault(entry["step"], {}).update(entry)
+    run.evaluations = [merged[step] for step in sorted(merged)]

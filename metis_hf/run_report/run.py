@@ -10,6 +10,7 @@ from typing import Any
 
 from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
 from metis_hf.monitoring.health import nonfinite_layers
+from metis_hf.run_report.checks import evaluation_losses
 
 _RATE_ERROR = 0.5e-3  # steps a second
 LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
@@ -28,7 +29,7 @@ class RunRecord:
         environment: versions and device.
         model: class of the model.
         history: one log entry with a loss for each logged step, ascending.
-        evaluations: log entries with an `eval_loss`.
+        evaluations: log entries with evaluation losses, one for each step, ascending.
         layers: measured step -> statistics of each layer.
         noise: measured step -> layer -> norms of the weight gradient and of the noise in it.
         refreshes: step -> layer -> "before" and "after" -> statistic -> value.
@@ -100,6 +101,16 @@ class RunRecord:
         """Return (steps, values) of one figure of the log, where it was logged."""
         entries = [entry for entry in self.history if entry.get(name) is not None]
         return [int(e["step"]) for e in entries], [float(e[name]) for e in entries]
+
+    def evaluation_series(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return (steps, losses) by the name of the evaluation set, "" where there is one alone."""
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for entry in self.evaluations:
+            for name, key in evaluation_losses(entry).items():
+                steps, losses = found.setdefault(name, ([], []))
+                steps.append(int(entry["step"]))
+                losses.append(float(entry[key]))
+        return found
 
     def noise_series(self) -> dict[str, tuple[list[int], list[float]]]:
         """Return (steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""

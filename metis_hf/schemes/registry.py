@@ -146,8 +146,8 @@ def scheme_info(name: str) -> SchemeInfo:
     raise ValueError(
         f"scheme {name!r} is not registered{hint} Registered: {', '.join(_REGISTRY)}. "
         "A scheme of your own must be registered before a model is converted or loaded: name its "
-        "file with --import on the command line, or call metis_hf.schemes.import_schemes."
-        + "".join(f" {reason}." for reason in _unusable)
+        "file with --import on the command line (--metis_import of recipes), or call "
+        "metis_hf.schemes.import_schemes." + "".join(f" {reason}." for reason in _unusable)
     )
 
 

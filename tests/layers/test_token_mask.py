@@ -202,3 +202,50 @@ def test_keys_and_values_of_cross_attention_read_the_encoders_tokens():
     assert layers[f"{cross}.k"].token_mask is layers[f"{cross}.v"].token_mask is of_encoder
     assert layers[f"{cross}.q"].token_mask is layers[f"{cross}.o"].token_mask is of_decoder
     assert of_decoder is not of_encoder
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_positional_mask_is_the_mask(scheme):
+    model, batch = model_for(scheme), batches()[1]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask).logits
+        assert torch.equal(model(ids, mask).logits, wanted)
+        assert not torch.equal(model(ids).logits, wanted)
+
+
+def test_layers_that_read_one_tensor_have_one_mask():
+    """So they share what was encoded of it: four inputs of a block, read by seven layers."""
+    model, batch = model_for("metis"), batches()[1]
+    seen = {}
+
+    def note(name):
+        def hook(layer, args):
+            seen.setdefault(name, layer.row_mask(args[0]))
+
+        return hook
+
+    for name, layer in metis_layers(model):
+        layer.register_forward_pre_hook(note(name))
+    with torch.no_grad():
+        model(**batch)
+    assert len(seen) == 14
+    assert len({id(mask) for mask in seen.values()}) == 1
+
+
+def test_a_decoder_without_a_mask_has_the_rows_with_labels():
+    """As transformers' collators leave batches: labels of -100, and no mask for them."""
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1,
+                              num_heads=2, decoder_start_token_id=0, pad_token_id=0)
+    )  # fmt: skip
+    get_metis_model(t5, MetisConfig(scheme="metis", rank=4))
+    layer = dict(metis_layers(t5))["decoder.block.0.layer.0.SelfAttention.q"]
+    seen = []
+    layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.row_mask(args[0])))
+    ids, labels = torch.ones(2, 5, dtype=torch.long), torch.full((2, 4), 3)
+    labels[1, 2:] = -100
+    t5(input_ids=ids, labels=labels)
+    t5(input_ids=ids, labels=labels, decoder_attention_mask=torch.ones(2, 4))
+    assert seen[0].tolist() == [True] * 6 + [False] * 2
+    assert seen[1].all()
