@@ -90,8 +90,6 @@ def available(device: torch.device) -> list[str]:
 
 def covered(name: str, kernels: str) -> bool:
     """Whether kernels compute a quantizer themselves."""
-    if kernels == "triton":
-        return "scale_rule" not in QUANTIZERS[name] and name not in REFERENCE_ONLY
     return kernels == "reference" or name not in REFERENCE_ONLY
 
 

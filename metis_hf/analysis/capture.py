@@ -43,6 +43,12 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
         raise ValueError(
             f"{text} is empty; activations need at least {length} tokens of text, one sequence"
         )
+    most = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ValueError(
+            f"{source.checkpoint} has {most} positions, and sequences would have {length} tokens; "
+            f"choose a --length of at most {most}"
+        )
     for name in _TOKENIZER_FILES:
         try:
             source.file(name)

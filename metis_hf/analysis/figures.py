@@ -322,7 +322,12 @@ def risk_map(lines: Data) -> bytes:
     blocks = list(dict.fromkeys(place(name)[0] for name in lines))
     modules = list(dict.fromkeys(place(name)[1] for name in lines))
     height = 1.6 + 2 * (0.3 * len(blocks) + 0.5)
-    figure, axes = figure_axes(2, max(len(kinds), 1), (4.3 * max(len(kinds), 1), min(height, 24)))
+    if not kinds:  # all weights are zero or not finite
+        figure, axes = figure_axes(1, 1, (4.3, 1.2))
+        axes[0][0].set_axis_off()
+        axes[0][0].text(0.5, 0.5, "no layer has a spectrum", ha="center", va="center")
+        return png(figure)
+    figure, axes = figure_axes(2, len(kinds), (4.3 * len(kinds), min(height, 24)))
     for row, scheme in enumerate(("nvfp4", "metis")):
         for axis, kind in zip(axes[row], kinds):
             grid = np.full((len(blocks), len(modules)), np.nan)

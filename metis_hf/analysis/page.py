@@ -200,8 +200,7 @@ def _portrait(page: Page, layer: str, data: dict[str, Any], draw: Draw) -> None:
 def _table(page: Page, result: Analysis) -> None:
     page.section("Layers by risk", RISK, SCALE, "A click on a column's head sorts by it.")
     rows = []
-    order = sorted(result.lines, key=lambda name: -np.nan_to_num(result.risk(name), nan=2.0))
-    for name in order:
+    for name in result.by_risk():
         risk = result.risk(name)
         for kind, line in result.lines[name].items():
             head = [Cell(name), number(risk, ".0%", shade=risk), Cell(kind)]

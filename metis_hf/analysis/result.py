@@ -49,6 +49,11 @@ class Analysis:
         known = [share for share in shares if share == share]
         return max(known) if known else float("nan")
 
+    def by_risk(self) -> list[str]:
+        """Return the layers, those of which no risk is known first, then the riskiest."""
+        risks = {name: self.risk(name) for name in self.lines}
+        return sorted(risks, key=lambda name: -2.0 if math.isnan(risks[name]) else -risks[name])
+
     def sort(self, names: Sequence[str], chosen: Sequence[str]) -> None:
         """Bring lines into the order of `names`, portraits and residuals into that of `chosen`."""
         for part, order in (
@@ -82,7 +87,7 @@ def write_csv(path: Path, result: Analysis) -> None:
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("layer", "tensor", "rows", "columns", "risk", *_COLUMNS))
-        for name in sorted(result.lines, key=result.risk, reverse=True):
+        for name in result.by_risk():
             for kind, line in result.lines[name].items():
                 risk = f"{result.risk(name):.4f}"
                 cells = (line.get(column, "") for column in _COLUMNS)

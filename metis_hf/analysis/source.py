@@ -196,7 +196,7 @@ class WeightSource:
     def _find(self) -> Iterator[tuple[str, _Place]]:
         """Return (layer, place) of every weight of a linear layer, in the order of the model."""
         skeleton = _skeleton(self.config)
-        linears, known = _linear_layers(skeleton)
+        linears, known = _linear_layers(skeleton, self.metis)
         found: dict[str, _Place] = {}
         for key in self._files:
             base, _, part = key.rpartition(".")
@@ -229,14 +229,17 @@ def _skeleton(config: Any) -> nn.Module | None:
         return cls(config)
 
 
-def _linear_layers(skeleton: nn.Module | None) -> tuple[dict[str, bool], dict[str, None]]:
-    """Return (layers that conversion would take: name -> stored [i o]; names of all modules)."""
+def _linear_layers(
+    skeleton: nn.Module | None, metis: MetisConfig | None
+) -> tuple[dict[str, bool], dict[str, None]]:
+    """Return (layers that conversion took or would take: name -> stored [i o]; all modules)."""
     if skeleton is None:
         return {}, {}
     modules = dict(skeleton.named_modules())
-    selection = select_modules(skeleton, MetisConfig())
-    linears = {name: isinstance(modules[name], Conv1D) for name in selection.linears}
-    for name in selection.experts:
+    selections = [select_modules(skeleton, c) for c in (MetisConfig(), metis) if c is not None]
+    names = [name for selection in selections for name in selection.linears]
+    linears = {name: isinstance(modules[name], Conv1D) for name in names}
+    for name in (name for selection in selections for name in selection.experts):
         owner, _, weight = name.rpartition(".")
         if weight in fused_weights(modules[owner]):
             linears[name] = bool(modules[owner].is_transposed)

@@ -132,4 +132,6 @@ def find_crossing(steps: Sequence[int], ratios: Sequence[float], span: int = 3) 
     if not below or not below[-1]:
         return Crossing(None)
     start = len(below) - sum(1 for _ in itertools.takewhile(bool, reversed(below)))
+    # A window that is whole at the ends has the first measurements in it, which may be above.
+    start = next(i for i in range(start, count) if finite[i][1] < 1)
     return Crossing(finite[start][0], from_start=start == 0)

@@ -36,16 +36,20 @@ def spectral_norm(x: Tensor, n_iter: int = 12) -> Tensor:
 
     A lower bound, within about 1 % of the value where sigma_1/sigma_2 > 1.1.
     """
+    # Products of huge or tiny values must not leave the fp32 range.
+    largest = x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
+    x = x / largest
     v = uniform((x.shape[1],), Key(7), x.device).sub_(0.5).to(x.dtype)
     for _ in range(n_iter):
         v = x.T @ (x @ v)
         v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(x.dtype).tiny)
-    return torch.linalg.vector_norm(x @ v)
+    return torch.linalg.vector_norm(x @ v) * largest
 
 
 def stable_rank(x: Tensor) -> Tensor:
     """Return |x|_F^2 / sigma_1^2 of x [t c]: between 1 and the rank; small means anisotropic."""
     x = x.float()
+    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
     return (torch.linalg.vector_norm(x) / spectral_norm(x)).square()
 
 

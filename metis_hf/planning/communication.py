@@ -88,9 +88,8 @@ def tensor_parallel(model: PreTrainedModel, load: Workload) -> dict[str, float]:
 
 def _repeated(model: PreTrainedModel, outputs: dict[str, int]) -> int:
     """Return elements a token that checkpointed blocks reduce again: all outputs but the last."""
-    blocks = {id(block) for block in blocks_of(model)}
     total = 0
-    for block in (name for name, module in model.named_modules() if id(module) in blocks):
+    for block in block_names(model):
         inside = [size for name, size in outputs.items() if name.startswith(f"{block}.")]
         total += sum(inside[:-1])
     return total
@@ -100,6 +99,12 @@ def blocks_of(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Return the transformer blocks: what FSDP wraps by default."""
     names = set(model._no_split_modules or ())
     return (module for module in model.modules() if type(module).__name__ in names)
+
+
+def block_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the transformer blocks."""
+    blocks = {id(block) for block in blocks_of(model)}
+    return [name for name, module in model.named_modules() if id(module) in blocks]
 
 
 def resharded_units(model: PreTrainedModel) -> Iterator[nn.Module]:

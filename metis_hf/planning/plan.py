@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,7 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import ConversionReport, gemm_weights
+from metis_hf.layers.experts import is_fused_experts
 from metis_hf.planning.communication import (
+    block_names,
     blocks_of,
     communication,
     count_elements,
@@ -94,22 +97,27 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
         workload: what is trained.
 
     Raises:
-        ValueError: an encoder-decoder or mixture-of-experts model, or what `get_metis_model`
-            refuses.
+        ValueError: an encoder-decoder, a model of several modalities or a mixture of experts, or
+            what `get_metis_model` refuses.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; plans are for decoders only")
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{config.model_type} has a text model among others; plan that one alone, with "
+            "config.get_text_config()"
+        )
     model = meta_model(config)
     original = count_elements(model)
     gemms = gemm_weights(model)
-    if any(parameter.dim() == 3 for parameter in model.parameters()):
+    if any(is_fused_experts(module) for module in model.modules()):
         raise ValueError(
             f"{config.model_type} has fused experts; how many tokens each sees is not known before "
             "the run, so it cannot be planned"
         )
     get_metis_model(model, metis)
     counts = parameter_counts(model, original)
-    costs = step_costs(model, sum(gemms.values()), workload)
+    costs = step_costs(model, gemms, workload)
     sent, uncut = communication(model, workload), None
     if workload.world_size > 1:
         try:
@@ -151,7 +159,9 @@ def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:
     }
 
 
-def step_costs(model: PreTrainedModel, gemm_weights: float, load: Workload) -> dict[str, float]:
+def step_costs(
+    model: PreTrainedModel, gemms: Mapping[str, float], load: Workload
+) -> dict[str, float]:
     """Return FLOPs of one optimizer step by kind, over all processes, and "quantizer_bytes".
 
     - "gemm": converted layers, 6 per weight and token (`LayerCost`).
@@ -161,14 +171,24 @@ def step_costs(model: PreTrainedModel, gemm_weights: float, load: Workload) -> d
       not taken off.
     - "recomputation": one more forward pass of the blocks under activation checkpointing.
     - everything else: what the scheme adds.
+
+    Args:
+        model: converted.
+        gemms: multiplications of a token by module, of the model as it was (`gemm_weights`).
+        load: what a step takes.
     """
     passes = load.global_batch // load.device_batch  # over all processes
     t = load.device_tokens
     total, again = LayerCost(), LayerCost()
-    for _, layer in metis_layers(model):
+    blocks = tuple(f"{name}." for name in block_names(model))
+    repeated = {name for name in gemms if name.startswith(blocks)}
+    for name, layer in metis_layers(model):
         total += layer_cost(layer, t)
-        again += forward_cost(layer, t)
-    other = 6.0 * t * gemm_weights - total.gemm
+        if name in repeated:
+            again += forward_cost(layer, t)
+            repeated.discard(name)
+    again += LayerCost(gemm=2.0 * t * sum(gemms[name] for name in repeated))
+    other = 6.0 * t * sum(gemms.values()) - total.gemm
     attention = 3.0 * _attention_flops(model.config, t, load.sequence_length)
     costs = asdict(total) | {"other_gemm": other, "attention": attention, "recomputation": 0.0}
     if load.checkpointing:

@@ -56,7 +56,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     step = plan.quantizer_bytes / plan.workload.world_size
     console.print(
         f"Emulated quantizers move {si(step, 'B')} of memory per rank and step; divided by the "
-        "memory bandwidth of a device, that is the time they add. "
+        "memory bandwidth of a device, that is the time they add, but for those of attention's "
+        "products (attention=...), which are not counted. "
         "Memory leaves out their temporaries, fragmentation and the framework itself. "
         "Nothing here was measured on a device."
     )

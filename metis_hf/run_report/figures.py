@@ -6,6 +6,7 @@ import io
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,6 +19,7 @@ from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import (
     COLORS,
     CROWDED,
+    LINES,
     Style,
     figure_axes,
     plain_text,
@@ -192,7 +194,11 @@ def overlay(runs: Sequence[RunRecord]) -> bytes:
     """
     figure, axes = figure_axes(2, 1, (10, 7), sharex=True, height_ratios=[2, 1])
     loss, norm = (row[0] for row in axes)
-    styles, crowded = scheme_styles([run.name for run in runs], CONTROL), len(runs) > CROWDED
+    controls = [run.name for run in runs if run.config.get("scheme") == CONTROL]
+    others = [run.name for run in runs if run.name not in controls]
+    styles = scheme_styles(others, CONTROL)
+    styles |= {name: Style("black", line) for name, line in zip(controls, cycle(LINES))}
+    crowded = len(runs) > CROWDED
     for axis, name in ((loss, "loss"), (norm, "grad_norm")):
         limits: list[float] = []
         for run in runs:

@@ -40,11 +40,16 @@ def read_run(path: Path) -> RunRecord:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
     run = RunRecord(path)
-    found = [_read_result(run), _read_log(run), _read_state(run), _read_health(run)]
+    found = [_read_result(run), _read_log(run)]
+    # Of the last run that began here, where a checkpoint may be of an earlier one.
+    batch = _read_description(run)
+    found += [_read_state(run), _read_health(run)]
     if not any(found):
         raise FileNotFoundError(_nothing_found(run))
     _one_entry_a_step(run)
-    _read_description(run)
+    length = _sequence_length(run)
+    if run.tokens is None and batch and length:
+        run.tokens = batch * length * run.last_step
     run.name = str(run.config.get("scheme") or path.resolve().name)
     if not run.history:
         run.notes.append(
@@ -195,7 +200,7 @@ def _read_state(run: RunRecord) -> bool:
         return True
     # The log is complete from its first step on.
     _take_log(run, file, [e for e in entries if not steps or _step_of(e) < steps[0]])
-    run.max_steps = _count(run, file, state, "max_steps") or run.max_steps
+    run.max_steps = run.max_steps or _count(run, file, state, "max_steps")
     run.tokens = _count(run, file, state, "num_input_tokens_seen") or run.tokens
     callbacks = _part(run, file, state, "stateful_callbacks", dict)
     for name in callbacks:
@@ -277,8 +282,8 @@ def _drop_repeated_switches(run: RunRecord) -> None:
     run.switches = kept
 
 
-def _read_description(run: RunRecord) -> None:
-    """Read `metis_run.json`, for what the other files do not say."""
+def _read_description(run: RunRecord) -> int | None:
+    """Read `metis_run.json`, for what the other files do not say; return sequences of a step."""
     file = run.path / RUN_FILE
     description = _load_json(run, file) or {}
     run.config = run.config or _part(run, file, description, "config", dict)
@@ -290,10 +295,7 @@ def _read_description(run: RunRecord) -> None:
         run.environment = {**run.environment, "versions": versions}
     run.model = _part(run, file, description, "model", str)
     run.max_steps = run.max_steps or _count(run, file, description, "max_steps")
-    batch = _count(run, file, description, "sequences_per_step")
-    length = _sequence_length(run)
-    if run.tokens is None and batch and length:
-        run.tokens = batch * length * run.last_step
+    return _count(run, file, description, "sequences_per_step")
 
 
 def _sequence_length(run: RunRecord) -> int | None:

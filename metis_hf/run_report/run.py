@@ -11,6 +11,7 @@ from typing import Any
 from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
 from metis_hf.monitoring.health import nonfinite_layers
 from metis_hf.run_report.checks import evaluation_losses
+from metis_hf.schemes import CONTROL
 
 _RATE_ERROR = 0.5e-3  # steps a second
 LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
@@ -145,8 +146,10 @@ def events(run: RunRecord) -> list[tuple[int, str, str]]:
         found.append((step, "refresh", f"{len(layers)} weights decomposed again"))
     for step, switch in run.switches.items():
         passes = switch.get("high_precision") or []
-        how = (
-            f"high precision in the {' and '.join(passes)} pass" if passes else "all passes in FP4"
-        )
+        how = "all passes in FP4"
+        if switch.get("scheme") == CONTROL:
+            how = "nothing is quantized"
+        elif passes:
+            how = f"high precision in the {' and '.join(passes)} pass"
         found.append((step, "switch", f"scheme {switch.get('scheme')}, {how}"))
     return sorted(found)

@@ -209,6 +209,10 @@ class TestCrossing:
     def test_below_from_the_start(self):
         assert find_crossing(self.STEPS, [0.5] * 10) == Crossing(0, from_start=True)
 
+    def test_a_first_measurement_above_is_no_start_below(self):
+        """Though the first whole window has two below."""
+        assert find_crossing(self.STEPS, [5.0] + [0.5] * 9) == Crossing(100)
+
     def test_nan_is_on_no_side(self):
         ratios = [2.0, math.nan, 2.0, 2.0, 0.2, math.nan, 0.2, 0.2, 0.2, 0.2]
         assert find_crossing(self.STEPS, ratios) == Crossing(400)

@@ -282,7 +282,7 @@ def test_model_flops(config):
     """A dense model's step, GEMMs and attention, as the counter sees eager attention."""
     load = Workload(tokens=1000, sequence_length=48, global_batch=2, device_batch=2, bf16=False)
     meta = meta_model(config)
-    gemms = sum(gemm_weights(meta).values())
+    gemms = gemm_weights(meta)
     get_metis_model(meta, MetisConfig(scheme="bf16"))
     planned = step_costs(meta, gemms, load)
     config._attn_implementation = "eager"
@@ -294,6 +294,34 @@ def test_model_flops(config):
     assert counter.get_total_flops() == sum(planned.values())
     dense = {"gemm", "other_gemm", "attention"}
     assert {name for name, value in planned.items() if value} == dense
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"keep_first_blocks": 3},
+        {"exclude_modules": ["q_proj"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ],
+    ids=str,
+)
+def test_blocks_are_recomputed_whole(changes):
+    """Whatever is converted: a forward pass of all blocks, without the output head."""
+    meta = meta_model(next(configs()))
+    gemms = gemm_weights(meta)
+    get_metis_model(meta, MetisConfig(scheme="bf16", **changes))
+    load = dataclasses.replace(LOAD, checkpointing=True)
+    planned = step_costs(meta, gemms, load)
+    inside = sum(size for name, size in gemms.items() if name != "lm_head")
+    expected = 2 * load.tokens_per_step * inside + planned["attention"] / 3
+    assert planned["recomputation"] == expected
+
+
+def test_a_model_of_several_modalities_is_refused_by_name():
+    config = transformers.Gemma3Config()
+    with pytest.raises(ValueError, match=r"gemma3 has a text model among others; plan that one"):
+        plan_run(config, MetisConfig(), LOAD)
 
 
 @pytest.mark.slow

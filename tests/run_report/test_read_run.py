@@ -12,7 +12,7 @@ import transformers
 from metis_hf import PrecisionSchedule
 from metis_hf.monitoring.gradient_noise import find_crossing, noise_ratios
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE
-from metis_hf.run_report.page import run_page
+from metis_hf.run_report.page import _cards, run_page, write_report
 from metis_hf.run_report.read import read_run
 from run_report.runs import MEASURED, REFRESHED, STEPS, train
 
@@ -115,6 +115,21 @@ class TestRead:
         assert run.history[-1]["step"] == STEPS
         assert run.seconds_per_step > 0  # the end of training is in this state alone
 
+    @pytest.mark.parametrize("newer", [4, 14])
+    def test_a_checkpoint_of_an_earlier_run_is_not_mixed_in(self, copy, newer):
+        """A run of its own began in the directory, and has no checkpoint yet."""
+        entries = [{"step": step, "loss": 9.0} for step in range(1, newer + 1)]
+        (copy / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        description = json.loads((copy / "metis_run.json").read_text())
+        description |= {"max_steps": 20, "config": {"scheme": "nvidia"}}
+        (copy / "metis_run.json").write_text(json.dumps(description))
+        run = read_run(copy)
+        assert run.series("loss") == (list(range(1, newer + 1)), [9.0] * newer)
+        assert (run.name, run.max_steps) == ("nvidia", 20)
+        assert run.evaluations == []
+        named = [note for note in run.notes if "it is of an earlier run in this directory" in note]
+        assert len(named) == (newer < STEPS)
+
     @pytest.mark.parametrize(
         ("rate", "seconds"),
         [(2.0, 0.5), (1.5, 1 / 1.5), (1.9996, 0.5), (0.0, None), (None, None)],
@@ -177,7 +192,33 @@ class TestRead:
         assert run.layers == whole.layers
 
 
+class TestEvaluations:
+    @pytest.fixture
+    def of_sets(self, copy):
+        """A record with two evaluation sets, as Trainer logs a dict of them, and seldom a loss."""
+        for checkpoint in copy.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        entries = [{"step": 6, "loss": 5.0}]
+        entries += [{"step": s, f"eval_{n}_loss": s + 0.5} for s in (6, 8) for n in ("web", "code")]
+        (copy / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return read_run(copy)
+
+    def test_each_set_has_its_series(self, of_sets):
+        expected = ([6, 8], [6.5, 8.5])
+        assert of_sets.evaluation_series() == {"web": expected, "code": expected}
+
+    def test_the_page_names_them_and_the_step_of_the_last_loss(self, of_sets, no_heatmaps):
+        text = run_page(of_sets).render()
+        assert "last evaluation, web" in text
+        assert "last evaluation, code" in text
+        assert _cards(of_sets)[0] == ("last loss", "5", "step 6")
+
+
 class TestErrors:
+    def test_a_directory_in_place_of_the_page(self, copy, tmp_path):
+        with pytest.raises(ValueError, match="is a directory; give the page's file, as in "):
+            write_report([copy], tmp_path)
+
     def test_no_directory(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="nowhere is no directory"):
             read_run(tmp_path / "nowhere")

@@ -14,6 +14,7 @@ from metis_hf.data.chunked import META, read_meta
 from metis_hf.experiments.compare import published
 from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.variants import Variant
+from metis_hf.layers.experts import is_fused_experts
 from metis_hf.planning.plan import meta_model, step_costs
 from metis_hf.planning.tables import si
 from metis_hf.planning.workload import Workload
@@ -96,9 +97,9 @@ def run_flops(
 ) -> tuple[float, float]:
     """Return the FLOPs of a run and those that emulation adds; NaN for a model of fused experts."""
     model = meta_model(config)
-    if any(parameter.dim() == 3 for parameter in model.parameters()):
+    if any(is_fused_experts(module) for module in model.modules()):
         return math.nan, math.nan
-    gemms = sum(gemm_weights(model).values())
+    gemms = gemm_weights(model)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))
     costs = step_costs(model, gemms, _workload(plan))
     del costs["quantizer_bytes"]

@@ -14,6 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from metis_hf.shared.records import write_atomically
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -111,7 +113,6 @@ class Page:
 
     def save(self, path: Path) -> None:
         """Write the page, whole or not at all."""
-        temporary = path.with_suffix(".tmp")
         # What UTF-8 cannot hold, half a surrogate pair out of a broken record, becomes "?".
-        temporary.write_text(self.render(), encoding="utf-8", errors="replace")
-        temporary.replace(path)
+        page = self.render().encode("utf-8", errors="replace")
+        write_atomically(path, lambda file: file.write(page))
