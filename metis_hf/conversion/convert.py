@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.attention import (
@@ -40,6 +41,9 @@ from metis_hf.layers.native import why_emulated
 from metis_hf.layers.parallelism import check_whole
 from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
 from metis_hf.schemes import build_scheme, kept_directions, most_directions
+from metis_hf.schemes.unread import unread_fields
+
+logger = logging.get_logger(__name__)
 
 DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
 
@@ -91,6 +95,7 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
         weight = fused_weights(experts)[key]
         _check_layer(name, weight, *expert_shape(experts, key), config.for_layer(name))
     attention = select_attention(model, config, (*selection.linears, *selection.experts))
+    _warn_of_unread(config)
     total = count_params(model)
     costs = gemm_weights(model)
     converted = sum(costs[name] for name in (*selection.linears, *selection.experts))
@@ -118,6 +123,14 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
         model.config.quantization_config = config
         model.add_model_tags(["metis", "fp4-training"])
     return model
+
+
+def _warn_of_unread(config: MetisConfig) -> None:
+    unread = unread_fields(config)
+    if unread:
+        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in unread)
+        names = dict.fromkeys([config.scheme, *config.scheme_pattern.values()])
+        logger.warning("%s changes nothing: scheme %s does not read it", given, " or ".join(names))
 
 
 def to_dense(model: nn.Module) -> nn.Module:

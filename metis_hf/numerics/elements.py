@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -76,6 +75,10 @@ class FloatFormat:
     max: float
     dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        # Not when it is first asked for: torch.compile does not trace what caches values.
+        object.__setattr__(self, "_grid", self._values())
+
     @property
     def bits(self) -> int:
         """Stored bits of one value."""
@@ -96,9 +99,12 @@ class FloatFormat:
         """Largest power of two that is not above `max`: the top binade."""
         return 2.0 ** (math.frexp(self.max)[1] - 1)
 
-    @cached_property
+    @property
     def grid(self) -> tuple[float, ...]:
         """Return all values >= 0, ascending; the index of a value is its code without the sign."""
+        return self._grid  # type: ignore[attr-defined, no-any-return]
+
+    def _values(self) -> tuple[float, ...]:
         values = []
         for code in range(2 ** (self.exponent_bits + self.mantissa_bits)):
             exponent, fraction = divmod(code, 2**self.mantissa_bits)

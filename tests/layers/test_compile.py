@@ -27,6 +27,7 @@ from metis_hf import (
     scheme_names,
     set_precision,
 )
+from metis_hf.numerics.elements import FloatFormat
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.operands.conditioners.clamped import Sparse
 from metis_hf.schemes import build_scheme
@@ -98,6 +99,13 @@ def test_one_graph_with_the_numbers_of_eager_mode(scheme):
         assert same(got[index], expected[index]), shape
     # One graph for the first shape, and one for all other shapes.
     assert counter.frame_count == 2
+
+
+def test_values_of_a_format_are_not_cached_when_they_are_asked_for():
+    """Dynamo traces no functools.cached_property; one that was read before would hide that."""
+    fmt = FloatFormat("e2m1 of this test", 2, 1, 1, 6.0)
+    largest = torch.compile(lambda x: x * fmt.grid[-1], backend="aot_eager", fullgraph=True)
+    assert torch.equal(largest(torch.ones(2)), torch.full((2,), 6.0))
 
 
 @pytest.mark.parametrize("scheme", OTHERS)

@@ -1,0 +1,63 @@
+"""Fields of a config that its scheme does not read, so that a wish without effect is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+from metis_hf.config import DECOMPOSABLE, MetisConfig
+from metis_hf.schemes.base import Scheme
+from metis_hf.schemes.registry import build_scheme
+
+_FEATURES = 256  # of the layer that is asked
+# Values of which one at least changes a scheme that reads the field.
+_TRIED: dict[str, tuple[Any, ...]] = {
+    "rank_frac": (0.05, 0.4),
+    "rank": (8, 24),
+    "rank_multiple": (1, 64),
+    "gradient_rank_frac": (0.1, 0.9),
+    "sample_frac": (0.02, 0.9),
+    "oversample": (1, 9),
+    "n_iter": (0, 3),
+    "decompose": ((), *((name,) for name in DECOMPOSABLE)),
+    "operand_mode": ("shared", "contraction"),
+    "format": ("nvfp4", "mxfp4", "int4"),
+    "forward_rounding": ("nearest", "stochastic"),
+    "backward_rounding": ("nearest", "stochastic"),
+    "scale_rounding": ("nearest", "up", "floor", "even"),
+    "two_level": (True, False),
+}
+
+
+def unread_fields(config: MetisConfig) -> list[str]:
+    """Return the fields that are not at their default, and change no scheme that the config names.
+
+    A field is read if another value of it gives another scheme, or is refused.
+    """
+    names = {config.scheme, *config.scheme_pattern.values(), config.attention or config.scheme}
+    configs = [config.replace(scheme=n, scheme_pattern={}, high_precision=()) for n in names]
+    defaults = {field.name: field.default for field in dataclasses.fields(MetisConfig)}
+    found = [
+        name
+        for name in _TRIED
+        if getattr(config, name) != defaults[name] and not any(_reads(c, name) for c in configs)
+    ]
+    if config.rank_pattern and not any(_reads(c, "rank") for c in configs):
+        found.append("rank_pattern")
+    return found
+
+
+def _reads(config: MetisConfig, name: str) -> bool:
+    own = _build(config)
+    # One that cannot be built is refused elsewhere.
+    return own is None or any(_build(config, **{name: value}) != own for value in _TRIED[name])
+
+
+def _build(config: MetisConfig, **changes: Any) -> Scheme | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return build_scheme(config.replace(**changes), _FEATURES, _FEATURES)
+        except ValueError:
+            return None
