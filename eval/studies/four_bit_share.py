@@ -76,7 +76,7 @@ def multiply_adds(model: Model, scheme: str) -> dict[str, Any]:
     gemms = gemm_weights(dense)
     everything = tuple({name.rpartition(".")[2] for name in gemms})  # the head too, tied or not
     get_metis_model(dense, MetisConfig(scheme=scheme))
-    costs = step_costs(dense, sum(gemms.values()), load)
+    costs = step_costs(dense, gemms, load)
     passes = load.tokens_per_step
     head = 6.0 * passes * model.config.vocab_size * model.config.hidden_size
     exact = {"linear": costs["gemm"], "head": head, "attention": costs["attention"]}
