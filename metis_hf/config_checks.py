@@ -19,12 +19,7 @@ PASSES: tuple[str, ...] = ("forward", "backward")
 BACKENDS: tuple[str, ...] = ("emulated", "native", "auto")
 OUTER_SCALES: tuple[str, ...] = ("tensor", "token")
 ROUNDINGS: tuple[str, ...] = ("nearest", "stochastic")
-SCALE_ROUNDINGS: tuple[str, ...] = (
-    "nearest",
-    "up",
-    "floor",
-    "even",
-)  # which of them depends on the format
+SCALE_ROUNDINGS: tuple[str, ...] = ("nearest", "up", "floor", "even")  # each format's own
 # A config is read from other people's checkpoints: no value may make a model run for ever.
 LARGEST_SIZE = 2**24  # more than any dimension of a weight, and than any number of blocks
 MOST_ITERATIONS = 64  # a ratio .9 of neighbouring singular values has become .9^129 = 1e-6 by then

@@ -189,8 +189,10 @@ class _Begin:
         self.position = position  # of the mask where it is no keyword argument
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = self.position is not None and self.position < len(args)
-        self.mask._begin(kwargs, args[self.position] if given else None)  # type: ignore[index]
+        mask = None
+        if self.position is not None and self.position < len(args):
+            mask = args[self.position]
+        self.mask._begin(kwargs, mask)
 
 
 class _End:
