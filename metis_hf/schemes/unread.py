@@ -11,10 +11,10 @@ from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.registry import build_scheme
 
 _FEATURES = 256  # of the layer that is asked
-# Values of which one at least changes a scheme that reads the field.
+# Values of which one at least changes a scheme that reads the field. No rank: every scheme has one,
+# that of its layers' measurements.
 _TRIED: dict[str, tuple[Any, ...]] = {
     "rank_frac": (0.05, 0.4),
-    "rank": (8, 24),
     "rank_multiple": (1, 64),
     "gradient_rank_frac": (0.1, 0.9),
     "sample_frac": (0.02, 0.9),
@@ -38,14 +38,11 @@ def unread_fields(config: MetisConfig) -> list[str]:
     names = {config.scheme, *config.scheme_pattern.values(), config.attention or config.scheme}
     configs = [config.replace(scheme=n, scheme_pattern={}, high_precision=()) for n in names]
     defaults = {field.name: field.default for field in dataclasses.fields(MetisConfig)}
-    found = [
+    return [
         name
         for name in _TRIED
         if getattr(config, name) != defaults[name] and not any(_reads(c, name) for c in configs)
     ]
-    if config.rank_pattern and not any(_reads(c, "rank") for c in configs):
-        found.append("rank_pattern")
-    return found
 
 
 def _reads(config: MetisConfig, name: str) -> bool:
