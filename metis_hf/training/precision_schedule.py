@@ -197,21 +197,19 @@ class PrecisionSchedule(TrainerCallback):
         """Warn of a place behind the last step: a switch that this run never makes."""
         if not state.is_world_process_zero:
             return
-        steps = state.max_steps
-        if self.at is not None and _steps(self.at, steps) >= steps:
-            logger.warning(
-                "PrecisionSchedule(at=%s): this run ends after %d steps, so it never switches to "
-                "higher precision; choose a smaller step, or a share below 1",
-                self.at,
-                steps,
-            )
-        if self.until is not None and _steps(self.until, steps) >= steps:
-            logger.warning(
-                "PrecisionSchedule(until=%s): this run ends after %d steps, so that no step is "
-                "quantized; choose a smaller step, or a share below 1",
-                self.until,
-                steps,
-            )
+        for name, place, effect in (
+            ("at", self.at, "so it never switches to higher precision"),
+            ("until", self.until, "so that no step is quantized"),
+        ):
+            if place is not None and _steps(place, state.max_steps) >= state.max_steps:
+                logger.warning(
+                    "PrecisionSchedule(%s=%s): this run ends after %d steps, %s; choose a smaller "
+                    "step, or a share below 1",
+                    name,
+                    place,
+                    state.max_steps,
+                    effect,
+                )
 
     def on_step_begin(
         self,
