@@ -137,20 +137,6 @@ class TestPlan:
         with pytest.raises(ValueError, match="no key 'seed'; did you mean 'seeds'"):
             make_plan(file)
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("seeds: [0\n", "is not YAML: while parsing a flow sequence"),
-            ("- seeds\n", "is not a mapping of names to values"),
-            (None, "there is no file"),
-        ],
-    )
-    def test_no_yaml_of_options(self, text, message, tmp_path):
-        if text is not None:
-            (tmp_path / "x.yaml").write_text(text)
-        with pytest.raises(ValueError, match=f"x.yaml {message}" if text else message):
-            make_plan(tmp_path / "x.yaml")
-
     def test_unknown_training_argument_is_named(self):
         with pytest.raises(ValueError, match=r"'learning_rte'.*did you mean 'learning_rate'"):
             make_plan(training={"learning_rte": 1.0})
