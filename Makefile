@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 # CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
 INSTALL := $(BIN)/pip install --disable-pip-version-check -q --no-compile -c constraints.txt
 
-# Containers often set it. Every process would then compile torch and transformers from source again, for 10 s.
+# Containers often set it. Every process would then compile torch and transformers from source again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint docs bench gpu clean
