@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +14,20 @@ from rich.console import Console
 from metis_hf.config import MetisConfig
 from metis_hf.evaluation import formats, store
 from metis_hf.evaluation.checkpoints import Checkpoint
-from metis_hf.evaluation.models import choose_models, own_schemes
+from metis_hf.evaluation.jobs import Job, Step, plan_steps
+from metis_hf.evaluation.models import choose_models
 from metis_hf.evaluation.paper import PAPER_TASKS, published_method, shared_methods
 from metis_hf.evaluation.plan import (
     CPU_BATCH_SIZE,
-    LOSS_TASK,
     EvaluationPlan,
     make_plan,
     probe_batch_size,
 )
-from metis_hf.evaluation.results import EvalResult
-from metis_hf.evaluation.run import evaluate_model, held_out_loss
+from metis_hf.evaluation.run import task_manager
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
 from metis_hf.schemes import scheme_info
 from metis_hf.shared.devices import device_of
 from metis_hf.shared.quiet import quiet
-from metis_hf.shared.records import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,34 +86,10 @@ class Options:
                 scheme_info(scheme)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One evaluation: a checkpoint in a precision, with its tokenizer and settings."""
-
-    checkpoint: Checkpoint
-    precision: str
-    tokenizer: PreTrainedTokenizerBase
-    weights: str
-
-    @property
-    def file_name(self) -> str:
-        """The beginning of its result file's name."""
-        converted = self.checkpoint.conversion is not None
-        return self.checkpoint.label + (f"-{self.checkpoint.scheme}" if converted else "")
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        how = self.precision
-        if self.checkpoint.conversion is not None:
-            how = f"converted to {self.checkpoint.scheme}"
-        return f"{self.checkpoint.label} ({how})"
-
-
 def evaluate_checkpoints(
     checkpoints: Sequence[Checkpoint], options: Options, out: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """Evaluate each checkpoint, or takes its finished result of the same data and settings.
+    """Evaluate each checkpoint task by task; a task's finished result of the same settings stays.
 
     Everything that can be refused is refused before the first evaluation begins.
 
@@ -125,46 +97,40 @@ def evaluate_checkpoints(
         checkpoints: as `choose_models` gives them.
         options: how.
         out: result files go to `results/` in it.
-        console: for one line an evaluation, and progress bars if it is a terminal.
+        console: for one line a task, and progress bars if it is a terminal.
 
     Returns:
-        One record an evaluation, as written to its file.
+        One record a checkpoint and precision, as `store.join_results` makes them.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, task data, text or result file cannot be used.
     """
     device = device_of(options.device)
     plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
+    task_manager(plan.specs, plan.include_path)  # an unknown name is refused now
     jobs = _jobs(checkpoints, options, plan, console)
     store.make_folder(out)
     batch_size = _batch_size(jobs, options, device)
-    records = []
-    for number, job in enumerate(jobs, start=1):
-        settings = store.settings_of(
-            weights=job.weights,
-            tokenizer=_tokenizer_fingerprint(job.tokenizer),
-            precision=job.precision,
-            dtype=options.dtype,
+    rows = [
+        plan_steps(
+            job,
+            plan,
+            out,
             batch_size=batch_size,
             limit=options.limit,
-            tasks=plan.tasks,
-            data=plan.fingerprints,
-            conversion=job.checkpoint.conversion,
-            own_schemes=own_schemes(job.checkpoint),
+            dtype=options.dtype,
+            overwrite=options.overwrite,
         )
-        path = store.result_path(out, job.file_name, settings)
-        done = None if options.overwrite else store.load_result(path, settings)
-        progress = f"[{number}/{len(jobs)}] {job.name}"
-        if done is not None:
-            done["metis"]["label"] = job.checkpoint.label
-            _say(console, f"{progress}: finished before, taken from {path}")
-        else:
-            _say(console, f"{progress}: {', '.join(plan.tasks) or 'loss'}")
-            start = time.perf_counter()
-            done = _evaluate(job, plan, options, settings, device, console)
-            store.save_result(path, done)
-            _say(console, f"{progress}: {time.perf_counter() - start:.0f} s, {path}")
-        records.append(done)
+        for job in jobs
+    ]
+    records = []
+    for number, steps in enumerate(rows, start=1):
+        progress = f"[{number}/{len(rows)}] {steps[0].job.name}"
+        finished = [step.task.name for step in steps if step.finished is not None]
+        if finished:
+            folder = out / store.FOLDER
+            _say(console, f"{progress}: {', '.join(finished)} finished before, taken from {folder}")
+        records.append(_evaluate(steps, plan, options, device, progress, console))
     return records
 
 
@@ -268,71 +234,29 @@ def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device) -> 
 
 
 def _evaluate(
-    job: Job,
+    steps: Sequence[Step],
     plan: EvaluationPlan,
     options: Options,
-    settings: dict[str, Any],
     device: torch.device,
+    progress: str,
     console: Console,
 ) -> dict[str, Any]:
-    start = time.time()
-    with quiet():
-        model = job.checkpoint.load(job.precision, options.dtype, device)
-    result = evaluate_model(
-        model,
-        job.tokenizer,
-        plan.specs,
-        include_path=plan.include_path,
-        batch_size=settings["batch_size"],
-        limit=options.limit,
-        progress=console.is_terminal,
-        per_item=True,
-    )
-    loss = tokens = None
-    if plan.text is not None:
-        tokens = plan.text.check(job.tokenizer, options.limit)
-        loss = held_out_loss(result, LOSS_TASK, job.tokenizer, plan.text.documents)
-    checkpoint = job.checkpoint
-    ours = {
-        "format_version": store.FORMAT_VERSION,
-        "label": checkpoint.label,
-        "checkpoint": str(checkpoint.place),
-        "scheme": checkpoint.scheme,
-        "precision": job.precision,
-        "quantization_config": checkpoint.quantization,
-        "held_out_loss": loss,
-        "held_out_tokens": tokens,
-        "loss_task": LOSS_TASK,
-        "batch_size": settings["batch_size"],
-        "truncated_requests": result.truncated,
-        "truncated_tokens": result.truncated_tokens,
-        "nonfinite": result.nonfinite,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "parameter_dtype": str(model.dtype).removeprefix("torch."),
-        "settings": settings,
-        "environment": environment(),
-        "items": result.items,
-    }
-    seconds = time.time() - start
-    return {**_harness_record(result, checkpoint, seconds), "metis": ours}
-
-
-def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) -> dict[str, Any]:
-    """Return lm-eval's own file, without what only holds on this machine."""
-    record = dict(result.harness)
-    record.pop("pretty_env_info", None)
-    for config in record["configs"].values():
-        config.pop("custom_dataset", None)  # the source code of a reader of `data_files`
-        source = str(config.get("metadata", {}).get("config_source", ""))
-        if "lm_eval/tasks/" in source:
-            config["metadata"]["config_source"] = source[source.rindex("lm_eval/tasks/") :]
-    return {
-        **record,
-        "model_source": "metis",
-        "model_name": checkpoint.label,
-        "model_name_sanitized": re.sub(r"[^\w.-]+", "__", checkpoint.label),
-        "total_evaluation_time_seconds": str(seconds),
-    }
+    """Evaluate what is missing of a row, and return the row's record."""
+    model = None
+    results = []
+    for step in steps:
+        result = step.finished
+        if result is None:
+            start = time.perf_counter()
+            if model is None:
+                with quiet():
+                    model = step.job.checkpoint.load(step.job.precision, options.dtype, device)
+            _say(console, f"{progress}: {step.task.name}")
+            result = step.evaluate(model, plan.text, progress=console.is_terminal)
+            seconds = time.perf_counter() - start
+            _say(console, f"{progress}: {step.task.name} took {seconds:.0f} s, {step.path}")
+        results.append(result)
+    return store.join_results(results)
 
 
 def _context(model: PreTrainedModel) -> int:
@@ -340,14 +264,6 @@ def _context(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     return next((getattr(config, name) for name in names if hasattr(config, name)), 2048)
-
-
-def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the whole tokenizer, wherever it came from."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    special = sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())
-    return hashlib.sha256(f"{text}\n{special}".encode()).hexdigest()
 
 
 def _say(console: Console, text: str) -> None:

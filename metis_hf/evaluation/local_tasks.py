@@ -224,7 +224,8 @@ class TaskData:
 
 def local_group(data: Sequence[TaskData]) -> dict[str, Any]:
     """Return a group of lm-eval's tasks on local data; lm-eval merges each with its own."""
-    return {"group": "local", "task": [item.override() for item in data]}
+    names = "_".join(item.task for item in data)
+    return {"group": f"local_{names}", "task": [item.override() for item in data]}
 
 
 def read_task(task: str, directory: Path) -> TaskData:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from metis_hf.evaluation.local_tasks import (
     LOCAL_TASKS,
-    TaskData,
     json_lines,
     local_group,
     read_task,
@@ -108,38 +107,43 @@ def read_text(path: Path) -> HeldOutText:
 
 
 @dataclass(frozen=True)
+class PlannedTask:
+    """One task, and what it is measured on.
+
+    Attributes:
+        name: as asked for, or `LOSS_TASK`.
+        spec: what lm-eval is asked for.
+        data: file -> SHA-256; None for data that lm-eval fetches.
+        include_path: where lm-eval finds the task's YAML file, if that is not its own.
+    """
+
+    name: str
+    spec: TaskSpec
+    data: dict[str, str | None]
+    include_path: Path | None = None
+
+
+@dataclass(frozen=True)
 class EvaluationPlan:
     """Tasks with their data, read once for all checkpoints.
 
     Attributes:
-        tasks: names, in the order of the columns.
-        local: data of those that come from local files of the paper's tasks.
-        own: names of those that a YAML file in `directory` defines.
-        directory: with the local files.
+        tasks: the loss first, then in the order of the columns.
         text: held-out text, if a loss is measured.
-        fingerprints: file -> SHA-256; None for tasks whose data lm-eval fetches.
     """
 
-    tasks: list[str]
-    local: list[TaskData]
-    own: list[str]
-    directory: Path | None
+    tasks: list[PlannedTask]
     text: HeldOutText | None
-    fingerprints: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def specs(self) -> list[TaskSpec]:
-        """Return what lm-eval is asked for."""
-        names = {data.task for data in self.local}
-        specs: list[TaskSpec] = [task for task in self.tasks if task not in names]
-        if self.local:
-            specs.insert(0, local_group(self.local))
-        return specs + ([self.text.task()] if self.text is not None else [])
+        """Return what lm-eval is asked for if all tasks are evaluated at once."""
+        return [task.spec for task in self.tasks]
 
     @property
     def include_path(self) -> Path | None:
-        """Where lm-eval finds the YAML files of `own`."""
-        return self.directory if self.own else None
+        """Where lm-eval finds the YAML files of tasks that are not its own."""
+        return next((t.include_path for t in self.tasks if t.include_path is not None), None)
 
 
 def make_plan(tasks: Sequence[str], directory: Path | None, text: Path | None) -> EvaluationPlan:
@@ -159,37 +163,31 @@ def make_plan(tasks: Sequence[str], directory: Path | None, text: Path | None) -
     twice = sorted({task for task in tasks if list(tasks).count(task) > 1})
     if twice:
         raise ValueError(f"tasks named twice: {', '.join(twice)}")
+    if directory is not None and not directory.is_dir():
+        raise FileNotFoundError(f"tasks-dir {directory} is not a directory")
+    planned = []
     held_out = read_text(text) if text is not None else None
-    local: list[TaskData] = []
-    own: list[str] = []
-    fingerprints: dict[str, str | None] = {}
-    if directory is None:
-        fingerprints |= dict.fromkeys(tasks)
-    else:
-        if not directory.is_dir():
-            raise FileNotFoundError(f"tasks-dir {directory} is not a directory")
-        local = [read_task(task, directory) for task in tasks if task in LOCAL_TASKS]
-        fingerprints |= {f"{data.task}.jsonl": data.sha256 for data in local}
-        own = [task for task in tasks if task not in LOCAL_TASKS]
-        fingerprints |= _own_files(own, directory)
     if held_out is not None:
-        fingerprints["loss_text"] = held_out.sha256
-    return EvaluationPlan(list(tasks), local, own, directory, held_out, fingerprints)
+        planned.append(PlannedTask(LOSS_TASK, held_out.task(), {"loss_text": held_out.sha256}))
+    planned += [_planned(task, directory) for task in tasks]
+    return EvaluationPlan(planned, held_out)
 
 
-def _own_files(tasks: Sequence[str], directory: Path) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for task in tasks:
-        if not (directory / f"{task}.yaml").is_file():
-            raise FileNotFoundError(
-                f"{directory / task}.yaml is missing: {task!r} is none of the tasks whose format "
-                f"is known ({', '.join(LOCAL_TASKS)}), so --tasks-dir must hold its definition in "
-                "lm-eval's format; without --tasks-dir lm-eval fetches its own tasks"
-            )
-        for file in (directory / f"{task}.yaml", directory / f"{task}.jsonl"):
-            if file.is_file():
-                found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return found
+def _planned(task: str, directory: Path | None) -> PlannedTask:
+    if directory is None:
+        return PlannedTask(task, task, {task: None})
+    if task in LOCAL_TASKS:
+        local = read_task(task, directory)
+        return PlannedTask(task, local_group([local]), {f"{task}.jsonl": local.sha256})
+    if not (directory / f"{task}.yaml").is_file():
+        raise FileNotFoundError(
+            f"{directory / task}.yaml is missing: {task!r} is none of the tasks whose format "
+            f"is known ({', '.join(LOCAL_TASKS)}), so --tasks-dir must hold its definition in "
+            "lm-eval's format; without --tasks-dir lm-eval fetches its own tasks"
+        )
+    files = [directory / f"{task}.yaml", directory / f"{task}.jsonl"]
+    found = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
+    return PlannedTask(task, task, dict(found), include_path=directory)
 
 
 def largest_batch_size(fits: Callable[[int], bool], start: int = MAX_BATCH_SIZE) -> int:

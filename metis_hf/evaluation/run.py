@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,12 +81,7 @@ def evaluate_model(
         ImportError: If lm_eval is not installed.
         ValueError: If there are no tasks or one has an unknown name.
     """
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise ImportError(
-            'evaluation needs lm_eval, which is not installed; pip install "metis-hf[eval]"'
-        ) from error
+    lm_eval = _import_harness()
     from metis_hf.evaluation.harness import MetisLM
 
     if not tasks:
@@ -211,9 +207,13 @@ def _mark_nan(harness: dict[str, Any], nonfinite: Mapping[str, int]) -> None:
 def task_manager(
     tasks: Sequence[TaskSpec], include_path: str | Path | Sequence[str | Path] | None
 ) -> TaskManager:
-    """Return a task manager that knows `tasks`, and all of lm-eval's (16 s) only if it must."""
-    import lm_eval.tasks
+    """Return a task manager that knows `tasks`, and all of lm-eval's (16 s) only if it must.
 
+    Raises:
+        ImportError: If lm_eval is not installed.
+        ValueError: If a task has an unknown name.
+    """
+    lm_eval = _import_harness()
     if include_path is None:
         own: list[str | Path] = []
     elif isinstance(include_path, str | Path):
@@ -240,6 +240,16 @@ def task_manager(
             f"nor below include_path={[str(path) for path in own]}"
         )
     return manager
+
+
+def _import_harness() -> ModuleType:
+    try:
+        import lm_eval.tasks
+    except ImportError as error:
+        raise ImportError(
+            'evaluation needs lm_eval, which is not installed; pip install "metis-hf[eval]"'
+        ) from error
+    return lm_eval
 
 
 def _names(spec: TaskSpec) -> Iterator[str]:

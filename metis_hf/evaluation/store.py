@@ -1,7 +1,8 @@
-"""Result files: one a checkpoint and precision, in lm-eval's shape with a `metis` part.
+"""Result files: one a checkpoint, precision and task, in lm-eval's shape with a `metis` part.
 
 The name ends in a digest of everything that decides the numbers, so results of other settings stay
 beside each other and a finished one is found again. A file is written whole or not at all.
+`join_results` makes the row of a table from the files of its tasks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.shared.records import read_json, write_json
 
 FOLDER = "results"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 held all tasks of a row in one file
 
 
 def settings_of(
@@ -28,7 +30,7 @@ def settings_of(
     dtype: str,
     batch_size: int,
     limit: int | None,
-    tasks: list[str],
+    task: str,
     data: dict[str, str | None],
     conversion: MetisConfig | None = None,
     own_schemes: dict[str, str] | None = None,
@@ -41,8 +43,8 @@ def settings_of(
         precision: "scheme" or "dense".
         dtype: as asked.
         batch_size: sequences per forward pass; a tensor scale spans the batch.
-        limit: documents of each task, or None for all.
-        tasks: their names.
+        limit: documents of the task, or None for all.
+        task: its name.
         data: file name or task -> SHA-256 of the local data; None for data that lm-eval fetches.
         conversion: what a dense checkpoint was converted to, if it was.
         own_schemes: name -> SHA-256 of the source of schemes from outside this package.
@@ -60,18 +62,19 @@ def settings_of(
         "dtype": dtype,
         "batch_size": batch_size,
         "limit": limit,
-        "tasks": sorted(tasks),
+        "task": task,
         "data_sha256": data,
         "versions": {name: version(name) for name in ("lm_eval", "metis-hf", "transformers")},
     }
 
 
 def result_path(out: Path, label: str, settings: dict[str, Any]) -> Path:
-    """Return where the result of these settings is or will be."""
+    """Return where the result of a task under these settings is or will be."""
     text = json.dumps(settings, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    name = re.sub(r"[^\w.-]+", "-", label)
-    return out / FOLDER / f"{name}.{settings['precision']}.{digest}.json"
+    parts = [re.sub(r"[^\w.-]+", "-", part) for part in (label, settings["task"])]
+    name = ".".join([parts[0], settings["precision"], parts[1], digest])
+    return out / FOLDER / f"{name}.json"
 
 
 def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -113,3 +116,30 @@ def make_folder(out: Path) -> None:
 def save_result(path: Path, record: dict[str, Any]) -> None:
     """Write a result."""
     write_json(path, record)
+
+
+def join_results(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return results of one checkpoint's tasks as one record, which `table.compare` takes.
+
+    Args:
+        records: of the same checkpoint, precision, batch size and limit; at least one.
+
+    Returns:
+        `results` and `higher_is_better` of all of lm-eval's tasks and groups, and under `metis` the
+        first record's fields, with items and troubles of all and the loss of the one that has it.
+    """
+    ours = [record["metis"] for record in records]
+    joined = {
+        **ours[0],
+        "items": {task: items for one in ours for task, items in one["items"].items()},
+        "nonfinite": {task: count for one in ours for task, count in one["nonfinite"].items()},
+    }
+    for name in ("truncated_requests", "truncated_tokens"):
+        joined[name] = sum(one[name] for one in ours)
+    for name in ("held_out_loss", "held_out_tokens"):
+        joined[name] = next((one[name] for one in ours if one[name] is not None), None)
+    of_all = {
+        section: {name: found for record in records for name, found in record[section].items()}
+        for section in ("results", "higher_is_better")
+    }
+    return {**of_all, "metis": joined}

@@ -14,7 +14,7 @@ from lm_eval.utils import make_table
 
 from evaluation.eval_tools import CONTEXT, DATA, make_model, make_tokenizer, run, save
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
-from metis_hf.evaluation import plan
+from metis_hf.evaluation import jobs, plan
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 30
@@ -61,8 +61,12 @@ def evaluated(runs, text, tmp_path_factory):
 
 
 def results(out):
-    return {path.name.rsplit(".", 2)[0]: json.loads(path.read_text())
-            for path in sorted((out / "results").glob("*.json"))}  # fmt: skip
+    """Return row -> task -> what its result file holds."""
+    found = {}
+    for path in sorted((out / "results").glob("*.json")):
+        label, precision, task, _ = path.name.removesuffix(".json").rsplit(".", 3)
+        found.setdefault(f"{label}.{precision}", {})[task] = json.loads(path.read_text())
+    return found
 
 
 def test_seven_tasks_and_the_loss_give_numbers(evaluated, runs):
@@ -70,22 +74,25 @@ def test_seven_tasks_and_the_loss_give_numbers(evaluated, runs):
     records = results(out)
     assert set(records) == {"bf16.dense", "metis.scheme", "metis.dense"}
     assert "one evaluation is all there is" in printed
-    for record in records.values():
+    for row in records.values():
+        assert set(row) == {*LOCAL_TASKS, plan.LOSS_TASK}
         for task in LOCAL_TASKS:
+            record = row[task]
             assert 0 <= record["results"][task]["acc,none"] <= 1
+            keys = {"results", "versions", "n-shot", "n-samples", "configs", "higher_is_better"}
+            assert keys | {"config", "lm_eval_version", "transformers_version"} <= record.keys()
+            assert "custom_dataset" not in record["configs"][task]
+            assert record["configs"][task]["dataset_kwargs"]["data_files"]
+            assert task in make_table(record)  # lm-eval reads it as its own
+            ours = record["metis"]
+            assert ours["batch_size"] == ours["settings"]["batch_size"] == plan.CPU_BATCH_SIZE
+            assert list(ours["items"]) == [task]
+            assert list(ours["settings"]["data_sha256"]) == [f"{task}.jsonl"]
+            share = ours["items"][task]["acc"].count("1") / len(ours["items"][task]["acc"])
+            assert share == record["results"][task]["acc,none"]
         for task in ("arc_challenge", "arc_easy", "piqa", "hellaswag"):
-            assert "acc_norm,none" in record["results"][task]
-        keys = {"results", "versions", "n-shot", "n-samples", "configs", "higher_is_better"}
-        assert keys | {"config", "lm_eval_version", "transformers_version"} <= record.keys()
-        assert "custom_dataset" not in record["configs"]["piqa"]
-        assert record["configs"]["piqa"]["dataset_kwargs"]["data_files"]["validation"]
-        assert "piqa" in make_table(record)  # lm-eval reads it as its own
-        ours = record["metis"]
-        assert ours["batch_size"] == ours["settings"]["batch_size"] == plan.CPU_BATCH_SIZE
-        assert set(ours["items"]) == set(LOCAL_TASKS)
-        share = ours["items"]["race"]["acc"].count("1") / len(ours["items"]["race"]["acc"])
-        assert share == record["results"]["race"]["acc,none"]
-    losses = {name: record["metis"]["held_out_loss"] for name, record in records.items()}
+            assert "acc_norm,none" in row[task]["results"][task]
+    losses = {name: row[plan.LOSS_TASK]["metis"]["held_out_loss"] for name, row in records.items()}
     assert losses["metis.dense"] == losses["bf16.dense"]  # the same weights
     assert losses["metis.scheme"] != losses["metis.dense"]
     assert str(runs) not in (out / "table.md").read_text()
@@ -93,7 +100,7 @@ def test_seven_tasks_and_the_loss_give_numbers(evaluated, runs):
 
 def test_loss_is_the_models_cross_entropy(evaluated, tokenizer):
     out, _ = evaluated
-    measured = results(out)["bf16.dense"]["metis"]
+    measured = results(out)["bf16.dense"][plan.LOSS_TASK]["metis"]
     ids = tokenizer.encode(TEXT)
     assert measured["held_out_tokens"] == len(ids)
     model, total = make_model(), 0.0
@@ -128,18 +135,59 @@ def test_finished_results_are_used_again_and_said_so(evaluated, runs, text, monk
     def evaluate(*_, **__):
         raise AssertionError("evaluated again")
 
-    monkeypatch.setattr("metis_hf.evaluation.command.evaluate_model", evaluate)
+    monkeypatch.setattr("metis_hf.evaluation.jobs.evaluate_model", evaluate)
     arguments = [runs / "metis", "--tasks-dir", DATA, "--loss-text", text, "--out", again]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     assert "finished before, taken from" in done.output.replace("\n", " ")
-    for changed in (["--overwrite"], ["--limit", 2], ["--batch-size", 4], ["--dtype", "float32"],
-                    ["--precision", "dense", "--tasks", "piqa"]):  # fmt: skip
+    for changed in (["--overwrite"], ["--limit", 2], ["--batch-size", 4], ["--dtype", "float32"]):
         assert isinstance(run(*arguments, *changed).exception, AssertionError)
     other = shutil.copytree(DATA, tmp_path / "data")
     (other / "piqa.jsonl").write_text((DATA / "piqa.jsonl").read_text() * 2)
     arguments[2] = other
     assert isinstance(run(*arguments).exception, AssertionError)
+
+
+def test_a_task_is_evaluated_by_itself_and_once(evaluated, runs, tmp_path, monkeypatch):
+    """Whatever else was asked for, before or now, so that its batches are always the same."""
+    out, _ = evaluated
+    asked = []
+    plain = jobs.evaluate_model
+
+    def evaluate(model, tokenizer, tasks, **options):
+        asked.append([task["task"][0]["task"] for task in tasks])
+        return plain(model, tokenizer, tasks, **options)
+
+    monkeypatch.setattr("metis_hf.evaluation.jobs.evaluate_model", evaluate)
+    arguments = [runs / "metis", "--tasks-dir", DATA, "--out", tmp_path]
+    assert run(*arguments, "--tasks", "piqa").exit_code == 0
+    done = run(*arguments, "--tasks", "race,piqa,arc_easy")
+    assert done.exit_code == 0, done.output
+    assert asked == [["piqa"], ["race"], ["arc_easy"]]
+    assert "piqa finished before, taken from" in done.output.replace("\n", " ")
+    apart, together = results(tmp_path)["metis.scheme"], results(out)["metis.scheme"]
+    for task in ("piqa", "race", "arc_easy"):
+        assert apart[task]["metis"]["settings"] == together[task]["metis"]["settings"]
+        assert apart[task]["results"] == together[task]["results"]
+
+
+def test_an_interrupted_row_goes_on_behind_its_last_task(runs, tmp_path, monkeypatch):
+    plain = jobs.evaluate_model
+
+    def interrupted(model, tokenizer, tasks, **options):
+        if tasks[0]["task"][0]["task"] == "race":
+            raise KeyboardInterrupt
+        return plain(model, tokenizer, tasks, **options)
+
+    arguments = [runs / "bf16", "--tasks-dir", DATA, "--out", tmp_path, "--tasks", "piqa,race"]
+    monkeypatch.setattr("metis_hf.evaluation.jobs.evaluate_model", interrupted)
+    assert run(*arguments).exit_code != 0
+    assert set(results(tmp_path)["bf16.dense"]) == {"piqa"}
+    monkeypatch.setattr("metis_hf.evaluation.jobs.evaluate_model", plain)
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "piqa finished before" in done.output.replace("\n", " ")
+    assert set(results(tmp_path)["bf16.dense"]) == {"piqa", "race"}
 
 
 @pytest.mark.parametrize(
@@ -172,9 +220,10 @@ def test_nan_is_shown_flagged_and_never_averaged_away(runs, tokenizer, tmp_path)
     done = run(runs / "bf16", tmp_path / "broken", "--tasks", "piqa,race", "--tasks-dir", DATA,
                "--out", tmp_path)  # fmt: skip
     assert done.exit_code == 0, done.output
-    record = results(tmp_path)["broken.dense"]
-    assert math.isnan(record["results"]["piqa"]["acc,none"])
-    assert record["metis"]["nonfinite"] == {"piqa": 8, "race": 16}
+    broken = results(tmp_path)["broken.dense"]
+    assert math.isnan(broken["piqa"]["results"]["piqa"]["acc,none"])
+    assert broken["piqa"]["metis"]["nonfinite"] == {"piqa": 8}
+    assert broken["race"]["metis"]["nonfinite"] == {"race": 16}
     row = next(r for r in (tmp_path / "table.md").read_text().splitlines() if "| broken" in r)
     assert row.count("NaN (!)") == 3  # two tasks and the average
     assert "8 likelihoods of PIQA are NaN" in done.output.replace("\n", " ")
@@ -195,10 +244,9 @@ def test_tasks_of_lm_eval_with_their_own_definition(runs, tmp_path):
     assert done.exit_code == 0, done.output
     assert "word_perplexity of words" in done.output
     assert "The average leaves out words" in done.output
-    record = results(out)["bf16.dense"]
-    assert set(record["metis"]["settings"]["data_sha256"]) == {
-        "words.yaml", "words.jsonl", "piqa.jsonl"
-    }  # fmt: skip
+    row = results(out)["bf16.dense"]
+    data = {task: set(row[task]["metis"]["settings"]["data_sha256"]) for task in row}
+    assert data == {"words": {"words.yaml", "words.jsonl"}, "piqa": {"piqa.jsonl"}}
 
 
 def test_refusals(runs, tokenizer, tmp_path):
@@ -211,6 +259,7 @@ def test_refusals(runs, tokenizer, tmp_path):
     assert "tasks-dir" in refused("--tasks-dir", tmp_path / "nowhere")
     local = ("--tasks-dir", DATA, "--tasks")
     assert "fixtures/eval/mmlu.yaml is missing" in refused(*local, "mmlu")
+    assert "unknown tasks ['piqq'] (close to the first: ['piqa'" in refused("--tasks", "piqa,piqq")
     assert "named twice: piqa" in refused(*local, "piqa,piqa")
     assert "limit=0; expected at least 1" in refused("--limit", 0)
     assert "batch-size 'big'; expected auto" in refused("--batch-size", "big")
@@ -231,7 +280,7 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
     def evaluate(*_, **__):
         raise AssertionError("evaluated")
 
-    monkeypatch.setattr("metis_hf.evaluation.command.evaluate_model", evaluate)
+    monkeypatch.setattr("metis_hf.evaluation.jobs.evaluate_model", evaluate)
     out = tmp_path / "out"
 
     def refused(*arguments, out=out):
@@ -286,7 +335,7 @@ def test_a_document_that_looks_like_a_list_is_text(runs, tokenizer, tmp_path):
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     done = run(runs / "bf16", "--tasks", "none", "--loss-text", file, "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    ours = results(tmp_path)["bf16.dense"]["metis"]
+    ours = results(tmp_path)["bf16.dense"][plan.LOSS_TASK]["metis"]
     assert ours["held_out_tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
     assert 0 < ours["held_out_loss"] < 20
 
@@ -296,7 +345,7 @@ def test_loss_alone_of_json_lines(runs, tokenizer, tmp_path):
     file.write_text("".join(json.dumps({"text": TEXT[:size]}) + "\n" for size in (700, 900)))
     done = run(runs / "bf16", "--tasks", "none", "--loss-text", file, "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    ours = results(tmp_path)["bf16.dense"]["metis"]
+    ours = results(tmp_path)["bf16.dense"][plan.LOSS_TASK]["metis"]
     assert ours["held_out_tokens"] == sum(len(tokenizer.encode(TEXT[:n])) for n in (700, 900))
     assert 0 < ours["held_out_loss"] < 20
 

@@ -10,7 +10,7 @@ import torch
 
 from evaluation.eval_tools import DATA, make_model, make_tokenizer, run, save
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.evaluation import command, models, opening
+from metis_hf.evaluation import jobs, models, opening
 from metis_hf.evaluation.models import choose_models, read_conversions
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 12
@@ -126,7 +126,7 @@ def test_control_is_a_model_that_is_converted(folder, evaluate):
 
 
 def test_control_is_known_before_anything_is_evaluated(folder, monkeypatch):
-    monkeypatch.setattr(command, "evaluate_model", None)
+    monkeypatch.setattr(jobs, "evaluate_model", None)
     paths = [folder / "base", folder / "run"]
     assert choose_models(paths, control=str(folder / "base"))[1] == "base"
     assert choose_models(paths, control="run metis, dense", precision="both")[1]

@@ -39,27 +39,36 @@ def test_registered_under_its_name():
     assert EntryPoint(name, value.strip('"'), "lm_eval.models").load() is MetisLM
 
 
-@pytest.mark.parametrize("precision", ["scheme", "dense"])
-def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
-    tasks = [local_group([read_task(task, DATA) for task in ("piqa", "lambada_openai")])]
-    raw = lm_eval.simple_evaluate(
+def harness_alone(checkpoint, precision, *names):
+    """Return lm-eval's own answer for these tasks in one call, the checkpoint named as a run."""
+    tasks = [local_group([read_task(task, DATA) for task in names])]
+    return lm_eval.simple_evaluate(
         "metis",
-        model_args=f"pretrained={checkpoint.parent},precision={precision}",  # the run, not model/
+        model_args=f"pretrained={checkpoint.parent},precision={precision}",
         tasks=tasks,
         task_manager=task_manager(tasks, None),
         batch_size=8,
         device="cpu",
         bootstrap_iters=10,
     )
-    done = run(checkpoint, "--precision", precision, "--tasks", "piqa,lambada_openai",
+
+
+@pytest.mark.parametrize("precision", ["scheme", "dense"])
+def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
+    metrics = {"piqa": "acc,none", "lambada_openai": "perplexity,none"}
+    done = run(checkpoint, "--precision", precision, "--tasks", ",".join(metrics),
                "--tasks-dir", DATA, "--batch-size", 8, "--out", tmp_path)  # fmt: skip
     assert done.exit_code == 0, done.output
-    (file,) = (tmp_path / "results").iterdir()
-    ours = json.loads(file.read_text())["results"]
-    for task, metric in (("piqa", "acc,none"), ("lambada_openai", "perplexity,none")):
-        assert ours[task][metric] == pytest.approx(raw["results"][task][metric], rel=1e-6)
-    likelihoods = {s["resps"][0][0][0] for s in raw["samples"]["piqa"]}
-    assert len(likelihoods) == 4
+    for task, metric in metrics.items():
+        raw = harness_alone(checkpoint, precision, task)
+        (file,) = (tmp_path / "results").glob(f"*.{precision}.{task}.*.json")
+        ours = json.loads(file.read_text())["results"][task][metric]
+        assert ours == pytest.approx(raw["results"][task][metric], rel=1e-6)
+        likelihoods = {sample["resps"][0][0][0] for sample in raw["samples"][task]}
+        assert len(likelihoods) == 4
+    both = harness_alone(checkpoint, precision, *metrics)["results"]["lambada_openai"]
+    alike = both["perplexity,none"] == pytest.approx(ours, rel=1e-6)
+    assert alike == (precision == "dense")  # in one call tasks share batches, and batches matter
 
 
 def test_precision_decides_the_model(checkpoint):
