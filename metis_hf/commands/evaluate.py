@@ -46,7 +46,8 @@ def evaluate(
         str, typer.Option(help="Sequences per forward pass, the same for all; or auto.")
     ] = "auto",
     limit: Annotated[
-        int | None, typer.Option(help="Only the first items of each task, for a quick look.")
+        list[str] | None,
+        typer.Option(help="Only the first items of each task, or <task>=<items>; repeatable."),
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -89,6 +90,7 @@ def evaluate(
 
     from metis_hf.evaluation.command import Options, run_eval
     from metis_hf.evaluation.models import read_conversions
+    from metis_hf.evaluation.plan import parse_limits
 
     options = Options(
         tasks=() if tasks == "none" else tuple(split_names(tasks)),
@@ -96,7 +98,7 @@ def evaluate(
         loss_text=loss_text,
         precision=precision,
         batch_size=size,
-        limit=limit,
+        limits=parse_limits(limit or []),
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,

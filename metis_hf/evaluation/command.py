@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from metis_hf.evaluation.models import choose_models
 from metis_hf.evaluation.paper import PAPER_TASKS, published_method, shared_methods
 from metis_hf.evaluation.plan import (
     CPU_BATCH_SIZE,
+    LOSS_TASK,
     EvaluationPlan,
     make_plan,
     probe_batch_size,
@@ -51,7 +52,7 @@ class Options:
         loss_text: held-out text, plain or JSON lines.
         precision: "scheme", "dense" or "both".
         batch_size: sequences per forward pass; None takes the largest power of two that fits.
-        limit: only the first items of each task.
+        limits: task -> only its first items; "" stands for all tasks without a limit of their own.
         device: e.g. "cuda:1"; None takes the accelerator that there is.
         dtype: of the weights; "auto" as saved.
         tokenizer: directory of a tokenizer for all checkpoints, in place of their own.
@@ -66,7 +67,7 @@ class Options:
     loss_text: Path | None = None
     precision: str = "scheme"
     batch_size: int | None = None
-    limit: int | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
     device: str | None = None
     dtype: str = "auto"
     tokenizer: Path | None = None
@@ -77,13 +78,15 @@ class Options:
         for name, known in (("precision", PRECISIONS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected {', '.join(known)}")
-        for name in ("batch_size", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; expected at least 1")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}; expected at least 1")
         for conversion in self.conversions:
             for scheme in (conversion.scheme, *conversion.scheme_pattern.values()):
                 scheme_info(scheme)
+
+    def limit_of(self, task: str) -> int | None:
+        """Return how many items of a task are evaluated; None for all."""
+        return self.limits.get(task, self.limits.get(""))
 
 
 def evaluate_checkpoints(
@@ -117,7 +120,7 @@ def evaluate_checkpoints(
             plan,
             out,
             batch_size=batch_size,
-            limit=options.limit,
+            limit_of=options.limit_of,
             dtype=options.dtype,
             overwrite=options.overwrite,
         )
@@ -165,9 +168,11 @@ def run_eval(
     if unknown:
         raise ValueError(f"format {', '.join(unknown)}; expected some of {', '.join(FORMATS)}")
     chosen = parse_metrics(metrics)
-    strange = [task for task in chosen if task and task not in options.tasks]
-    if strange:
-        raise ValueError(f"metric for {', '.join(strange)}, which is not evaluated")
+    evaluated = {"", LOSS_TASK, *options.tasks}
+    for what, tasks in (("metric", chosen), ("limit", options.limits)):
+        strange = [task for task in tasks if task not in evaluated]
+        if strange:
+            raise ValueError(f"{what} for {', '.join(strange)}, which is not evaluated")
     checkpoints, control = choose_models(
         paths, options.conversions, precision=options.precision, control=control
     )
@@ -195,7 +200,7 @@ def _jobs(
         tokenizer = checkpoint.tokenizer(options.tokenizer)
         _check_vocabulary(checkpoint, tokenizer)
         if plan.text is not None:
-            plan.text.check(tokenizer, options.limit)
+            plan.text.check(tokenizer, options.limit_of(LOSS_TASK))
         precisions = checkpoint.precisions(options.precision)
         if options.precision == "both" and len(precisions) == 1 and not options.conversions:
             _say(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,7 @@ def plan_steps(
     out: Path,
     *,
     batch_size: int,
-    limit: int | None,
+    limit_of: Callable[[str], int | None],
     dtype: str,
     overwrite: bool,
 ) -> list[Step]:
@@ -143,7 +144,7 @@ def plan_steps(
         plan: the tasks and their data.
         out: directory whose `results/` holds the result files.
         batch_size: sequences per forward pass.
-        limit: only the first items of each task.
+        limit_of: task -> how many of its first items are evaluated; None for all.
         dtype: of the weights, as asked for.
         overwrite: leave finished results aside.
 
@@ -159,7 +160,7 @@ def plan_steps(
             precision=job.precision,
             dtype=dtype,
             batch_size=batch_size,
-            limit=limit,
+            limit=limit_of(task.name),
             task=task.name,
             data=task.data,
             conversion=job.checkpoint.conversion,

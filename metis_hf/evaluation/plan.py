@@ -190,6 +190,23 @@ def _planned(task: str, directory: Path | None) -> PlannedTask:
     return PlannedTask(task, task, dict(found), include_path=directory)
 
 
+def parse_limits(options: Sequence[str]) -> dict[str, int]:
+    """Return `["300", "race=100", ...]` as task -> items; the key "" stands for all other tasks.
+
+    Raises:
+        ValueError: a limit that is no number of items.
+    """
+    chosen: dict[str, int] = {}
+    for option in options:
+        task, equals, items = option.rpartition("=")
+        if not items.isdigit() or int(items) < 1 or (equals and not task):
+            raise ValueError(
+                f"limit {option!r}; expected a number of items, at least 1, or <task>=<items>"
+            )
+        chosen[task] = int(items)
+    return chosen
+
+
 def largest_batch_size(fits: Callable[[int], bool], start: int = MAX_BATCH_SIZE) -> int:
     """Return the largest power of two up to `start` (one itself) that fits; 1 if none does."""
     size = start

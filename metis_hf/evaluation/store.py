@@ -122,15 +122,17 @@ def join_results(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return results of one checkpoint's tasks as one record, which `table.compare` takes.
 
     Args:
-        records: of the same checkpoint, precision, batch size and limit; at least one.
+        records: of the same checkpoint, precision and batch size; at least one.
 
     Returns:
         `results` and `higher_is_better` of all of lm-eval's tasks and groups, and under `metis` the
-        first record's fields, with items and troubles of all and the loss of the one that has it.
+        first record's fields, with items and troubles of all, the loss of the one that has it, and
+        `limits`: task -> items, or None for all.
     """
     ours = [record["metis"] for record in records]
     joined = {
         **ours[0],
+        "limits": {one["settings"]["task"]: one["settings"]["limit"] for one in ours},
         "items": {task: items for one in ours for task, items in one["items"].items()},
         "nonfinite": {task: count for one in ours for task, count in one["nonfinite"].items()},
     }

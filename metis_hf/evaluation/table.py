@@ -358,8 +358,16 @@ def _setting_notes(record: dict[str, Any]) -> list[str]:
     if record["metis"]["held_out_loss"] is not None:
         tokens = record["metis"]["held_out_tokens"]
         notes.append(f"Loss is held-out, in nats per token; {tokens} tokens in the first row.")
-    limit = settings["limit"]
-    if limit is not None:
-        few = ": a smoke test, not a result" if limit < FEW_ITEMS else ""
-        notes.append(f"Only the first {limit} items of each task{few}.")
+    limits = record["metis"]["limits"]
+    if set(limits.values()) != {None}:
+        of_items: dict[int, list[str]] = {}
+        for task, items in limits.items():
+            if items is not None:
+                of_items.setdefault(items, []).append(title(task))
+        parts = [f"{items} of {', '.join(titles)}" for items, titles in of_items.items()]
+        few = ": a smoke test, not a result" if min(of_items) < FEW_ITEMS else ""
+        shown = f"Only the first {'; '.join(parts)}{few}."
+        if len(set(limits.values())) == 1:
+            shown = f"Only the first {min(of_items)} items of each task{few}."
+        notes.append(shown)
     return notes

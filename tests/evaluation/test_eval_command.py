@@ -171,6 +171,17 @@ def test_a_task_is_evaluated_by_itself_and_once(evaluated, runs, tmp_path, monke
         assert apart[task]["results"] == together[task]["results"]
 
 
+def test_a_limit_for_each_task(runs, text, tmp_path):
+    done = run(runs / "bf16", "--tasks-dir", DATA, "--tasks", "piqa,race,arc_easy", "--out",
+               tmp_path, "--limit", 2, "--limit", "race=1", "--loss-text", text)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    row = results(tmp_path)["bf16.dense"]
+    counts = {task: record["n-samples"][task]["effective"] for task, record in row.items()}
+    assert counts == {"piqa": 2, "race": 1, "arc_easy": 2, plan.LOSS_TASK: 1}  # of one document
+    said = "Only the first 2 of held_out_loss, PIQA, ARC-E; 1 of RACE: a smoke test, not a result."
+    assert said in (tmp_path / "table.md").read_text()
+
+
 def test_an_interrupted_row_goes_on_behind_its_last_task(runs, tmp_path, monkeypatch):
     plain = jobs.evaluate_model
 
@@ -261,7 +272,9 @@ def test_refusals(runs, tokenizer, tmp_path):
     assert "fixtures/eval/mmlu.yaml is missing" in refused(*local, "mmlu")
     assert "unknown tasks ['piqq'] (close to the first: ['piqa'" in refused("--tasks", "piqa,piqq")
     assert "named twice: piqa" in refused(*local, "piqa,piqa")
-    assert "limit=0; expected at least 1" in refused("--limit", 0)
+    for limit in ("0", "-3", "few", "=3", "race="):
+        assert f"limit {limit!r}; expected a number of items" in refused(f"--limit={limit}")
+    assert "limit for race, which is not" in refused("--limit", "race=2", *local, "piqa")
     assert "batch-size 'big'; expected auto" in refused("--batch-size", "big")
     assert "format png; expected some of md, tex, csv" in refused("--format", "png")
     assert "metric 'f1'; expected acc" in refused("--metric", "f1")

@@ -37,7 +37,7 @@ def record(label, *, loss=None, boolq="1100", hella="1000", norm="1110", **chang
         "label": label, "scheme": label, "precision": "scheme", "held_out_loss": loss,
         "held_out_tokens": 1000, "loss_task": "held_out_loss", "nonfinite": {},
         "truncated_requests": 0, "truncated_tokens": 0,
-        "settings": {"batch_size": 8, "limit": None},
+        "settings": {"batch_size": 8}, "limits": {"piqa": None},
         "items": {"boolq": {"acc": boolq}, "hellaswag": {"acc": hella, "acc_norm": norm}},
         "quantization_config": {"scheme": label},
     }  # fmt: skip
