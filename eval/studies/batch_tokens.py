@@ -1,4 +1,4 @@
-"""What tokens of a batch do to schemes with splits: a table for docs/fidelity.md.
+"""What the shape of a batch does to schemes with splits: a table for docs/fidelity.md.
 
     python eval/studies/batch_tokens.py MODEL --text prose.txt
 

@@ -124,9 +124,9 @@ _COLUMNS = (
     _KL_IN_TRAINING,
     Column("Same top token %", lambda r: r.mean("top1", 100), ".1f"),
     Column("Gradient error", lambda r: r.gradient("error"), ".3f", "Gradient error"),
-    Column("of the mean", lambda r: r.mean_gradient("error"), ".3f"),
+    Column("Mean gradient error", lambda r: r.mean_gradient("error"), ".3f"),
     Column("Gradient cosine", lambda r: r.gradient("cosine"), ".3f", "Cosine"),
-    Column("of the mean", lambda r: r.mean_gradient("cosine"), ".3f"),
+    Column("Mean gradient cosine", lambda r: r.mean_gradient("cosine"), ".3f"),
 )
 
 
