@@ -23,22 +23,35 @@ _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
 class GradientFile:
     """The gradients of some weights for each of some batches, fp32, on disk.
 
+    Every weight lies there as [o i], so that files of schemes that store it otherwise compare.
+
     Args:
         path: the file; one of that name is overwritten.
         batches: rows.
         weights: the parameters, in order.
+        transposed: for each, whether it is [i o].
     """
 
-    def __init__(self, path: Path, batches: int, weights: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        batches: int,
+        weights: Sequence[nn.Parameter],
+        transposed: Sequence[bool],
+    ) -> None:
         self.path = path
+        self._transposed = transposed
         self._bounds = np.cumsum([0, *(weight.numel() for weight in weights)])
         shape = (batches, int(self._bounds[-1]))
         self.rows = np.memmap(path, dtype=np.float32, mode="w+", shape=shape)
 
     def put(self, batch: int, weights: Sequence[nn.Parameter]) -> None:
         """Store the weights' `.grad` as the row of a batch; a weight without one has zeros."""
-        for weight, start, end in zip(weights, self._bounds, self._bounds[1:]):
+        ends = self._bounds[1:]
+        for weight, turn, start, end in zip(weights, self._transposed, self._bounds, ends):
             grad = weight.grad
+            if grad is not None and turn:
+                grad = grad.T
             self.rows[batch, start:end] = (
                 0.0 if grad is None else grad.detach().float().cpu().flatten().numpy()
             )

@@ -32,6 +32,7 @@ from metis_hf.fidelity.subject import (
     Part,
     Subject,
     converted,
+    is_transposed,
     open_subject,
     running,
     trainable,
@@ -305,7 +306,8 @@ class _Measurements:
         folder.mkdir(exist_ok=True)
         model = self.subject.model
         exact = self._exact_gradients(layers, weights)
-        file = GradientFile(folder / "scheme", len(self.batches), parameters)
+        turned = [is_transposed(layer) for layer in layers.values()]
+        file = GradientFile(folder / "scheme", len(self.batches), parameters, turned)
 
         def keep(number: int) -> None:
             file.put(number, parameters)
@@ -337,7 +339,9 @@ class _Measurements:
         names = list(weights)
         if self.exact is None or self.exact[0] != names:
             parameters = list(weights.values())
-            file = GradientFile(self.out / "gradients" / "exact", len(self.batches), parameters)
+            turned = [is_transposed(layer) for layer in layers.values()]
+            path = self.out / "gradients" / "exact"
+            file = GradientFile(path, len(self.batches), parameters, turned)
             with running({**layers, **self._attention()}):
                 run_batches(
                     self.subject.model, parameters, self.batches, lambda n: file.put(n, parameters)

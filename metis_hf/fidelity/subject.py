@@ -20,7 +20,7 @@ from metis_hf.data.chat import first_sequences
 from metis_hf.data.sequences import read_sequences
 from metis_hf.evaluation.opening import open_model
 from metis_hf.layers.attention import AttentionProducts
-from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.linear import MetisLayer, QuantLinear
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.shared.quiet import quiet
 
@@ -174,6 +174,11 @@ def _forget(part: Part) -> None:
     """Drop what earlier calls left for later ones."""
     if isinstance(part, MetisLayer):
         part.evaluation_weight.forget()
+
+
+def is_transposed(layer: MetisLayer) -> bool:
+    """Whether the matrix of `trainable` is [i o], as a Conv1D's weight is unless it is split."""
+    return layer.conv1d and isinstance(layer, QuantLinear)
 
 
 def trainable(layers: dict[str, MetisLayer]) -> dict[str, nn.Parameter]:

@@ -161,6 +161,23 @@ class TestOtherModels:
         assert result.gradients["error"] == [0.0, 0.0]
         assert result.rise.mean == 0
 
+    def test_storage_of_a_weight_changes_no_gradient(self, place, tmp_path):
+        """A Conv1D's weight is [i o], a stored split [o i], and the exact gradient is one."""
+        config = transformers.GPT2Config(
+            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64
+        )
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        for order in (("nvfp4-rne", "bf16-split"), ("bf16-split", "nvfp4-rne")):
+            options = Settings(
+                str(tmp_path / "model"), place / "text.txt", schemes=order, alone=(), **SMALL
+            )
+            found = {r.name: r.gradients["error"] for r in fidelity(options, tmp_path / order[0])}
+            assert max(found["bf16-split"]) < 1e-5  # nothing is quantized
+            assert 0.1 < min(found["nvfp4-rne"]) < 1.2
+
     def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
         model = get_metis_model(load(place), MetisConfig(scheme="nvidia"))
         model.save_pretrained(tmp_path / "model")
