@@ -115,8 +115,14 @@ def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def weight_health(layer: MetisLayer) -> Stats:
-    """Return statistics of a layer's weight. Where it is sharded every process has to call this."""
+def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
+    """Return statistics of a layer's weight. Where it is sharded every process has to call this.
+
+    Args:
+        layer: converted.
+        state: what a call took from the scheme's state, of `plan_of_call`; without it a scheme with
+            channel scales has the figures of the unscaled weight.
+    """
     params = _whole_params(layer)
     weight = layer.weight_form.dense(params).float()
     finite = torch.isfinite(weight)
@@ -131,15 +137,19 @@ def weight_health(layer: MetisLayer) -> Stats:
         stats |= _split_stats(weight, spectral_split(weight, layer.scheme.rank).residual)
         residual = weight
     operand = layer.active_scheme().fprop_weight
-    if operand.quantizer is not None:
-        key = layer.noise_key()
-        if isinstance(operand.conditioner, Spectral):  # of one matrix: its split is made here
-            split = operand.conditioner.parts(residual, operand.quantizer, dim=-1, key=key)
-            residual = split[-1].before
-        w_hat = layer.weight_form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)
-        assert w_hat.scale is None
-        stats["sqnr_db"] = sqnr_db(weight, w_hat.values)
-        stats["zeroed"], stats["saturated"] = element_fates(residual, operand.quantizer)
+    quantizer = operand.quantizer
+    if quantizer is not None:
+        if state is not None:
+            operand = operand.bind(state)
+        key, form = layer.noise_key(), layer.weight_form
+        w_hat = form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)
+        values = w_hat.values if w_hat.scale is None else w_hat.values * w_hat.scale
+        stats["sqnr_db"] = sqnr_db(weight, values[: weight.shape[0], : weight.shape[1]])
+        amax = None
+        if not isinstance(form, SplitWeight) or form.exact_factors:  # else a plain quantizer's
+            parts = operand.conditioner.parts(residual, quantizer, dim=-1, key=key)
+            residual, amax = parts[-1].before, operand.conditioner.tensor_amax()
+        stats["zeroed"], stats["saturated"] = element_fates(residual, quantizer, amax)
     return {name: float(value) for name, value in stats.items()}
 
 
@@ -185,19 +195,21 @@ class LayerProbe:
         stats: layer -> tensor kind -> statistics.
         noise: layer -> norms of its weight gradient and of the quantization noise in it; only
             trained layers with a quantized wgrad GEMM.
+        states: layer -> what its measured call took from the scheme's state.
     """
 
     def __init__(self) -> None:
         self.stats: dict[str, dict[str, Stats]] = {}
+        self.states: dict[str, Any] = {}
         self.noise: dict[str, GradientNoise] = {}
         self._handles: list = []
 
     def attach(self, layers: dict[str, MetisLayer]) -> None:
         """Start measuring."""
         self.detach()
-        self.stats, self.noise = {}, {}
+        self.stats, self.noise, self.states = {}, {}, {}
         for name, layer in layers.items():
-            hook = _ProbeHook(name, self.stats.setdefault(name, {}), self.noise)
+            hook = _ProbeHook(name, self.stats.setdefault(name, {}), self.noise, self.states)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
@@ -208,8 +220,15 @@ class LayerProbe:
 
 
 class _ProbeHook:
-    def __init__(self, name: str, stats: dict[str, Stats], noise: dict[str, GradientNoise]) -> None:
-        self.name, self.stats, self.noise, self.armed = name, stats, noise, True
+    def __init__(
+        self,
+        name: str,
+        stats: dict[str, Stats],
+        noise: dict[str, GradientNoise],
+        states: dict[str, Any],
+    ) -> None:
+        self.name, self.stats, self.noise, self.states = name, stats, noise, states
+        self.armed = True
 
     @torch.compiler.disable  # a measured step of a compiled model runs its measurements eagerly
     def __call__(
@@ -222,6 +241,7 @@ class _ProbeHook:
         mask = layer.row_mask(x) if mask is None else mask
         plan = plan_of_call(layer, x, mask, output.dtype)
         if "activation" not in self.stats:
+            self.states[self.name] = plan.state
             self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, plan)
         if not output.requires_grad:
             return

@@ -291,7 +291,7 @@ class MetisCallback(ResumeGuard):
     def _collect(self, state: TrainerState) -> None:
         per_layer = self._probe.stats
         for name, layer in self._layers.items():
-            per_layer[name]["weight"] = weight_health(layer)
+            per_layer[name]["weight"] = weight_health(layer, self._probe.states.get(name))
         bad = nonfinite_layers(per_layer)
         if bad:
             shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")

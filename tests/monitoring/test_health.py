@@ -9,8 +9,17 @@ import torch
 from conftest import llama
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
-from metis_hf.monitoring.health import operand_health, spectral_norm, stable_rank, weight_health
+from metis_hf.monitoring.health import (
+    LayerProbe,
+    operand_health,
+    plan_of_call,
+    spectral_norm,
+    stable_rank,
+    weight_health,
+)
 from metis_hf.noise import Key
+from metis_hf.numerics import sqnr_db
+from metis_hf.schemes import Role
 
 NORM_TOLERANCE = 0.05  # of twelve power iterations on normal entries, whose spectrum has no gap
 
@@ -38,3 +47,35 @@ def test_zeros_have_no_ratios():
     assert weight_health(layer) == {"nonfinite": 0.0}
     torch.nn.init.normal_(layer.weight)
     assert all(math.isfinite(value) for value in weight_health(layer).values())
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["nvfp4-rne", "quarot", "quip", "hot-channel", "smoothquant", "outlier-suppression-plus",
+     "svdquant", "metis"],
+)  # fmt: skip
+def test_weight_is_measured_as_its_gemm_gets_it(scheme):
+    """Rotated, scaled by what the layer has seen, split, or with a second term."""
+    model = llama(num_hidden_layers=1)
+    with torch.no_grad():  # outliers in what up_proj reads
+        model.model.layers[0].post_attention_layernorm.weight[::16] = 60.0
+    get_metis_model(model, MetisConfig(scheme=scheme))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    layers, probe = dict(metis_layers(model)), LayerProbe()
+    layer = layers[next(name for name in layers if name.endswith("up_proj"))]
+    inputs = []
+    layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    for _ in range(2):
+        probe.attach(layers)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+    plan = plan_of_call(layer, inputs[-1], None, torch.float32)
+    params = layer.weight_params()
+    with torch.no_grad():
+        w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+        values = w_hat.values if w_hat.scale is None else w_hat.values * w_hat.scale
+        weight = layer.weight_form.dense(params).float()
+        name = next(name for name, one in layers.items() if one is layer)
+        found = weight_health(layer, probe.states.get(name))
+    exact = sqnr_db(weight, values[: weight.shape[0], : weight.shape[1]].float()).item()
+    assert found["sqnr_db"] == pytest.approx(exact, abs=0.05)
+    assert found["zeroed"] < 0.3  # of normal entries a fifteenth, scaled apart a fifth

@@ -36,7 +36,7 @@ class HotChannels(Conditioner):
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
         quantized, _, residual = self._residual(x, quantizer, dim, key)
         residual_hat = quantizer(residual, dim=dim, key=key.fold(1))
-        return [Part("tensor", x, quantized), Part("hot residual", residual, residual_hat)]
+        return [Part("hot residual", residual, residual_hat), Part("tensor", x, quantized)]
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
         packed = pack(x, quantizer, dim=dim, key=key)
