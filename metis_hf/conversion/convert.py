@@ -78,13 +78,17 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
         TypeError: no module, or no `MetisConfig`.
         NotImplementedError: transformers has spread the model over processes already.
     """
-    config = MetisConfig() if config is None else config
+    return convert(model, MetisConfig() if config is None else config)
+
+
+def convert(model: nn.Module, config: MetisConfig, *, check_names: bool = True) -> nn.Module:
+    """Do what `get_metis_model` does; `check_names` as in `select_modules`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"get_metis_model converts a loaded model, and this is {model!r:.80}")
     if not isinstance(config, MetisConfig):
         raise TypeError(f"config={config!r:.80} is no MetisConfig; pass MetisConfig(scheme=...)")
     _check_model(model)
-    selection = select_modules(model, config)
+    selection = select_modules(model, config, check_names=check_names)
     for name in selection.linears:
         module = as_linear(model.get_submodule(name))
         _check_layer(name, module.weight, *linear_shape(module), config.for_layer(name))

@@ -8,7 +8,7 @@ training, its own state dict on save) do not apply to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from safetensors import safe_open
@@ -31,14 +31,19 @@ from metis_hf.layers.parallelism import check_plan, planned
 # by `registration` while transformers' quantizers are, and models import those.
 
 
+def read_config(values: Mapping[str, Any]) -> MetisConfig:
+    """Return a config that a checkpoint or an adapter holds, for this machine."""
+    config = MetisConfig.from_dict(dict(values))
+    # FP4 units were those of the machine that wrote it.
+    return config.replace(backend="auto") if config.backend == "native" else config
+
+
 class MetisConfigLoader(QuantizationConfigMixin):
     """The class that transformers looks up for quant_method "metis"; it gives a MetisConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs=False, **kwargs: Any):
-        config = MetisConfig.from_dict({**config_dict, **kwargs})
-        if config.backend == "native":  # of the machine that wrote the checkpoint, not of this one
-            config = config.replace(backend="auto")
+        config = read_config({**config_dict, **kwargs})
         return (config, {}) if return_unused_kwargs else config
 
 
@@ -46,14 +51,14 @@ class MetisLoader(HfQuantizer):
     """Converts a model on its way through from_pretrained."""
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        from metis_hf.conversion.convert import get_metis_model
+        from metis_hf.conversion.convert import convert
         from metis_hf.conversion.distributed import check_dense_checkpoint, cut_layers
 
         check_plan(model)
         # What is spread over processes is converted before it is, whatever the checkpoint.
         self._converts_early = self.pre_quantized or bool(planned(model))
         if self._converts_early:
-            get_metis_model(model, self.quantization_config)
+            convert(model, self.quantization_config, check_names=not self.pre_quantized)
             if not self.pre_quantized:
                 check_dense_checkpoint(model)
             cut_layers(model)

@@ -38,7 +38,7 @@ def why_not_plain(module: nn.Module) -> str | None:
     - parameters, buffers or submodules beside weight and bias: parametrized weights, adapters.
     """
     cls = type(module)
-    if cls in (nn.Linear, Conv1D):
+    if cls in (nn.Linear, Conv1D) and not _beside(module):
         return None
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return f"its owner reads the weight of the {cls.__name__} and does not call it"
@@ -47,11 +47,16 @@ def why_not_plain(module: nn.Module) -> str | None:
     read = f"{forward.__module__}.{getattr(forward, '__qualname__', '')}" in _READ
     if cls.__call__ is not base.__call__ or not (forward is base.forward or read):
         return f"its class {cls.__name__} has a forward pass of its own"
-    extra = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
+    extra = _beside(module)
     if extra or module._parameters.get("weight") is None:
         what = ", ".join(sorted(extra)) or "no weight"
         return f"its class {cls.__name__} has {what} beside weight and bias"
     return None
+
+
+def _beside(module: nn.Module) -> set[str]:
+    """Return names of what a layer has beside weight and bias: a mask of torch's pruning, say."""
+    return {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.hub import read_config
 from metis_hf.conversion.packed import packed_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedLinear, PackedWeight
@@ -262,7 +263,7 @@ class MetisLoraModel(LoraModel):
         config: Any = self.peft_config[adapter_name]
         recorded = getattr(config, "metis_config", None)
         if recorded is not None:
-            _reconcile(model, MetisConfig.from_dict(recorded))
+            _reconcile(model, read_config(recorded))
         _check_saved(config, model)
         if _quantized_names(model):
             config = _recording(config, model)
@@ -297,7 +298,7 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
     first = next(metis_layers(model), None)
     if first is not None:
         current = getattr(getattr(model, "config", None), "quantization_config", None)
-        if isinstance(current, MetisConfig) and current != trained:
+        if isinstance(current, MetisConfig) and current != trained.replace(backend=current.backend):
             ours, theirs = current.to_dict(), trained.to_dict()
             other = ", ".join(
                 f"{key}={ours.get(key)!r} (adapter: {theirs.get(key)!r})"

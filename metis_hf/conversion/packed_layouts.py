@@ -110,6 +110,11 @@ def read_scheme(config: Mapping[str, Any], where: str) -> PackedScheme:
 
 def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
     groups = config.get("config_groups") or {}
+    if config.get("transform_config"):
+        raise ValueError(
+            f"{where} has a transform_config: its weights are rotated, and its inputs have to be "
+            f"rotated in every forward pass, which is not done here; {_READS}"
+        )
     inputs = set()
     for name, group in groups.items():
         form = group.get("format") or config.get("format")

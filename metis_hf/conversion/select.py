@@ -44,8 +44,14 @@ class Selection:
     tied: dict[str, str] = field(default_factory=dict)
 
 
-def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
+def select_modules(model: nn.Module, config: MetisConfig, *, check_names: bool = True) -> Selection:
     """Apply target_modules, exclude_modules and the block policy to a model.
+
+    Args:
+        model: any module.
+        config: whose names are applied.
+        check_names: refuse names and patterns that match nothing. A checkpoint's were checked when
+            its model was converted, and part of it may be loaded, without the head that they name.
 
     Raises:
         ValueError: nothing matched; a target is not a linear layer; a pattern or name of the config
@@ -81,16 +87,18 @@ def select_modules(model: nn.Module, config: MetisConfig) -> Selection:
                     f"target_modules names {name} in full, so layers_to_transform does not apply "
                     "to it; give its last part, or leave layers_to_transform out"
                 )
-    _check_targets(model, config, candidates, skipped)
-    _check_layers(model, config, rules, candidates)
-    _check_blocks(model, config, candidates)
+    if check_names:
+        _check_targets(model, config, candidates, skipped)
+        _check_layers(model, config, rules, candidates)
+        _check_blocks(model, config, candidates)
     if not selected:
         why = "; ".join(f"{n}: {r}" for n, r in list(skipped.items())[:5])
         raise ValueError(
             f"target_modules={config.target_modules!r} selects no layer of "
             f"{type(model).__name__}. Its linear layers: {', '.join(_suffixes(candidates))}. {why}"
         )
-    _check_patterns(config, selected)
+    if check_names:
+        _check_patterns(config, selected)
     return Selection(
         linears=tuple(name for name in selected if not candidates[name]),
         experts=tuple(name for name in selected if candidates[name]),

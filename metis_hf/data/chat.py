@@ -1,9 +1,9 @@
 """Conversations and texts for fine-tuning: read, put into a model's chat template, chunked.
 
-One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}; a file
-that does not end in .jsonl is one text, of whose paragraphs the last are held out. Sequences are
-chunked without padding: documents follow each other, each with the end token behind it, and are cut
-at full length.
+One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}, in a
+file that ends in .jsonl, .ndjson or .json. Any other file is one text, of whose paragraphs the last
+are held out, or of its lines where it has no blank ones. Sequences are chunked without padding:
+documents follow each other, each with the end token behind it, and are cut at full length.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEYS = ("messages", "text")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 def read_documents(path: Path) -> list[dict[str, Any]]:
@@ -28,20 +29,37 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line that is no such object; its number is named. Nothing in the file.
+        ValueError: a line that is no such object; its number is named. Nothing in the file, or
+            such objects in a file that is a text by its name.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
-    content = path.read_text(encoding="utf-8")
-    if path.suffix != ".jsonl":
-        parts = [part for part in content.split("\n\n") if part.strip()]
-        documents = [{"text": f"{part}\n\n", "goes_on": True} for part in parts]
+    content = path.read_text(encoding="utf-8-sig")
+    if path.suffix.lower() not in _JSON_LINES:
+        _refuse_objects(path, content)
+        end = "\n\n" if "\n\n" in content.strip() else "\n"
+        parts = [part for part in content.split(end) if part.strip()]
+        documents = [{"text": f"{part}{end}", "goes_on": True} for part in parts]
     else:
-        lines = enumerate(content.splitlines(), 1)
+        # Not splitlines, which ends a line at characters that JSON strings may hold.
+        lines = enumerate(content.split("\n"), 1)
         documents = [_document(path, n, line) for n, line in lines if line.strip()]
     if not documents:
         raise ValueError(f"{path} is empty; give JSON lines of messages or text")
     return documents
+
+
+def _refuse_objects(path: Path, content: str) -> None:
+    """Refuse JSON lines in a file whose name says that it is a text."""
+    try:
+        found = json.loads(content.lstrip().split("\n", 1)[0])
+    except json.JSONDecodeError:
+        return
+    if isinstance(found, dict) and any(key in found for key in _KEYS):
+        raise ValueError(
+            f"{path} holds JSON objects, and by its name it is read as one text; name it "
+            f"{path.with_suffix('.jsonl').name}"
+        )
 
 
 def _document(path: Path, number: int, line: str) -> dict[str, Any]:

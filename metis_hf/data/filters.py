@@ -6,6 +6,7 @@ Here: decoding, the three verdicts, the split by hash, all as one function of a 
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import json
@@ -81,7 +82,7 @@ def decode(raw: bytes | None, json_column: str | None) -> str | None:
     """
     if raw is None:
         return None
-    text = raw.decode("utf-8", errors="replace")
+    text = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace")
     if json_column is None:
         return text
     try:

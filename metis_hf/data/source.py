@@ -6,6 +6,7 @@ Bytes, not text, so that what cannot be decoded is dropped and counted instead o
 
 from __future__ import annotations
 
+import codecs
 import glob
 import importlib.util
 import io
@@ -54,7 +55,7 @@ class Opened:
 
 
 def local_files(patterns: list[str]) -> list[str]:
-    """Return the files that paths and glob patterns name; a pattern's files are sorted.
+    """Return the files that paths and glob patterns name, once; a pattern's files are sorted.
 
     Raises:
         FileNotFoundError: If a path does not exist or a pattern matches nothing.
@@ -69,7 +70,7 @@ def local_files(patterns: list[str]) -> list[str]:
                 f"--files {pattern}: no such file; give paths of files, or a glob pattern such as "
                 f"'{pattern.rstrip('/')}/*.jsonl'"
             )
-        paths += found
+        paths += [path for path in found if path not in paths]
     kinds = {path: _kind(path) for path in paths}
     if len(set(kinds.values())) > 1:
         one, other = (next(p for p in paths if kinds[p] == k) for k in sorted(set(kinds.values())))
@@ -169,7 +170,7 @@ def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
 
 def _check_first_line(text_column: str, line: bytes, path: str) -> None:
     try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace"))
     except ValueError:
         row = None
     if not isinstance(row, dict):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,7 +259,7 @@ def json_lines(path: Path, content: bytes) -> list[tuple[int, Row]]:
         ValueError: a line is not UTF-8 or no JSON object; the message names file and line.
     """
     rows = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(content.removeprefix(BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -313,7 +313,7 @@ def build_trainer(
 
     Raises:
         ValueError: a global batch that the processes cannot divide, or an accumulation that
-            contradicts it.
+            contradicts it; epochs.
     """
     workload = arguments.workload(training, training.world_size)
     given, derived = training.gradient_accumulation_steps, workload.accumulation
@@ -321,6 +321,11 @@ def build_trainer(
         raise ValueError(
             f"gradient_accumulation_steps={given} contradicts global_batch={workload.global_batch}"
             f", which takes {derived} on {training.world_size} processes; leave it out"
+        )
+    if training.num_train_epochs != TrainingArguments.num_train_epochs:
+        raise ValueError(
+            f"num_train_epochs={training.num_train_epochs:g}: the length of a run is --tokens, or "
+            "--max_steps; leave it out"
         )
     training.gradient_accumulation_steps = derived
     training.max_steps = workload.steps

@@ -9,7 +9,7 @@ inputs too (W4A4). How a matrix is packed is in `compressed_tensors`, what it co
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from metis_hf.conversion.convert import metis_layers, to_dense
 from metis_hf.conversion.packed_layouts import compressed_config
 from metis_hf.export import modelopt
+from metis_hf.export.casting import cast
 from metis_hf.export.compressed_tensors import (
     CompressedFactors,
     CompressedMatrix,
@@ -51,6 +52,7 @@ from metis_hf.export.source import (
     load_metis_model,
 )
 from metis_hf.export.tied import untie
+from metis_hf.layers.experts import is_fused_experts
 from metis_hf.layers.linear import MetisLayer
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
@@ -78,8 +80,8 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a Metis checkpoint in a format that needs no metis_hf.
 
-    All arithmetic is in fp32, whatever the checkpoint's dtype. The directory appears when it is
-    complete; an interrupted export leaves `<out>.partial`.
+    All arithmetic is in fp32, whatever the checkpoint's dtype. The directory gets its files when
+    all are written; until then they lie in a temporary directory beside it.
 
     Args:
         checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model;
@@ -124,7 +126,7 @@ def export_checkpoint(
             f"choose {UNPACKED_DTYPE}. To compute in another dtype, load the checkpoint with that "
             "dtype and quantization_config=CompressedTensorsConfig(dequantize=True)"
         )
-    out = Path(out)
+    shown, out = str(out), Path(out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; give a new directory, or remove it first")
     if format != "compressed-tensors" and low_rank == "side-file":
@@ -151,33 +153,33 @@ def export_checkpoint(
     metrics = None if results is None else json.loads(Path(results).read_text())
     card = model_card(model, name=out.name, kind=kind, results=metrics)
     windows = None if text is None else _windows(model, checkpoint, Path(text))
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
     values = getattr(torch, dtype)
     notes: tuple[str, ...] = ()
-    if format == "dense":
-        packed, rows = _write_dense(model, partial, values, windows, held_out)
-    else:
-        side_file = low_rank == "side-file"
-        layout = format if not side_file else "side-file"
-        shared = shared_amaxes(model) if share_scales and not side_file else {}
-        packed, rows, notes = _write_packed(
-            model, partial, values, layout, shared, windows, held_out
-        )
-    copy_companions(checkpoint, partial)
-    size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
-    kept = low_rank if format != "dense" and split else None
-    order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
-    held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
-    loading = load_lines(model, kind, str(out))
-    report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
-    (partial / REPORT_FILE).write_text(report.to_json())
-    ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
+        partial = Path(folder)
+        if format == "dense":
+            packed, rows = _write_dense(model, partial, values, windows, held_out)
+        else:
+            side_file = low_rank == "side-file"
+            layout = format if not side_file else "side-file"
+            shared = shared_amaxes(model) if share_scales and not side_file else {}
+            packed, rows, notes = _write_packed(
+                model, partial, values, layout, shared, windows, held_out
+            )
+        copy_companions(checkpoint, partial)
+        size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
+        kept = low_rank if format != "dense" and split else None
+        order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
+        held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
+        loading = load_lines(model, kind, shown)
+        report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
+        (partial / REPORT_FILE).write_text(report.to_json())
+        ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
+        out.mkdir(exist_ok=True)  # which may be a volume, mounted there
+        for path in partial.iterdir():
+            path.rename(out / path.name)
     return report
 
 
@@ -199,7 +201,7 @@ def _write_dense(
         if dtype is not torch.float32:
             _round_parameters(dense, dtype)
             held_out[f"dense, {str(dtype).removeprefix('torch.')}"] = _loss(dense, windows)
-    nn.Module.to(dense, dtype)
+    cast(dense, dtype)
     dense.save_pretrained(out)
     return (), errors.rows()
 
@@ -240,6 +242,11 @@ def _write_packed(
     notes: tuple[str, ...] = ()
     if layout != "side-file":
         notes = scale_notes(model, folded, shared)
+    if experts := next((n for n, m in model.named_modules() if is_fused_experts(m)), None):
+        notes += (
+            f"{experts} has fused experts, which are not packed. transformers does not read such a "
+            "checkpoint; metis_hf.load_packed does.",
+        )
     dense = _dense(model)
     notes += untie(dense, folded)
     if windows is not None:
@@ -267,7 +274,7 @@ def _save_packed(
     dtype: torch.dtype,
 ) -> None:
     """Write `model` as a packed checkpoint: packed layers, all else in `dtype`."""
-    nn.Module.to(model, dtype)
+    cast(model, dtype)
     state = model.state_dict()
     for name, weight in packed.items():
         del state[f"{name}.weight"]
@@ -292,10 +299,12 @@ def _dense(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters the values that they will be saved with; buffers are computed on load."""
-    for param in model.parameters():
-        param.data = param.data.to(dtype).float()
+def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give parameters and buffers the values that they will be saved with, in place, in fp32."""
+    cast(model, dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 @torch.no_grad()

@@ -20,9 +20,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from metis_hf.conversion.packed_layouts import FORMAT
+from metis_hf.export.casting import cast
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
 from metis_hf.numerics.scaling import largest_value, tensor_scale
@@ -270,7 +272,8 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         dtype: of the model; the sums are taken in fp32.
 
     Raises:
-        ValueError: no such export, one of a newer version, or a layer without its factors.
+        ValueError: no such export, one of a newer version, a layer without its factors, or factors
+            without a layer.
     """
     directory = Path(directory)
     description = _description(directory)
@@ -281,15 +284,22 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
     for name in [k.removesuffix(".weight_packed") for k in state if k.endswith(".weight_packed")]:
         packed = {key: state.pop(f"{name}.{key}") for key in [f"weight_{part}" for part in _PARTS]}
         weight = CompressedMatrix.from_state(packed, "weight", 2 * packed["weight_packed"].shape[1])
-        values = weight.dequantize()
-        if name in description["layers"]:
-            values = values + _low_rank_of(name, description["layers"][name], factors).dense()
-        state[f"{name}.weight"] = values
+        state[f"{name}.weight"] = weight.dequantize()
     config = copy.deepcopy(AutoConfig.from_pretrained(directory / "residual"))
     del config.quantization_config
     assert config.architectures is not None
     cls = getattr(transformers, config.architectures[0])
-    return cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    model = cls.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    if (directory / "residual" / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory / "residual")
+    modules = dict(model.named_modules())
+    for name, shape in description["layers"].items():  # names in the model, not in its files
+        if name not in modules:
+            raise ValueError(f"{DESCRIPTION_FILE} has {name}, which {cls.__name__} has not")
+        with torch.no_grad():
+            modules[name].weight.add_(_low_rank_of(name, shape, factors).dense())
+    cast(model, dtype)
+    return model
 
 
 def _description(directory: Path) -> dict[str, Any]:

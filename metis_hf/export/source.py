@@ -27,6 +27,11 @@ _COMPANIONS = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    "*.spm",
+    "bpe.codes",
+    "normalizer.json",
+    "tekken.json",
+    "additional_chat_templates",
     "chat_template*",
     "*processor_config.json",
 )
@@ -79,7 +84,9 @@ def quantization_of(config: Any) -> str | None:
 def copy_companions(checkpoint: str | Path, out: Path) -> None:
     """Copy the files beside the weights, such as the tokenizer's, of a directory or hub name."""
     if not Path(checkpoint).is_dir():
-        checkpoint = snapshot_download(str(checkpoint), allow_patterns=list(_COMPANIONS))
+        checkpoint = snapshot_download(
+            str(checkpoint), allow_patterns=[*_COMPANIONS, "additional_chat_templates/*"]
+        )
     for path in _companions(Path(checkpoint)):
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, out / path.name)
 

@@ -12,7 +12,8 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     """Give each packed layer that shares its weight a copy of its own, in a plain model, in place.
 
     The other module, which looks tokens up, keeps the exact weight, as in training. The config
-    says then that nothing is tied (`tie_word_embeddings`), so that loaders take both.
+    says then that nothing is tied (`tie_word_embeddings`), so that loaders take both; all else that
+    was tied gets a copy, too.
 
     Args:
         model: plain; its config is changed where there is such a layer.
@@ -37,9 +38,16 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "tie_word_embeddings"):
             config.tie_word_embeddings = False
+    # Nothing is tied any more, so that all is written: encoder and decoder embeddings, biases.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for name in found:
-        tied.pop(f"{name}.weight", None)
+    for name in tied:
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        param = module.get_parameter(key)
+        module.register_parameter(
+            key, nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+        )
+    tied.clear()
     others = ", ".join(other for other in shared[found[0]] if other != found[0])
     return (
         f"{found[0]} is packed in four bits, and {others}, which had the same weight, is not, as "

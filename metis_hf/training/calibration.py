@@ -197,9 +197,9 @@ def _observe(
     """Run the model over batches, and call note(name, rows [t i]) with each layer's input."""
 
     def hook(name: str) -> Callable[..., None]:
-        def before(layer: MetisLayer, args: tuple[Any, ...]) -> None:
+        def before(layer: MetisLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0].detach()
-            mask = args[1] if len(args) > 1 else None
+            mask = args[1] if len(args) > 1 else kwargs.get("row_mask")  # which experts pass
             mask = layer.row_mask(x) if mask is None else mask
             rows = x.reshape(-1, layer.in_features)
             note(name, rows if mask is None else rows[mask])
@@ -211,7 +211,7 @@ def _observe(
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         for name, layer in layers.items():
-            stack.enter_context(layer.register_forward_pre_hook(hook(name)))
+            stack.enter_context(layer.register_forward_pre_hook(hook(name), with_kwargs=True))
         model.eval()
         count = 0
         for batch in batches:

@@ -18,7 +18,14 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 from metis_hf.conversion.convert import metis_layers
@@ -108,9 +115,11 @@ class MetisCallback(ResumeGuard):
         """
         callbacks = trainer.callback_handler.callbacks
         if callbacks[:1] != [self]:
-            place = callbacks.index(self) if self in callbacks else len(callbacks)
-            there = any(isinstance(callback, _ConsoleSummary) for callback in callbacks)
-            callbacks[place : place + 1] = [] if there else [_ConsoleSummary()]
+            if self in callbacks:
+                callbacks.remove(self)
+            if not any(isinstance(callback, _ConsoleSummary) for callback in callbacks):
+                of_console = (n for n, c in enumerate(callbacks) if _prints(c))
+                callbacks.insert(next(of_console, len(callbacks)), _ConsoleSummary())
             callbacks.insert(0, self)
         self._bound = True
         return self
@@ -239,6 +248,14 @@ class MetisCallback(ResumeGuard):
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         self._probe.detach()
+        fixed = self._freeze_at is not None and state.global_step >= self._freeze_at
+        if fixed and not scales_are_fixed(self._model) and state.is_world_process_zero:
+            logger.warning(
+                "freeze_scales=%s, and the model that the run ends with is a checkpoint of before: "
+                "its scales are not fixed. Call metis_hf.calibrate or freeze_scales before it is "
+                "exported",
+                self.freeze_scales,
+            )
 
     def on_log(
         self, args, state, control, logs: dict[str, float] | None = None, **kwargs: Any
@@ -305,7 +322,7 @@ class MetisCallback(ResumeGuard):
 
 
 class _ConsoleSummary(TrainerCallback):
-    """Stands behind the reporters of a bound callback: the console gets a few figures, not 150."""
+    """Stands before what prints to the console, which gets a few figures, not 150."""
 
     def on_log(
         self,
@@ -320,6 +337,12 @@ class _ConsoleSummary(TrainerCallback):
             for key in measured:
                 del logs[key]
             logs.update(summary(measured))
+
+
+def _prints(callback: TrainerCallback) -> bool:
+    """Whether a callback is Trainer's own for a console or a notebook."""
+    own = isinstance(callback, PrinterCallback | ProgressCallback)
+    return own or type(callback).__name__ == "NotebookProgressCallback"  # imports IPython
 
 
 def summary(measured: dict[str, float]) -> dict[str, float]:

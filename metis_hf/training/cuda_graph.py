@@ -127,7 +127,8 @@ class StepGraphs:
         schemes = [layer.scheme for layer in self._layers]
         batch = tuple((name, _form(value)) for name, value in sorted(inputs.items()))
         counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
-        key = (batch, counted, tuple(map(id, schemes)), extra)
+        trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
+        key = (batch, counted, tuple(map(id, schemes)), trained, extra)
         found = self._made.get(key)
         if found is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1

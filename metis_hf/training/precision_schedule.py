@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from metis_hf.config import PASSES, MetisConfig
 from metis_hf.conversion.attention import attention_products, select_attention, set_attention
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.shared.records import read_json
 
 logger = logging.get_logger(__name__)
 
@@ -210,6 +212,28 @@ class PrecisionSchedule(TrainerCallback):
                     state.max_steps,
                     effect,
                 )
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Give the weights of the best checkpoint, where Trainer has loaded it, its precision."""
+        if model is None or not args.load_best_model_at_end or state.best_model_checkpoint is None:
+            return
+        config = Path(state.best_model_checkpoint) / CONFIG_NAME
+        recorded = read_json(config).get("quantization_config") if config.is_file() else None
+        _, layer = next(metis_layers(model), (None, None))
+        if layer is None or recorded is None:
+            return
+        wanted = tuple(recorded.get("high_precision") or ())
+        if wanted != layer.config.high_precision:
+            set_precision(model, high_precision=wanted)
+            if state.is_world_process_zero:
+                logger.info("best checkpoint: high precision in %s", wanted or "no pass")
 
     def on_step_begin(
         self,

@@ -44,6 +44,7 @@ class ResumeGuard(TrainerCallback, ExportableState):
     """
 
     trained_config: Mapping[str, Any] | None = None
+    _model: nn.Module | None = None
 
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
@@ -68,12 +69,14 @@ class ResumeGuard(TrainerCallback, ExportableState):
         before = saved.get("attributes", {}).get("trained_config")
         if state.global_step and before is not None and current is not None:
             _check_configs(before, current)
-        self.trained_config = current
+        self._model, self.trained_config = model, current
         # Trainer writes into this entry, which a checkpoint of a run without this callback lacks.
         state.stateful_callbacks.setdefault(name, self.state())
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer writes into trainer_state.json."""
+        """Return what Trainer writes into trainer_state.json: the config as it is by then."""
+        if self._model is not None:
+            self.trained_config = _config_of(self._model) or self.trained_config
         return {"args": {}, "attributes": {"trained_config": self.trained_config}}
 
 

@@ -11,6 +11,7 @@ from transformers import Trainer
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.cuda_graph import StepGraphs, check
+from metis_hf.training.resume import guard_loading
 
 
 class MetisTrainerMixin:
@@ -42,6 +43,12 @@ class MetisTrainerMixin:
             handler.add_callback(added)
             added.on_init_end(None, None, None, model=getattr(self, "model", None))
         self._bind_callbacks()
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make the model of a run, which refuses a checkpoint in another form of weights."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        guard_loading(model)
+        return model
 
     def _bind_callbacks(self) -> None:
         for callback in list(self.callback_handler.callbacks):  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             export_checkpoint(source, out, **({"format": "compressed-tensors"} | options))
         assert not out.exists()
-        assert not out.with_name(out.name + ".partial").exists()
+        assert not list(out.parent.glob(f"{out.name}.partial*"))
 
     def test_conv1d(self, tmp_path):
         source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
@@ -118,7 +118,7 @@ class TestErrors:
                 export_checkpoint(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         assert isinstance(export_checkpoint(source, tmp_path / "out"), ExportReport)
-        assert not (tmp_path / "out.partial").exists()
+        assert not list(tmp_path.glob("out.partial*"))
 
     def test_text_for_another_kind_of_model(self, tmp_path):
         config = transformers.BertConfig(

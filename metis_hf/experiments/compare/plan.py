@@ -18,6 +18,7 @@ from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS, schem
 from metis_hf.experiments.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
+from metis_hf.shared.figures import scheme_styles
 
 SPEC_FILE = "run.json"  # of a run's directory: what its process trains
 ALL = "all"  # instead of a scheme's name: every registered one
@@ -230,7 +231,9 @@ def _check(plan: ComparisonPlan) -> None:
         scheme_info(variant.config["scheme"])
         variant.metis_config(0)
         variant.callbacks()
-    _check_directories([variant.name for variant in plan.variants])
+    names = [variant.name for variant in plan.variants]
+    _check_directories(names)
+    scheme_styles(names, CONTROL)  # of the figures, which come last
     repeated = sorted({seed for seed in plan.seeds if plan.seeds.count(seed) > 1})
     if repeated:
         raise ValueError(f"seed {', '.join(map(str, repeated))} is given more than once")

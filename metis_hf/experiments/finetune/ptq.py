@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.data.chat import check_vocabulary, first_sequences
 from metis_hf.experiments.finetune.arguments import SCHEMES
 from metis_hf.export.source import check_packable, load_model, quantization_of
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes import build_scheme
 from metis_hf.schemes.states import StaticScales
 from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
 
@@ -121,8 +124,20 @@ def _convert(model: PreTrainedModel, scheme: str | None, report: Callable[[str],
         own = _config(model)
         report(f"scheme {own.scheme} -> {config.scheme}")
         config = replace(config, **{name: getattr(own, name) for name in _WHICH_LAYERS})
+        kept = [name for name, layer in metis_layers(model) if _is_kept(own, layer)]
+        if kept:
+            config = replace(config, scheme_pattern=dict.fromkeys(map(re.escape, kept), "bf16"))
+            more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+            report(f"in high precision, as scheme_pattern had them: {kept[0]}{more}")
         to_dense(model)
     get_metis_model(model, config)
+
+
+def _is_kept(config: MetisConfig, layer: MetisLayer) -> bool:
+    """Whether the config's `scheme_pattern` left a layer unquantized, unlike its scheme."""
+    own = layer.config.replace(high_precision=())
+    scheme = build_scheme(own, layer.in_features, layer.out_features)
+    return own.scheme != config.scheme and scheme.fprop_weight.quantizer is None
 
 
 def _config(model: PreTrainedModel) -> MetisConfig:

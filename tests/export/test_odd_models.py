@@ -1,0 +1,114 @@
+"""Exports of models that name, tie or keep their weights otherwise than Llama does."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import CompressedTensorsConfig
+
+from metis_hf import MetisConfig, calibrate, get_metis_model, to_dense
+from metis_hf.export import export_checkpoint, load_low_rank
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+ROUNDED = 0.15  # relative error of a weight in FP4 in two parts
+
+
+def llava():
+    """A model whose files name its layers otherwise than the model in memory does."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8, projection_dim=32,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(**TINY, intermediate_size=32)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=63)
+    )
+
+
+def test_side_file_of_a_model_with_other_names_in_its_files(tmp_path):
+    target = r"model\.language_model\..*_proj"
+    config = MetisConfig(scheme="metis-paper", rank=4, target_modules=target)
+    model = get_metis_model(llava(), config)
+    model.generation_config.eos_token_id = [5, 6]
+    model.save_pretrained(tmp_path / "run")
+    exact = {name: param.clone() for name, param in to_dense(model).named_parameters()}
+    export_checkpoint(
+        tmp_path / "run", tmp_path / "out", format="compressed-tensors", low_rank="side-file"
+    )
+    loaded = load_low_rank(tmp_path / "out")
+    found = dict(loaded.named_parameters())
+    split = [name for name in exact if "language_model" in name and "_proj" in name]
+    assert len(split) == 7
+    for name in split:  # of the residual alone it is .6
+        assert (found[name] - exact[name]).norm() < ROUNDED * exact[name].norm(), name
+    assert loaded.generation_config.eos_token_id == [5, 6]
+
+
+def test_all_that_was_tied_to_a_packed_head_is_written(tmp_path):
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BartForConditionalGeneration(config)
+    shared = model.model.shared.weight.detach().clone()
+    get_metis_model(model, MetisConfig(scheme="w4a16", target_modules=["q_proj", "lm_head"]))
+    calibrate(model, [])
+    model.save_pretrained(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
+    loaded, info = transformers.BartForConditionalGeneration.from_pretrained(
+        tmp_path / "out",
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"]
+    for part in (loaded.model.shared, loaded.model.encoder, loaded.model.decoder):
+        embedding = getattr(part, "embed_tokens", part).weight
+        torch.testing.assert_close(embedding.float(), shared, atol=0, rtol=2**-8)
+
+
+def test_what_a_model_keeps_in_fp32_stays_so(tmp_path):
+    config = transformers.DeepseekV3Config(
+        **TINY | {"num_hidden_layers": 2}, num_key_value_heads=2, intermediate_size=32,
+        moe_intermediate_size=32, n_shared_experts=1, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    (name,) = [name for name, _ in model.named_buffers() if "e_score" in name]
+    bias = 4 + 0.01 * torch.randn(8, generator=torch.Generator().manual_seed(0))
+    model.get_buffer(name).copy_(bias)
+    get_metis_model(model, MetisConfig(scheme="nvfp4")).save_pretrained(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    loaded = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight.dtype is torch.bfloat16
+    assert torch.equal(loaded.get_buffer(name), bias)
+
+
+def test_the_target_may_be_a_link_to_an_empty_directory(tmp_path):
+    config = transformers.LlamaConfig(**TINY, intermediate_size=32)
+    model = get_metis_model(transformers.LlamaForCausalLM(config), MetisConfig(scheme="nvfp4"))
+    model.save_pretrained(tmp_path / "run")
+    (tmp_path / "place").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "place")
+    (tmp_path / "place.partial").mkdir()
+    (tmp_path / "place.partial" / "mine").write_text("not of this export")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "place" / "model.safetensors").is_file()
+    assert str(tmp_path / "out") in report.loading
+    assert (tmp_path / "place.partial" / "mine").is_file()
+
+
+def test_packed_beside_experts_says_who_reads_it(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **TINY, intermediate_size=32, moe_intermediate_size=32, num_experts=4, head_dim=16,
+        num_experts_per_tok=2, num_key_value_heads=2, decoder_sparse_step=1,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config)
+    get_metis_model(model, MetisConfig(scheme="w4a16", exclude_modules=".*experts.*"))
+    calibrate(model, [])
+    model.save_pretrained(tmp_path / "run")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
+    assert any("fused experts" in note and "load_packed does" in note for note in report.notes)
