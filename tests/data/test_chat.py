@@ -39,6 +39,25 @@ def test_reads_conversations_and_texts(tmp_path):
     assert read_documents(path) == [TALK, {"text": "one"}, {"text": "two"}]
 
 
+def test_line_breaks_inside_strings_and_a_byte_order_mark(tmp_path):
+    documents = [{"text": "one\u2028two\x85three"}, TALK]
+    text = "\ufeff" + "\n".join(json.dumps(each, ensure_ascii=False) for each in documents)
+    for name in ("a.jsonl", "a.JSONL", "a.json", "a.ndjson"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert read_documents(tmp_path / name) == documents
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a.txt holds JSON objects.*; name it a.jsonl"):
+        read_documents(tmp_path / "a.txt")
+
+
+def test_a_text_without_blank_lines_is_cut_by_lines(tokenizer, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(60)))
+    train, held = chunked_sequences(path, tokenizer, 16, 2)
+    assert held.shape == (2, 16)
+    assert len(train) > 2
+
+
 def test_a_conversation_goes_through_the_template(tokenizer):
     ids = tokens_of(TALK, tokenizer)
     assert tokenizer.decode(ids) == "<user>Why?<assistant>So." + tokenizer.eos_token

@@ -196,6 +196,14 @@ class TestCrossing:
     def test_never(self):
         assert find_crossing(self.STEPS, [1.01] * 10) == Crossing(None)
 
+    @pytest.mark.parametrize("ratios", [[0.9, 0.8, 5.0], [0.4, 1.5], [2.0]])
+    def test_few_measurements_that_end_above(self, ratios):
+        assert find_crossing(self.STEPS[: len(ratios)], ratios) == Crossing(None)
+
+    def test_few_measurements_below(self):
+        assert find_crossing(self.STEPS[:2], [0.9, 0.8]) == Crossing(0, from_start=True)
+        assert find_crossing(self.STEPS[:3], [2.0, 0.8, 0.5]) == Crossing(100)
+
     def test_one_measurement_decides_nothing(self):
         dip = [3.0] * 5 + [0.5] + [3.0] * 4
         assert find_crossing(self.STEPS, dip) == Crossing(None)

@@ -18,7 +18,7 @@ def converted(scheme="metis", **changes):
     return get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme, **changes))
 
 
-def trainer(directory, model, schedule=None, **changes):
+def trainer(directory, model, schedule=None, *, held_out=0, **changes):
     ids = torch.randint(0, VOCAB, (64, 24), generator=torch.Generator().manual_seed(5))
     options = {
         "max_steps": 4,
@@ -34,6 +34,7 @@ def trainer(directory, model, schedule=None, **changes):
         model,
         transformers.TrainingArguments(str(directory), **options),
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        eval_dataset=[{"input_ids": row, "labels": row} for row in ids[:held_out]] or None,
         callbacks=[] if schedule is None else [schedule],
     )
     made.remove_callback(transformers.PrinterCallback)

@@ -235,6 +235,25 @@ class TestCalibrate:
         assert masked == pytest.approx(cut, rel=0.1)  # what is read upstream has another amax
         assert whole != pytest.approx(cut, rel=0.1)
 
+    def test_rows_of_padding_reach_no_expert(self):
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(config)
+        get_metis_model(model, MetisConfig(scheme="w4a4"))
+        batch = ids(1)[0] % 64
+        mask = torch.ones_like(batch)
+        mask[:, 20:] = 0
+
+        def of_experts(pad):
+            padded = torch.where(mask.bool(), batch, pad)
+            found = calibrate(model, [{"input_ids": padded, "attention_mask": mask}])
+            return {name: scale.input_amax for name, scale in found.items() if "experts" in name}
+
+        assert of_experts(3) == of_experts(7) != {}
+
     def test_the_model_stays_as_it_was(self):
         model = converted().train()
         model.model.layers[0].mlp.eval()
@@ -365,6 +384,19 @@ class TestTraining:
         assert seen[0][1] <= seen[1][1] == seen[2][1] == seen[3][1]
         assert seen[1][2] == seen[1][3]  # the larger of the two weights at that step
         assert seen[3][2] == seen[1][2] != seen[3][3]
+
+    def test_a_best_checkpoint_of_before_is_said(self, tmp_path, caplog):
+        """Trainer loads its buffers too, which say that nothing is fixed."""
+        model = converted()
+        callback = MetisCallback(health_interval=0, freeze_scales=2)
+
+        class Rewind(transformers.TrainerCallback):
+            def on_epoch_end(self, args, state, control, **kwargs):
+                for _, layer in metis_layers(model):  # as a checkpoint of step 1 has them
+                    layer.scales_frozen.zero_()
+
+        self.train(tmp_path, model, callback, Rewind())
+        assert "its scales are not fixed" in caplog.text
 
     def test_freezing_needs_static_scales(self, tmp_path):
         callback = MetisCallback(health_interval=0, freeze_scales=1)

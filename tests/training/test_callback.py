@@ -17,6 +17,7 @@ from metis_hf import (
     MetisCallback,
     MetisConfig,
     MetisLinear,
+    MetisTrainer,
     get_metis_model,
     metis_layers,
     refresh,
@@ -137,6 +138,31 @@ def test_console_gets_a_summary(tmp_path, bound):
     groups = [v for k, v in record.items() if re.fullmatch(r"metis/weight/\w+/sqnr_db", k)]
     assert len(groups) == 7
     assert console.seen[0]["metis/weight/sqnr_db"] == pytest.approx(sum(groups) / 7)
+
+
+@pytest.mark.parametrize("cls", [transformers.Trainer, MetisTrainer])
+def test_reporters_get_all_and_the_console_a_summary(tmp_path, cls):
+    """Whether the callback was given or MetisTrainer added it; a reporter may follow it."""
+    reporter = Console()
+    given = [reporter] if cls is MetisTrainer else [MetisCallback(health_interval=1), reporter]
+    made = cls(
+        get_metis_model(one_block()),
+        transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Rows(8),
+        callbacks=given,
+    )  # fmt: skip
+    for callback in made.callback_handler.callbacks:
+        if isinstance(callback, MetisCallback):
+            callback.bind(made)
+            break
+    console = Console()
+    made.add_callback(console)
+    made.train()
+    assert len(reporter.seen[0]) > 100
+    assert len(console.seen[0]) == 4
 
 
 def test_measuring_changes_nothing(tmp_path):

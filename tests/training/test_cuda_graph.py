@@ -31,21 +31,22 @@ class Again:
     """Stands in for a CUDA graph."""
 
     def __init__(self, model) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.model = model
         self.played = 0
 
     def __call__(self, run):
         loss = run()
-        grads = [p.grad for p in self.parameters]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        grads = [p.grad for p in parameters]
 
         def play() -> None:
             self.played += 1
-            before = [p.grad for p in self.parameters]
-            for p in self.parameters:
+            before = [p.grad for p in parameters]
+            for p in parameters:
                 p.grad = None
             new = run()
             loss.copy_(new)
-            for p, place, old in zip(self.parameters, grads, before):
+            for p, place, old in zip(parameters, grads, before):
                 place.copy_(p.grad)
                 p.grad = old
 
@@ -149,7 +150,7 @@ def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
 
         def __call__(self, run):
             play, loss = super().__call__(run)
-            mine = [p.grad for p in self.parameters]
+            mine = [p.grad for p in self.model.parameters() if p.requires_grad]
             self.results.append(mine)
 
             def play_over_others() -> None:
@@ -183,6 +184,19 @@ def test_another_precision_is_recorded_anew(tmp_path) -> None:
     changes = {"max_steps": 10, "scheme": "nvidia"}
     plain, recorded = (
         train(tmp_path, str(r), r, callbacks=[schedule()], **changes) for r in (None, Again)
+    )
+    assert_same(plain, recorded)
+    assert recorded[2]._graphs.recordings == 2
+
+
+def test_parameters_that_start_to_train_are_recorded_anew(tmp_path) -> None:
+    class Unfreeze(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
+            model.model.layers[0].mlp.requires_grad_(state.global_step >= 5)
+
+    changes = {"max_steps": 10, "scheme": "nvfp4"}
+    plain, recorded = (
+        train(tmp_path, str(r), r, callbacks=[Unfreeze()], **changes) for r in (None, Again)
     )
     assert_same(plain, recorded)
     assert recorded[2]._graphs.recordings == 2

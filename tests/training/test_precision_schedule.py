@@ -65,6 +65,20 @@ def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
         assert {layer.config.high_precision for _, layer in metis_layers(loaded)} == {expected}
 
 
+def test_the_best_checkpoint_has_its_precision(tmp_path):
+    """Trainer loads its weights alone; the model would stay in the last step's precision."""
+    made = trainer(
+        tmp_path, converted("nvidia"), PrecisionSchedule(at=2), save_strategy="steps", save_steps=1,
+        eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True,
+        held_out=4,
+    )  # fmt: skip
+    made.train()
+    best = int(made.state.best_model_checkpoint.rpartition("-")[2])
+    assert best <= 2  # as the loss falls, and the largest counts as the best
+    assert not made.model.config.quantization_config.high_precision
+    assert made.evaluate()["eval_loss"] == made.state.best_metric
+
+
 def test_a_pass_that_the_schedule_does_not_name_stays(tmp_path):
     model = converted("nvidia", high_precision=("backward",))
     seen = []
