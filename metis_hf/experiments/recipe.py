@@ -141,7 +141,7 @@ def parse_arguments(
         (arguments of that kind, TrainingArguments).
 
     Raises:
-        ValueError: a key of the YAML file that no argument has, or a source of schemes that
+        ValueError: a key of the YAML file that no argument has, epochs, or a source of schemes that
             cannot be imported.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -167,6 +167,11 @@ def parse_arguments(
     # 1e-4 is a string).
     parser.set_defaults(**{key: _as_text(value) for key, value in values.items()})
     arguments, training, _ = parser.parse_args_into_dataclasses(args=rest)
+    if training.num_train_epochs != TrainingArguments.num_train_epochs:
+        raise ValueError(
+            f"num_train_epochs={training.num_train_epochs:g}: --tokens says how long a run is; "
+            "leave it out"
+        )
     for source in getattr(arguments, "metis_import", None) or ():
         import_schemes(source)
     return arguments, training
@@ -313,7 +318,7 @@ def build_trainer(
 
     Raises:
         ValueError: a global batch that the processes cannot divide, or an accumulation that
-            contradicts it; epochs.
+            contradicts it.
     """
     workload = arguments.workload(training, training.world_size)
     given, derived = training.gradient_accumulation_steps, workload.accumulation
@@ -321,11 +326,6 @@ def build_trainer(
         raise ValueError(
             f"gradient_accumulation_steps={given} contradicts global_batch={workload.global_batch}"
             f", which takes {derived} on {training.world_size} processes; leave it out"
-        )
-    if training.num_train_epochs != TrainingArguments.num_train_epochs:
-        raise ValueError(
-            f"num_train_epochs={training.num_train_epochs:g}: the length of a run is --tokens, or "
-            "--max_steps; leave it out"
         )
     training.gradient_accumulation_steps = derived
     training.max_steps = workload.steps

@@ -11,7 +11,14 @@ import transformers
 from conftest import VOCAB, llama
 from safetensors.torch import load_file, save_file
 
-from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers
+from metis_hf import (
+    MetisCallback,
+    MetisConfig,
+    MetisTrainer,
+    get_metis_model,
+    metis_layers,
+    set_precision,
+)
 from metis_hf.training.resume import ResumeGuard, last_checkpoint
 
 FACTORS = ("u", "s", "vh", "weight_residual")
@@ -310,6 +317,38 @@ class TestMixedSchemes:
         with pytest.raises(ValueError, match=r"converted experts .*metis_down_proj.0.weight and 1"):
             plain.load_state_dict(state, strict=False)
 
+    def test_a_scheme_that_was_changed_on_the_way(self, tmp_path):
+        """The checkpoint has the scheme that it was written in, and a model from it resumes."""
+
+        class Change(transformers.TrainerCallback):
+            def on_step_begin(self, args, state, control, model=None, **kwargs):
+                if state.global_step == 1:
+                    set_precision(model, scheme="nvidia")
+
+        callbacks = (*metis_callbacks(), Change())
+        whole = trainer(tmp_path, converted("nvfp4"), callbacks)
+        whole.train()
+        source = str(tmp_path / "checkpoint-2")
+        model = transformers.AutoModelForCausalLM.from_pretrained(source)
+        resumed = trainer(tmp_path / "again", model, callbacks)
+        resumed.train(resume_from_checkpoint=source)
+        for key, value in whole.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[key]), key
+        wrong = trainer(tmp_path / "wrong", converted("nvfp4"), callbacks)
+        with pytest.raises(ValueError, match=r"scheme='nvidia' -> 'nvfp4'"):
+            wrong.train(resume_from_checkpoint=source)
+
+    def test_a_model_made_by_trainer(self, runs, tmp_path):
+        source = runs("metis-init", lambda: converted("metis"))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True
+        )
+        made = MetisTrainer(
+            args=arguments, train_dataset=Rows(), model_init=lambda: converted("nvfp4")
+        )
+        with pytest.raises(ValueError, match=r"has a split weight .* stores it densely"):
+            made.train(resume_from_checkpoint=source)
+
     def test_a_checkpoint_of_a_run_without_the_callback(self, tmp_path):
         """Nothing to compare with: it resumes, and its own checkpoints have the config."""
         trainer(tmp_path, converted(), (), max_steps=2).train()
@@ -332,3 +371,16 @@ def test_part_of_a_model_on_disk(scheme, tmp_path, token_ids):
     )
     with torch.no_grad():
         assert torch.equal(again(token_ids).logits, model(token_ids).logits)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"modules_to_not_convert": ["lm_head"]}, {"exclude_modules": ["lm_head"]},
+     {"scheme_pattern": {"lm_head": "bf16"}, "target_modules": ["q_proj", "lm_head"]}],
+)  # fmt: skip
+def test_a_part_without_the_head_that_the_config_names(names, tmp_path):
+    model = get_metis_model(llama(), MetisConfig(scheme="nvfp4", **names))
+    model.save_pretrained(tmp_path)
+    part = transformers.AutoModel.from_pretrained(tmp_path)
+    expected = [name for name, _ in metis_layers(model) if name != "lm_head"]
+    assert [f"model.{name}" for name, _ in metis_layers(part)] == expected

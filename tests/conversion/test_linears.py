@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import prune
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
@@ -139,6 +140,10 @@ def parametrized() -> nn.Module:
         (
             parametrized,
             "its class ParametrizedLinear has parametrizations, weight|parametrizations",
+        ),
+        (
+            lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
+            "its class Linear has weight_mask, weight_orig beside weight and bias",
         ),
         (lambda: nn.MultiheadAttention(8, 2).out_proj, "reads the weight of the NonDynamically"),
     ],

@@ -112,6 +112,24 @@ class TestAdapterOverADenseCheckpoint:
         with pytest.warns(UserWarning, match="keeps from training starts afresh"):
             AutoPeftModel.from_pretrained(directory)
 
+    def test_fp4_units_of_another_machine_are_not_asked_for(self, adapter, base):
+        """As of a checkpoint: the adapter runs here in emulation, and nothing is said of it."""
+        path = adapter[0] / "adapter_config.json"
+        recorded = json.loads(path.read_text())
+        recorded["metis_config"]["backend"] = "native"
+        path.write_text(json.dumps(recorded))
+        with pytest.warns(UserWarning, match="so this base has been converted too"):
+            plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+            PeftModel.from_pretrained(plain, adapter[0])
+        assert next(metis_layers(plain))[1].config.backend == "auto"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the adapter was trained")
+            other = get_metis_model(
+                transformers.AutoModelForCausalLM.from_pretrained(base),
+                MetisConfig(scheme="metis", seed=3),
+            )
+            PeftModel.from_pretrained(other, adapter[0])
+
     def test_broken_config_is_refused(self, adapter):
         directory, _ = adapter
         path = directory / "adapter_config.json"

@@ -94,6 +94,10 @@ BAD_CONFIGS = {
     "not-packed": (changed(quantization_status="frozen"), "its weights are not packed"),
     "marked": (changed(scale_layout="swizzled"), "block scales are swizzled for a kernel"),
     "method": (changed(quant_method="mxfp4"), "is quantized by 'mxfp4'; load_packed reads"),
+    "rotated": (
+        changed(transform_config={"config_groups": {"R4": {"type": "hadamard"}}}),
+        "has a transform_config: its weights are rotated",
+    ),
     "no-groups": (changed(config_groups={}), "has no config group"),
 }
 

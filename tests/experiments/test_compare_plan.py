@@ -200,6 +200,10 @@ class TestPlan:
                 "'metsi' is none of the variants; choose from bf16,",
             ),
             ({"reference": "bf16"}, "reference 'bf16' is the control"),
+            (
+                {"variants": {f"v{n}": {"scheme": "metis", "rank": n + 1} for n in range(36)}},
+                "36 schemes in one picture; only 35 can be told apart",
+            ),
         ],
     )
     def test_what_a_comparison_sets_itself_or_cannot_be(self, options, message, tmp_path):

@@ -243,6 +243,10 @@ class TestArguments:
         with pytest.raises(ValueError, match=match):
             given.metis_config(0)
 
+    def test_epochs(self):
+        with pytest.raises(ValueError, match="num_train_epochs=1: --tokens says how long"):
+            arguments("llama3_8b", "--smoke", "--num_train_epochs", "1")
+
     def test_world_that_does_not_divide_the_batch(self):
         given, training = arguments("llama3_8b", "--dry-run", "--world-size", "3")
         with pytest.raises(ValueError, match="multiple of 12"):

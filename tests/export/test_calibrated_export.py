@@ -164,6 +164,21 @@ def test_a_checkpoint_of_another_scheme(config, text, tmp_path):
     assert model.config.quantization_config.scheme == "w4a4"
 
 
+def test_layers_that_a_pattern_kept_are_kept(text, tmp_path):
+    source = checkpoint(tmp_path / "metis", known(), scheme_pattern={"down_proj": "bf16"})
+    tokenizer_of(source)
+    said = []
+    model = calibrated_model(source, Calibration(text, length=LENGTH, sequences=4), said.append)
+    assert "in high precision, as scheme_pattern had them: model.layers.0.mlp.down_proj" in said[1]
+    schemes = {name: layer.config.scheme for name, layer in metis_layers(model)}
+    assert {s for n, s in schemes.items() if n.endswith("down_proj")} == {"bf16"}
+    assert {s for n, s in schemes.items() if not n.endswith("down_proj")} == {"w4a4"}
+    model.save_pretrained(tmp_path / "run")
+    tokenizer_of(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
+    assert "model.layers.0.mlp.down_proj.weight" in state_of(tmp_path / "out")
+
+
 def test_weights_alone_need_no_text(dense, tmp_path):
     printed = run(dense, "--out", tmp_path / "out", "--format", "compressed-tensors",
                   "--scheme", "w4a16", "--calibrate", tmp_path / "none.txt")  # fmt: skip
