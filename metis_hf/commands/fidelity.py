@@ -91,7 +91,7 @@ def fidelity(
         seed=seed,
         tokenizer=tokenizer,
     )
-    out = out or Path("runs") / f"fidelity-{Path(model).name}"
+    out = out or Path("runs") / f"fidelity-{_name_of(model)}"
     console = Console(markup=False)
     results = run(settings, out, console)
     console.print(terminal_table(*narrow_table(results), title=f"Fidelity of {model}"))
@@ -99,6 +99,13 @@ def fidelity(
         if result.note:
             console.print(f"{result.name} was not measured: {result.note}", highlight=False)
     console.print(str(out / "index.html"), soft_wrap=True, highlight=False)
+
+
+def _name_of(model: str) -> str:
+    """Return a name for a model's directory of results: of a run, not of the `model/` in it."""
+    from metis_hf.evaluation.opening import open_model
+
+    return (open_model(model).label if Path(model).is_dir() else Path(model).name).replace("/", "-")
 
 
 def _rows(text: str) -> list[str]:

@@ -161,7 +161,7 @@ class _Measurements:
         self.exact: tuple[list[str], GradientFile] | None = None  # with the layers' names
         # What every measurement depends on; those of schemes that are not asked for now stay.
         self.depends = digest(code_digest(), subject.identity, settings.batch, settings.device)
-        self.store = Store(out, {self.depends})
+        self.store = Store(out, {self.depends}, keep_others=True)
 
     def run(self, candidates: Sequence[tuple[str, MetisConfig]]) -> list[SchemeResult]:
         """Measure all candidates."""

@@ -44,23 +44,31 @@ class Store:
 
     Args:
         folder: the directory; it is made if it is not there.
-        current: digests of what may be measured now. Other measurements are dropped.
+        current: digests of what may be measured now; measurements of anything else are not given.
+        keep_others: keep those in the file, for a command with other settings; else they go.
     """
 
-    def __init__(self, folder: Path, current: Collection[str]) -> None:
+    def __init__(
+        self, folder: Path, current: Collection[str], *, keep_others: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
         self._found: dict[_Key, tuple[str, Any]] = {}
         data = self.path.read_bytes() if self.path.exists() else b""
-        kept: dict[_Key, bytes] = {}  # what was measured twice counts as it was measured last
+        # What was measured twice counts as it was measured last.
+        kept: dict[tuple[_Key, str], bytes] = {}
         for line in data.splitlines(keepends=True):
             try:
                 part, name, kind, depends, value = json.loads(line)
             except (ValueError, TypeError):
                 continue
-            if line.endswith(b"\n") and (depends in current or part == FIGURE):
-                self._found[part, name, kind] = depends, value
-                kept[part, name, kind] = line
+            if line.endswith(b"\n"):
+                key = part, name, kind
+                if depends in current or part == FIGURE:
+                    self._found[key] = depends, value
+                    kept[key, ""] = line
+                elif keep_others:
+                    kept[key, depends] = line
         if b"".join(kept.values()) != data:
             temporary = self.path.with_name(f"{FILE}.tmp")
             temporary.write_bytes(b"".join(kept.values()))

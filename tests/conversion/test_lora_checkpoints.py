@@ -118,8 +118,8 @@ class TestAdapterOverADenseCheckpoint:
         recorded = json.loads(path.read_text())
         recorded["metis_config"]["backend"] = "native"
         path.write_text(json.dumps(recorded))
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
         with pytest.warns(UserWarning, match="so this base has been converted too"):
-            plain = transformers.AutoModelForCausalLM.from_pretrained(base)
             PeftModel.from_pretrained(plain, adapter[0])
         assert next(metis_layers(plain))[1].config.backend == "auto"
         with warnings.catch_warnings():

@@ -98,6 +98,15 @@ class TestFiles:
         again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
         assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
 
+    def test_other_settings_cost_no_measurement(self, place, measured, tmp_path, monkeypatch):
+        """Those before are there again when their command is."""
+        out, results = measured
+        shutil.copytree(out, tmp_path / "out")
+        options = settings(place, schemes=("nvfp4-rne",), alone=(), batch=3)
+        (other,) = fidelity(options, tmp_path / "out")
+        assert other.batches != results[0].batches
+        self.test_nothing_is_measured_twice(place, (tmp_path / "out", results), monkeypatch)
+
     def test_another_step_has_another_cost(self, place, measured, tmp_path):
         out, (_, metis, *_) = measured
         shutil.copytree(out, tmp_path / "out")
