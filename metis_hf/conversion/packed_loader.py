@@ -148,6 +148,10 @@ class PackedLoader(HfQuantizer):
             configured = scheme.quantizes_input is not False and layer.scales_input
             layer.quantizes_input = configured and config.activations == AS_CONFIGURED
             loading = layer if scheme.layout == COMPRESSED else _ModelOptLinear(layer)
+            for key in scheme.names[2:]:  # one number, of shape [] or [1]
+                place = loading._buffers.get(key)
+                if place is not None and key in tensors:
+                    loading._buffers[key] = place.new_empty(tensors[key].shape)
             model.set_submodule(name, loading)
         return model
 
@@ -165,6 +169,10 @@ class PackedLoader(HfQuantizer):
                     check_scales(name, codes, scale, given)
                 if module.bias is not None:
                     module.bias.requires_grad_(False)
+            if isinstance(module, PackedLinear):
+                for key in names[2:]:
+                    if (value := module._buffers.get(key)) is not None:
+                        module._buffers[key] = value.reshape(1)
             if isinstance(module, _ModelOptLinear):
                 model.set_submodule(name, module.finish())
         if config.written is None:

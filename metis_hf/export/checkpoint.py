@@ -247,8 +247,14 @@ def _write_packed(
             f"{experts} has fused experts, which are not packed. transformers does not read such a "
             "checkpoint; metis_hf.load_packed does.",
         )
+    origins = [layer.origin for name, layer in metis_layers(model) if name in folded]
     dense = _dense(model)
     notes += untie(dense, folded)
+    if other := next((origin.cls.__name__ for origin in origins if origin is not None), None):
+        notes += (
+            f"The packed layers are {other}, for which transformers and load_packed have no packed "
+            "form. Load with quantization_config=CompressedTensorsConfig(dequantize=True).",
+        )
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
         _round_parameters(dense, dtype)

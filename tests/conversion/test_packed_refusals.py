@@ -128,6 +128,22 @@ class TestBadInput:
         with pytest.raises(ValueError, match=rf"{UP}.weight_scale_2 is 0.0"):
             load_packed(path)
 
+    @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+    def test_one_number_has_either_shape(self, layout, exported, checkpoint, tmp_path, token_ids):
+        if layout == "modelopt":
+            checkpoint = modelopt(exported, tmp_path / "modelopt", "W4A16_NVFP4")
+        with torch.no_grad():
+            expected = load_packed(checkpoint)(token_ids).logits
+
+        def other_shape(tensors):
+            for key, value in tensors.items():
+                if value.numel() == 1 and "scale" in key:
+                    tensors[key] = value.reshape(() if value.dim() else (1,))
+
+        with torch.no_grad():
+            found = load_packed(rewrite(checkpoint, other_shape))(token_ids).logits
+        assert torch.equal(found, expected)
+
     def test_a_dense_checkpoint(self, tmp_path):
         llama().save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="is not quantized"):
