@@ -150,8 +150,11 @@ class DistillTrainerMixin:
             ) + self.cross_entropy_share * entropy
         else:
             loss = entropy
-            summed = distillation_loss(logits.detach(), taught, mask, tokens=1)
-            self._divergences.append(torch.stack([summed, mask.sum().to(summed)]))
+            rows = zip(logits.detach(), taught, mask)
+            summed = torch.stack([distillation_loss(*row, tokens=1) for row in rows])
+            of_rows = torch.stack([summed, mask.sum(-1).to(summed)], 1)
+            # Of all processes, without the rows that fill up their last batch.
+            self._divergences.append(trainer.accelerator.gather_for_metrics(of_rows).sum(0))
         return (loss, outputs) if return_outputs else loss
 
     def _divergence(
@@ -189,8 +192,7 @@ class DistillTrainerMixin:
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
         if self._divergences:
-            sums = torch.stack(self._divergences).sum(0)
-            total, tokens = self.accelerator.reduce(sums, "sum").tolist()  # type: ignore[attr-defined]
+            total, tokens = torch.stack(self._divergences).sum(0).tolist()
             output.metrics[f"{metric_key_prefix}_kl"] = total / max(tokens, 1)
             self._divergences = []
         return output
