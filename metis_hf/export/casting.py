@@ -20,7 +20,7 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
         model: plain, in fp32.
         dtype: floating point.
     """
-    kept = is_kept(model, dtype)
+    kept = _kept_in_fp32(model, dtype)
     saved = model.state_dict().keys()
     for name, param in model.named_parameters():
         param.data = param.data.to(torch.float32 if kept(name) else dtype)
@@ -30,7 +30,7 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def is_kept(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Return a function of a parameter's or buffer's name: does it stay in fp32 under `dtype`?"""
     names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
