@@ -177,7 +177,7 @@ def _forget(part: Part) -> None:
 
 
 def is_transposed(layer: MetisLayer) -> bool:
-    """Whether the matrix of `trainable` is [i o], as a Conv1D's weight is unless it is split."""
+    """Return whether the matrix of `trainable` is [i o]: that of a Conv1D, unless it is split."""
     return layer.conv1d and isinstance(layer, QuantLinear)
 
 

@@ -340,7 +340,7 @@ class _ConsoleSummary(TrainerCallback):
 
 
 def _prints(callback: TrainerCallback) -> bool:
-    """Whether a callback is Trainer's own for a console or a notebook."""
+    """Return whether a callback is Trainer's own for a console or a notebook."""
     own = isinstance(callback, PrinterCallback | ProgressCallback)
     return own or type(callback).__name__ == "NotebookProgressCallback"  # imports IPython
 

@@ -134,7 +134,7 @@ def _convert(model: PreTrainedModel, scheme: str | None, report: Callable[[str],
 
 
 def _is_kept(config: MetisConfig, layer: MetisLayer) -> bool:
-    """Whether the config's `scheme_pattern` left a layer unquantized, unlike its scheme."""
+    """Return whether the config's `scheme_pattern` left a layer unquantized, unlike its scheme."""
     own = layer.config.replace(high_precision=())
     scheme = build_scheme(own, layer.in_features, layer.out_features)
     return own.scheme != config.scheme and scheme.fprop_weight.quantizer is None
