@@ -278,6 +278,11 @@ def _chunked_data(
     if not (validation / META).is_file():
         return dataset, None
     held_out = load_chunked(validation, vocab_size=config.vocab_size)
+    if arguments.eval_sequences < 1:
+        raise ValueError(
+            f"eval_sequences={arguments.eval_sequences}: nothing would be evaluated of "
+            f"{validation}; give at least 1"
+        )
     return dataset, held_out.select(range(min(arguments.eval_sequences, len(held_out))))
 
 

@@ -296,6 +296,8 @@ class TestData:
         train, held_out, _ = self.load(path)
         assert sorted(self.firsts(train)) == list(range(20))
         assert self.firsts(held_out) == [100, 101, 102]  # eval_sequences of them
+        with pytest.raises(ValueError, match="eval_sequences=0: nothing would be evaluated"):
+            self.load(path, "--eval_sequences", "0")
 
     def test_order_follows_the_seed(self, tmp_path):
         path = self.prepared(tmp_path / "data")
