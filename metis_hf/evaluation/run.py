@@ -60,7 +60,8 @@ def evaluate_model(
     Log-probabilities are taken in float32. Under an outer `torch.autocast` the forward passes run
     under the same autocast. Sequences are padded on the right without a mask, which is exact for
     causal attention, but a quantizer whose scale spans the batch sees the padding, so results of
-    quantized models can depend on `batch_size`; keep it fixed within a comparison.
+    quantized models can depend on `batch_size`, and on the other tasks of the call, whose requests
+    lm-eval sorts into the same batches; keep both fixed within a comparison.
 
     In a distributed run every rank that calls this evaluates everything and gets the result.
 
