@@ -214,16 +214,12 @@ class PrecisionSchedule(TrainerCallback):
                 )
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: Any,
-        control: Any,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
     ) -> None:
         """Give the weights of the best checkpoint, where Trainer has loaded it, its precision."""
-        if model is None or not args.load_best_model_at_end or state.best_model_checkpoint is None:
+        if not args.load_best_model_at_end or state.best_model_checkpoint is None:
             return
+        model = kwargs["model"]
         config = Path(state.best_model_checkpoint) / CONFIG_NAME
         recorded = read_json(config).get("quantization_config") if config.is_file() else None
         _, layer = next(metis_layers(model), (None, None))
@@ -231,9 +227,7 @@ class PrecisionSchedule(TrainerCallback):
             return
         wanted = tuple(recorded.get("high_precision") or ())
         if wanted != layer.config.high_precision:
-            set_precision(model, high_precision=wanted)
-            if state.is_world_process_zero:
-                logger.info("best checkpoint: high precision in %s", wanted or "no pass")
+            _switch(model, wanted, state, "best checkpoint")
 
     def on_step_begin(
         self,
@@ -255,9 +249,14 @@ class PrecisionSchedule(TrainerCallback):
             on |= set(self.high_precision)
         if on != set(now):
             wanted = tuple(name for name in PASSES if name in on)
-            set_precision(model, high_precision=wanted)
-            if state.is_world_process_zero:
-                logger.info("step %d: high precision in %s", state.global_step, wanted or "no pass")
+            _switch(model, wanted, state, f"step {state.global_step}")
+
+
+def _switch(model: nn.Module, wanted: Sequence[str], state: Any, when: str) -> None:
+    """Compute these passes, and no others, in high precision from now on, and log it once."""
+    set_precision(model, high_precision=wanted)
+    if state.is_world_process_zero:
+        logger.info("%s: high precision in %s", when, wanted or "no pass")
 
 
 def _steps(place: float, max_steps: int) -> int:
