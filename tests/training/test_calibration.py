@@ -14,11 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from metis_hf import (
-    MetisCallback,
     MetisConfig,
-    MetisTrainer,
     calibrate,
-    freeze_scales,
     get_metis_model,
     metis_layers,
 )
@@ -339,72 +336,3 @@ def test_processes_agree(tmp_path):
     assert first == second
     torch.manual_seed(0)
     assert first == calibrate(converted(), ids(2), method="mse")
-
-
-class TestTraining:
-    """Quantization-aware training by the Trainer."""
-
-    def train(self, tmp_path, model, *callbacks, **arguments):
-        data = [{"input_ids": row, "labels": row} for batch in ids(4) for row in batch]
-        trainer = MetisTrainer(
-            model,
-            transformers.TrainingArguments(
-                str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[],
-                learning_rate=1e-2, save_strategy="no", use_cpu=True, **arguments,
-            ),
-            train_dataset=data,
-            callbacks=list(callbacks) or [MetisCallback(health_interval=0)],
-        )  # fmt: skip
-        trainer.train()
-
-    def test_calibrated_scales_stay_while_weights_train(self, tmp_path):
-        model = converted()
-        before = calibrate(model, ids())
-        self.train(tmp_path, model)
-        layers = dict(metis_layers(model))
-        for name, scale in before.items():
-            assert layers[name].input_amax == scale.input_amax
-            assert layers[name].weight_amax == scale.weight_amax
-
-    def test_frozen_after_some_steps(self, tmp_path):
-        model = converted()
-        callback = MetisCallback(health_interval=0, freeze_scales=2)
-        seen = []
-
-        class Watch(transformers.TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                layer = dict(metis_layers(model))["model.layers.0.mlp.gate_proj"]
-                other = dict(metis_layers(model))["model.layers.0.mlp.up_proj"]
-                both = layer.weight.abs().max(), other.weight.abs().max()
-                seen.append((layer.scales_frozen.item(), layer.input_amax.item(),
-                             layer.weight_amax.item(), max(both).item()))  # fmt: skip
-
-        self.train(tmp_path, model, callback, Watch())
-        assert [frozen for frozen, *_ in seen] == [0, 1, 1, 1]
-        assert seen[0][1] <= seen[1][1] == seen[2][1] == seen[3][1]
-        assert seen[1][2] == seen[1][3]  # the larger of the two weights at that step
-        assert seen[3][2] == seen[1][2] != seen[3][3]
-
-    def test_a_best_checkpoint_of_before_is_said(self, tmp_path, caplog):
-        """Trainer loads its buffers too, which say that nothing is fixed."""
-        model = converted()
-        callback = MetisCallback(health_interval=0, freeze_scales=2)
-
-        class Rewind(transformers.TrainerCallback):
-            def on_epoch_end(self, args, state, control, **kwargs):
-                for _, layer in metis_layers(model):  # as a checkpoint of step 1 has them
-                    layer.scales_frozen.zero_()
-
-        self.train(tmp_path, model, callback, Rewind())
-        assert "its scales are not fixed" in caplog.text
-
-    def test_freezing_needs_static_scales(self, tmp_path):
-        callback = MetisCallback(health_interval=0, freeze_scales=1)
-        with pytest.raises(ValueError, match=r"freeze_scales=1, and no layer.*\"w4a4\""):
-            self.train(tmp_path, converted("nvfp4"), callback)
-
-    def test_nothing_seen_nothing_frozen(self):
-        model = converted()
-        with pytest.raises(ValueError, match="saw no token"):
-            freeze_scales(model)
-        assert all(layer.scales_frozen == 0 for _, layer in metis_layers(model))
