@@ -18,14 +18,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from metis_hf.conversion.convert import metis_layers
@@ -49,6 +42,7 @@ from metis_hf.monitoring.run_record import (
     write_run,
 )
 from metis_hf.training.calibration import freeze_scales, has_static_scales, scales_are_fixed
+from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_engine, check_split, refresh
 from metis_hf.training.resume import ResumeGuard
@@ -117,9 +111,7 @@ class MetisCallback(ResumeGuard):
         if callbacks[:1] != [self]:
             if self in callbacks:
                 callbacks.remove(self)
-            if not any(isinstance(callback, _ConsoleSummary) for callback in callbacks):
-                of_console = (n for n, c in enumerate(callbacks) if _prints(c))
-                callbacks.insert(next(of_console, len(callbacks)), _ConsoleSummary())
+            summarize(callbacks)
             callbacks.insert(0, self)
         self._bound = True
         return self
@@ -319,46 +311,6 @@ class MetisCallback(ResumeGuard):
         self._record["layers"] = per_layer
         if self._probe.noise:
             self._record["noise"] = self._probe.noise
-
-
-class _ConsoleSummary(TrainerCallback):
-    """Stands before what prints to the console, which gets a few figures, not 150."""
-
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        measured = {key: value for key, value in (logs or {}).items() if key.startswith("metis/")}
-        if logs is not None and measured:
-            for key in measured:
-                del logs[key]
-            logs.update(summary(measured))
-
-
-def _prints(callback: TrainerCallback) -> bool:
-    """Return whether a callback is Trainer's own for a console or a notebook."""
-    own = isinstance(callback, PrinterCallback | ProgressCallback)
-    return own or type(callback).__name__ == "NotebookProgressCallback"  # imports IPython
-
-
-def summary(measured: dict[str, float]) -> dict[str, float]:
-    """Return what a person watches: mean SQNR of weights, activations, gradients, and alarms.
-
-    Args:
-        measured: "metis/<tensor>/<group>/<statistic>" -> mean over the group's layers, and
-            "metis/<name>" -> figure of the whole model.
-    """
-    short = {key: value for key, value in measured.items() if key.count("/") == 1}
-    by_tensor: dict[str, list[float]] = {}
-    for key, value in measured.items():
-        if key.count("/") > 1 and key.endswith("/sqnr_db"):
-            by_tensor.setdefault(key.split("/")[1], []).append(value)
-    means = {f"metis/{k}/sqnr_db": sum(v) / len(v) for k, v in by_tensor.items()}
-    return {**means, **short}
 
 
 def _directory(args: TrainingArguments) -> Path:
