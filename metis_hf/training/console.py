@@ -1,4 +1,4 @@
-"""What a console shows of spectral health: a few figures in place of 150."""
+"""Shows a few figures of spectral health on the console, in place of 150."""
 
 from __future__ import annotations
 
