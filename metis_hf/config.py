@@ -163,6 +163,12 @@ class MetisConfig:
                 stacklevel=3,
             )
 
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """The names of all schemes: of most layers, of `scheme_pattern`, of attention."""
+        named = (self.scheme, *self.scheme_pattern.values(), self.attention)
+        return tuple(dict.fromkeys(name for name in named if name is not None))
+
     def for_layer(self, name: str) -> MetisConfig:
         """Return the config of one layer, with the patterns applied to its name."""
         changes: dict[str, Any] = {}

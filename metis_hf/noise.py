@@ -94,11 +94,12 @@ def fingerprint(x: Tensor) -> Tensor:
     Returns:
         0-dim int32 tensor on the device of `x`; no synchronization.
     """
+    x = x.detach()  # of a parameter: kernels take plain tensors
     if x.numel():
         kernels = _one_launch(x)
         if kernels is not None and x.dtype in kernels.DTYPES:
             return kernels.fingerprint(x)
-    flat = x.detach().reshape(-1)
+    flat = x.reshape(-1)
     sample = flat[:: sample_stride(flat.numel())].float().view(torch.int32)
     return _hash(sample ^ _index_hash(x.device)[: sample.numel()]).sum(dtype=torch.int32)
 
@@ -128,13 +129,19 @@ def _one_launch(x: Tensor) -> ModuleType | None:
     return _find_kernels(x)
 
 
-def constant(make: Callable[P, T]) -> Callable[P, T]:
+def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
     """Cache what a function makes of its positional arguments alone: a tensor, or a tuple of them.
 
     Do not write to it. Nothing is kept inside torch.compile, which would trace through a cache, nor
     what a mode makes without values, or without a place in autograd (`torch.inference_mode`).
+
+    Args:
+        make: the function.
+        most: results that are kept, the ones used last, and all that a CUDA graph was recorded
+            with; None keeps everything.
     """
     kept: dict[Any, T] = {}
+    recorded: set[Any] = set()
 
     @functools.wraps(make)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -144,8 +151,15 @@ def constant(make: Callable[P, T]) -> Callable[P, T]:
         if made is None:
             made = make(*args, **kwargs)
             tensors = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
-            if all(type(t) is Tensor and not t.is_inference() for t in tensors):
-                kept[args] = made
+            if any(type(t) is not Tensor or t.is_inference() for t in tensors):
+                return made
+            kept[args] = made
+        if most is not None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                recorded.add(args)
+            kept[args] = kept.pop(args, made)  # behind all others
+            for old in [key for key in kept if key not in recorded][:-most]:
+                kept.pop(old, None)
         return made
 
     return found

@@ -1,5 +1,7 @@
 """Counter-based noise: uniform, independent between keys, and nothing taken from torch."""
 
+import functools
+
 import pytest
 import torch
 
@@ -141,3 +143,22 @@ def test_constants_made_in_inference_mode_are_not_kept():
     kept = made(3)
     assert not kept.is_inference()
     assert made(3) is kept
+
+
+def test_constants_that_may_be_many_are_forgotten_but_for_the_last_used():
+    made = functools.partial(noise.constant, most=2)(lambda size: torch.ones(size))
+    first, second = made(1), made(2)
+    assert made(1) is first
+    third = made(3)  # in the place of 2, which was used before 1
+    assert made(1) is first
+    assert made(3) is third
+    assert made(2) is not second
+
+
+def test_a_parameter_s_fingerprint_is_looked_for_as_a_tensor_s(monkeypatch):
+    """Kernels take plain tensors: a weight, too, has its fingerprint in one launch on a GPU."""
+    asked = []
+    monkeypatch.setattr(noise, "_one_launch", lambda x: asked.append(type(x)))
+    weight = torch.nn.Parameter(torch.randn(3, 5))
+    assert fingerprint(weight) == fingerprint(weight.detach())
+    assert asked == [torch.Tensor, torch.Tensor]

@@ -41,7 +41,7 @@ def schemes(
     console.print(_operands(records))
     console.print(
         "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; 16/17: on "
-        "5.65, so that no element is beyond 6; "
+        "5.65, so that no element is beyond 6 (of blocks above 4e-5 of the tensor's largest); "
         "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means, of a "
         f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. Extra: multiply-adds beyond the three "
         f"GEMMs of that layer where hardware multiplies FP4, in % of theirs, for {TOKENS} tokens a "

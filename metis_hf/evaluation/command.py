@@ -81,7 +81,7 @@ class Options:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}; expected at least 1")
         for conversion in self.conversions:
-            for scheme in (conversion.scheme, *conversion.scheme_pattern.values()):
+            for scheme in conversion.schemes:
                 scheme_info(scheme)
 
     def limit_of(self, task: str) -> int | None:

@@ -11,7 +11,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.evaluation.checkpoints import DENSE, Checkpoint
 from metis_hf.evaluation.opening import open_checkpoints, open_model
 from metis_hf.evaluation.table import row_name
-from metis_hf.schemes import source_digest
+from metis_hf.schemes import source_digests
 
 
 def read_conversions(schemes: Sequence[str], file: Path | None) -> tuple[MetisConfig, ...]:
@@ -103,8 +103,8 @@ def choose_models(
 
 def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:
     """Return name -> SHA-256 of the source for a checkpoint's schemes from outside this package."""
-    digests = {name: source_digest(name) for name in checkpoint.schemes}
-    return {name: digest for name, digest in digests.items() if digest is not None}
+    attention = checkpoint.metis.get("attention")
+    return source_digests([*checkpoint.schemes, *([attention] if attention else [])])
 
 
 def _converted(

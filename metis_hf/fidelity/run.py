@@ -39,7 +39,7 @@ from metis_hf.fidelity.subject import (
 )
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.planning.overhead import TOKENS, inputs_of, overhead
-from metis_hf.schemes import CONTROL, Scheme, scheme_info, scheme_names, source_digest
+from metis_hf.schemes import CONTROL, Scheme, scheme_info, scheme_names, source_digests
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.measured import Store, code_digest, digest
 from metis_hf.shared.phases import PhaseProgress
@@ -212,8 +212,7 @@ class _Measurements:
     def _measure(self, name: str, config: MetisConfig, alone: bool) -> SchemeResult:
         result = SchemeResult(name, config.scheme, config.rank)
         parts = [LOSS, GRADIENTS, OPERANDS, *([ALONE] if alone else [])]
-        sources = [source_digest(name) for name in (config.scheme, config.attention) if name]
-        kind = digest(config.to_dict(), *sources)
+        kind = digest(config.to_dict(), source_digests(config.schemes))
         found = {part: self.store.get(part, name, kind, self.depends) for part in parts}
         missing = [part for part, value in found.items() if value is None]
         self._skip(part for part in parts if part not in missing)

@@ -178,7 +178,9 @@ def scaled_product(a: Quantized, b: Quantized) -> Tensor:
     given = [scale for scale in (a.scale, b.scale) if scale is not None]
     if not given:
         return out
-    return out.mul_(given[0] if len(given) == 1 else given[0] * given[1])
+    scale = given[0] if len(given) == 1 else given[0] * given[1]
+    # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not.
+    return out.mul_(scale.reshape(1, 1) if scale.dim() == 0 and out.is_cuda else scale)
 
 
 def contract(a: Tensor, b: Tensor) -> Tensor:

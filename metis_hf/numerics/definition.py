@@ -31,7 +31,7 @@ from metis_hf.numerics.formats import (
     get_format,
 )
 from metis_hf.numerics.layout import Tile, block_dims, from_blocks, to_blocks
-from metis_hf.numerics.mixed import MixedFormat, largest_values, rounded, steps_of
+from metis_hf.numerics.mixed import MixedFormat, ends, rounded, steps_of
 from metis_hf.numerics.rounding import Rounding, round_nearest, round_stochastic
 from metis_hf.numerics.scaling import (
     SCALE_NOISE,
@@ -262,11 +262,11 @@ class QuantizerDefinition:
             return x.new_zeros((), dtype=torch.float32)
         x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
         scale, _, tensor = self._scales(x32, block_dims(self.tile, x.dim(), dim), amax)
-        largest = largest_values(self.fmt.element, scale)
-        if tensor is not None:
-            largest = largest * tensor.decode
         tolerance = 1 + 4 * torch.finfo(torch.float32).eps
-        return (x32.abs() > largest * tolerance).sum() / x.numel()
+        low, high = (end * tolerance for end in ends(self.fmt.element, scale))
+        if tensor is not None:
+            low, high = low * tensor.decode, high * tensor.decode
+        return ((x32 < low) | (x32 > high)).sum() / x.numel()
 
 
 def in_blocks(scale: Tensor) -> Tensor:

@@ -189,8 +189,9 @@ class CodebookFormat:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(float(value) for value in self.values))
-        ascending = all(a < b < math.inf for a, b in zip(self.values, self.values[1:]))
-        if not (ascending and 2 <= len(self.values) <= 256 and 0.0 in self.values):
+        ascending = all(a < b for a, b in zip(self.values, self.values[1:]))
+        finite = all(map(math.isfinite, self.values))
+        if not (ascending and finite and 2 <= len(self.values) <= 256 and 0.0 in self.values):
             raise ValueError(
                 f"codebook {self.name!r} has values {self.values}; give 2 to 256 finite numbers in "
                 "ascending order, 0 among them"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.elements import SpacedFormat
+from metis_hf.numerics.elements import CodebookFormat, SpacedFormat
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,16 @@ def _by_format(scale: Tensor, first: float, second: float) -> Tensor:
     return torch.where(scale.signbit(), second, numbers)
 
 
-def largest_values(element: Any, scale: Tensor) -> Tensor:
-    """Return the largest code times the step of each block, fp32."""
-    if not isinstance(element, MixedFormat):
-        return scale * element.max
-    first, second = (fmt.max for fmt in element.formats)
-    return steps_of(element, scale) * _by_format(scale, first, second)
+def ends(element: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest code times the step of each block, fp32."""
+    if isinstance(element, CodebookFormat):
+        return scale * element.values[0], scale * element.values[-1]
+    if isinstance(element, MixedFormat):
+        first, second = (fmt.max for fmt in element.formats)
+        largest = steps_of(element, scale) * _by_format(scale, first, second)
+    else:
+        largest = scale * element.max
+    return -largest, largest
 
 
 def steps_of(element: Any, scale: Tensor) -> Tensor:

@@ -141,9 +141,9 @@ def fake_quantize(
         tile: "row" (1 x block size; the whole row for "fp8-*"), "square" (block size x block size
             over the last two dimensions) or "tensor" (one scale; for fp32 scales).
         scale_rule: "absmax"; for NVFP4 only: "four-over-six" (arXiv 2512.02010), "search" (six
-            scales in the same way), "eden" (arXiv 2601.22813: unbiased in a random basis,
-            with noise in the scales alone) or "unbiased" (amax on 16/17 of 6: stochastic rounding
-            is then unbiased with scales to nearest).
+            scales in the same way) and "eden" (arXiv 2601.22813: unbiased in a random basis,
+            with noise in the scales alone); for NVFP4, IF4 and MixFP4: "unbiased" (amax on 16/17 of
+            6: stochastic rounding is then unbiased with scales to nearest).
         outer_scale: what has one fp32 scale of the two-level kind: "tensor", or "token": each row,
             where row blocks run along the last dimension.
         generator: source of the stochastic noise; None draws from torch's default generator.

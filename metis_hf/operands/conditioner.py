@@ -83,6 +83,9 @@ class Work(NamedTuple):
         quantized: shapes of the tensors that it hands to the quantizer.
         low_rank: rank of a part that a GEMM of FP4 codes has to multiply apart.
         channels: channels that are quantized twice, and so are as many more channels of a GEMM.
+        sparse: elements that a GEMM multiplies apart, one by one, at most.
+        rotated: (what tells rotations apart, dimension that is rotated); None: none is.
+        gradient: to the gradient of a weight, from that of the operand.
     """
 
     call: Mapping[str, float]
@@ -91,6 +94,9 @@ class Work(NamedTuple):
     quantized: tuple[tuple[int, int], ...]
     low_rank: int = 0
     channels: int = 0
+    sparse: int = 0
+    rotated: tuple[Hashable, int] | None = None
+    gradient: Mapping[str, float] = {}
 
 
 class Conditioner(ABC):

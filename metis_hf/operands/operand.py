@@ -50,8 +50,7 @@ class Quantized(NamedTuple):
 
     def error(self, x: Tensor) -> Tensor:
         """Return x [t c] less what stands for it, [t c] in the dtype of x or wider."""
-        values = self.values if self.scale is None else self.values * self.scale
-        return x - values
+        return x - (self.values if self.scale is None else self.values.float() * self.scale)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class WeightWork(NamedTuple):
     Attributes:
         dense: from the parameters to the represented weight.
         quantize: to w_hat, apart from the operand.
+        encode: to what the quantizers take, where codes are multiplied as they are.
         operand: whether a matrix [o i] goes through the operand, conditioner included.
         quantized: shapes of what goes to the quantizer without the conditioner.
         gradients: from dL/dw_hat to the gradients of the parameters.
@@ -40,6 +41,7 @@ class WeightWork(NamedTuple):
 
     dense: Mapping[str, float] = {}
     quantize: Mapping[str, float] = {}
+    encode: Mapping[str, float] = {}
     operand: bool = True
     quantized: tuple[tuple[int, int], ...] = ()
     gradients: Mapping[str, float] = {}
@@ -379,6 +381,7 @@ class SplitWeight(WeightForm):
             dense=product,
             # Compensated, the low-rank part is made of quantized and of exact factors.
             quantize={"weight_factors": 4.0 * o * i * k} if twice else product,
+            encode={"weight_factors": 4.0 * o * i * k} if twice else {} if quantized else product,
             operand=self.exact_factors,
             quantized=() if self.exact_factors else (shape, *factors),
             gradients={"weight_factors": 4.0 * o * i * k},

@@ -1,9 +1,10 @@
 """Costs of one converted layer per micro-batch: FLOPs by kind, and what its quantizers move.
 
-Formulas follow the code that they price (`gemm`, `weights`) and are held to it by tests; those of
-conditioners stand beside them (`operands.Work`). What layers that read one tensor share is counted
-for each of them. A multiplication with addition counts as 2 FLOPs, so [a b] @ [b c] costs 2abc
-(Golub & Van Loan, Matrix Computations, section 1.2). Planning whole runs is in `planning`.
+Formulas follow the code that they price (`layers.gemm`, `operands.weight_forms`) and are held to it
+by tests; those of conditioners stand beside them (`operands.Work`). What layers that read one
+tensor share is counted for each of them. A multiplication with addition counts as 2 FLOPs, so
+[a b] @ [b c] costs 2abc (Golub & Van Loan, Matrix Computations, section 1.2). Planning whole runs
+is in `planning`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
+from metis_hf.numerics.kernels import use_kernels
 from metis_hf.operands import Operand
 from metis_hf.operands.weight_forms import WeightWork
 from metis_hf.schemes import Role, Scheme
@@ -97,6 +99,8 @@ def backward_cost(layer: MetisLayer, tokens: int) -> LayerCost:
     cost += _wgrad_input_cost(scheme, tokens, i)
     work = _weight_work(layer, scheme.fprop_weight)
     cost += LayerCost(**work.gradients)
+    if work.operand and scheme.fprop_weight.quantizer is not None:
+        cost += LayerCost(**scheme.fprop_weight.conditioner.work((o, i), dim=-1).gradient)
     cost += _quantizers_cost(scheme.fprop_weight.quantizer, *work.quantized_again)
     backward = (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT)
     return cost + corrections_cost(layer, tokens, backward)
@@ -177,9 +181,10 @@ def _quantizers_cost(quantizer: Quantizer | None, *shapes: tuple[int, int]) -> L
 @lru_cache(maxsize=256)
 def _quantizer_cost(quantizer: Quantizer, rows: int, columns: int) -> LayerCost:
     """Return what one call computes and moves, counted by running it on the meta device."""
-    quantizer(torch.empty(1, 1, device="meta"), dim=-1, key=Key(0))  # fills the noise's caches
-    with _ElementCount() as count:
-        quantizer(torch.empty(rows, columns, device="meta"), dim=-1, key=Key(0))
+    with use_kernels("reference"):  # others run on no meta device
+        quantizer(torch.empty(1, 1, device="meta"), dim=-1, key=Key(0))  # fills the noise's caches
+        with _ElementCount() as count:
+            quantizer(torch.empty(rows, columns, device="meta"), dim=-1, key=Key(0))
     return LayerCost(quantizers=count.operations, quantizer_bytes=count.bytes)
 
 

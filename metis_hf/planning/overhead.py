@@ -6,6 +6,7 @@ codes, and nothing is put together again: hardware multiplies codes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,20 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import make_layer
-from metis_hf.operands import Operand
 from metis_hf.planning.plan import meta_model
-from metis_hf.schemes import Role, Scheme, build_scheme
+from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.listing import WIDTH
 
 TOKENS = 8192  # of a step, unless the caller says otherwise
 _PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
+_TENSORS = {
+    Role.FPROP_INPUT: "input",
+    Role.FPROP_WEIGHT: "weight",
+    Role.DGRAD_GRAD_OUTPUT: "grad_output",
+    Role.DGRAD_WEIGHT: "weight",
+    Role.WGRAD_GRAD_OUTPUT: "grad_output",
+    Role.WGRAD_INPUT: "input",
+}
 
 Shape = tuple[int, int]  # in_features, out_features
 
@@ -56,9 +64,11 @@ def overhead(
     """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
 
     Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
-    counts as the dense product with its factors. A GEMM of FP4 codes multiplies the low-rank parts
-    of its operands apart, by two thin products each; a correction in their directions adds one, as
-    its coordinates are summed with those of the low-rank part before the second.
+    counts as the dense product with its factors; along a dimension that a GEMM does not contract
+    its output is rotated back. A GEMM of FP4 codes multiplies the low-rank parts of its operands
+    apart, by two thin products each; a correction in their directions adds one, as its coordinates
+    are summed with those of the low-rank part before the second. Sparse parts are multiplied
+    element by element. The gradients of a split weight's factors are products too.
 
     Args:
         layers: (in_features, out_features) and config of each layer.
@@ -67,28 +77,23 @@ def overhead(
             that read one tensor with equal operands (query, key and value) split it once. None: a
             tensor each.
     """
-    flops: dict[str, float] = {}
+    flops: dict[str, float] = defaultdict(float)
     gemm = bits = elements = 0.0
-    encoded: set[tuple[Hashable, Operand | None, int]] = set()
+    encoded: set[Hashable] = set()
     for number, ((i, o), config) in enumerate(layers):
         weight = nn.Parameter(torch.empty(o, i, device="meta"))
         layer = make_layer(weight, None, config, name="layer")
-        scheme = layer.scheme
         gemm += 6.0 * tokens * i * o
-        bits += i * o * scheme.weight_bits(o, i)
+        bits += i * o * layer.scheme.weight_bits(o, i)
         elements += i * o
-        for role, shape, dim in _places(tokens, i, o):
-            if reads is not None and role in (Role.FPROP_INPUT, Role.WGRAD_INPUT):
-                key = reads[number], scheme.operand(role), dim
-                if key in encoded:
-                    continue
-                encoded.add(key)
-            for kind, count in _encoding(scheme, role, shape, dim).items():
-                flops[kind] = flops.get(kind, 0.0) + count
-        factors = layer.weight_form.work((o, i), quantized=True)
-        stored = {k: v for k, v in factors.quantize.items() if k == "weight_factors"}
-        for kind, count in {**_thin_products(layer, tokens), **stored}.items():
-            flops[kind] = flops.get(kind, 0.0) + count
+        read = number if reads is None else reads[number]
+        for counted in (
+            _encodings(layer, tokens, read, number, encoded),
+            _weight_factors(layer),
+            _products(layer, tokens),
+        ):
+            for kind, count in counted.items():
+                flops[kind] += count
     parts = {kind: count / gemm for kind, count in flops.items() if count}
     return Overhead(parts, bits / elements)
 
@@ -170,45 +175,82 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
     )
 
 
-def _thin_products(layer: MetisLayer, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of low-rank parts and doubled channels, and of corrections, of all GEMMs."""
+def _encodings(
+    layer: MetisLayer, tokens: int, read: Hashable, number: int, encoded: set[Hashable]
+) -> dict[str, float]:
+    """Return the FLOPs that make the codes of a layer's operands.
+
+    Args:
+        layer: the layer.
+        tokens: of a step.
+        read: names the tensor that it reads.
+        number: its place, which names its weight and its output gradient.
+        encoded: what was made for layers before it, which is not made again; completed here.
+    """
+    flops: dict[str, float] = defaultdict(float)
+    scheme = layer.scheme
+    for role, shape, dim in _places(tokens, layer.in_features, layer.out_features):
+        operand = scheme.operand(role)
+        if operand is None or operand.quantizer is None or _is_stored_split(layer, role):
+            continue
+        kind = _TENSORS[role]
+        tensor = kind, read if kind == "input" else number
+        work = operand.conditioner.work(shape, dim=dim)
+        made = {k: count for k, count in work.encode.items() if k in _PRODUCTS}
+        if work.rotated is not None:  # the same rotation may serve two ways to quantize
+            if (tensor, work.rotated) in encoded:
+                made.pop("rotation")
+            encoded.add((tensor, work.rotated))
+        if (tensor, operand, dim) not in encoded:
+            for k, count in made.items():
+                flops[k] += count
+        encoded.add((tensor, operand, dim))
+    return flops
+
+
+def _weight_factors(layer: MetisLayer) -> dict[str, float]:
+    """Return the FLOPs with the stored factors of a split weight: its copies, and gradients."""
+    scheme, shape = layer.scheme, (layer.out_features, layer.in_features)
+    quantized = scheme.fprop_weight.quantizer is not None
+    work = layer.weight_form.work(shape, quantized=quantized)
+    copies = 2 - scheme.reuses(Role.DGRAD_WEIGHT)
+    made, gradients = (m.get("weight_factors", 0.0) for m in (work.encode, work.gradients))
+    return {"weight_factors": copies * made + gradients}
+
+
+def _products(layer: MetisLayer, tokens: int) -> dict[str, float]:
+    """Return the FLOPs of what the GEMMs multiply apart, and of rotating their outputs back."""
     t, i, o = tokens, layer.in_features, layer.out_features
     places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
-    total = {"corrections": 0.0, "thin_products": 0.0}
+    flops: dict[str, float] = defaultdict(float)
     for left, right, (m, n, p) in (
         (Role.FPROP_INPUT, Role.FPROP_WEIGHT, (t, i, o)),
         (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
         (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT, (o, t, i)),
     ):
         # [m n] @ [n p]: (a v) b by way of v b; a (u w) by way of a u.
-        for role, other, inner in ((left, right, n * p), (right, left, m * n)):
-            rank, channels = _apart(layer, role, places)
-            total["thin_products"] += 2.0 * rank * (inner + m * p) + 2.0 * channels * m * p
+        for role, other, rows, columns in ((left, right, m, p), (right, left, p, m)):
+            used, operand = layer.scheme.resolve(role)
+            if operand.quantizer is None:
+                continue
+            rank = layer.scheme.directions(role)
+            if not _is_stored_split(layer, role):
+                shape, dim = places[used]
+                work = operand.conditioner.work(shape, dim=dim)
+                rank = work.low_rank
+                # Channels of a copy that was made for another GEMM are of this one's output.
+                length = rows if used is role else n
+                flops["thin_products"] += 2.0 * work.channels * columns * length
+                flops["sparse_products"] += 2.0 * work.sparse * columns
+                contracted = places[role][1] % 2
+                if work.rotated is not None and work.rotated[1] != contracted:
+                    flops["rotation"] += work.encode["rotation"] * columns / shape[contracted]
+            flops["thin_products"] += 2.0 * rank * (n * columns + m * p)
             if other in layer.scheme.corrected:
-                total["corrections"] += 2.0 * rank * inner
-    return total
+                flops["corrections"] += 2.0 * rank * n * columns
+    return flops
 
 
-def _apart(
-    layer: MetisLayer, role: Role, places: Mapping[Role, tuple[Shape, int]]
-) -> tuple[int, int]:
-    """Return the rank of an operand's low-rank part, and how many channels it doubles."""
-    role, operand = layer.scheme.resolve(role)
-    if operand.quantizer is None:
-        return 0, 0
-    if layer.weight_form.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
-        return layer.weight_form.rank or 0, 0
-    shape, dim = places[role]
-    work = operand.conditioner.work(shape, dim=dim)
-    return work.low_rank, work.channels
-
-
-def _encoding(scheme: Scheme, role: Role, shape: Shape, dim: int) -> dict[str, float]:
-    """Return the FLOPs that make an operand's codes; none for a copy of another's."""
-    operand = scheme.operand(role)
-    if operand is None or operand.quantizer is None:
-        return {}
-    if scheme.weight.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
-        return {}
-    work = operand.conditioner.work(shape, dim=dim)
-    return {kind: count for kind, count in work.encode.items() if kind in _PRODUCTS}
+def _is_stored_split(layer: MetisLayer, role: Role) -> bool:
+    """Return whether a role's operand is a weight that is stored as factors and a residual."""
+    return layer.weight_form.is_split and _TENSORS[role] == "weight"

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 
 from metis_hf.schemes.base import Role, Scheme
-from metis_hf.schemes.discovery import absolute_source, import_schemes, source_digest
+from metis_hf.schemes.discovery import absolute_source, import_schemes, source_digests
 from metis_hf.schemes.registry import (
     CONTROL,
     SchemeInfo,
@@ -35,7 +35,7 @@ __all__ = [
     "register_scheme",
     "scheme_info",
     "scheme_names",
-    "source_digest",
+    "source_digests",
 ]
 
 # Files of this folder that are no schemes; every other one registers what it has, the control

@@ -88,9 +88,16 @@ class Scheme:
         return any(self.directions(role) for role in Role)
 
     def weight_bits(self, out_features: int, in_features: int) -> float:
-        """Return the bits per element of w_hat in fprop, low-rank factors included."""
+        """Return the bits per element of w_hat in fprop, as FP4 units read it.
+
+        With the low-rank factors, and channels that are there twice. FP4 units want a block scale
+        for each row, so that a square tile's is there as often as it has rows; this package stores
+        it once, and `metis-hf schemes` counts that.
+        """
         quantizer, shape = self.fprop_weight.quantizer, (out_features, in_features)
         bits = HIGH_PRECISION_BITS if quantizer is None else quantizer.fmt.bits_per_element
+        hot = self.fprop_weight.conditioner.work(shape, dim=-1).channels if quantizer else 0
+        bits *= 1 + hot / in_features
         split = SplitWeight(self.rank) if not self.weight.is_split else self.weight
         return bits + (split.factor_bits(shape, bits) if self.splits_weight else 0.0)
 

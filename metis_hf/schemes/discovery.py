@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -64,11 +65,16 @@ def import_schemes(source: str | Path) -> list[str]:
     return names
 
 
-def source_digest(name: str) -> str | None:
-    """Return the SHA-256 of the file that builds a scheme; None for this package's own schemes.
+def source_digests(names: Iterable[str]) -> dict[str, str]:
+    """Return name -> SHA-256 of the file that builds a scheme; this package's own are left out.
 
     Results of a user's scheme belong to this digest: the file may change under its name.
     """
+    digests = {name: _source_digest(name) for name in names}
+    return {name: digest for name, digest in digests.items() if digest is not None}
+
+
+def _source_digest(name: str) -> str | None:
     try:
         path = Path(inspect.getsourcefile(scheme_info(name).builder) or "").resolve()
     except TypeError:  # a callable without a file

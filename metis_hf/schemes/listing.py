@@ -82,12 +82,13 @@ def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
 
 
 def _correction(scheme: Scheme, role: Role) -> dict[str, Any]:
-    """Return the operand's rounding errors [WIDTH rank] along directions of its partner."""
+    """Return what is stored of an operand's rounding errors, along directions of its partner."""
     if role not in scheme.corrected:
         return {}
     quantizer = scheme.resolve(role)[1].quantizer
-    bits = _encoded_bits(Operand(quantizer), (WIDTH, scheme.rank), -1) / WIDTH**2
     other = Role(role ^ 1)  # inputs and weights, and so on, stand in pairs
+    shape = WIDTH, scheme.directions(other)
+    bits = _encoded_bits(Operand(quantizer), shape, -1) / WIDTH**2
     return {"correction": {"along": SLOTS[other], "bits": round(bits, 3)}}
 
 

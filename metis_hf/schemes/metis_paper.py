@@ -31,12 +31,20 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
 
     Tensors that `config.decompose` does not name are quantized directly; without "weight" the
     weight is one dense matrix.
+
+    Raises:
+        ValueError: `decompose` names the weight, and `split_weight` is False.
     """
     forward, backward = stochastic_everywhere(config)
     split = spectral(config, rank, compensated=False)
     of_gradients = replace(split, rank=gradient_rank(config, rank))
     tensors = DECOMPOSABLE if config.decompose is None else config.decompose
     stored_split = "weight" in tensors
+    if config.split_weight is False and stored_split and config.decompose is not None:
+        raise ValueError(
+            'decompose names "weight", and split_weight=False keeps weights whole; leave one of '
+            "them out"
+        )
     if config.split_weight is not None:
         stored_split = config.split_weight
     scheme = Scheme(

@@ -27,7 +27,8 @@ def nvidia_unbiased(config: MetisConfig, rank: int) -> Scheme:
     """Return `nvidia` with output gradients that stochastic rounding leaves unbiased.
 
     A block's largest magnitude comes to 6 * 16/17 before its scale is rounded to the nearest E4M3
-    number, which takes 1/17 off it at most: no element is beyond 6 then. The input of wgrad is
+    number, which takes 1/17 off it at most where that number is normal: no element is beyond 6
+    then. The input of wgrad is
     quantized from the input itself, rotated, as in `nvidia`.
 
     Raises:

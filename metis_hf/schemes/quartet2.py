@@ -19,6 +19,7 @@ from metis_hf.schemes.parts import (
     fingerprint,
     key_of,
     quantizer,
+    refuse_shared,
     register_scheme,
 )
 
@@ -58,11 +59,7 @@ def quartet2(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.
     """
-    if config.operand_mode == "shared":
-        raise ValueError(
-            'scheme "quartet2" quantizes a copy per GEMM; operand_mode="shared" would be another '
-            'scheme. Leave operand_mode unset, or use scheme "nvfp4"'
-        )
+    refuse_shared(config)
     nearest = quantizer(config, rounding="nearest", scale_rounding="nearest")
     forward = replace(nearest, scale_rule=ScaleRule.FOUR_OVER_SIX)
     nearest = quantizer(config, rounding="nearest", scale_rounding="nearest", backward=True)

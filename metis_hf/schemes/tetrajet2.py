@@ -11,6 +11,7 @@ from metis_hf.schemes.parts import (
     Scheme,
     key_of,
     quantizer,
+    refuse_shared,
     register_scheme,
 )
 
@@ -41,11 +42,7 @@ def tetrajet2(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.
     """
-    if config.operand_mode == "shared":
-        raise ValueError(
-            'scheme "tetrajet2" quantizes a copy per GEMM; operand_mode="shared" would be another '
-            'scheme. Leave operand_mode unset, or use scheme "nvfp4"'
-        )
+    refuse_shared(config)
     forward = quantizer(config, rounding="nearest", scale_rounding="nearest")
     backward = quantizer(config, rounding="stochastic", scale_rounding="nearest", backward=True)
     dgrad, wgrad = (Hadamard(key_of(name, config.seed).static) for name in ("dgrad", "wgrad"))

@@ -32,7 +32,15 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
       too, and one for layers that are deployed as one (query, key and value; gate and up).
     - Backward pass: in high precision, through the quantized copies of the forward pass, as the
       chain rule has it with quantizers that count as the identity.
+
+    Raises:
+        ValueError: `two_level=False`: there is no tensor scale to fix then.
     """
+    if not config.two_level:
+        raise ValueError(
+            f'scheme "{config.scheme}" fixes tensor scales, and two_level=False has none; leave '
+            "two_level unset"
+        )
     forward, _ = nearest_forward(config)
     return Scheme(
         fprop_input=Operand(forward, StaticScale()),
@@ -50,6 +58,6 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
     formats=(NVFP4.name,),
 )
 def w4a16(config: MetisConfig, rank: int) -> Scheme:
-    """Return `w4a4` with inputs that are not quantized."""
+    """Return `w4a4` with inputs that are not quantized; it refuses what `w4a4` does."""
     scheme = w4a4(config, rank)
     return replace(scheme, fprop_input=Operand(), state=StaticScales(input=False))

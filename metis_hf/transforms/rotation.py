@@ -7,6 +7,7 @@ keeps the length n: nothing is padded. Made on the host from (n, seed) alone, in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -98,10 +99,12 @@ def _random_factor(size: int, seed: int) -> Tensor | None:
     return random_orthogonal(size, seed) if 1 < size <= LARGEST_RANDOM else None
 
 
+# Rotations in memory. A model has a few widths; sequences rotated along tokens, as many lengths.
+_KEPT = 32
 _MAKERS = {"hadamard": randomized_hadamard, "kronecker": random_kronecker}
 
 
-@constant
+@functools.partial(constant, most=_KEPT)
 def make_rotation(
     kind: str, n: int, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Rotation:

@@ -18,9 +18,15 @@ from typer.testing import CliRunner
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli import app
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.harness import MetisLM
+from metis_hf.evaluation.models import own_schemes
+from metis_hf.experiments.compare.plan import SPEC_FILE
+from metis_hf.experiments.compare.run import Run, _check_source
 from metis_hf.experiments.recipe import parse_arguments
-from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digest
+from metis_hf.experiments.variants import Variant
+from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
+from metis_hf.shared.records import write_json
 
 NAME = "two-nearest"
 SCHEME = f"""
@@ -131,10 +137,33 @@ def test_eval_and_export(folder):
     assert done.exit_code == 0, done.output
     (file,) = (folder / "eval/results").iterdir()
     settings = json.loads(file.read_text())["metis"]["settings"]
-    assert settings["scheme_sha256"] == {NAME: source_digest(NAME)}
+    assert settings["scheme_sha256"] == source_digests([NAME])
     done = metis_hf("export", *given, "--out", folder / "packed", "--format", "compressed-tensors")
     assert done.exit_code == 0, done.output
     assert "14 layers in NVFP4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scheme": NAME},
+        {"scheme": "nvfp4", "scheme_pattern": {"down_proj": NAME}},
+        {"scheme": "nvfp4", "attention": NAME},
+    ],
+)
+def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
+    """By a comparison, fidelity and eval: in all layers, in some, in attention."""
+    digests = source_digests([NAME])
+    assert digests.keys() == {NAME}
+    assert source_digests(MetisConfig(**config).schemes) == digests
+    run = Run(Variant("mine", config), 0, tmp_path)
+    write_json(tmp_path / SPEC_FILE, {"sources": run.sources})
+    _check_source(run)
+    write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})
+    with pytest.raises(ValueError, match=f"holds a run of scheme '{NAME}' as its file was before"):
+        _check_source(run)
+    checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
+    assert own_schemes(checkpoint) == digests
 
 
 def test_lm_eval_wrapper(folder, tmp_path):

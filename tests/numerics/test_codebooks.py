@@ -120,10 +120,24 @@ def test_a_quantizer_takes_it_with_every_rounding():
         assert 0 < (x - x_hat).norm() / x.norm() < 0.2
 
 
-@pytest.mark.parametrize("values", [(1, 0), (0.5, 1), (0,), (0, math.nan), (0, math.inf)])
+@pytest.mark.parametrize(
+    "values", [(1, 0), (0.5, 1), (0,), (0, math.nan), (0, math.inf), (-math.inf, 0, 1)]
+)
 def test_refused_codebooks(values):
     with pytest.raises(ValueError, match="ascending order, 0 among them"):
         CodebookFormat("bad", values)
+
+
+def test_saturation_is_told_by_each_end():
+    """What lies beyond the shorter end becomes that end."""
+    x = torch.tensor([[-1.0, *[0.9] * 15]])
+    uneven = BlockFormat(
+        "uneven", CodebookFormat("uneven", (-1, -0.5, 0, 0.5, 0.7)), SCALE_FP32, 16
+    )
+    assert fake_quantize(x, uneven)[0, 1:].tolist() == pytest.approx([0.7] * 15)
+    assert Quantizer(uneven).saturated(x) == 15 / 16
+    assert Quantizer(uneven).saturated(-x) == 1 / 16
+    assert Quantizer(NF4).saturated(x.repeat(1, 4)) == 0
 
 
 def test_registered_formats_have_names(monkeypatch):

@@ -40,6 +40,7 @@ from metis_hf.operands import (
     Identity,
     MeanRemoved,
     PerChannel,
+    Quantized,
     RandomHadamard,
     RandomKronecker,
     Requantized,
@@ -280,3 +281,12 @@ def test_rotation_cancels_in_the_contraction(tokens):
     # The layer rotates both back, which adds to the terms that are rounded, but not to their sum.
     size = ((h.T @ dy_hat).T @ (h.T @ x_hat)).size
     recording.check(array(layer.weight.grad), Terms((dy_hat.T @ x_hat).value, size), "dw")
+
+
+def test_the_error_of_a_scaled_operand_is_that_of_the_product_with_its_scale():
+    """In fp32: a GEMM in BF16 multiplies by the scale after it, and rounds no value."""
+    values = torch.tensor([[3.0, 6.0]], dtype=torch.bfloat16)
+    scale = torch.tensor(1 / 3)
+    found = Quantized(values, scale).error(torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16))
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.5]]), rtol=0, atol=1e-7)

@@ -7,7 +7,11 @@ import torch
 import transformers
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
+from metis_hf.layers.make import make_layer
+from metis_hf.numerics.kernels import use_kernels
+from metis_hf.planning.costs import _quantizer_cost, layer_cost
 from metis_hf.planning.overhead import inputs_of, model_overhead, overhead
+from metis_hf.transforms.rotation import rotation_of
 
 IN, OUT, T = 512, 384, 8192
 GEMM = 3 * T * IN * OUT
@@ -72,9 +76,51 @@ def test_thin_products_of_other_schemes():
     found = of("mean")
     fprop, wgrad = IN * OUT + t * OUT, (OUT * t + OUT * IN)
     assert found.parts["thin_products"] >= (fprop + wgrad) / GEMM
-    # hot-channel: channels of the products themselves.
-    assert of("hot-channel").parts["thin_products"] > 0
     assert "thin_products" not in of("nvidia").parts
+
+
+def test_channels_that_are_there_twice():
+    """Patches of x and w lie along in_features, which fprop contracts, and dgrad does not."""
+    for i, o in ((1024, 4096), (4096, 1024)):
+        found = overhead([((i, o), MetisConfig(scheme="hot-channel"))], T)
+        hot = i // 16
+        fprop, dgrad = 2 * T * hot * o, T * o * hot
+        assert found.parts["thin_products"] == pytest.approx((fprop + dgrad) / (3 * T * i * o))
+        assert found.weight_bits == 4.5 * 17 / 16
+
+
+def test_outputs_of_rotated_operands_are_rotated_back():
+    """HALO: x H and w H cancel in fprop; dx is rotated along both dimensions, dw along one."""
+
+    def once(n, columns):
+        return rotation_of("hadamard", n, 0, torch.empty(0)).flops(columns) / 2
+
+    operands = once(IN, T) + once(IN, OUT) + once(T, OUT)
+    outputs = once(T, IN) + once(IN, T) + once(IN, OUT)
+    found = of("halo", operand_mode="contraction")
+    # x H of fprop is that of wgrad, too.
+    assert found.parts["rotation"] == pytest.approx((operands + outputs) / GEMM)
+    assert "rotation" not in of("nvfp4").parts
+    # Rotated along what a GEMM contracts, its operands' rotations cancel: three GEMMs of two each.
+    own = of("quarot", operand_mode="contraction").parts["rotation"]
+    along = (once(IN, T), once(IN, OUT), once(OUT, T), once(OUT, IN), once(T, OUT), once(T, IN))
+    assert own == pytest.approx(sum(along) / GEMM)
+
+
+def test_a_sparse_part_is_multiplied_element_by_element():
+    found, kept = of("occ"), 2 * int(0.01 * T * IN)
+    assert found.parts == {"sparse_products": pytest.approx(2 * kept * OUT / GEMM)}
+
+
+def test_factors_of_a_stored_split():
+    """Their gradients; in compensated splits what they leave, for each copy of the weight."""
+    once = OUT * IN * 16 / GEMM
+    assert of("metis-paper", rank=16).parts["weight_factors"] == pytest.approx(2 * once)
+    compensated = of("metis", rank=16, split_weight=True)
+    assert compensated.parts["weight_factors"] == pytest.approx(4 * once)
+    own = of("metis", rank=16, split_weight=True, operand_mode="contraction")
+    assert own.parts["weight_factors"] == pytest.approx(6 * once)
+    assert of("bf16-split", rank=16).parts["weight_factors"] == pytest.approx(3 * once)
 
 
 def test_layers_that_read_one_tensor_split_it_once():
@@ -142,3 +188,21 @@ def test_own_copies_cost_more():
 def test_rotations_count_as_dense_products():
     # nvidia rotates both operands of wgrad, t i and t o, with 16 x 16 matrices.
     assert of("nvidia").parts == {"rotation": pytest.approx(16 * T * (IN + OUT) / GEMM)}
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "triton"])
+def test_planning_does_not_depend_on_the_kernels_asked_for(kernels):
+    """They run on no meta device, on which planning counts."""
+    weight = torch.nn.Parameter(torch.empty(OUT, IN, device="meta"))
+    layer = make_layer(weight, None, MetisConfig(scheme="nvfp4"), name="layer")
+    wanted = layer_cost(layer, 64)
+    _quantizer_cost.cache_clear()
+    with use_kernels(kernels):
+        assert layer_cost(layer, 64) == wanted
+
+
+def test_work_around_the_quantizers_is_counted():
+    for scheme in ("occ", "hot-channel"):
+        weight = torch.nn.Parameter(torch.empty(OUT, IN, device="meta"))
+        layer = make_layer(weight, None, MetisConfig(scheme=scheme), name="layer")
+        assert layer_cost(layer, 64).elementwise > 64 * IN, scheme

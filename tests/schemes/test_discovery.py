@@ -19,7 +19,7 @@ from metis_hf.schemes import (
     import_schemes,
     registry,
     scheme_info,
-    source_digest,
+    source_digests,
 )
 
 SCHEME = """
@@ -182,11 +182,11 @@ class TestImportSchemes:
     def test_digest_is_of_the_file(self, write):
         file = write("mine.py", SCHEME.format(name="mine"))
         import_schemes(file)
-        first = source_digest("mine")
-        assert first is not None
+        first = source_digests(["mine"])
+        assert list(first) == ["mine"]
         file.write_text(SCHEME.format(name="mine") + "# changed\n")
-        assert source_digest("mine") != first
-        assert source_digest("metis") is None
+        assert source_digests(["mine"]) != first
+        assert source_digests(["metis"]) == {}
 
 
 class TestEntryPoints:

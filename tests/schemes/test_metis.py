@@ -1,4 +1,4 @@
-"""The default scheme's directions: of inputs and of output gradients."""
+"""The default scheme's directions, and configs that contradict a scheme."""
 
 from __future__ import annotations
 
@@ -77,3 +77,18 @@ def test_what_is_not_split_has_no_directions():
         assert not any(scheme.directions(role) for role in roles)
     stored = build_scheme(MetisConfig(scheme="svdquant", rank=8), 64, 64)
     assert stored.directions(Role.DGRAD_WEIGHT) == stored.directions(Role.FPROP_WEIGHT) == 8
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
+def test_fixed_tensor_scales_need_a_second_level(scheme):
+    with pytest.warns(UserWarning, match="two_level=False"):
+        config = MetisConfig(scheme=scheme, two_level=False)
+    with pytest.raises(ValueError, match="fixes tensor scales, and two_level=False has none"):
+        build_scheme(config, 64, 64)
+
+
+def test_a_weight_that_is_named_and_kept_whole_is_refused():
+    config = MetisConfig(scheme="metis-paper", decompose=("weight",), split_weight=False)
+    with pytest.raises(ValueError, match="split_weight=False keeps weights whole"):
+        build_scheme(config, 64, 64)
+    assert not build_scheme(config.replace(decompose=None), 64, 64).weight.is_split

@@ -93,6 +93,14 @@ def test_bits(scheme, slot, bits):
     assert record["operands"][slot]["bits"] == pytest.approx(bits, abs=1e-3)
 
 
+def test_bits_of_corrections():
+    """Errors of the weight along 64 directions of inputs, and along 16 of output gradients."""
+    (record,) = list_schemes(["metis"])
+    for slot, directions in (("fprop.weight", 64), ("dgrad.weight", 16)):
+        bits = record["operands"][slot]["correction"]["bits"]
+        assert bits == pytest.approx(NVFP4 * directions / WIDTH, abs=1e-3)
+
+
 def test_no_operand_of_an_fp4_scheme_is_in_high_precision():
     for record in list_schemes(FP4_SCHEMES):
         for slot, operand in record["operands"].items():

@@ -21,7 +21,8 @@ from metis_hf.experiments.compare.plan import SPEC_FILE, ComparisonPlan, directo
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.experiments.variants import Variant
-from metis_hf.schemes import source_digest
+from metis_hf.schemes import source_digests
+from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.processes import Children, sigterm_raises
 from metis_hf.shared.records import claim_directory, read_json, write_json
@@ -53,6 +54,11 @@ class Run:
     def name(self) -> str:
         """For people."""
         return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digests of the files of its schemes, of those from outside this package."""
+        return source_digests(self.variant.metis_config(self.seed).schemes)
 
 
 def run_plan(
@@ -105,6 +111,8 @@ def _run_plan(
     progress: RunProgress,
 ) -> list[SchemeResult]:
     claim_directory(out, plan.settings())
+    read = (plan.experiment.checkpoint, plan.data, plan.validation)
+    claim_inputs(out, {path: digest_of_path(Path(path)) for path in read if path is not None})
     if imports:
         write_json(out / IMPORTS_FILE, list(imports))
     data = Path(plan.data) if plan.data is not None else out / "data"
@@ -188,10 +196,13 @@ def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
 def _check_source(run: Run) -> None:
     """Refuse to go on with a run whose scheme was another when it began."""
     path = run.directory / SPEC_FILE
-    scheme = run.variant.config["scheme"]
-    if path.is_file() and read_json(path).get("source") != source_digest(scheme):
+    if not path.is_file():
+        return
+    there, now = read_json(path).get("sources", {}), run.sources
+    changed = [name for name in now if there.get(name) != now[name]]
+    if changed:
         raise ValueError(
-            f"{run.directory} holds a run of scheme {scheme!r} as its file was before it was "
+            f"{run.directory} holds a run of scheme {changed[0]!r} as its file was before it was "
             "changed; delete this directory to train it again, or choose another --out"
         )
 
@@ -208,7 +219,7 @@ def _write_spec(run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[st
         "tasks": list(plan.tasks),
         "tasks_dir": plan.tasks_dir,
         "imports": list(imports),
-        "source": source_digest(run.variant.config["scheme"]),
+        "sources": run.sources,
     }
     write_json(run.directory / SPEC_FILE, spec)
 

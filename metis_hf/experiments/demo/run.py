@@ -19,6 +19,7 @@ from metis_hf.experiments.results import SchemeResult, headlines
 from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info
+from metis_hf.shared.inputs import claim_inputs, digest_of_texts
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.progress import ExperimentProgress
 from metis_hf.shared.quiet import quiet
@@ -103,7 +104,9 @@ def run_demo(
 def _run(
     experiment: Experiment, schemes: list[str], out: Path, quick: bool, console: Console
 ) -> list[SchemeResult]:
-    splits = split_documents(stdlib_documents())
+    documents = stdlib_documents()
+    claim_inputs(out, {"Python's library": digest_of_texts(one.text for one in documents)})
+    splits = split_documents(documents)
     tokenizer = train_tokenizer(
         splits.train,
         experiment.model["vocab_size"],

@@ -40,6 +40,7 @@ from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.experiments.finetune.measure import HeldOut
 from metis_hf.experiments.finetune.report import Outcome, markdown_tables, trainable
 from metis_hf.export import export_checkpoint
+from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.records import claim_directory, environment, read_json, write_json
 from metis_hf.training.calibration import calibrate
@@ -118,6 +119,10 @@ class Finetuning:
         given = self.training.to_dict().items()
         settings |= {k: v for k, v in given if not k.startswith(_NOT_IN_RESULT)}
         claim_directory(self.out, settings, "--output_dir")
+        a = self.arguments
+        read = (a.model, a.data, *a.held_out_files().values())
+        there = [Path(str(path)) for path in read if Path(str(path)).exists()]  # else of the hub
+        claim_inputs(self.out, {str(p): digest_of_path(p) for p in there}, "--output_dir")
         self._read_finished()
         for method in self.methods:
             directory = self._directory(method)

@@ -78,16 +78,14 @@ def compile_seconds() -> dict[Program, float]:
 def missing(device: torch.device) -> str | None:
     """Return what compiling for this device lacks; None if nothing."""
     if device.type == "cuda":
-        return (
-            None if _has_triton() else "the package triton, which comes with CUDA builds of torch"
-        )
+        return None if _has_triton() else "package triton, which comes with CUDA builds of torch"
     if device.type != "cpu":
-        return f"a code generator that is known to give equal results on {device.type!r} devices"
+        return f"code generator that is known to give equal results on {device.type!r} devices"
     return (
         None
         if _cpp_compiler()
         else (
-            "a C++ compiler (none of $CXX, g++, clang++ is found); install one, "
+            "C++ compiler (none of $CXX, g++, clang++ is found); install one, "
             'for example with "apt-get install g++" or "conda install cxx-compiler"'
         )
     )

@@ -45,4 +45,4 @@ class Hadamard(AroundQuantizer):
         t, c = shape
         product = 2.0 * SIZE * t * c  # of every block with the 16 x 16 matrix
         once = {"rotation": product}
-        return Work({"rotation": 2 * product}, once, once, (shape,))
+        return Work({"rotation": 2 * product}, once, once, (shape,), rotated=(self, dim % 2))

@@ -56,7 +56,11 @@ class HotChannels(Conditioner):
     def work(self, shape, *, dim) -> Work:
         t, c = shape
         hot = self.channels(shape[dim])
-        return Work({}, {}, {}, (shape, (t, hot) if dim % 2 else (hot, c)), channels=hot)
+        patch = (t, hot) if dim % 2 else (hot, c)
+        # The error, its magnitude and their mean; then the patch is added.
+        search, add = 3.0 * t * c, 1.0 * patch[0] * patch[1]
+        call, encode, decode = ({"elementwise": n} for n in (search + add, search, add))
+        return Work(call, encode, decode, (shape, patch), channels=hot)
 
     def channels(self, n: int) -> int:
         """Return how many of n channels are patched."""

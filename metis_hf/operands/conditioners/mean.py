@@ -89,7 +89,8 @@ class MeanRemoved(Conditioner):
             {**flops, "elementwise": flops.get("elementwise", 0.0) + n * t * c}
             for n, flops in ((3, inner.call), (2, inner.encode), (1, inner.decode))
         )
-        return Work(call, encode, decode, (*inner.quantized, (1, c)), low_rank=1)
+        quantized = (*inner.quantized, (1, c))
+        return Work(call, encode, decode, quantized, low_rank=1, rotated=inner.rotated)
 
 
 def _rest(dim: int, key: Key) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class RandomHadamard(AroundQuantizer):
         rows, columns = padded_shape(shape, dim=dim)
         product = 2.0 * rows * columns * group_size(shape[dim])
         once = {"rotation": product}
-        return Work({"rotation": 2 * product}, once, once, ((rows, columns),))
+        quantized = ((rows, columns),)
+        return Work({"rotation": 2 * product}, once, once, quantized, rotated=(self, dim % 2))
 
     def _content(self, x: Tensor, key: Key) -> Tensor:
         if self.content is not None:

@@ -49,7 +49,8 @@ class _Rotated(AroundQuantizer):
         rotation = rotation_of(self.kind, shape[axis], self.seed, torch.empty(0))
         flops = rotation.flops(shape[1 - axis])
         once = {"rotation": flops}
-        return Work({"rotation": 2 * flops}, once, once, (shape,))
+        rotated = (self.kind, self.seed), axis
+        return Work({"rotation": 2 * flops}, once, once, (shape,), rotated=rotated)
 
     def _axis(self, dim: int) -> int:
         return (dim + self.across) % 2

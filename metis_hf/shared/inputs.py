@@ -1,0 +1,70 @@
+"""Files that an experiment reads: its directory remembers them, and refuses changed ones.
+
+Settings name paths. What lies there may change between two runs of one experiment, whose results
+would then stand side by side as if it had not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from metis_hf.shared.records import read_json, write_json
+
+INPUTS_FILE = "inputs.json"
+_SAMPLES, _BLOCK = 16, 1 << 16  # of a file: blocks that are read, and the bytes of each
+
+
+def digest_of_path(path: Path) -> str:
+    """Return a digest of a file, or of all files under a directory: names, sizes, samples of bytes.
+
+    Of a file of more than a megabyte 16 evenly spaced blocks of 64 KiB are read, so that a model or
+    a corpus of many gigabytes takes no time. Hidden files and caches of datasets are left out.
+    """
+    root = path if path.is_dir() else path.parent
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        name = file.relative_to(root)
+        hidden = any(part.startswith((".", "cache-")) for part in name.parts)
+        if file.is_file() and not hidden:
+            size = file.stat().st_size
+            digest.update(f"{name.as_posix()} {size}\n".encode())
+            with open(file, "rb") as stream:
+                last = max(0, size - _BLOCK)
+                count = min(_SAMPLES, -(-size // _BLOCK))
+                for number in range(count):
+                    stream.seek(last * number // max(1, count - 1))
+                    digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def digest_of_texts(texts: Iterable[str]) -> str:
+    """Return a digest of texts in their order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def claim_inputs(out: Path, digests: Mapping[str, str], option: str = "--out") -> None:
+    """Remember what an experiment reads, or refuse to go on with something else.
+
+    Args:
+        out: the experiment's directory.
+        digests: name for people -> digest of the contents.
+        option: of the command that named `out`, for the message.
+
+    Raises:
+        ValueError: `out` holds results of other contents; the message names what has changed.
+    """
+    path = out / INPUTS_FILE
+    there = read_json(path) if path.is_file() else {}
+    changed = [name for name in digests if there.get(name, digests[name]) != digests[name]]
+    if changed:
+        raise ValueError(
+            f"{' and '.join(changed)} changed after {out} was begun, and its results are of what "
+            f"was there before; choose another {option}, or delete the directory"
+        )
+    write_json(path, {**there, **digests})

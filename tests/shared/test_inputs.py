@@ -1,0 +1,51 @@
+"""What an experiment reads is remembered, and other contents under the same paths are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from metis_hf.shared.inputs import claim_inputs, digest_of_path, digest_of_texts
+
+
+def test_contents_and_names_and_sizes_count(tmp_path):
+    data = tmp_path / "data"
+    (data / "validation").mkdir(parents=True)
+    (data / "a.parquet").write_bytes(b"one")
+    (data / "validation" / "b.parquet").write_bytes(b"two")
+    found = digest_of_path(data)
+    assert digest_of_path(data) == found
+    for name in (".lock", "cache-0123.arrow"):  # what reading a directory may leave there
+        (data / name).write_bytes(b"left")
+    assert digest_of_path(data) == found
+    (data / "validation" / "b.parquet").write_bytes(b"owt")
+    changed = digest_of_path(data)
+    assert changed != found
+    (data / "a.parquet").rename(data / "c.parquet")
+    assert digest_of_path(data) not in (found, changed)
+
+
+@pytest.mark.parametrize("place", [0, 70_000, 5_000_000, 9_999_999])
+def test_large_files_are_sampled_to_their_end(tmp_path, place):
+    """Trained weights change everywhere; one byte counts where a sample is, as at either end."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(10_000_000))
+    before = digest_of_path(file)
+    content = bytearray(10_000_000)
+    content[place : place + 700_000] = b"x" * len(content[place : place + 700_000])
+    file.write_bytes(content)
+    assert digest_of_path(file) != before
+
+
+def test_texts_are_told_apart_with_their_borders():
+    assert digest_of_texts(["ab", "c"]) != digest_of_texts(["a", "bc"])
+    assert digest_of_texts(iter(["ab", "c"])) == digest_of_texts(["ab", "c"])
+
+
+def test_other_contents_are_refused_by_name(tmp_path):
+    claim_inputs(tmp_path, {"data": "1", "model": "2"})
+    claim_inputs(tmp_path, {"data": "1", "more": "3"})
+    with pytest.raises(
+        ValueError, match=r"^model and more changed after .* was begun.*--output_dir"
+    ):
+        claim_inputs(tmp_path, {"data": "1", "model": "4", "more": "5"}, "--output_dir")
+    claim_inputs(tmp_path, {"data": "1", "model": "2", "more": "3"})
