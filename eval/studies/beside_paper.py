@@ -20,6 +20,7 @@ from publish import page_with
 from metis_hf.evaluation.paper import PAPER_TASKS, TITLES, paper_tables
 from metis_hf.experiments.compare.statistics import Interval
 from metis_hf.experiments.compare.table import format_gap
+from metis_hf.shared.numbers import short_number
 from metis_hf.shared.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,14 +153,6 @@ def scored(table: str, demo: dict[str, Any], names: dict[str, tuple[str, ...]]) 
             average_gap = above[name][-1] if name in above else ""
             rows.append(Row(method, run, loss, gap, cells, average_gap))
     return rows
-
-
-def short_number(count: float) -> str:
-    """Return a count in three digits: 320k, 3.19M."""
-    for unit, name in ((1e6, "M"), (1e3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g}{name}"
-    return f"{count:g}"
 
 
 def _parsed(section: str) -> dict[str, list[str]]:

@@ -136,7 +136,9 @@ class Capture:
                     with torch.no_grad():
                         model(input_ids=batch)
                 else:
-                    model(input_ids=batch, labels=batch).loss.backward()
+                    # A mean over its tokens: those of a smaller batch would count for more.
+                    share = len(batch) / MICRO_BATCH
+                    (model(input_ids=batch, labels=batch).loss * share).backward()
                 advance()
         finally:
             for handle in handles:

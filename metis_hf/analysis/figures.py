@@ -5,7 +5,6 @@ Columns are weight, activation and gradient throughout; schemes keep one colour.
 
 from __future__ import annotations
 
-import io
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +15,12 @@ import numpy as np
 from metis_hf.analysis.distortion import SCHEMES
 from metis_hf.analysis.result import KINDS
 from metis_hf.monitoring.reference_values import RELATIVE_ERROR
-from metis_hf.shared.figures import COLORS, figure_axes
+from metis_hf.shared.figures import COLORS, as_png, figure_axes
 
 Data = Mapping[str, Any]
 SCHEME_COLORS = dict(zip(SCHEMES, COLORS))
 GREY = "#b8bcc2"
 _RAMP = ("#0b3954", "#0072B2", "#56B4E9", "#E69F00")  # leading to trailing component
-
-
-def png(figure: Any) -> bytes:
-    """Return the figure as PNG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
@@ -97,7 +89,7 @@ def spectra(data: Data) -> bytes:
                       bbox={"fc": "white", "ec": "none", "alpha": 0.8})  # fmt: skip
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     _legend(figure, axes[0, 0])
-    return png(figure)
+    return as_png(figure)
 
 
 def components(data: Data) -> bytes:
@@ -115,7 +107,7 @@ def components(data: Data) -> bytes:
     axes[0, 0].set_ylabel("density")
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False,
                   fontsize=9)  # fmt: skip
-    return png(figure)
+    return as_png(figure)
 
 
 def _fill(axis: Any, edges: Sequence[float], density: Sequence[float], color: str, label: str):
@@ -157,7 +149,7 @@ def residuals(data: Data) -> bytes:
     axes[0, 0].set_ylabel("density")
     axes[1, 0].set_ylabel("density")
     _legend(figure, axes[1, 0])
-    return png(figure)
+    return as_png(figure)
 
 
 def preprocessing(data: Data) -> bytes:
@@ -177,7 +169,7 @@ def preprocessing(data: Data) -> bytes:
         axis.set_ylim(top=axis.get_ylim()[1] * 8)
     axes[0, 0].set_ylabel("density")
     _legend(figure, axes[0, 0])
-    return png(figure)
+    return as_png(figure)
 
 
 def distortion(data: Data) -> bytes:
@@ -208,7 +200,7 @@ def distortion(data: Data) -> bytes:
     before = axes[0, 0].get_legend_handles_labels()
     handles, labels = [before[0][0], *handles], [before[1][0], *labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    return png(figure)
+    return as_png(figure)
 
 
 def _magnitudes(axis: Any, part: Data) -> None:
@@ -257,7 +249,7 @@ def alignment(data: Data) -> bytes:
         axis.legend(frameon=False, fontsize=8.5, loc="lower right",
                     title=f"subspace of dimension {part['rank']}", title_fontsize=8.5)  # fmt: skip
     axes[0, 0].set_ylabel("mean squared\ncanonical correlation")
-    return png(figure)
+    return as_png(figure)
 
 
 def universality(models: Data) -> bytes:
@@ -270,7 +262,7 @@ def universality(models: Data) -> bytes:
         _curve(axis, curve, color, f"{short_model(model)}, {curve['layer']}: {share}")
     axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     _legend(figure, axis, columns=1)
-    return png(figure)
+    return as_png(figure)
 
 
 def short_model(path: str) -> str:
@@ -294,7 +286,7 @@ def all_spectra(lines: Data) -> bytes:
             _curve(axis, curve, color, "", mark=True, lw=0.9)
         axis.set_title(f"{kind}: {len(curves)} layers", fontsize=10)
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    return png(figure)
+    return as_png(figure)
 
 
 def residual_spectra(layers: Data) -> bytes:
@@ -313,7 +305,7 @@ def residual_spectra(layers: Data) -> bytes:
         axis.set_title(layer, fontsize=9)
         axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     _legend(figure, axes[0, 0], columns=4)
-    return png(figure)
+    return as_png(figure)
 
 
 def risk_map(lines: Data) -> bytes:
@@ -326,7 +318,7 @@ def risk_map(lines: Data) -> bytes:
         figure, axes = figure_axes(1, 1, (4.3, 1.2))
         axes[0][0].set_axis_off()
         axes[0][0].text(0.5, 0.5, "no layer has a spectrum", ha="center", va="center")
-        return png(figure)
+        return as_png(figure)
     figure, axes = figure_axes(2, len(kinds), (4.3 * len(kinds), min(height, 24)))
     for row, scheme in enumerate(("nvfp4", "metis")):
         for axis, kind in zip(axes[row], kinds):
@@ -345,16 +337,23 @@ def risk_map(lines: Data) -> bytes:
             axis.set_yticks(range(0, len(blocks), step), blocks[::step], fontsize=8)
             axis.set_title(f"{kind}, {SCHEMES[scheme]}", fontsize=9.5)
     figure.colorbar(image, ax=axes, shrink=0.5, label="share of directions swamped")
-    return png(figure)
+    return as_png(figure)
 
 
 def place(name: str) -> tuple[str, str]:
-    """Return (block, module) of a layer's name: its first index, and what follows it."""
-    match = re.search(r"\.(\d+)\.(.+)$", name)
+    """Return (block, module) of a layer's name: its first index, and what follows it.
+
+    Encoders and decoders count their blocks apart: "encoder 3", "decoder 3".
+    """
+    match = re.search(r"^(.*?)\.(\d+)\.(.+)$", name)
     if match is None:
         return "-", name
-    tail = [part for part in match.group(2).split(".") if part not in ("self_attn", "mlp")]
-    return match.group(1), ".".join(tail[-2:])
+    side = next((part for part in match.group(1).split(".") if part in _SIDES), "")
+    tail = [part for part in match.group(3).split(".") if part not in ("self_attn", "mlp")]
+    return f"{side} {match.group(2)}".strip(), ".".join(tail[-2:])
+
+
+_SIDES = ("encoder", "decoder")
 
 
 # What a layer's portrait consists of: file name, part of the data, figure, caption.

@@ -14,6 +14,7 @@ from metis_hf.analysis.measure import Measurements
 from metis_hf.analysis.result import Analysis
 from metis_hf.analysis.source import WeightSource, portrait_layers
 from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
+from metis_hf.shared.locks import hold_directory
 
 # Compiled quantizers are several times as fast, and a minute passes until they are compiled. Fewer
 # elements than these take less than that minute.
@@ -80,7 +81,7 @@ def analyze(
         _check_control(reference, source, name)
     console = console or Console(quiet=True)
     work = Measurements(source, reference, [source, *others], names, chosen, rank, ids, result)
-    with _kernels(source, names), work.progress(console):
+    with hold_directory(out), _kernels(source, names), work.progress(console):
         try:
             work.run(Path(out))
         except KeyboardInterrupt:

@@ -16,7 +16,10 @@ def demo(
     schemes: Annotated[
         str, typer.Option(help="Comma-separated; `metis-hf schemes` lists them.")
     ] = "bf16,nvfp4,nvidia,metis-paper,metis",
-    out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where everything is written; default runs/demo, or runs/quick."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"The mechanics only: {QUICK_TIME}.")
@@ -30,6 +33,5 @@ def demo(
     import_sources(imports)
     from metis_hf.experiments.demo.run import run_demo
 
-    if quick and out == Path("runs/demo"):
-        out = Path("runs/quick")
+    out = out or Path("runs") / ("quick" if quick else "demo")
     run_demo(out=out, steps=steps, schemes=split_names(schemes), seed=seed, quick=quick)

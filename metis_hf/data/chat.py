@@ -24,6 +24,11 @@ _KEYS = ("messages", "text")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
+def is_json_lines(path: Path) -> bool:
+    """Return whether a file's name says that each of its lines is a JSON object."""
+    return path.suffix.lower() in _JSON_LINES
+
+
 def read_documents(path: Path) -> list[dict[str, Any]]:
     """Return the conversations and texts of a file, in their order.
 
@@ -35,7 +40,7 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
     content = path.read_text(encoding="utf-8-sig")
-    if path.suffix.lower() not in _JSON_LINES:
+    if not is_json_lines(path):
         _refuse_objects(path, content)
         end = "\n\n" if "\n\n" in content.strip() else "\n"
         parts = [part for part in content.split(end) if part.strip()]
@@ -106,9 +111,10 @@ def chunk(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]
     held: list[int] = []
     for document in documents:
         held.extend(document)
-        while len(held) >= length:
-            yield held[:length]
-            del held[:length]
+        whole = len(held) - len(held) % length
+        for start in range(0, whole, length):
+            yield held[start : start + length]
+        del held[:whole]  # once a document: what is behind moves up
 
 
 def first_sequences(

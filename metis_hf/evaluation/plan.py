@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from metis_hf.data.chat import is_json_lines
 from metis_hf.evaluation.local_tasks import (
     LOCAL_TASKS,
     json_lines,
@@ -86,7 +87,7 @@ def read_text(path: Path) -> HeldOutText:
             f"{path} is missing; give held-out text, plain or as JSON lines with a text field"
         )
     content = path.read_bytes()
-    if path.suffix in (".jsonl", ".json"):
+    if is_json_lines(path):
         documents = []
         for number, row in json_lines(path, content):
             if not isinstance(row.get("text"), str):

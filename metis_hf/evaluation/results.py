@@ -65,6 +65,11 @@ def headline(
     return name, *found[name]
 
 
+def is_share(value: float, *, lower_is_better: bool) -> bool:
+    """Return whether a metric counts right answers, and so is shown in percent and averaged."""
+    return not lower_is_better and not abs(value) > 1
+
+
 @dataclass(frozen=True)
 class EvalResult:
     """Figures that lm-eval measured, as plain JSON-able data.

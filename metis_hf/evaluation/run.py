@@ -180,9 +180,13 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def _items(samples: Mapping[str, list[dict]], nonfinite: Mapping[str, int]) -> dict:
-    """Task -> metric -> one digit per document, for metrics that are 0 or 1."""
+    """Task -> metric -> one digit per document, for metrics that are 0 or 1.
+
+    lm-eval logs a document once for each filter of its task; scores are those of the first.
+    """
     found: dict[str, dict[str, str]] = {}
-    for task, documents in samples.items():
+    for task, logged in samples.items():
+        documents = [each for each in logged if each.get("filter") == logged[0].get("filter")]
         metrics = [] if task in nonfinite or not documents else documents[0]["metrics"]
         for metric in metrics:
             values: list[Any] = [document.get(metric) for document in documents]

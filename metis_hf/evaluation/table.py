@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from metis_hf.evaluation import paper
-from metis_hf.evaluation.results import headline, metrics_of
+from metis_hf.evaluation.results import headline, is_share, metrics_of
 
 BASES = ("bf16", "dense")  # schemes without quantization; differences are taken to the first
 LOSS, AVERAGE = "Loss", "Avg"
@@ -250,7 +250,7 @@ def _score(record: dict[str, Any], task: str, metrics: dict[str, str]) -> Score:
         wanted = metrics[""]
     metric, value, error = headline(results, task, None if wanted == "default" else wanted)
     lower = record["higher_is_better"].get(task, {}).get(metric) is False
-    percent = not lower and not abs(value) > 1
+    percent = is_share(value, lower_is_better=lower)
     scale = 100 if percent else 1
     items = record["metis"]["items"].get(task, {}).get(metric, "")
     return Score(scale * value, scale * error, metric, percent, lower, items)

@@ -11,7 +11,15 @@ from typing import Any
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.monitoring.health import TENSORS
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import CROWDED, Style, figure_axes, scheme_styles, smooth, spread
+from metis_hf.shared.figures import (
+    CROWDED,
+    Style,
+    figure_axes,
+    plain_text,
+    scheme_styles,
+    smooth,
+    spread,
+)
 
 HEALTH_PANELS = (
     ("stable_rank", "stable rank"),
@@ -57,11 +65,11 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     labels, ends = [], []
     for name, (steps, losses) in by_name.items():
         smoothed = [smooth(values, span) for values in losses]
-        _band(top, steps, smoothed, styles[name], name)
+        _band(top, steps, smoothed, styles[name], plain_text(name))
         ends += [v for values in smoothed for v in values[len(values) // 8 :] if math.isfinite(v)]
         if name != CONTROL and CONTROL in by_name:
             steps, gaps = paired_gaps(results, name, 2 * span)
-            mean = _band(bottom, steps, gaps, styles[name], name)
+            mean = _band(bottom, steps, gaps, styles[name], plain_text(name))
             if mean and math.isfinite(mean[-1]):
                 labels.append((mean[-1], steps[-1], name))
     if len(set(ends)) > 1:
@@ -73,7 +81,7 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
         figure.legend(*top.get_legend_handles_labels(), loc="outside right center", frameon=False)
     else:
         top.legend(frameon=False)
-    top.set_title(title)
+    top.set_title(plain_text(title))
     bottom.axhline(0, color="black", lw=1)
     bottom.set_ylabel(f"gap to {CONTROL} (%)")
     several = any(len(losses) > 1 for _, losses in by_name.values())
@@ -83,7 +91,7 @@ def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None
     low, high = bottom.get_ylim()
     places = spread([label[0] for label in labels], (high - low) / 15)
     for (_, step, name), place in zip(labels, places):
-        bottom.annotate(f" {name}", (step, place), color=styles[name].color, fontsize=8,
+        bottom.annotate(f" {plain_text(name)}", (step, place), color=styles[name].color, fontsize=8,
                         va="center", annotation_clip=False)  # fmt: skip
     for axis in (top, bottom):
         axis.grid(alpha=0.3)

@@ -172,6 +172,11 @@ def parse_arguments(
             f"num_train_epochs={training.num_train_epochs:g}: --tokens says how long a run is; "
             "leave it out"
         )
+    if training.resume_from_checkpoint is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={training.resume_from_checkpoint}: a run goes on from its own "
+            "--output_dir, where that has a checkpoint; leave it out"
+        )
     for source in getattr(arguments, "metis_import", None) or ():
         import_schemes(source)
     return arguments, training

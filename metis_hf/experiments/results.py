@@ -24,7 +24,8 @@ class SchemeResult:
         config: its MetisConfig as a dict.
         summary: the conversion report, as text.
         loss: held-out loss, nats per token.
-        tasks: task -> {"metric", "value", "stderr"}.
+        tasks: task -> {"metric", "value", "stderr", "share"}, the last whether it counts right
+            answers; results of earlier versions have none that do not.
         seconds_per_step: median over normal (not measured) steps.
         history: Trainer's log entries, one a logged step.
         evaluation: lm-eval's results as they came.
@@ -34,6 +35,7 @@ class SchemeResult:
         precision_schedule: of the variant.
         loss_dense: held-out loss of the same model with its quantizers off; None where it was
             not measured.
+        machine: "device" and "precision" of the run; None in results of earlier versions.
     """
 
     scheme: str
@@ -49,6 +51,7 @@ class SchemeResult:
     parameters: int = 0
     precision_schedule: dict[str, Any] | None = None
     loss_dense: float | None = None
+    machine: dict[str, str] | None = None
 
 
 def load_result(directory: Path) -> SchemeResult | None:
@@ -75,9 +78,14 @@ def save_result(directory: Path, result: SchemeResult) -> None:
 
 
 def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return task -> {"metric", "value", "stderr"}, which a table shows."""
+    """Return task -> {"metric", "value", "stderr", "share"}, which a table shows."""
+    from metis_hf.evaluation.results import is_share
+
     found = {}
+    better = result.harness.get("higher_is_better", {})
     for task in tasks:
         metric, value, stderr = result.headline(task)
-        found[task] = {"metric": metric, "value": value, "stderr": stderr}
+        lower = better.get(task, {}).get(metric) is False
+        share = is_share(value, lower_is_better=lower)
+        found[task] = {"metric": metric, "value": value, "stderr": stderr, "share": share}
     return found

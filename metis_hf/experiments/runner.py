@@ -26,7 +26,7 @@ from metis_hf.experiments.optimization import ExperimentTrainer, scale_residuals
 from metis_hf.experiments.results import SchemeResult, load_result, save_result
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
-from metis_hf.shared.records import bf16_units
+from metis_hf.shared.records import bf16_units, device_name
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.cuda_graph import obstacles
 
@@ -187,6 +187,7 @@ def train(
     A callback of `callbacks` may end the training early: the trainer's state says at which step.
     """
     args = training_arguments(experiment, run)
+    dataset = whole_batches(dataset, args)
     memory = PeakMemory()
     model = initial_model(experiment, args.device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -222,6 +223,30 @@ def train(
         peak_memory=memory.bytes(),
         parameters=parameters,
     )
+
+
+def whole_batches(
+    dataset: datasets.Dataset | torch.utils.data.Dataset, args: transformers.TrainingArguments
+) -> datasets.Dataset | torch.utils.data.Dataset:
+    """Return the sequences of an epoch without the last ones that make no whole batch.
+
+    Where training ends within the first epoch, nothing is taken off.
+
+    Raises:
+        ValueError: not one batch.
+    """
+    each = args.per_device_train_batch_size * args.world_size
+    batch, count = each * args.gradient_accumulation_steps, len(dataset)  # type: ignore[arg-type]
+    if count < batch:
+        raise ValueError(
+            f"{count} sequences to train on are no batch of {batch}; give more data, or choose a "
+            "smaller batch"
+        )
+    if args.max_steps * batch <= count or count % batch == 0:
+        return dataset
+    whole = range(count - count % batch)
+    select = getattr(dataset, "select", None)
+    return torch.utils.data.Subset(dataset, whole) if select is None else select(whole)
 
 
 class StepClock(transformers.TrainerCallback):
@@ -269,6 +294,10 @@ def _finished(
         parameters=trained.parameters,
         precision_schedule=variant.precision_schedule,
         loss_dense=evaluated.loss_dense,
+        machine={
+            "device": device_name(),
+            "precision": "bf16" if trained.trainer.args.bf16 else "fp32",
+        },
     )
 
 

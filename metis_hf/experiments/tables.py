@@ -60,7 +60,7 @@ def verdict(results: Sequence[SchemeResult], parameters: int, tokens: int) -> st
         f"one seed, {parameters / 1e6:.1f}M parameters and {tokens / 1e3:.0f}k tokens say that "
         "the pipeline works and which gaps are large, not how a real model would fare"
     )
-    if control is None or not others:
+    if control is None or not math.isfinite(control.loss) or not others:
         found = "no comparison without a finite control and another finite scheme"
     elif len(others) == 1:
         (best,) = others

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 
 from metis_hf.fidelity.result import SchemeResult
-from metis_hf.shared.figures import figure_axes, scheme_styles
+from metis_hf.shared.figures import as_png, figure_axes, scheme_styles
 from metis_hf.shared.labels import MARKER, name_points
 
 _LINE = "metis"  # the scheme whose ranks are joined by a line
@@ -42,7 +41,7 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.draw_without_rendering()  # settles the scales, which places are taken in
     name_points(axis, [(r.cost, r.rise.mean, r.name) for r in shown])
-    return _png(figure)
+    return as_png(figure)
 
 
 def _is_on_line(name: str) -> bool:
@@ -69,10 +68,4 @@ def layers_figure(result: SchemeResult) -> bytes:
         axis.grid(alpha=0.3)
         axis.legend(ncols=3, frameon=False, loc="best")
         axis.spines[["top", "right"]].set_visible(False)
-    return _png(figure)
-
-
-def _png(figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return as_png(figure)

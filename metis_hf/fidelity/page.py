@@ -30,8 +30,8 @@ def _page(record: dict[str, Any], results: Sequence[SchemeResult], picture: byte
     page = Page(
         f"Fidelity of {settings['model']}",
         f"{record['held_out_tokens']:,} tokens of {settings['text']} for the loss, "
-        f"{record['gradient_batches']} batches of {settings['batch']} x {settings['length']} for "
-        "gradients; nothing is trained",
+        f"{record['gradient_sequences']} sequences of {settings['length']} in "
+        f"{record['gradient_batches']} batches for gradients; nothing is trained",
     )
     if record["missing"]:
         page.notice(

@@ -200,7 +200,8 @@ class _Measurements:
         }
         record = {
             "settings": settings,
-            "held_out_tokens": self.subject.held_out.numel(),
+            "held_out_tokens": self.subject.held_out[:, 1:].numel(),  # that are predicted
+            "gradient_sequences": len(self.subject.training),
             "gradient_batches": len(self.batches),
             "missing": expected - len(results),
             "environment": environment(),

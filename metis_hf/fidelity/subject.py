@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.data.chat import first_sequences
+from metis_hf.data.chat import first_sequences, is_json_lines
 from metis_hf.data.sequences import read_sequences
 from metis_hf.evaluation.opening import open_model
 from metis_hf.layers.attention import AttentionProducts
@@ -57,12 +57,13 @@ def open_subject(
 ) -> Subject:
     """Open a model and the beginning of a text, and refuse what cannot be measured.
 
-    The text's first two thirds of sequences give the loss, the last third gradients.
+    The text's first two thirds of sequences give the loss, the last third gradients, in whole
+    batches.
 
     Args:
         name: a checkpoint, run or hub name; a converted or packed model counts in the dense
             weights that it represents.
-        text: a UTF-8 file; a .jsonl has a document a line, see `data.chat`.
+        text: a UTF-8 file, or JSON lines, see `data.chat`.
         tokenizer: a directory with another tokenizer than the checkpoint's own.
         sequences: at most so many of the text.
         length: tokens of each.
@@ -84,7 +85,7 @@ def open_subject(
         raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
     checkpoint = open_model(name)
     encode = checkpoint.tokenizer(tokenizer)
-    if text.suffix == ".jsonl":
+    if is_json_lines(text):
         ids = first_sequences(text, encode, length, sequences)
     else:
         ids, _ = read_sequences(encode, text, sequences, length)
@@ -109,10 +110,25 @@ def open_subject(
     for one in (model.config, getattr(model, "generation_config", None)):
         if one is not None:
             one.use_cache = False
-    training = max(1, len(ids) // 3)
+    held_out, training = _in_batches(ids, batch)
     of_text = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     identity = [checkpoint.fingerprint(), of_text, list(ids.shape), dtype]
-    return Subject(model, ids[:-training], ids[-training:], identity)
+    return Subject(model, held_out, training, identity)
+
+
+def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Return the sequences for the loss and those for gradients, about a third, in whole batches.
+
+    A smaller one would count as much as they do. Where there are not two, each side is one batch of
+    what there is.
+    """
+    count = len(ids)
+    training = max(1, count // 3)
+    held_out = count - training
+    if count >= 2 * batch:
+        training = max(batch, training - training % batch)
+        held_out = (count - training) // batch * batch
+    return ids[:held_out], ids[-training:]
 
 
 @contextlib.contextmanager

@@ -32,6 +32,11 @@ def is_fused_experts(module: nn.Module) -> bool:
     return declared and bool(fused_weights(module) or converted_names(module))
 
 
+def has_fused_experts(model: nn.Module) -> bool:
+    """Return whether any module of a model is one of fused experts."""
+    return any(is_fused_experts(module) for module in model.modules())
+
+
 def fused_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the 3-D weights of fused experts by name, up projection first; [e o i] or [e i o]."""
     params = {name: module._parameters.get(name) for name in _WEIGHTS}
@@ -62,17 +67,19 @@ def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> Non
 
 
 def fuse_again(module: nn.Module, name: str) -> None:
-    """Undo `replace_fused`: stack the weights that the layers represent."""
-    layers = layers_of(module, name)
+    """Undo `replace_fused`: stack the weights that the layers represent.
+
+    A fused weight trains if that of any expert does.
+    """
+    layers: Any = layers_of(module, name)
     del module._modules[_PREFIX + name]
-    first: Any = layers[0]
-    weights = [layer.weight_form.dense(layer.weight_params()).detach() for layer in layers]  # type: ignore[union-attr,operator]
+    weights = [layer.weight_form.dense(layer.weight_params()).detach() for layer in layers]
     fused = torch.stack([w.T for w in weights] if module.is_transposed else weights)
-    trainable = first.weight_params()[-1].requires_grad
+    trainable = any(layer.weight_params()[-1].requires_grad for layer in layers)
     module.register_parameter(name, nn.Parameter(fused, requires_grad=trainable))
-    if first.bias is not None:
-        bias = torch.stack([layer.bias.detach() for layer in layers])  # type: ignore[union-attr,operator]
-        trainable = first.bias.requires_grad
+    if layers[0].bias is not None:
+        bias = torch.stack([layer.bias.detach() for layer in layers])
+        trainable = any(layer.bias.requires_grad for layer in layers)
         module.register_parameter(f"{name}_bias", nn.Parameter(bias, requires_grad=trainable))
     if not converted_names(module):
         module.config = module._dense_config
@@ -130,12 +137,12 @@ def experts_forward(
         h = _project(module, up_name, index, hidden_states[mine], row_mask)
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
         outputs.append(_project(module, "down_proj", index, h, row_mask))
-    y = torch.cat(outputs)
+    y = torch.cat(outputs) if outputs else hidden_states[rows]  # of no token
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * top_k_weights.reshape(-1)[order, None]
     # Back in the order of the tokens, and summed over their choices without atomics.
-    y = y[order.argsort()].view(tokens, top_k, -1).sum(1)
+    y = y[order.argsort()].view(tokens, top_k, y.shape[-1]).sum(1)
     unvisited = [index for index, count in enumerate(counts) if not count]
     layers = [layers_of(module, name)[index] for name in names for index in unvisited]
     params = [param for layer in layers for param in layer.parameters()]

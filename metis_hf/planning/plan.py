@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import ConversionReport, gemm_weights
-from metis_hf.layers.experts import is_fused_experts
+from metis_hf.layers.experts import has_fused_experts
 from metis_hf.planning.communication import (
     block_names,
     blocks_of,
@@ -110,7 +110,7 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
     model = meta_model(config)
     original = count_elements(model)
     gemms = gemm_weights(model)
-    if any(is_fused_experts(module) for module in model.modules()):
+    if has_fused_experts(model):
         raise ValueError(
             f"{config.model_type} has fused experts; how many tokens each sees is not known before "
             "the run, so it cannot be planned"

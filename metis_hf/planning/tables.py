@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metis_hf.planning.plan import Plan
+from metis_hf.shared.numbers import gib, si
 
 _MEMORY = {
     "weights": "Weights (fp32)",
@@ -61,27 +62,6 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         "Memory leaves out their temporaries, fragmentation and the framework itself. "
         "Nothing here was measured on a device."
     )
-
-
-def si(value: float, unit: str) -> str:
-    """Return a number with three digits and a decimal prefix: si(4.1e9, "B") = "4.1 GB"."""
-    for prefix, size in (
-        ("Z", 1e21),
-        ("E", 1e18),
-        ("P", 1e15),
-        ("T", 1e12),
-        ("G", 1e9),
-        ("M", 1e6),
-        ("k", 1e3),
-    ):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def gib(value: float) -> str:
-    """Return bytes in GiB, as devices are sold; MiB below one of them."""
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def _tables(plan: Plan) -> Iterator[Table]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -21,6 +19,7 @@ from metis_hf.shared.figures import (
     CROWDED,
     LINES,
     Style,
+    as_png,
     figure_axes,
     plain_text,
     scheme_styles,
@@ -39,13 +38,6 @@ _GOOD_AND_BAD = {
     "orthogonality": ((ORTHOGONAL, GREEN, "fp32 rounding"), (RELATIVE_ERROR, ALARM, "NVFP4 error")),
     "narrowing": ((1.0, ALARM, "1: no range taken away"),),
 }
-
-
-def as_png(figure: Any) -> bytes:
-    """Return a matplotlib figure as the bytes of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 def _style(axis: Axes, label: str) -> None:

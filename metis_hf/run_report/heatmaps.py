@@ -22,9 +22,9 @@ from metis_hf.monitoring.reference_values import (
     SQNR_STOCHASTIC,
     ZEROED,
 )
-from metis_hf.run_report.figures import ALARM, as_png
+from metis_hf.run_report.figures import ALARM
 from metis_hf.run_report.run import RunRecord
-from metis_hf.shared.figures import figure_axes, plain_text
+from metis_hf.shared.figures import as_png, figure_axes, plain_text
 
 _MISSING = "#e6e8eb"
 _ROW_LABELS = 48  # above so many rows only groups are named

@@ -300,11 +300,13 @@ def _read_description(run: RunRecord) -> int | None:
 
 def _sequence_length(run: RunRecord) -> int | None:
     """Return tokens per sequence, as the settings of the run's experiment have it."""
-    for folder in run.path.resolve().parents[:2]:
+    for folder in run.path.resolve().parents[:3]:  # of a comparison: out/runs/variant/seed-0
         file = folder / SETTINGS_FILE
         settings = _load_json(run, file)
         if settings is not None:
-            return _count(run, file, settings, "sequence_length")
+            shared = settings.get("experiment")  # where a comparison keeps it
+            place = shared if isinstance(shared, dict) else settings
+            return _count(run, file, place, "sequence_length")
     return None
 
 

@@ -29,6 +29,17 @@ def test_a_picture_of_layers_without_a_spectrum():
     assert figures.risk_map(lines).startswith(b"\x89PNG")
 
 
+def test_blocks_of_encoders_and_decoders_are_told_apart():
+    names = {
+        "model.layers.3.self_attn.q_proj": ("3", "q_proj"),
+        "encoder.block.0.layer.0.SelfAttention.q": ("encoder 0", "SelfAttention.q"),
+        "decoder.block.0.layer.0.SelfAttention.q": ("decoder 0", "SelfAttention.q"),
+        "model.decoder.layers.1.fc1": ("decoder 1", "fc1"),
+        "lm_head": ("-", "lm_head"),
+    }
+    assert {name: figures.place(name) for name in names} == names
+
+
 def test_layers_of_unknown_risk_come_first_in_the_table(tmp_path):
     risks = {"a": 0.5, "b": math.nan, "c": 0.25, "d": math.nan, "e": 0.75}
     lines = {n: {"weight": {"shape": [1, 1], "nvfp4_swamped": r}} for n, r in risks.items()}

@@ -54,7 +54,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(measure, "tensor_line", count("line", measure.tensor_line))
     monkeypatch.setattr(measure, "tensor_portrait", count("portrait", measure.tensor_portrait))
     monkeypatch.setattr(capture, "load_model", count("model", capture.load_model))
-    monkeypatch.setattr(figures, "png", count("picture", lambda figure: b"png"))
+    monkeypatch.setattr(figures, "as_png", count("picture", lambda figure: b"png"))
     return found
 
 
@@ -68,7 +68,7 @@ def whole(checkpoint, tmp_path_factory):
     """(result, page) of an analysis that nothing disturbed; nothing is drawn."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "png", lambda figure: b"png")
+        patch.setattr(figures, "as_png", lambda figure: b"png")
         return analyzed(checkpoint, out), (out / "index.html").read_text()
 
 

@@ -12,6 +12,7 @@ from evaluation.eval_tools import DATA, make_model, make_tokenizer, run, save
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.evaluation import jobs, models, opening
 from metis_hf.evaluation.models import choose_models, read_conversions
+from metis_hf.schemes import discovery
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 12
 CPU = torch.device("cpu")
@@ -196,5 +197,5 @@ def test_results_of_own_schemes_belong_to_their_source(folder, monkeypatch):
     """The file of a scheme can change under its name; a finished result must not be its."""
     (one,), _ = choose_models([folder / "base"], [MetisConfig(scheme="nvfp4")])
     assert models.own_schemes(one) == {}
-    monkeypatch.setattr(models, "source_digest", {"nvfp4": "5e1f"}.get)
+    monkeypatch.setattr(discovery, "_source_digest", {"nvfp4": "5e1f"}.get)
     assert models.own_schemes(one) == {"nvfp4": "5e1f"}

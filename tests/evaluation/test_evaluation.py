@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from metis_hf.data.corpus import split_documents, stdlib_documents, train_tokenizer
-from metis_hf.evaluation import EvalResult, evaluate_model, held_out_loss
+from metis_hf.evaluation import EvalResult, evaluate_model, held_out_loss, run
 from metis_hf.experiments.demo.tasks import TASK_NAMES, write_tasks
 
 CONTEXT = 512
@@ -322,3 +322,13 @@ def test_held_out_loss_errors(tokenizer):
         held_out_loss(result, "piqa", tokenizer, ["x"])
     with pytest.raises(ValueError, match="scored 2 documents, but 1 were given"):
         held_out_loss(result, "loss", tokenizer, ["x"])
+
+
+def test_documents_that_are_logged_once_for_each_filter_count_once():
+    """Scores are of the first filter; so are the items that paired errors are taken of."""
+    logged = [
+        {"metrics": ["exact_match"], "exact_match": float(value), "filter": name}
+        for name, values in (("strict", (1, 0, 0)), ("flexible", (1, 1, 1)))
+        for value in values
+    ]
+    assert run._items({"gsm8k": logged}, {}) == {"gsm8k": {"exact_match": "100"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,6 +99,22 @@ class TestRefused:
         train_tokenizer(stdlib_documents()[:3], vocab_size=400).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="are of another vocabulary than"):
             plan(place, checkpoint=str(tmp_path))
+
+
+def test_a_changed_checkpoint_or_text_is_refused(place, tmp_path, monkeypatch):
+    """Its path is the same; results of either would stand side by side."""
+    monkeypatch.setattr(compare_run, "_train_all", lambda *_: [])
+    for name in ("model", "data"):
+        shutil.copytree(place / name, tmp_path / name)
+    asked = plan(tmp_path, sequence_length=LENGTH, seeds=[0], schemes=["bf16"])
+    compare_run.run_plan(asked, tmp_path / "out")
+    compare_run.run_plan(asked, tmp_path / "out")
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(small_model().config)
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"model changed after .*out was begun.*another --out"):
+        compare_run.run_plan(asked, tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -1,40 +1,20 @@
-"""Plans, statistics and tables of comparisons, without training."""
+"""Plans of comparisons: what a comparison is made of, and what is refused before it begins."""
 
 from __future__ import annotations
 
-import math
 import re
 import typing
 
 import pytest
-import scipy.stats
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.commands import compare as command
-from metis_hf.experiments.compare import cost_figure, table
-from metis_hf.experiments.compare.plan import directory_name, make_plan
+from metis_hf.experiments.compare.plan import directory_name, make_plan, with_accumulation
 from metis_hf.experiments.compare.presets import PRESETS
-from metis_hf.experiments.compare.statistics import Interval, summarize, t_interval
-from metis_hf.experiments.figures import paired_gaps
-from metis_hf.experiments.results import SchemeResult
 from metis_hf.experiments.sizes import SIZES
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import build_scheme
-from metis_hf.shared.figures import figure_axes
-
-
-def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1, dense=None):
-    history = [{"step": i + 1, "loss": value} for i, value in enumerate(curve)]
-    values = {
-        task: {"metric": "acc", "value": v, "stderr": 0.1} for task, v in (tasks or {}).items()
-    }
-    return SchemeResult(
-        scheme, {}, "", loss, values, seconds, history,
-        seed=seed, peak_memory=10**6, parameters=5, loss_dense=dense,
-    )  # fmt: skip
 
 
 class TestPlan:
@@ -227,172 +207,26 @@ class TestPlan:
             (option,) = typing.get_args(hints[name])[1:]
             assert set(re.split(", | or |; ", option.help)) >= set(known)
 
-
-class TestInterval:
-    @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8, unique=True))
-    def test_is_that_of_a_t_test(self, values):
-        ours = t_interval(values)
-        theirs = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert ours.mean - ours.half_width == pytest.approx(theirs.low, rel=1e-6, abs=1e-9)
-        assert ours.mean + ours.half_width == pytest.approx(theirs.high, rel=1e-6, abs=1e-9)
-
-    def test_one_value_has_no_width(self):
-        found = t_interval([2.0])
-        assert found.mean == 2.0
-        assert math.isnan(found.half_width)
-        assert not found.excludes_zero
-
-    def test_not_finite_is_not_averaged(self):
-        assert math.isnan(t_interval([1.0, math.nan]).mean)
-        assert math.isnan(t_interval([1.0, math.inf]).mean)
-
-    def test_excludes_zero(self):
-        assert Interval(1.0, 0.9, 3).excludes_zero
-        assert not Interval(-1.0, 1.1, 3).excludes_zero
-
-
-class TestSummaries:
-    def test_gap_is_paired_by_seed(self):
-        """Seeds differ by more than the schemes do; the paired difference does not see that."""
-        results = [
-            *(result("bf16", s, loss) for s, loss in ((0, 2.0), (1, 3.0), (2, 4.0))),
-            *(result("x", s, 1.01 * loss) for s, loss in ((2, 4.0), (0, 2.0), (1, 3.0))),
-        ]
-        control, x = summarize(results)
-        assert control.gap is None
-        assert x.gap.mean == pytest.approx(1.0)
-        assert x.gap.half_width < 1e-9
-        assert x.deviation == pytest.approx(1.01)
-
-    def test_gap_uses_the_seeds_that_both_have(self):
-        results = [result("bf16", 0, 2.0), result("x", 0, 2.2), result("x", 1, 9.0)]
-        _, x = summarize(results)
-        assert x.gap.count == 1
-        assert x.gap.mean == pytest.approx(10.0)
-
-    def test_the_gap_without_quantizers_is_to_the_controls_loss(self):
-        runs = [("bf16", 2.0, 2.0), ("x", 2.2, 2.1), ("old", 2.4, None)]
-        summaries = summarize([result(*run[:1], 0, run[1], dense=run[2]) for run in runs])
-        assert summaries[0].gap_dense is None
-        assert summaries[1].gap_dense.mean == pytest.approx(5.0)
-        assert summaries[2].gap_dense is None
-        place = table.header(summaries).index("Gap dense, %")
-        assert [row[place] for row in table.rows(summaries)] == ["", "+5.00", ""]
-        assert "gap_dense_percent" in table.as_csv(summaries).splitlines()[0]
-        older = summarize([result("bf16", 0, 2.0), result("x", 0, 2.2)])
-        assert "Gap dense, %" not in table.header(older)
-        assert all(len(row) == len(table.header(older)) for row in table.rows(older))
-
-    @pytest.mark.parametrize("name", ["metis", "mine"])
-    def test_what_is_above_the_reference_is_paired_too(self, name):
-        """Schemes with the same mean gap differ by how surely they are above the reference."""
-        losses = {"bf16": (2.0, 3.0, 4.0), name: (2.1, 3.2, 4.1), "wild": (2.4, 3.1, 4.2)}
-        losses["sure"] = tuple(1.02 * loss for loss in losses[name])
-        by_name = {
-            s.name: s
-            for s in summarize(
-                [result(n, i, v) for n, vs in losses.items() for i, v in enumerate(vs)], name
-            )
-        }
-        assert by_name["bf16"].above_reference is None
-        assert by_name[name].above_reference is None
-        assert by_name["sure"].above_reference.mean == pytest.approx(2.0)
-        assert by_name["sure"].above_reference.excludes_zero
-        assert not by_name["wild"].above_reference.excludes_zero
-        found = table.findings(list(by_name.values()), name)
-        assert f"Above {name}, paired by seed: sure." in found
-        assert f"Not told apart from {name}, paired by seed: wild." in found
-        assert table.header(list(by_name.values()), name)[3] == f"Above {name}, %"
-        assert table.rows(list(by_name.values()))[3][3] == "+2.00 ± 0.00"
-
-    def test_a_diverged_seed_is_named_not_averaged_away(self):
-        results = [
-            *(result("bf16", s, 2.0) for s in (0, 1)),
-            result("x", 0, 2.1),
-            result("x", 1, math.nan),
-        ]
-        summaries = summarize(results)
-        assert math.isnan(summaries[1].mean)
-        assert summaries[1].diverged == (1,)
-        assert "nan" in table.rows(summaries)[1][1]
-        assert any("x diverged with seed 1" in text for text in table.findings(summaries))
-        assert table.best(summaries) == "bf16"
-
-    def test_tasks_average(self):
-        results = [result("bf16", s, 2.0, {"a": v, "b": 0.5}) for s, v in ((0, 0.2), (1, 0.4))]
-        (summary,) = summarize(results)
-        assert summary.tasks == pytest.approx({"a": 0.3, "b": 0.5})
-        assert summary.average == pytest.approx(0.4)
-
-
-class TestTable:
-    @pytest.fixture
-    def summaries(self):
-        return summarize(
-            [
-                *(result("bf16", s, 2.0 + s / 10, seconds=0.1) for s in (0, 1, 2)),
-                *(result("bf16-split", s, 1.9 + s / 10, seconds=0.2) for s in (0, 1, 2)),
-                *(result("a_b", s, 2.1 + s / 10 + 0.2 * (s == 1), seconds=0.3) for s in (0, 1, 2)),
-            ]
-        )
-
-    def test_cells(self, summaries):
-        rows = table.rows(summaries)
-        assert rows[0] == ["bf16", "2.1000 ± 0.1000", "", "0.100", "1.00", "1"]
-        assert rows[1][2].startswith("-4.77 ± ")
-        assert rows[2][4] == "3.00"
-
-    def test_many_variants_are_ordered_by_loss(self, summaries):
-        assert table.ordered(summaries) == summaries
-        losses = {"bf16": 2.0, "worst": 9.0, "lost": math.nan, "best": 1.0}
-        losses |= {f"x{i}": 3.0 + i for i in range(5)}
-        names = [
-            s.name for s in table.ordered(summarize([result(n, 0, v) for n, v in losses.items()]))
-        ]
-        assert names == ["bf16", "best", "x0", "x1", "x2", "x3", "x4", "worst", "lost"]
-
-    def test_best_is_bold(self, summaries):
-        assert "| bf16-split | **2.0000 ± 0.1000** |" in table.markdown(summaries)
-        assert "\\textbf{2.0000 $\\pm$ 0.1000}" in table.latex(summaries)
-        assert "a\\_b" in table.latex(summaries)
-
-    def test_findings_say_what_can_be_told(self, summaries):
-        found = table.findings(summaries)
-        assert "Below the control, paired by seed: bf16-split." in found
-        assert "Not told apart from the control, paired by seed: a_b." in found
-        assert any("by itself lowers the loss" in text for text in found)
-
-    def test_csv_has_each_seed_in_full(self, summaries):
-        lines = table.as_csv(summaries).splitlines()
-        assert lines[0].split(",")[3:6] == ["loss_seed_0", "loss_seed_1", "loss_seed_2"]
-        assert lines[1].split(",")[4] == "2.1"
-
-
-def test_gaps_over_time_are_paired():
-    results = [
-        result("bf16", 0, 1.0, curve=[4.0, 2.0]),
-        result("bf16", 1, 1.0, curve=[8.0, 4.0]),
-        result("x", 0, 1.0, curve=[4.4, 2.0]),
-        result("x", 1, 1.0, curve=[8.0, 4.4]),
-    ]
-    steps, gaps = paired_gaps(results, "x", 1)
-    assert steps == [1, 2]
-    assert [[round(v, 6) for v in row] for row in gaps] == [[10.0, 0.0], [0.0, 10.0]]
-
-
-@pytest.mark.parametrize(("far", "scale"), [(2.3, "linear"), (3.0, "symlog")])
-def test_one_far_gap_leaves_room_for_the_others(far, scale, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        cost_figure, "figure_axes", lambda *args: made.append(figure_axes(*args)) or made[-1]
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"schemes": []}, "schemes: the list is empty"),
+            (
+                {"tokens": 1e6, "training": {"max_steps": 10}},
+                "tokens=1e\\+06 and training: {max_steps: 10} both say how long a run is",
+            ),
+            ({"sequence_length": 4096}, "sequence_length=4096 does not fit the model's context of"),
+            ({"data": "d", "validation": "d"}, "validation=.*d is the training data"),
+        ],
     )
-    losses = {"bf16": 2.0, "a": 2.1, "b": 2.12, "c": 2.1, "far": far}
-    extra = {name: float(place) for place, name in enumerate(losses)}
-    results = [result(name, 0, loss) for name, loss in losses.items()]
-    summaries = summarize(results, extra=extra)
-    cost_figure.plot_costs(summaries, tmp_path / "cost.png", "title")
-    ((_, axes),) = made
-    assert axes[0][0].get_yscale() == scale
-    low, high = axes[0][0].get_ylim()
-    assert low < 0 < 100 * (far / 2 - 1) < high
-    assert {text.get_text() for text in axes[0][0].texts} == {"a", "b", "c", "far"}
+    def test_what_could_not_run_or_would_be_ignored(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            make_plan(**options)
+
+    def test_a_batch_is_divided_among_processes(self):
+        plan = make_plan(training={"per_device_train_batch_size": 32}, global_batch=48)
+        training = with_accumulation(plan.experiment, 48, processes=2).training
+        assert training["per_device_train_batch_size"] == 24
+        assert training["gradient_accumulation_steps"] == 1
+        with pytest.raises(ValueError, match="global_batch=48 is no multiple of 1 processes x"):
+            with_accumulation(plan.experiment, 48, processes=1)

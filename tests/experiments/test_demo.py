@@ -184,6 +184,25 @@ def test_nan_is_shown_not_averaged_away():
     assert row[1] == "nan"
     assert row[4] == "nan"
     assert "diverged: nvfp4" in tables.verdict(results, 1, 1)
+    results = [result("bf16", math.nan), result("nvfp4", 2.1), result("metis", 2.0)]
+    assert tables.verdict(results, 1, 1).startswith("No comparison without a finite control")
+
+
+@pytest.mark.parametrize(
+    ("given", "out"),
+    [
+        ([], "runs/demo"),
+        (["--quick"], "runs/quick"),
+        (["--quick", "--out", "runs/demo"], "runs/demo"),
+    ],
+)
+def test_the_directory_is_the_one_asked_for(given, out, monkeypatch):
+    asked = []
+    monkeypatch.setattr(demo, "run_demo", lambda **options: asked.append(str(options["out"])))
+    monkeypatch.setattr(sys, "argv", ["metis-hf", "demo", *given])
+    with pytest.raises(SystemExit):
+        main()
+    assert asked == [out]
 
 
 def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):

@@ -111,6 +111,16 @@ def test_training_arguments_that_decide_the_result_are_kept_to(source, tmp_path)
         other.run()
 
 
+def test_other_data_under_the_same_name_are_refused(source, tmp_path):
+    model, data = source
+    own = tmp_path / "data.jsonl"
+    own.write_bytes(Path(data).read_bytes())
+    finetuning((model, str(own)), tmp_path / "out")._claim()
+    own.write_bytes(b"".join(reversed(Path(data).read_bytes().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=r"data\.jsonl changed after .*another --output_dir"):
+        finetuning((model, str(own)), tmp_path / "out")._claim()
+
+
 def test_one_process_at_a_time(source, tmp_path):
     run = finetuning(source, tmp_path)
     with (

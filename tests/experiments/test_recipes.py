@@ -247,6 +247,10 @@ class TestArguments:
         with pytest.raises(ValueError, match="num_train_epochs=1: --tokens says how long"):
             arguments("llama3_8b", "--smoke", "--num_train_epochs", "1")
 
+    def test_a_checkpoint_to_resume_from(self):
+        with pytest.raises(ValueError, match="a run goes on from its own --output_dir"):
+            arguments("llama3_8b", "--smoke", "--resume_from_checkpoint", "runs/other/checkpoint-5")
+
     def test_world_that_does_not_divide_the_batch(self):
         given, training = arguments("llama3_8b", "--dry-run", "--world-size", "3")
         with pytest.raises(ValueError, match="multiple of 12"):

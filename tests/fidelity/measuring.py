@@ -7,7 +7,7 @@ import transformers
 
 from metis_hf.fidelity.run import Settings
 
-SMALL = {"sequences": 9, "length": 24, "batch": 2}
+SMALL = {"sequences": 12, "length": 24, "batch": 2}
 
 
 def settings(place, **changes):
@@ -22,4 +22,5 @@ def token_ids(place):
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
     text = (place / "text.txt").read_text()
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor(ids[: 9 * 24]).view(9, 24)
+    count, length = SMALL["sequences"], SMALL["length"]
+    return torch.tensor(ids[: count * length]).view(count, length)

@@ -25,8 +25,8 @@ class TestNumbers:
         exact = load(place).eval()
         scheme = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()
         result = measured[1][0]
-        batches = token_ids(place)[:6].split(2)
-        assert len(result.batches) == 3
+        batches = token_ids(place)[:8].split(2)
+        assert len(result.batches) == 4
         for ids, found in zip(batches, result.batches):
             with torch.no_grad():
                 p, q = (m(input_ids=ids).logits[:, :-1].flatten(0, 1) for m in (exact, scheme))
@@ -41,8 +41,8 @@ class TestNumbers:
         exact = load(place).eval()
         scheme = get_metis_model(load(place), MetisConfig(scheme="metis-paper")).train()
         result = measured[1][2]
-        assert len(result.training) == 3
-        for ids, found in zip(token_ids(place)[:6].split(2), result.training):
+        assert len(result.training) == 4
+        for ids, found in zip(token_ids(place)[:8].split(2), result.training):
             with torch.no_grad():
                 p, q = (m(input_ids=ids).logits[:, :-1].flatten(0, 1) for m in (exact, scheme))
             kl = F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="batchmean")
@@ -57,7 +57,7 @@ class TestNumbers:
                 get_metis_model(model, MetisConfig(scheme=scheme))
             model.train()
             rows[name] = []
-            for ids in token_ids(place)[6:].split(2):
+            for ids in token_ids(place)[8:].split(2):
                 model.zero_grad()
                 model(input_ids=ids, labels=ids).loss.backward()
                 grads = [model.get_submodule(n).weight.grad.flatten() for n in linears]
@@ -95,7 +95,7 @@ class TestNumbers:
         layer, taken = model.get_submodule(name), {}
         layer.register_forward_hook(lambda m, args, y: taken.update(x=args[0], y=y))
         layer.register_full_backward_hook(lambda m, _, grad: taken.update(dy=grad[0]))
-        ids = token_ids(place)[6:8]
+        ids = token_ids(place)[8:10]
         model(input_ids=ids, labels=ids).loss.backward()
         x = taken["x"].detach().requires_grad_()
         ours = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).get_submodule(name)

@@ -127,7 +127,7 @@ class TestFiles:
         schemes = ("nvfp4-rne", "metis", "metis-paper")
         fidelity(settings(place, schemes=schemes, ranks=(8,)), tmp_path / "out")
         assert counts == {
-            ("loss", True): len(results) * (3 + 2),  # three batches, two kinds on one of them
+            ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
             ("gradients", True): len(results) * (2 + 3),
             ("operands", True): len(results),
             ("layers alone", True): 14 + 1,
@@ -217,11 +217,12 @@ class TestOtherModels:
         assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
 
 
-def test_documents_of_json_lines(place, tmp_path):
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
+def test_documents_of_json_lines(suffix, place, tmp_path):
     """Their texts are read and no JSON."""
     texts = (place / "text.txt").read_text().split("\n\n")[0]
     half = len(texts) // 2
-    file = tmp_path / "text.jsonl"
+    file = tmp_path / f"text{suffix}"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (texts[:half], texts[half:])))
     subject = open_subject(
         str(place / "model"), file, tokenizer=None, dtype="float32", device="cpu", **SMALL
@@ -229,6 +230,23 @@ def test_documents_of_json_lines(place, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
     shown = tokenizer.decode(torch.cat([subject.held_out, subject.training]).flatten())
     assert texts.startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "batch", "held_out", "training"),
+    [
+        (9, 2, 6, 2),  # one is left over: a batch of one would count as much as one of two
+        (18, 8, 8, 8),
+        (18, 2, 12, 6),
+        (5, 4, 4, 1),  # no two whole batches
+    ],
+)
+def test_batches_are_whole(sequences, batch, held_out, training, place):
+    subject = open_subject(
+        str(place / "model"), place / "text.txt", tokenizer=None, dtype="float32", device="cpu",
+        sequences=sequences, length=24, batch=batch,
+    )  # fmt: skip
+    assert (len(subject.held_out), len(subject.training)) == (held_out, training)
 
 
 class TestBadInput:

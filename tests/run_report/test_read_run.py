@@ -191,6 +191,14 @@ class TestRead:
         assert run.tokens == STEPS * 2 * 24
         assert run.layers == whole.layers
 
+    def test_tokens_of_a_run_of_a_comparison(self, trained, tmp_path):
+        """Its settings lie two directories further up, with the length under "experiment"."""
+        directory = tmp_path / "out/runs/metis/seed-0"
+        shutil.copytree(trained[0], directory)
+        settings = {"global_batch": 2, "experiment": {"sequence_length": 24}}
+        (tmp_path / "out/settings.json").write_text(json.dumps(settings))
+        assert read_run(directory).tokens == STEPS * 2 * 24
+
 
 class TestEvaluations:
     @pytest.fixture

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from metis_hf.experiments.compare.statistics import Summary
 from metis_hf.planning.overhead import TOKENS
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import figure_axes, scheme_styles
+from metis_hf.shared.figures import Style, figure_axes, plain_text
 from metis_hf.shared.labels import MARKER, name_points
 
 _FAR = 4.0  # times the median gap: beyond, a linear scale would show little else
 _TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
-def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
+def plot_costs(
+    summaries: Sequence[Summary], styles: Mapping[str, Style], path: Path, title: str
+) -> None:
     """Draw final held-out gaps against the multiply-adds beyond the three GEMMs."""
     control = next((s for s in summaries if s.name == CONTROL), None)
     shown = [s for s in summaries if s.gap is not None and math.isfinite(s.gap.mean)]
@@ -25,7 +27,6 @@ def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
         return
     figure, axes = figure_axes(1, 1, (9.5, 6.5))
     axis = axes[0][0]
-    styles = scheme_styles([s.name for s in summaries], CONTROL)
     points = []
     for summary in shown:
         assert summary.gap is not None
@@ -33,9 +34,9 @@ def plot_costs(summaries: Sequence[Summary], path: Path, title: str) -> None:
         axis.errorbar(cost, summary.gap.mean, yerr=None if math.isnan(width) else width,
                       fmt=style.marker, color=style.color, ms=MARKER, capsize=3, lw=1.2,
                       elinewidth=0.8, markeredgecolor="black", markeredgewidth=0.4)  # fmt: skip
-        points.append((cost, summary.gap.mean, summary.name))
+        points.append((cost, summary.gap.mean, plain_text(summary.name)))
     axis.axhline(0, color="black", lw=1)
-    axis.set_title(title)
+    axis.set_title(plain_text(title))
     axis.set_ylabel(f"held-out loss above {CONTROL} (%): mean, 95 % interval")
     axis.set_xlabel(f"multiply-adds beyond the three GEMMs (%), {TOKENS:,} tokens a step")
     axis.margins(0.12, 0.06)

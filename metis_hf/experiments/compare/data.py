@@ -56,7 +56,7 @@ def load_data(
         validation: held-out tokens in a directory of their own; None takes `data/validation`.
         vocab_size: the model's.
         sequence_length: the experiment's, tokens.
-        eval_sequences: at most so many held-out sequences, evenly spaced.
+        eval_sequences: at most so many held-out sequences; of n, every (n // eval_sequences)-th.
         seed: of the order.
 
     Raises:

@@ -14,11 +14,11 @@ from metis_hf.data.chunked import META, read_meta
 from metis_hf.experiments.compare import published
 from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.variants import Variant
-from metis_hf.layers.experts import is_fused_experts
+from metis_hf.layers.experts import has_fused_experts
 from metis_hf.planning.plan import meta_model, step_costs
-from metis_hf.planning.tables import si
 from metis_hf.planning.workload import Workload
 from metis_hf.schemes import CONTROL
+from metis_hf.shared.numbers import si
 from metis_hf.shared.tables import terminal_table
 
 _DENSE = ("gemm", "other_gemm", "attention", "recomputation")  # what the plain model costs too
@@ -97,7 +97,7 @@ def run_flops(
 ) -> tuple[float, float]:
     """Return the FLOPs of a run and those that emulation adds; NaN for a model of fused experts."""
     model = meta_model(config)
-    if any(is_fused_experts(module) for module in model.modules()):
+    if has_fused_experts(model):
         return math.nan, math.nan
     gemms = gemm_weights(model)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))

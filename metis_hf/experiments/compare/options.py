@@ -39,7 +39,7 @@ class Options:
     """
 
     preset: str | None = None
-    schemes: Sequence[str] = ()
+    schemes: Sequence[str] | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reference: str | None = None
     seeds: Sequence[int] = DEFAULT_SEEDS
@@ -69,8 +69,12 @@ class Options:
             )
         for name, example in (("schemes", "[bf16, metis]"), ("seeds", "[0, 1]"), ("tasks", "[a]")):
             value = getattr(self, name)
+            if name == "schemes" and value is None:
+                continue
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
+        if self.schemes is not None and not self.schemes:
+            raise ValueError("schemes: the list is empty; name some, or leave schemes out")
         for name in ("variants", "model", "training"):
             _mapping(name, getattr(self, name))
         for name, fields in self.variants.items():

@@ -19,8 +19,12 @@ from metis_hf.experiments.compare.statistics import Summary, summarize
 from metis_hf.experiments.compare.timing import load_times
 from metis_hf.experiments.figures import plot_curves
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.layers.experts import has_fused_experts
 from metis_hf.planning.overhead import model_overhead
+from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import CONTROL
+from metis_hf.shared.figures import scheme_styles
+from metis_hf.shared.numbers import short_number
 from metis_hf.shared.records import environment, write_json
 from metis_hf.shared.tables import terminal_table
 
@@ -50,7 +54,11 @@ def write_outputs(
         results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
     extra = count_extra(plan.experiment.model, results)
     summaries = table.ordered(summarize(results, plan.reference, extra=extra))
-    sentences = [describe(plan, results), *table.findings(summaries, plan.reference)]
+    sentences = [
+        describe(plan, results),
+        *table.findings(summaries, plan.reference),
+        *different_machines(results),
+    ]
     record = {
         "plan": plan.settings(),
         "variants": {variant.name: variant.fields() for variant in plan.variants},
@@ -99,8 +107,10 @@ def write_tables(
     (out / "table.csv").write_text(table.as_csv(summaries))
     plot_curves(results, out / "loss.png", sentences[0])
     if any(summary.gap is not None for summary in summaries):
-        figures.plot_gaps(summaries, results, out / "gap.png")
-        cost_figure.plot_costs(summaries, out / "cost.png", sentences[0])
+        # As in the curves, whatever order the table has.
+        styles = scheme_styles(list(dict.fromkeys(r.scheme for r in results)), CONTROL)
+        figures.plot_gaps(summaries, results, styles, out / "gap.png")
+        cost_figure.plot_costs(summaries, styles, out / "cost.png", sentences[0])
 
 
 def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
@@ -109,10 +119,13 @@ def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> di
     Args:
         model: what AutoConfig makes the compared model's config from.
         results: runs of that model, with the config that each was trained with; a precision that
-            switches during training is not counted.
+            switches during training is not counted. NaN for models of fused experts, whose
+            tokens nobody knows beforehand.
     """
     config = AutoConfig.for_model(**model)
     configs = {result.scheme: MetisConfig.from_dict(result.config) for result in results}
+    if has_fused_experts(meta_model(config)):
+        return dict.fromkeys(configs, math.nan)
     return {name: 100 * model_overhead(config, c).share for name, c in configs.items()}
 
 
@@ -123,16 +136,22 @@ def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
     count = len({result.seed for result in results})
     seeds = f"{count} seed{'s' * (count > 1)}"
     return (
-        f"{plan.experiment.model['model_type']} with {_human(parameters)} parameters, "
-        f"{_human(plan.tokens)} tokens of {data}, {seeds}"
+        f"{plan.experiment.model['model_type']} with {short_number(parameters)} parameters, "
+        f"{short_number(plan.tokens)} tokens of {data}, {seeds}"
     )
 
 
-def _human(count: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:g}"
+def different_machines(results: Sequence[SchemeResult]) -> list[str]:
+    """Say where runs ran, a sentence, if not all ran on one kind of device in one precision."""
+    places: dict[str, set[str]] = {}
+    for result in results:
+        if result.machine is not None:
+            place = f"{result.machine['device']} in {result.machine['precision']}"
+            places.setdefault(place, set()).add(result.scheme)
+    if len(places) < 2:
+        return []
+    found = "; ".join(f"{place}: {', '.join(sorted(names))}" for place, names in places.items())
+    return [f"Runs of different machines, whose times and gaps are not of schemes alone. {found}."]
 
 
 def _compact(result: SchemeResult) -> dict[str, Any]:
@@ -148,6 +167,7 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
         "seconds_per_step": result.seconds_per_step,
         "peak_memory": result.peak_memory,
         "parameters": result.parameters,
+        **({"machine": result.machine} if result.machine else {}),
         "curve": {
             "step": [int(entry["step"]) for entry in result.history],
             "loss": [round(entry["loss"], 5) for entry in result.history],

@@ -116,6 +116,11 @@ def make_plan(
     length = given.sequence_length or size.sequence_length
     batch = given.global_batch or size.global_batch
     tokens = given.tokens or size.tokens
+    if given.tokens is not None and "max_steps" in given.training:
+        raise ValueError(
+            f"tokens={given.tokens:g} and training: {{max_steps: {given.training['max_steps']}}} "
+            "both say how long a run is; give one of them"
+        )
     training = {**size.training, **given.training}
     training.setdefault("max_steps", max(1, round(tokens / (batch * length))))
     experiment = Experiment(
@@ -205,7 +210,7 @@ def _variants(given: Options) -> tuple[Variant, ...]:
     chosen: list[Variant] = []
     if given.preset is not None:
         chosen += PRESETS[given.preset]()
-    for name in given.schemes:
+    for name in given.schemes or ():
         chosen += schemes(*(scheme_names() if name == ALL else [name]))
     for name, config in given.variants.items():
         chosen.append(Variant.of_fields(str(name), config))
@@ -246,11 +251,53 @@ def _check(plan: ComparisonPlan) -> None:
             f"validation={plan.validation} without data: the standard library's sources have "
             "held-out ones of their own; give --data too, or leave --validation out"
         )
+    if plan.validation is not None and plan.validation == plan.data:
+        raise ValueError(
+            f"validation={plan.validation} is the training data; give held-out tokens, or leave "
+            "--validation out for those that data/validation holds"
+        )
+    _check_length(plan.experiment)
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
     if plan.tasks:  # now, and not when a model is trained
         evaluation = task_plan(plan.tasks, plan.tasks_dir)
         task_manager(evaluation.specs, evaluation.include_path)
+
+
+def _check_length(experiment: Experiment) -> None:
+    """Refuse sequences that are longer than what the model was made for."""
+    config = AutoConfig.for_model(**experiment.model).get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and experiment.sequence_length > context:
+        raise ValueError(
+            f"sequence_length={experiment.sequence_length} does not fit the model's context of "
+            f"{context} tokens; choose shorter sequences, or set it under the key model"
+        )
+
+
+def with_accumulation(experiment: Experiment, global_batch: int, processes: int) -> Experiment:
+    """Return the experiment with the gradient accumulation that makes up the global batch.
+
+    A process takes at most its share of the batch at a time, whatever the plan allows.
+
+    Raises:
+        ValueError: the processes cannot divide the batch.
+    """
+    asked = experiment.training["per_device_train_batch_size"]
+    device_batch = max(1, min(asked, global_batch // processes))
+    accumulation, rest = divmod(global_batch, device_batch * processes)
+    if rest:
+        raise ValueError(
+            f"global_batch={global_batch} is no multiple of {processes} processes x "
+            f"per_device_train_batch_size={device_batch}; choose another batch"
+        )
+    training = {
+        **experiment.training,
+        "per_device_train_batch_size": device_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_sampling_strategy": "sequential",  # the dataset is shuffled already
+    }
+    return replace(experiment, training=training)
 
 
 def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> EvaluationPlan:

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from metis_hf.experiments.compare.data import embed, load_data
-from metis_hf.experiments.compare.plan import SPEC_FILE, ComparisonPlan, directory_name, with_seed
+from metis_hf.experiments.compare.plan import (
+    SPEC_FILE,
+    ComparisonPlan,
+    directory_name,
+    with_accumulation,
+    with_seed,
+)
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.experiments.variants import Variant
@@ -96,6 +102,8 @@ def run_plan(
         raise ValueError(f"jobs={jobs} with a launcher: it takes all devices, so one run at a time")
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}; expected at least 1, the runs side by side")
+    if not launcher:
+        with_accumulation(plan.experiment, plan.global_batch, processes=1)
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
     with hold_directory(out):

@@ -70,11 +70,12 @@ class Summary:
             bits left in the weights. None also where it was not measured.
         diverged: seeds whose loss is not finite.
         tasks: task -> mean of its metric over the seeds.
-        average: mean over the tasks; NaN without tasks.
+        average: mean over the tasks that count right answers; NaN without any.
         seconds_per_step: median over the seeds.
         peak_memory: bytes; the largest of the seeds.
         extra: multiply-adds beyond the three GEMMs, % of theirs, where hardware multiplies FP4 (see
             `planning.overhead`); NaN where they were not counted.
+        not_shares: tasks whose metric counts no right answers: shown as it is.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Summary:
     seconds_per_step: float
     peak_memory: int
     extra: float = math.nan
+    not_shares: tuple[str, ...] = ()
 
 
 def summarize(
@@ -124,10 +126,10 @@ def summarize(
 
 
 def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
-    """Percent of `base` by which `losses` lie above, on the seeds of both; None without a base."""
-    if not base:
-        return None
+    """Percent of `base` by which `losses` lie above, on the seeds of both; None without any."""
     shared = [seed for seed in losses if seed in base]
+    if not shared:
+        return None
     return t_interval([100 * (losses[seed] / base[seed] - 1) for seed in shared])
 
 
@@ -147,6 +149,8 @@ def _summary(
         for task in runs[0].tasks
         if all(task in run.tasks for run in runs)
     }
+    others = {task for run in runs for task in tasks if not run.tasks[task].get("share", True)}
+    shares = [value for task, value in tasks.items() if task not in others]
     return Summary(
         name=name,
         losses=losses,
@@ -157,8 +161,9 @@ def _summary(
         gap_dense=_paired(dense, base) if dense else None,
         diverged=tuple(seed for seed, loss in losses.items() if not math.isfinite(loss)),
         tasks=tasks,
-        average=statistics.fmean(tasks.values()) if tasks else math.nan,
+        average=statistics.fmean(shares) if shares else math.nan,
         seconds_per_step=statistics.median(run.seconds_per_step for run in runs),
         peak_memory=max(run.peak_memory for run in runs),
         extra=extra,
+        not_shares=tuple(sorted(others)),
     )

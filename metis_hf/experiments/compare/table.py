@@ -58,9 +58,12 @@ def _row(
     summary: Summary, control: Summary | None, *, dense: bool, above: bool, extra: bool
 ) -> list[str]:
     deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
-    tasks = [f"{100 * value:.1f}" for value in summary.tasks.values()]
+    tasks = [
+        f"{value:.4g}" if task in summary.not_shares else f"{100 * value:.1f}"
+        for task, value in summary.tasks.items()
+    ]
     if tasks:
-        tasks.append(f"{100 * summary.average:.1f}")
+        tasks.append("" if math.isnan(summary.average) else f"{100 * summary.average:.1f}")
     ratio = "" if control is None else f"{summary.seconds_per_step / control.seconds_per_step:.2f}"
     return [
         summary.name,
@@ -144,11 +147,11 @@ def findings(summaries: Sequence[Summary], reference: str | None = None) -> list
             seeds = ", ".join(map(str, s.diverged))
             sentences.append(f"{s.name} diverged with seed {seeds}: its mean is not a number.")
     sentences += _told_apart({s.name: s.gap for s in summaries}, "the control")
-    counts = sorted({len(s.losses) for s in summaries})
-    if counts == [1]:
+    used = {frozenset(s.losses) for s in summaries}
+    if len(used) > 1:
+        sentences.append("Variants have different seeds; gaps use those they share.")
+    elif all(len(seeds) == 1 for seeds in used):
         sentences.append("One seed: differences have no interval, and small ones mean nothing.")
-    elif len(counts) > 1:
-        sentences.append("Variants have different numbers of seeds; gaps use those they share.")
     if reference is not None:
         sentences += _told_apart({s.name: s.above_reference for s in summaries}, reference)
     by_name = {s.name: s for s in summaries}

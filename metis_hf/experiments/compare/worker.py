@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from metis_hf.experiments.compare.data import load_data
-from metis_hf.experiments.compare.plan import SPEC_FILE, task_plan
+from metis_hf.experiments.compare.plan import SPEC_FILE, task_plan, with_accumulation
 from metis_hf.experiments.results import headlines
 from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
 from metis_hf.experiments.variants import Experiment, Variant
@@ -47,7 +47,9 @@ def run(directory: Path) -> None:
     spec = read_json(directory / SPEC_FILE)
     for source in spec["imports"]:
         import_schemes(source)
-    experiment = _with_accumulation(Experiment(**spec["experiment"]), spec["global_batch"])
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    asked = Experiment(**spec["experiment"])
+    experiment = with_accumulation(asked, spec["global_batch"], processes)
     dataset, held_out, tokenizer = load_data(
         Path(spec["data"]),
         None if spec["validation"] is None else Path(spec["validation"]),
@@ -81,32 +83,6 @@ def run(directory: Path) -> None:
         on_step=lambda step, loss: say(step=step, loss=loss),
         on_evaluate=lambda: say(status="evaluating"),
     )
-
-
-def _with_accumulation(experiment: Experiment, global_batch: int) -> Experiment:
-    """Return the experiment with the gradient accumulation that makes up the global batch.
-
-    A process takes at most its share of the batch at a time, whatever the plan allows.
-
-    Raises:
-        ValueError: the processes cannot divide the batch.
-    """
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    asked = experiment.training["per_device_train_batch_size"]
-    device_batch = max(1, min(asked, global_batch // processes))
-    accumulation, rest = divmod(global_batch, device_batch * processes)
-    if rest:
-        raise ValueError(
-            f"global_batch={global_batch} is no multiple of {processes} processes x "
-            f"per_device_train_batch_size={device_batch}; choose another batch"
-        )
-    training = {
-        **experiment.training,
-        "per_device_train_batch_size": device_batch,
-        "gradient_accumulation_steps": accumulation,
-        "train_sampling_strategy": "sequential",  # the dataset is shuffled already
-    }
-    return replace(experiment, training=training)
 
 
 def main() -> None:
