@@ -23,8 +23,25 @@ from metis_hf.conversion.attention import (
     remove_attention,
     select_attention,
 )
+from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, places
 from metis_hf.conversion.linears import LinearOrigin
 from metis_hf.conversion.packed import packed_layers
+from metis_hf.conversion.parts import forget_part, watch_part
+from metis_hf.conversion.refusals import (
+    DEEPSPEED_MARKS as DEEPSPEED_MARKS,
+)
+from metis_hf.conversion.refusals import (
+    check_layer,
+    check_model,
+    check_present,
+    check_tied,
+)
+from metis_hf.conversion.replacing import (
+    leave_fast_path,
+    offloaded,
+    replace_module,
+    restore_fast_path,
+)
 from metis_hf.conversion.report import ConversionReport, LayerReport, count_params, gemm_weights
 from metis_hf.conversion.select import select_modules
 from metis_hf.layers.experts import (
@@ -38,14 +55,10 @@ from metis_hf.layers.experts import (
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
 from metis_hf.layers.native import why_emulated
-from metis_hf.layers.parallelism import check_whole
 from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
-from metis_hf.schemes import build_scheme, kept_directions, most_directions
 from metis_hf.schemes.unread import unread_fields
 
 logger = logging.get_logger(__name__)
-
-DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
 
 
 def metis_layers(model: nn.Module) -> Iterator[tuple[str, MetisLayer]]:
@@ -81,23 +94,42 @@ def get_metis_model(model: nn.Module, config: MetisConfig | None = None) -> nn.M
     return convert(model, MetisConfig() if config is None else config)
 
 
-def convert(model: nn.Module, config: MetisConfig, *, check_names: bool = True) -> nn.Module:
-    """Do what `get_metis_model` does; `check_names` as in `select_modules`."""
+def convert(
+    model: nn.Module,
+    config: MetisConfig,
+    *,
+    check_names: bool = True,
+    naming: Naming = AS_THEY_ARE,
+    loading: bool = False,
+) -> nn.Module:
+    """Do what `get_metis_model` does.
+
+    Args:
+        model: as there.
+        config: as there.
+        check_names: as in `select_modules`.
+        naming: as in `select_modules`.
+        loading: whether weights are still to come, also those that the model has on meta alone.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"get_metis_model converts a loaded model, and this is {model!r:.80}")
     if not isinstance(config, MetisConfig):
         raise TypeError(f"config={config!r:.80} is no MetisConfig; pass MetisConfig(scheme=...)")
-    _check_model(model)
-    selection = select_modules(model, config, check_names=check_names)
+    check_model(model)
+    selection = select_modules(model, config, check_names=check_names, naming=naming)
+    configs = {name: selection.config_of(name, config) for name in selection.called}
+    partly = not loading and not all(param.is_meta for param in model.parameters())
     for name in selection.linears:
         module = as_linear(model.get_submodule(name))
-        _check_layer(name, module.weight, *linear_shape(module), config.for_layer(name))
+        check_present(name, module, module.weight, partly=partly)
+        check_layer(name, module.weight, *linear_shape(module), configs[name])
         if name in selection.tied:
-            _check_tied(name, selection.tied[name], *linear_shape(module), config.for_layer(name))
+            check_tied(name, selection.tied[name], *linear_shape(module), configs[name])
     for name in selection.experts:
         experts, key = _owner(model, name)
         weight = fused_weights(experts)[key]
-        _check_layer(name, weight, *expert_shape(experts, key), config.for_layer(name))
+        check_present(name, experts, weight, partly=partly)
+        check_layer(name, weight, *expert_shape(experts, key), configs[name])
     attention = select_attention(model, config, (*selection.linears, *selection.experts))
     _warn_of_unread(config)
     total = count_params(model)
@@ -107,11 +139,16 @@ def convert(model: nn.Module, config: MetisConfig, *, check_names: bool = True) 
     _own_configs(model)
     masks = _TokenMasks(model)
     reports: list[LayerReport] = []
+    everywhere = places(model)
     for name in selection.linears:
-        reports.append(_convert_linear(model, name, config.for_layer(name), masks))
+        names, called = everywhere[model.get_submodule(name)], selection.called[name][0]
+        reports.append(_convert_linear(model, names, called, configs[name], masks))
     for name in selection.experts:
-        reports += _convert_experts(model, name, config.for_layer(name), masks)
+        called = selection.called[name][0]
+        reports += _convert_experts(model, name, called, configs[name], masks)
     install_attention(model, config, attention)
+    leave_fast_path(model)
+    watch_part(model)
 
     model.metis_report = ConversionReport(  # type: ignore[assignment]
         config.scheme,
@@ -148,7 +185,7 @@ def to_dense(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model has no converted or packed layer, adapters on converted ones, or
-            sharded parameters.
+            sharded or offloaded parameters.
     """
     layers, packed = dict(metis_layers(model)), packed_layers(model)
     if not layers and not packed:
@@ -157,6 +194,11 @@ def to_dense(model: nn.Module) -> nn.Module:
         raise ValueError(
             "the model's parameters are sharded over processes (FSDP2 or ZeRO-3): save a full "
             "checkpoint, load it in one process and call to_dense there"
+        )
+    if away := [name for name, layer in layers.items() if offloaded(layer)]:
+        raise ValueError(
+            f"{away[0]} is offloaded (device_map with parts on the CPU or on disk): load the "
+            "checkpoint without device_map and call to_dense there"
         )
     if adapted := [name for name in layers if name.endswith(".base_layer")]:
         raise ValueError(
@@ -168,16 +210,20 @@ def to_dense(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for key in converted_names(module):
             fuse_again(module, key)
-    for name, layer in metis_layers(model):
+    everywhere = places(model)
+    for _, layer in metis_layers(model):
         dense = layer.to_dense()
-        model.set_submodule(name, layer.origin.restore(dense) if layer.origin else dense)
-    for name, frozen in packed.items():
-        model.set_submodule(name, frozen.to_dense())
+        dense = layer.origin.restore(dense) if layer.origin else dense
+        replace_module(model, everywhere[layer], dense)
+    for frozen in packed.values():
+        replace_module(model, everywhere[frozen], frozen.to_dense())
+    restore_fast_path(model)
     if packed:
         _unmark_quantized(model)
     if hasattr(owner, "metis_report"):
         del owner.metis_report
     TokenMask.unregister(owner)
+    forget_part(owner)
     if isinstance(owner, PreTrainedModel) and hasattr(owner.config, "quantization_config"):
         del owner.config.quantization_config
     return model
@@ -226,19 +272,20 @@ class _TokenMasks:
 
 
 def _convert_linear(
-    model: nn.Module, name: str, config: MetisConfig, masks: _TokenMasks
+    model: nn.Module, names: list[str], called: str, config: MetisConfig, masks: _TokenMasks
 ) -> LayerReport:
+    name = names[0]
     module = as_linear(model.get_submodule(name))
-    layer = convert_linear(module, config, name=name, token_mask=masks.of(name))
+    layer = convert_linear(module, config, name=called, token_mask=masks.of(name))
     layer.origin = LinearOrigin.of(module)
-    model.set_submodule(name, layer)
+    replace_module(model, names, layer)
     original = module.weight.detach()
     matrix = original.T if isinstance(module, Conv1D) else original
     return _report(name, type(module).__name__, matrix, layer)
 
 
 def _convert_experts(
-    model: nn.Module, name: str, config: MetisConfig, masks: _TokenMasks
+    model: nn.Module, name: str, called: str, config: MetisConfig, masks: _TokenMasks
 ) -> list[LayerReport]:
     module, key = _owner(model, name)
     fused, bias = fused_weights(module)[key], fused_bias(module, key)
@@ -250,7 +297,7 @@ def _convert_experts(
             _copy(weight if conv1d else matrix, fused),
             None if bias is None else _copy(bias.detach()[index], bias),
             config,
-            name=f"{name}.{index}",
+            name=f"{called}.{index}",
             conv1d=conv1d,
             token_mask=masks.of(name),
         )
@@ -279,76 +326,6 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return (module, attribute) of a dotted parameter name."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
-
-
-def _check_model(model: nn.Module) -> None:
-    existing = next(metis_layers(model), None)
-    if existing is not None:
-        raise ValueError(
-            f"the model is converted already ({existing[0]} runs scheme "
-            f"{existing[1].config.scheme!r}); call to_dense(model) first"
-        )
-    packed = next(iter(packed_layers(model)), None)
-    if packed is not None:
-        raise ValueError(
-            f"{packed} is packed in NVFP4 and frozen, so there is no weight to train in a scheme. "
-            "Train an adapter over it (PEFT), or call to_dense(model) first"
-        )
-    for name, module in model.named_modules():
-        ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-        fsdp = type(module).__name__.startswith(("FSDP", "FullySharded"))
-        if ddp or fsdp or hasattr(module, "_orig_mod"):  # the last: torch.compile
-            raise ValueError(
-                f"{name or 'the model'} is wrapped already ({type(module).__name__}): convert "
-                "before accelerator.prepare, DDP, FSDP or torch.compile sees the model"
-            )
-    if type(model).__module__.startswith("peft."):
-        raise ValueError(
-            f"the model has PEFT adapters already ({type(model).__name__}), whose own layers "
-            "would be quantized too: convert the base model, then call get_peft_model"
-        )
-    if any(hasattr(p, mark) for p in model.parameters() for mark in DEEPSPEED_MARKS):
-        raise ValueError(
-            "DeepSpeed manages the model's parameters already (ZeRO-3 has partitioned them): build "
-            "and convert the model before TrainingArguments(deepspeed=...), accelerator.prepare or "
-            "deepspeed.zero.Init sees it"
-        )
-    check_whole(model)
-
-
-def _check_layer(
-    name: str, weight: Tensor, in_features: int, out_features: int, config: MetisConfig
-) -> None:
-    scheme = build_scheme(config, in_features, out_features)
-    kept = kept_directions(config, in_features, out_features)
-    most = most_directions(in_features, out_features)
-    if scheme.splits and kept > most:
-        absolute = config.rank is not None
-        asked = f"rank={kept}" if absolute else f"rank_frac={config.rank_frac}"
-        raise ValueError(
-            f"{asked} keeps {kept} of {min(in_features, out_features)} directions of {name}; "
-            f"choose at most {most if absolute else 0.5}"
-        )
-    try:
-        why_emulated(config, scheme, weight.device)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
-
-
-def _check_tied(
-    name: str, other: str, in_features: int, out_features: int, config: MetisConfig
-) -> None:
-    """Refuse a scheme that would put factors in the place of a weight that another module reads."""
-    if build_scheme(config, in_features, out_features).weight.is_split:
-        raise ValueError(
-            f"{name} shares its weight with {other}, and scheme {config.scheme!r} as it is "
-            "configured stores weights as u, s, vh and residual, which would untie them. Store "
-            "one matrix there (split_weight=False, or a scheme for it in scheme_pattern), take it "
-            "out of target_modules, or untie the two in the model's config "
-            "(tie_word_embeddings=False)"
-        )
 
 
 def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerReport:

@@ -51,14 +51,20 @@ class MetisLoader(HfQuantizer):
     """Converts a model on its way through from_pretrained."""
 
     def _process_model_before_weight_loading(self, model, **kwargs):
+        from metis_hf.conversion.candidates import AS_THEY_ARE
         from metis_hf.conversion.convert import convert
         from metis_hf.conversion.distributed import check_dense_checkpoint, cut_layers
+        from metis_hf.conversion.naming import saved_naming
 
         check_plan(model)
         # What is spread over processes is converted before it is, whatever the checkpoint.
         self._converts_early = self.pre_quantized or bool(planned(model))
         if self._converts_early:
-            convert(model, self.quantization_config, check_names=not self.pre_quantized)
+            config, naming = self.quantization_config, AS_THEY_ARE
+            if self.pre_quantized:
+                naming = saved_naming(model, config, kwargs.get("checkpoint_files") or ())
+            check_names = not self.pre_quantized
+            convert(model, config, check_names=check_names, naming=naming, loading=True)
             if not self.pre_quantized:
                 check_dense_checkpoint(model)
             cut_layers(model)

@@ -7,16 +7,49 @@ training alone, and a layer may clamp values that no probe reaches.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 # Forward passes that were read (transformers 5.23), by module and qualified name, and what they do.
 _READ = {
     # Not fused with the bias on purpose: in 16 bits the sum is rounded once more, as in training.
     "transformers.models.falcon.modeling_falcon.FalconLinear.forward": "input @ weight.T + bias",
+}
+
+# What accelerate's hooks put on an instance.
+HOOKED = ("forward", "_old_forward", "_hf_hook")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Of whom transformers (5.23) reads the weights without a call: their owner's class, their names.
+_ONLY_READ = {
+    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    # dt_proj always, the others by the kernels of mamba_ssm where these are installed: a model is
+    # converted alike on all machines.
+    "MambaMixer": ("x_proj", "dt_proj", "out_proj"),
+    "FalconMambaMixer": ("x_proj", "dt_proj", "out_proj"),
+    "JambaMambaMixer": ("dt_proj",),
+    "Mamba2Mixer": ("out_proj",),
+    "BambaMixer": ("out_proj",),
+    "FalconH1Mixer": ("out_proj",),
+    "GraniteMoeHybridMambaLayer": ("out_proj",),
+    "NemotronHMamba2Mixer": ("out_proj",),
+    "Zamba2MambaMixer": ("out_proj",),
+    "TDNNLayer": ("kernel",),
+    "DetrMHAttentionMap": ("k_proj",),
+    "ConditionalDetrMHAttentionMap": ("k_proj",),
+    "MaskFormerDetrMHAttentionMap": ("k_proj",),
+    "DabDetrMHAttentionMap": ("k_linear",),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "PPDocLayoutV2ReadingOrderEncoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "MobileBertLMPredictionHead": ("dense", "decoder"),
+    "NeoMMEForMaskedLM": ("unembedding_projection",),
 }
 
 
@@ -36,10 +69,10 @@ def why_not_plain(module: nn.Module) -> str | None:
       (routers, which also choose; DeepSeek V4's, block-diagonal; Idefics', two weights; those of
       other quantization methods).
     - parameters, buffers or submodules beside weight and bias: parametrized weights, adapters.
+    - a forward pass that was put on the instance. Hooks of accelerate are none: they wrap the
+      class's, and follow the layer.
     """
     cls = type(module)
-    if cls in (nn.Linear, Conv1D) and not _beside(module):
-        return None
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return f"its owner reads the weight of the {cls.__name__} and does not call it"
     base = nn.Linear if isinstance(module, nn.Linear) else Conv1D
@@ -51,6 +84,33 @@ def why_not_plain(module: nn.Module) -> str | None:
     if extra or module._parameters.get("weight") is None:
         what = ", ".join(sorted(extra)) or "no weight"
         return f"its class {cls.__name__} has {what} beside weight and bias"
+    if _forward_replaced(module):
+        return "its forward pass was replaced by another (module.forward = ...)"
+    return None
+
+
+def _forward_replaced(module: nn.Module) -> bool:
+    """Return whether an instance has another forward pass than its class, accelerate's aside."""
+    own = module.__dict__.get("forward")
+    if isinstance(own, functools.partial) and own.func.__module__ == "accelerate.hooks":
+        own = module.__dict__.get("_old_forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def why_only_read(owner: nn.Module, child: str) -> str | None:
+    """Return why an owner computes with a child's weight and does not call it; None: it calls."""
+    for cls in type(owner).__mro__:
+        if child in _ONLY_READ.get(cls.__name__, ()):
+            return f"its owner, a {cls.__name__}, reads its weight and does not call it"
+    return None
+
+
+def why_not_trainable(weight: Tensor) -> str | None:
+    """Return why a weight is no plain Parameter of floating-point numbers; None: it is."""
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}, which another library manages"
+    if weight.dtype not in _FLOATS:
+        return f"its weight is stored in {str(weight.dtype).removeprefix('torch.')}"
     return None
 
 
@@ -76,7 +136,7 @@ class LinearOrigin:
         """Return the origin of a linear layer; None for an nn.Linear or Conv1D itself."""
         if type(module) in (nn.Linear, Conv1D):
             return None
-        common = {*nn.Module().__dict__, "in_features", "out_features", "nf", "nx"}
+        common = {*nn.Module().__dict__, "in_features", "out_features", "nf", "nx", *HOOKED}
         own = {key: value for key, value in module.__dict__.items() if key not in common}
         return cls(type(module), own)
 

@@ -12,6 +12,7 @@ from metis_hf.config import MetisConfig, containing_pattern
 from metis_hf.shared.patterns import name_pattern
 
 ALL_LINEAR = "all-linear"
+EXCLUDED = ("in modules_to_not_convert", "excluded by exclude_modules")
 
 
 class NameRules:
@@ -39,9 +40,9 @@ class NameRules:
     def why_not(self, name: str) -> str | None:
         """Return the reason why the config does not select a name, or None if it does."""
         if any(kept.match(name) for kept in self._kept):
-            return "in modules_to_not_convert"
+            return EXCLUDED[0]
         if self._excluded.match(name):
-            return "excluded by exclude_modules"
+            return EXCLUDED[1]
         if not (self._everything or self._targets.match(name)):
             return "not a target"
         if self._blocks and not self.names_in_full(name) and self.block(name) not in self._blocks:

@@ -55,7 +55,7 @@ def merge_packed(
 ) -> tuple[PreTrainedModel, MergeReport]:
     """Merge LoRA adapters into a packed base and quantize it to NVFP4 again.
 
-    The packed weight lies on its grid, and W + BA does not: quantizing it costs about 9 % of its
+    The packed weight lies on its grid, and W + BA does not: quantizing it costs about 8 % of its
     norm, often more than what the adapter has changed. Held-out loss says whether that matters;
     the adapter beside the base costs nothing. Layers that shared their tensor scale (q, k and v,
     gate and up, which vLLM fuses) share the new one, where all of them have an adapter; otherwise

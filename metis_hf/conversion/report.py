@@ -190,7 +190,10 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
     config = getattr(model, "config", None)
     for name, module in model.named_modules():
         if is_linear(module):
-            cost[name] = float(module.weight.numel())
+            # Not the weight's: another library may store it in some other shape or name.
+            linear = isinstance(module, nn.Linear)
+            sizes = (module.in_features, module.out_features) if linear else (module.nx, module.nf)
+            cost[name] = float(sizes[0] * sizes[1])
         elif is_fused_experts(module):
             visited = _experts_per_token(getattr(module, "config", config))
             for key in fused_weights(module):

@@ -1,22 +1,23 @@
 """Selection of a model's modules by a config, with reasons for leaving out the others.
 
-What names mean is in `matching`, what a linear layer is in `linears`. Fused experts count as
-modules named after their parameters: "model.layers.0.mlp.experts.down_proj".
+What could be converted is in `candidates`, what names mean in `matching`. A module that is
+registered in several places has several names, and the config may mean it by any.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig, containing_pattern, matching_pattern
-from metis_hf.conversion.linears import is_linear, why_not_plain
-from metis_hf.conversion.matching import NameRules, ends
-from metis_hf.layers.experts import fused_weights, is_fused_experts
+from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, find_candidates
+from metis_hf.conversion.linears import is_linear
+from metis_hf.conversion.matching import EXCLUDED, NameRules, ends
+from metis_hf.layers.experts import is_fused_experts
 from metis_hf.shared.patterns import name_pattern
 
 _NO_LINEAR = (
@@ -36,15 +37,28 @@ class Selection:
         experts: names of fused expert weights to convert.
         skipped: linear layers and expert weights that stay, with the reason.
         tied: of `linears`, those that share their weight, with the name of the other module.
+        called: the names by which the config means each of them, first that of the first place.
     """
 
     linears: tuple[str, ...]
     experts: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    called: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def config_of(self, name: str, config: MetisConfig) -> MetisConfig:
+        """Return the config of a selected layer, with the patterns for any of its names applied."""
+        configs = map(config.for_layer, self.called[name])
+        return next((each for each in configs if each is not config), config)
 
 
-def select_modules(model: nn.Module, config: MetisConfig, *, check_names: bool = True) -> Selection:
+def select_modules(
+    model: nn.Module,
+    config: MetisConfig,
+    *,
+    check_names: bool = True,
+    naming: Naming = AS_THEY_ARE,
+) -> Selection:
     """Apply target_modules, exclude_modules and the block policy to a model.
 
     Args:
@@ -52,13 +66,13 @@ def select_modules(model: nn.Module, config: MetisConfig, *, check_names: bool =
         config: whose names are applied.
         check_names: refuse names and patterns that match nothing. A checkpoint's were checked when
             its model was converted, and part of it may be loaded, without the head that they name.
+        naming: how the config names the modules.
 
     Raises:
         ValueError: nothing matched; a target is not a linear layer; a pattern or name of the config
             matches nothing.
     """
-    candidates = dict(_candidates(model))
-    skipped = dict(_unconvertible(model))
+    candidates, skipped = find_candidates(model, naming)
     if not candidates:
         why = "".join(f". {name}: {reason}" for name, reason in list(skipped.items())[:5])
         raise ValueError(
@@ -68,9 +82,9 @@ def select_modules(model: nn.Module, config: MetisConfig, *, check_names: bool =
     rules = NameRules(config)
     heads, tied, routers = _heads(model), _tied_weights(model), _routers(model)
     selected: list[str] = []
-    for name in candidates:
-        explicit = rules.names(name)
-        if reason := rules.why_not(name):
+    for name, candidate in candidates.items():
+        explicit = any(map(rules.names, candidate.called))
+        if reason := _verdict(rules, candidate.called):
             skipped[name] = reason
         elif name in tied and not explicit:
             skipped[name] = f"weight tied to {tied[name]}"
@@ -82,65 +96,53 @@ def select_modules(model: nn.Module, config: MetisConfig, *, check_names: bool =
             skipped[name] = reason
         else:
             selected.append(name)
-            if explicit and name in (config.target_modules or ()) and config.layers_to_transform:
+            full = [each for each in candidate.called if rules.names_in_full(each)]
+            if full and config.layers_to_transform:
                 raise ValueError(
-                    f"target_modules names {name} in full, so layers_to_transform does not apply "
-                    "to it; give its last part, or leave layers_to_transform out"
+                    f"target_modules names {full[0]} in full, so layers_to_transform does not "
+                    "apply to it; give its last part, or leave layers_to_transform out"
                 )
+    names = [name for candidate in candidates.values() for name in candidate.called]
     if check_names:
-        _check_targets(model, config, candidates, skipped)
-        _check_layers(model, config, rules, candidates)
+        _check_targets(model, config, naming, names, skipped)
+        _check_layers(model, config, rules, names)
         _check_blocks(model, config, candidates)
     if not selected:
         why = "; ".join(f"{n}: {r}" for n, r in list(skipped.items())[:5])
         raise ValueError(
             f"target_modules={config.target_modules!r} selects no layer of "
-            f"{type(model).__name__}. Its linear layers: {', '.join(_suffixes(candidates))}. {why}"
+            f"{type(model).__name__}. Its linear layers: {', '.join(_suffixes(names))}. {why}"
         )
+    called = {name: candidates[name].called for name in selected}
     if check_names:
-        _check_patterns(config, selected)
+        _check_patterns(config, [each for names in called.values() for each in names])
     return Selection(
-        linears=tuple(name for name in selected if not candidates[name]),
-        experts=tuple(name for name in selected if candidates[name]),
+        linears=tuple(name for name in selected if not candidates[name].fused),
+        experts=tuple(name for name in selected if candidates[name].fused),
         skipped=skipped,
         tied={name: tied[name] for name in selected if name in tied},
+        called=called,
     )
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, bool]]:
-    """Return (name, whether it is a fused expert weight) of everything that could be converted."""
-    for name, module in model.named_modules():
-        if is_linear(module):
-            if why_not_plain(module) is None:
-                yield name, False
-        elif is_fused_experts(module):
-            for weight in fused_weights(module):
-                yield f"{name}.{weight}".removeprefix("."), True
-
-
-def _unconvertible(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Return layers that look as if they belonged to the candidates and do not."""
-    for name, module in model.named_modules():
-        if is_linear(module):
-            if reason := why_not_plain(module):
-                yield name, reason
-        elif not is_fused_experts(module):
-            for key, param in module.named_parameters(recurse=False):
-                # One matrix for each expert; position embeddings are often [1 n d].
-                if param.dim() == 3 and min(param.shape) > 1 and not _is_convolution(module):
-                    reason = f"3-D parameter of {type(module).__name__}, unknown to transformers'"
-                    yield f"{name}.{key}", f"{reason} experts interface"
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
+def _verdict(rules: NameRules, called: tuple[str, ...]) -> str | None:
+    """Return the reason why the config does not select a module of these names; None: it does."""
+    reasons = [rules.why_not(name) for name in called]
+    for reason in reasons:
+        if reason in EXCLUDED:
+            return reason
+    return None if None in reasons else reasons[0]
 
 
 def _check_targets(
-    model: nn.Module, config: MetisConfig, candidates: dict[str, bool], skipped: dict[str, str]
+    model: nn.Module,
+    config: MetisConfig,
+    naming: Naming,
+    candidates: list[str],
+    skipped: dict[str, str],
 ) -> None:
     """Refuse names in the config's lists that mean nothing in this model."""
-    modules = dict(model.named_modules())
+    modules = {naming(name): name for name, _ in model.named_modules(remove_duplicate=False)}
     if not isinstance(config.target_modules, str):
         known = _all_ends(candidates)
         for target in config.target_modules:
@@ -148,9 +150,11 @@ def _check_targets(
                 continue
             other = next((name for name in modules if name and target in ends(name)), None)
             if other is not None:
+                module = model.get_submodule(modules[other])
+                first = next(name for name, each in model.named_modules() if each is module)
                 raise ValueError(
-                    f"target module {other} is a {type(modules[other]).__name__}; "
-                    f"{skipped.get(other, _NO_LINEAR)}"
+                    f"target module {other} is a {type(module).__name__}; "
+                    f"{skipped.get(first, _NO_LINEAR)}"
                 )
             raise ValueError(
                 f"target_modules names {target!r}, which is no module of {type(model).__name__}. "
@@ -184,7 +188,7 @@ def _all_ends(names: Iterable[str]) -> set[str]:
 
 
 def _check_layers(
-    model: nn.Module, config: MetisConfig, rules: NameRules, candidates: dict[str, bool]
+    model: nn.Module, config: MetisConfig, rules: NameRules, candidates: list[str]
 ) -> None:
     """Refuse indices in layers_to_transform that reach no target; PEFT ignores them."""
     reached = {rules.block(name) for name in candidates if rules.names(name)}
@@ -218,11 +222,11 @@ def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
             if pattern not in used:
                 raise ValueError(
                     f"{option} has {pattern!r}, which applies to no converted layer. They are: "
-                    f"{', '.join(_suffixes(dict.fromkeys(selected)))}"
+                    f"{', '.join(_suffixes(selected))}"
                 )
 
 
-def _suffixes(names: dict) -> list[str]:
+def _suffixes(names: Iterable[str]) -> list[str]:
     return sorted({name.rsplit(".", 1)[-1] for name in names})
 
 
@@ -262,7 +266,7 @@ def _tied_weights(model: nn.Module) -> dict[str, str]:
     """Return modules whose weight is another module's Parameter: name -> the other's name."""
     owners: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
             continue
@@ -270,8 +274,11 @@ def _tied_weights(model: nn.Module) -> dict[str, str]:
         if other != name:
             tied[name], tied[other] = other, name
     # On the meta device tied parameters are not shared yet; transformers knows which will be.
+    modules = dict(model.named_modules(remove_duplicate=False))
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         target, source = target.removesuffix(".weight"), source.removesuffix(".weight")
+        if target in modules and modules[target] is modules.get(source):
+            continue  # one module in two places
         tied.setdefault(target, source)
         tied.setdefault(source, target)
     return tied

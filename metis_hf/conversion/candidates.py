@@ -1,0 +1,103 @@
+"""Parts of a model that could be converted, those that only look so, and the names of both.
+
+A linear layer is a matter of `linears`. Fused experts count as modules named after their
+parameters: "model.layers.0.mlp.experts.down_proj".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from metis_hf.conversion.linears import (
+    is_linear,
+    why_not_plain,
+    why_not_trainable,
+    why_only_read,
+)
+from metis_hf.layers.experts import fused_weights, is_fused_experts
+
+
+@dataclass(frozen=True)
+class Naming:
+    """From the names of a model's modules to those by which a config means them.
+
+    Attributes:
+        added: what the config's names have before them.
+        removed: what they lack.
+    """
+
+    added: str = ""
+    removed: str = ""
+
+    def __call__(self, name: str) -> str:
+        return f"{self.added}{name.removeprefix(self.removed)}"
+
+
+AS_THEY_ARE = Naming()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A linear layer or a fused expert weight that could be converted.
+
+    Attributes:
+        fused: whether it is a fused expert weight.
+        called: the names by which a config means it, first that of its first place.
+    """
+
+    fused: bool
+    called: tuple[str, ...]
+
+
+def places(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return the names of every module; several where it is registered in several places."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found
+
+
+def find_candidates(
+    model: nn.Module, naming: Naming = AS_THEY_ARE
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Return (candidates by name, reasons by name of what looks as if it were one and is not)."""
+    candidates: dict[str, Candidate] = {}
+    others: dict[str, str] = {}
+    for module, names in places(model).items():
+        for key, reason in _parts(model, names[0], module):
+            name = _join(names[0], key)
+            if reason is None:
+                called = tuple(naming(_join(place, key)) for place in names)
+                candidates[name] = Candidate(bool(key), called)
+            else:
+                others[name] = reason
+    return candidates, others
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}".strip(".")
+
+
+def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, str | None]]:
+    """Return (parameter of a module, or "" for the module; why it cannot be converted)."""
+    if is_linear(module):
+        path, _, child = name.rpartition(".")
+        reason = why_not_plain(module) or why_only_read(model.get_submodule(path), child)
+        yield "", reason or why_not_trainable(module.get_parameter("weight"))
+    elif is_fused_experts(module):
+        for key, weight in fused_weights(module).items():
+            yield key, why_not_trainable(weight)
+    else:
+        for key, param in module.named_parameters(recurse=False):
+            # One matrix for each expert; position embeddings are often [1 n d].
+            if param.dim() == 3 and min(param.shape) > 1 and not _is_convolution(module):
+                kind = type(module).__name__
+                reason = f"3-D parameter of {kind}, unknown to transformers' experts interface"
+                yield key, reason
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)

@@ -1,0 +1,71 @@
+"""Names of modules where another class loads a checkpoint than the one that saved it.
+
+A model's base has its layers under a prefix in the classes with a head ("model.layers.0"), and
+without it by itself ("layers.0"). A config's patterns mean the names of the class that was
+converted, and say the same layers in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from safetensors import safe_open
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.candidates import AS_THEY_ARE, Naming
+from metis_hf.conversion.select import select_modules
+
+
+def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Naming:
+    """Return how a config names the modules of a model that is about to be loaded.
+
+    The names are those of the files first. A name or pattern that then means nothing is one of the
+    other class, for which the checkpoint was converted before it was saved again.
+
+    Args:
+        model: without weights.
+        config: of the checkpoint.
+        files: of the checkpoint; only safetensors files are looked into.
+    """
+    prefix = model.base_model_prefix
+    if not prefix:
+        return AS_THEY_ARE
+    has_head = hasattr(model, prefix)
+    other = Naming(removed=f"{prefix}.") if has_head else Naming(added=f"{prefix}.")
+    first, second = (other, AS_THEY_ARE) if _renamed(model, files) else (AS_THEY_ARE, other)
+    for naming in (first, second):
+        if _all_names_mean_something(model, config, naming):
+            return naming
+    return first  # a part without the head that the config names
+
+
+def _all_names_mean_something(model: Any, config: MetisConfig, naming: Naming) -> bool:
+    try:
+        select_modules(model, config, naming=naming)
+    except ValueError:
+        return False
+    return True
+
+
+def _renamed(model: Any, files: Iterable[str]) -> bool:
+    """Return whether transformers puts the prefix on the files' names, or takes it off."""
+    # Not at the top: transformers' models import its quantizers, and these import us.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, None, None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        with safe_open(path, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118, no dict
+                name, _ = rename_source_key(
+                    key, renamings, converters, model.base_model_prefix, state
+                )
+                if name in state:
+                    return name != rename_source_key(key, renamings, converters)[0]
+    return False

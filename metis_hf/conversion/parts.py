@@ -1,0 +1,38 @@
+"""Warning of a converted part whose owner is saved: the owner's config does not know of it.
+
+The owner cannot be told at conversion, since a part knows nothing of it, and models of their own
+may share its config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def watch_part(model: nn.Module) -> None:
+    """Let a converted base model warn when it is saved as a part of another model."""
+    if isinstance(model, PreTrainedModel) and not hasattr(model, model.base_model_prefix):
+        model.register_state_dict_post_hook(_warn_of_owner)
+
+
+def forget_part(model: nn.Module) -> None:
+    """Undo `watch_part`."""
+    for key in [key for key, hook in model._state_dict_hooks.items() if hook is _warn_of_owner]:
+        del model._state_dict_hooks[key]
+
+
+def _warn_of_owner(model: Any, state: Any, prefix: str, metadata: Any) -> None:
+    if not prefix or prefix.partition(".")[0] != model.base_model_prefix:
+        return  # alone, or inside a wrapper: PEFT, DDP, torch.compile
+    logger.warning_once(
+        "%s was converted as a part of another model, whose config does not say so: what "
+        "save_pretrained writes of the whole loads without converted layers. Convert the whole "
+        "model, and choose its layers with target_modules and exclude_modules",
+        prefix.removesuffix("."),
+    )

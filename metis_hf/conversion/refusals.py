@@ -1,0 +1,124 @@
+"""Refusals of models and layers that cannot be converted; nothing has been changed by then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.linears import is_linear
+from metis_hf.conversion.packed import packed_layers
+from metis_hf.conversion.replacing import offloaded
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.native import why_emulated
+from metis_hf.layers.parallelism import check_whole
+from metis_hf.schemes import build_scheme, kept_directions, most_directions
+
+DEEPSPEED_MARKS = ("ds_id", "_hp_mapping")  # attributes of parameters: ZeRO-3; ZeRO-1 and ZeRO-2
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is converted, or in somebody else's hands, already."""
+    if is_linear(model):
+        raise ValueError(
+            f"the model is one {type(model).__name__}, which cannot be replaced in place: put it "
+            "into a module, such as torch.nn.Sequential(layer)"
+        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, MetisLayer):
+            raise ValueError(
+                f"the model is converted already ({name} runs scheme {layer.config.scheme!r}); "
+                "call to_dense(model) first"
+            )
+    packed = next(iter(packed_layers(model)), None)
+    if packed is not None:
+        raise ValueError(
+            f"{packed} is packed in NVFP4 and frozen, so there is no weight to train in a scheme. "
+            "Train an adapter over it (PEFT), or call to_dense(model) first"
+        )
+    for name, module in model.named_modules():
+        quantizer: Any = getattr(module, "hf_quantizer", None)
+        method = quantizer and quantizer.quantization_config.quant_method
+        if isinstance(module, PreTrainedModel) and method not in (None, MetisConfig.quant_method):
+            raise ValueError(
+                f"{name or 'the model'} is quantized by {getattr(method, 'value', method)} "
+                "already, which keeps its own layers and writes its own checkpoints. Load the "
+                "dense model, or this one with quantization_config=...(dequantize=True) where "
+                "that method has it"
+            )
+        ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        fsdp = type(module).__name__.startswith(("FSDP", "FullySharded"))
+        if ddp or fsdp or hasattr(module, "_orig_mod"):  # the last: torch.compile
+            raise ValueError(
+                f"{name or 'the model'} is wrapped already ({type(module).__name__}): convert "
+                "before accelerator.prepare, DDP, FSDP or torch.compile sees the model"
+            )
+    if type(model).__module__.startswith("peft."):
+        raise ValueError(
+            f"the model has PEFT adapters already ({type(model).__name__}), whose own layers "
+            "would be quantized too: convert the base model, then call get_peft_model"
+        )
+    if any(hasattr(p, mark) for p in model.parameters() for mark in DEEPSPEED_MARKS):
+        raise ValueError(
+            "DeepSpeed manages the model's parameters already (ZeRO-3 has partitioned them): build "
+            "and convert the model before TrainingArguments(deepspeed=...), accelerator.prepare or "
+            "deepspeed.zero.Init sees it"
+        )
+    check_whole(model)
+
+
+def check_present(name: str, module: nn.Module, weight: Tensor, *, partly: bool) -> None:
+    """Refuse a layer whose weight is somewhere else.
+
+    Args:
+        name: of the layer.
+        module: that has the weight.
+        weight: of the layer.
+        partly: whether other parameters of the model are there.
+    """
+    if offloaded(module) or (partly and weight.is_meta):
+        raise ValueError(
+            f"{name}: its weight is offloaded (device_map with parts on the CPU or on disk, "
+            "accelerate's cpu_offload), so there is nothing here to convert or to train. Load the "
+            "model without device_map, convert it and save it; the converted checkpoint can be "
+            "loaded with a device_map. Or leave the layer out with modules_to_not_convert"
+        )
+
+
+def check_layer(
+    name: str, weight: Tensor, in_features: int, out_features: int, config: MetisConfig
+) -> None:
+    """Refuse a rank, a backend or values with which a layer cannot be converted."""
+    scheme = build_scheme(config, in_features, out_features)
+    kept = kept_directions(config, in_features, out_features)
+    most = most_directions(in_features, out_features)
+    if scheme.splits and kept > most:
+        absolute = config.rank is not None
+        asked = f"rank={kept}" if absolute else f"rank_frac={config.rank_frac}"
+        raise ValueError(
+            f"{asked} keeps {kept} of {min(in_features, out_features)} directions of {name}; "
+            f"choose at most {most if absolute else 0.5}"
+        )
+    try:
+        why_emulated(config, scheme, weight.device)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"{name}: the weight has NaN or infinite elements; nothing to train from")
+
+
+def check_tied(
+    name: str, other: str, in_features: int, out_features: int, config: MetisConfig
+) -> None:
+    """Refuse a scheme that would put factors in the place of a weight that another module reads."""
+    if build_scheme(config, in_features, out_features).weight.is_split:
+        raise ValueError(
+            f"{name} shares its weight with {other}, and scheme {config.scheme!r} as it is "
+            "configured stores weights as u, s, vh and residual, which would untie them. Store "
+            "one matrix there (split_weight=False, or a scheme for it in scheme_pattern), take it "
+            "out of target_modules, or untie the two in the model's config "
+            "(tie_word_embeddings=False)"
+        )

@@ -1,0 +1,264 @@
+"""What a layer had before conversion goes with it: its places and its hooks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from conftest import llama
+from torch import nn
+
+from metis_hf import MetisConfig, QuantLinear, get_metis_model, metis_layers, to_dense
+
+NAME = "model.layers.0.self_attn.q_proj"
+
+
+def convert(model, **options):
+    return get_metis_model(model, MetisConfig(**{"scheme": "nvfp4", **options}))
+
+
+class TestHooks:
+    def test_all_kinds_follow(self, token_ids):
+        model, calls = llama(), []
+        layer = model.get_submodule(NAME)
+
+        def note(kind):
+            return lambda *args, **kwargs: calls.append(kind)
+
+        handles = [
+            layer.register_forward_pre_hook(note("pre")),
+            layer.register_forward_pre_hook(note("pre, kwargs"), with_kwargs=True),
+            layer.register_forward_hook(note("post")),
+            layer.register_forward_hook(note("post, kwargs"), with_kwargs=True),
+            layer.register_forward_hook(note("post, always"), always_call=True),
+            layer.register_full_backward_pre_hook(note("backward pre")),
+            layer.register_full_backward_hook(note("backward")),
+        ]
+
+        def run():
+            calls.clear()
+            model(token_ids, labels=token_ids).loss.backward()
+            return list(calls)
+
+        expected = run()
+        assert len(expected) == len(handles)
+        convert(model)
+        assert isinstance(model.get_submodule(NAME), QuantLinear)
+        assert run() == expected
+        to_dense(model)
+        assert type(model.get_submodule(NAME)) is nn.Linear
+        assert run() == expected
+        convert(model)
+        for handle in handles:
+            handle.remove()
+        assert run() == []
+
+    def test_a_hook_that_changes_the_output_still_does(self, token_ids):
+        model = llama()
+        model.get_submodule(NAME).register_forward_hook(lambda module, args, out: out * 0)
+        with torch.no_grad():
+            expected = model(token_ids).logits
+            converted = convert(model, scheme="bf16")(token_ids).logits
+        torch.testing.assert_close(converted, expected)
+
+    def test_accelerate_s_follow(self, token_ids):
+        """They are a forward pass put on the instance."""
+
+        class Count(ModelHook):
+            calls = 0
+
+            def pre_forward(self, module, *args, **kwargs):
+                self.calls += 1
+                return args, kwargs
+
+        model, hook = llama(), Count()
+        add_hook_to_module(model.get_submodule(NAME), hook)
+        for calls, change in enumerate((convert, to_dense, convert), start=1):
+            change(model)
+            model(token_ids)
+            assert hook.calls == calls
+        assert isinstance(model.get_submodule(NAME), QuantLinear)
+
+    @pytest.mark.parametrize("kind", ["llama", "falcon"])
+    def test_dispatched_models_convert(self, kind, token_ids):
+        """device_map over several devices hooks every module, and offloads none."""
+        if kind == "llama":
+            plain = llama()
+        else:
+            plain = transformers.FalconForCausalLM(
+                transformers.FalconConfig(
+                    vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
+                )
+            )
+        model = copy.deepcopy(plain).eval()
+        dispatch_model(model, {"": "cpu"}, force_hooks=True)
+        convert(model)
+        layers = dict(metis_layers(model))
+        assert len(layers) == len(convert(plain).metis_report.layers)
+        assert all(isinstance(layer._hf_hook, AlignDevicesHook) for layer in layers.values())
+        params = {name: id(param) for name, param in model.named_parameters()}
+        with torch.no_grad():
+            expected = plain.eval()(token_ids).logits
+            assert torch.equal(model(token_ids).logits, expected)
+        assert {name: id(param) for name, param in model.named_parameters()} == params
+        to_dense(model)
+        dense = [model.get_submodule(name) for name in layers]
+        assert all(layer._old_forward.__self__ is layer for layer in dense)
+        kinds = {type(layer).__name__ for layer in dense}
+        assert kinds == {"Linear" if kind == "llama" else "FalconLinear"}
+
+    def test_a_forward_pass_of_the_instance_stays(self, token_ids):
+        model = llama()
+        layer = model.get_submodule(NAME)
+        forward = layer.forward
+        layer.forward = lambda x: 0 * forward(x)
+        with torch.no_grad():
+            expected = model(token_ids).logits
+            converted = convert(model, scheme="bf16")(token_ids).logits
+        torch.testing.assert_close(converted, expected)
+        reason = "its forward pass was replaced by another (module.forward = ...)"
+        assert model.metis_report.skipped[NAME] == reason
+
+    def test_a_forward_pass_over_accelerate_s_stays(self):
+        model = llama()
+        layer = model.get_submodule(NAME)
+        add_hook_to_module(layer, ModelHook())
+        forward = layer.forward
+        layer.forward = lambda x: 0 * forward(x)
+        assert "replaced" in convert(model).metis_report.skipped[NAME]
+
+
+class TestOffloaded:
+    MESSAGE = r"q_proj: its weight is offloaded .*Load the model without device_map, convert it"
+
+    @pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "metis-paper"])
+    def test_by_accelerate(self, scheme):
+        model = cpu_offload(llama(), execution_device="cpu")
+        with pytest.raises(ValueError, match=self.MESSAGE):
+            convert(model, scheme=scheme)
+        assert type(model.get_submodule(NAME)) is nn.Linear
+
+    @pytest.mark.parametrize("early", [False, True])
+    def test_by_device_map(self, early, tmp_path):
+        llama().save_pretrained(tmp_path / "model")
+        places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu",
+                  "lm_head": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}  # fmt: skip
+        options = {"device_map": places, "offload_folder": tmp_path / "offload"}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        if early:
+            with pytest.raises(ValueError, match=self.MESSAGE):
+                load(tmp_path / "model", quantization_config=MetisConfig(scheme="bf16"), **options)
+            return
+        model = load(tmp_path / "model", **options)
+        with pytest.raises(ValueError, match=self.MESSAGE):
+            convert(model)
+        convert(model, modules_to_not_convert=["model.layers.0"])  # as the message says
+        assert len(list(metis_layers(model))) == 7
+
+    def test_to_dense(self, tmp_path):
+        convert(llama(), split_weight=True, rank=4).save_pretrained(tmp_path / "model")
+        places = {"model": "disk", "lm_head": "cpu"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+        )
+        with pytest.raises(ValueError, match=r"q_proj is offloaded .*call to_dense there"):
+            to_dense(model)
+
+    def test_without_hooks(self):
+        model = llama()
+        model.get_submodule(NAME).to("meta")
+        with pytest.raises(ValueError, match=self.MESSAGE):
+            convert(model)
+
+
+class Twice(nn.Module):
+    """One layer in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(32, 32, bias=False)
+        self.b = self.a
+        self.c = nn.ModuleList([nn.Linear(32, 32), self.a])
+
+    def forward(self, x):
+        return self.c[0](self.b(self.a(x)))
+
+
+class TestSeveralPlaces:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"target_modules": ["a"]},
+            {"target_modules": ["b", "0"]},
+            {"target_modules": r"c\.1"},
+        ],
+    )
+    @pytest.mark.parametrize("split", [False, True])
+    def test_all_are_replaced(self, options, split):
+        model = Twice()
+        convert(model, split_weight=split, rank=2, **options)
+        assert type(model.a) is not nn.Linear
+        assert model.a is model.b is model.c[1]
+        assert len(model.metis_report.layers) == len(list(metis_layers(model)))
+        assert "a" not in model.metis_report.skipped
+        model(torch.randn(4, 32)).sum().backward()
+        to_dense(model)
+        assert type(model.a) is nn.Linear
+        assert model.a is model.b is model.c[1]
+
+    def test_any_name_excludes(self):
+        model = convert(Twice(), exclude_modules=["b"])
+        assert model.metis_report.skipped == {"a": "excluded by exclude_modules"}
+        assert type(model.b) is nn.Linear
+
+    def test_any_name_has_patterns(self):
+        model = convert(Twice(), scheme_pattern={"b": "bf16"})
+        assert model.a.config.scheme == "bf16"
+
+    def test_a_tied_weight_is_still_one(self):
+        model = Twice()
+        model.c[0].weight = model.a.weight
+        convert(model, target_modules=["a"])
+        with pytest.raises(ValueError, match=r"selects no layer|tied"):
+            convert(to_dense(model))
+        with pytest.raises(ValueError, match=r"a shares its weight with c\.0"):
+            convert(model, target_modules=["a"], split_weight=True, rank=2)
+
+    def test_a_model_that_is_one_layer(self):
+        with pytest.raises(ValueError, match=r"the model is one Linear, .*torch.nn.Sequential"):
+            convert(nn.Linear(32, 32))
+
+
+class TestFastPath:
+    """torch's encoder layers read weights in evaluation, and call no layer."""
+
+    @pytest.mark.parametrize("nested", [False, True])
+    @pytest.mark.parametrize("split", [False, True])
+    def test_converted_layers_run(self, nested, split):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+        x, padding = torch.randn(2, 16, 64), torch.zeros(2, 16, dtype=torch.bool)
+        padding[1, 10:] = True
+
+        def run():
+            return model(x, src_key_padding_mask=padding)[~padding]
+
+        with torch.no_grad():
+            dense = run()
+        convert(model, split_weight=split, rank=4)
+        assert len(list(metis_layers(model))) == 4
+        with torch.no_grad():
+            quantized = run()
+        assert torch.equal(quantized, run())
+        assert (quantized - dense).abs().max() > 1e-2
+        to_dense(model)
+        assert model.use_nested_tensor is nested
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        with torch.no_grad():
+            torch.testing.assert_close(run(), dense)
