@@ -22,6 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SAMPLES = 256  # of a fingerprint, about: 171 to 511 of a larger tensor
+_PLACES_KEPT = 64  # shapes of tensors that are not contiguous, most often of weights
 _LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
@@ -99,9 +100,19 @@ def fingerprint(x: Tensor) -> Tensor:
         kernels = _one_launch(x)
         if kernels is not None and x.dtype in kernels.DTYPES:
             return kernels.fingerprint(x)
-    flat = x.reshape(-1)
-    sample = flat[:: sample_stride(flat.numel())].float().view(torch.int32)
+    sample = samples(x).float().view(torch.int32)
     return _hash(sample ^ _index_hash(x.device)[: sample.numel()]).sum(dtype=torch.int32)
+
+
+def samples(x: Tensor) -> Tensor:
+    """Return the elements that a fingerprint is made of, in the order of a contiguous `x`.
+
+    A view of it, or a gathered few: a transposed weight is not copied.
+    """
+    stride = sample_stride(x.numel())
+    if x.is_contiguous() or type(x) is not Tensor or torch.compiler.is_compiling():
+        return x.reshape(-1)[::stride]
+    return x[_places(x.shape, x.device)]
 
 
 def sample_stride(count: int) -> int:
@@ -163,6 +174,14 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
         return made
 
     return found
+
+
+@functools.partial(constant, most=_PLACES_KEPT)
+def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the indices, for each dimension, of a fingerprint's samples."""
+    count = shape.numel()
+    flat = torch.arange(0, count, sample_stride(count), device=device)
+    return torch.unravel_index(flat, shape)
 
 
 @constant

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from metis_hf import noise
 from metis_hf.noise import Key, fingerprint, key_of, uniform
@@ -101,6 +102,48 @@ def test_fingerprint_follows_content():
     assert fingerprint(x) != fingerprint(x + 1e-6)
     assert fingerprint(x) != fingerprint(x.roll(1))
     assert fingerprint(torch.empty(0, 4)) == 0
+
+
+_WIDE = torch.randn(3, 70, 130, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        _WIDE[0].T,
+        _WIDE.bfloat16()[1].T,
+        _WIDE.transpose(0, 2),
+        _WIDE.permute(1, 2, 0),
+        _WIDE[:, 3:50, 7:99],
+        _WIDE[:, ::3, ::2],
+        _WIDE[:2, :5, :7].mT,
+        _WIDE[0, :1, :1].expand(40, 50),
+        _WIDE[0, 0].expand(9, 130).T,
+        _WIDE[:, 5, 6],
+        _WIDE.to(torch.float64).mT,
+        (_WIDE * 9).int().mT,
+    ],
+    ids=lambda x: f"{tuple(x.shape)}-{x.stride()}-{x.dtype}",
+)
+def test_what_is_not_contiguous_has_the_fingerprint_of_its_copy(x):
+    assert fingerprint(x) == fingerprint(x.clone(memory_format=torch.contiguous_format))
+
+
+def test_the_fingerprint_of_a_transposed_weight_copies_a_few_elements():
+    """The weight of a Conv1D, at every call of a layer."""
+    x = torch.randn(512, 384).T
+    made = []
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != x.data_ptr():
+                made.append(out.numel())
+            return out
+
+    with Note():
+        fingerprint(x)
+    assert 0 < max(made) <= 2 * noise.SAMPLES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

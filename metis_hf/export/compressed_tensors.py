@@ -26,8 +26,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from metis_hf.conversion.packed_layouts import FORMAT
 from metis_hf.export.casting import cast
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.numerics import NVFP4, Quantizer, Rounding, Tile, quantize
-from metis_hf.numerics.scaling import largest_value, tensor_scale
+from metis_hf.layers.packed import PackedWeight
+from metis_hf.numerics import NVFP4, Quantizer, Tile
 from metis_hf.numerics.storage import QuantizedTensor
 from metis_hf.operands import Spectral, SplitWeight
 from metis_hf.schemes import Role
@@ -66,26 +66,8 @@ class CompressedMatrix:
             quantizer: its choices for the matrix.
             amax: 0-dim, what the global scale is made of; None: the matrix's largest magnitude.
         """
-        q = quantize(
-            weight,
-            quantizer.fmt,
-            rounding=Rounding.NEAREST,
-            scale_rounding=quantizer.scale_rounding,
-            two_level=quantizer.two_level,
-            tile=quantizer.tile,
-            scale_rule=quantizer.scale_rule,
-            amax=amax,
-        )
-        rows, columns = weight.shape
-        scale = q.scale
-        if quantizer.tile is Tile.SQUARE:  # one scale for 16 rows: the layout wants one for each
-            size = quantizer.fmt.block_size
-            assert size is not None
-            scale = scale.view(torch.uint8).repeat_interleave(size, 0)[:rows].view(scale.dtype)
-        encode = torch.ones((), dtype=torch.float32)
-        if q.global_scale is not None:
-            encode = global_scale(weight.abs().amax() if amax is None else amax, quantizer)
-        return cls(q.codes, scale.contiguous(), encode.reshape(1), columns)
+        packed = PackedWeight.of(weight, quantizer=quantizer, amax=amax)
+        return cls(*packed, columns=weight.shape[1])
 
     def dequantize(self) -> Tensor:
         """Return the represented matrix, fp32: (code * scale) * (1 / global_scale)."""
@@ -114,12 +96,6 @@ def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[st
         input_scale: encode scale of the input, fp32 [1]; None where it is not quantized.
     """
     return weight.state() | ({} if input_scale is None else {"input_global_scale": input_scale})
-
-
-def global_scale(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return the encode scale of a tensor, 0-dim fp32: its largest block gets the largest scale."""
-    largest = largest_value(quantizer.fmt, quantizer.scale_rule)
-    return tensor_scale(amax.detach().float(), largest).encode
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from metis_hf.export.compressed_tensors import global_scale, static_scales
+from metis_hf.export.compressed_tensors import static_scales
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.packed import encode_scale
 from metis_hf.numerics import Quantizer
 
 
@@ -29,7 +30,7 @@ class QuantizedInput:
     @property
     def global_scale(self) -> Tensor:
         """The encode scale, fp32 [1]."""
-        return global_scale(self.amax, self.quantizer).reshape(1)
+        return encode_scale(self.amax, self.quantizer)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and back, in the dtype of x."""

@@ -49,7 +49,7 @@ class ExportReport:
     """The files that were written, and what they cost.
 
     Attributes:
-        format: "dense" or "compressed-tensors".
+        format: "dense", "compressed-tensors" or "modelopt".
         dtype: of everything that is not packed.
         low_rank: what happened to the low-rank part; None where there was none.
         packed: names of the layers stored in four bits.

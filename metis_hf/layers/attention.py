@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metis_hf.config import MetisConfig
+from metis_hf.layers.call_input import gemm_dtype
 from metis_hf.layers.gemm import scaled_product
 from metis_hf.layers.linear import process_rank
 from metis_hf.layers.noise_keys import CallKeys
@@ -275,13 +276,11 @@ class AttentionProducts(nn.Module):
         Returns:
             (output [b h q e], probabilities [b h q k] fp32 before they are quantized).
         """
-        device = query.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
+        dtype = gemm_dtype(query)
         batch, heads, queries, width = query.shape
         groups, keys = key.shape[1:3]
         in_groups = (batch * groups, heads // groups, queries)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(query.device.type, enabled=False):
             grouped = query.reshape(*in_groups, width)
             scores = self.product(grouped, key.flatten(0, 1), "scores", dtype)
             scores = as_fp32(scores).view(batch, heads, queries, keys) * scaling

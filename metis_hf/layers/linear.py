@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
+from metis_hf.layers.call_input import check_input, gemm_dtype
 from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
@@ -165,16 +166,17 @@ class MetisLayer(nn.Module):
         weight = self.weight_params()[-1] if weight is None else weight
         return CallKeys(self.noise_key(), x, weight, self.input_noise_key())
 
-    def forward(self, x: Tensor, row_mask: Tensor | None = None) -> Tensor:
-        """Map x [... i] to [... o]; row_mask [t] bool says which rows may be sampled."""
-        scheme = self.active_scheme()
+    def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:
+        """Map x [... i], the input, to [... o]; row_mask [t] bool: which rows may be sampled."""
+        x, scheme = input, self.active_scheme()
         if scheme.is_high_precision:
             return self._high_precision(x)
         params = self.weight_params()
-        refuse_unsupported(self.name or "a quantized layer", x, params)
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        o, i = params[-1].shape  # a part of the layer's under tensor parallelism
+        name = self.name or "a quantized layer"
+        refuse_unsupported(name, x, params)
+        check_input(name, x, i)
+        dtype = gemm_dtype(x)
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
         keys = self.call_keys(x)
@@ -191,7 +193,6 @@ class MetisLayer(nn.Module):
             held=None if torch.compiler.is_compiling() else self._held(),
             **shared,
         )
-        o, i = params[-1].shape  # a part of the layer's under tensor parallelism
         y = QuantizedGemm.apply(x.reshape(-1, i), self.bias, plan, *params)
         return y.view(*x.shape[:-1], o)
 

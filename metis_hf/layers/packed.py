@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from metis_hf.layers.call_input import check_input, gemm_dtype
 from metis_hf.layers.unsupported import (
     differentiable_once,
     refuse_batched_gradients,
     refuse_unsupported,
 )
-from metis_hf.numerics import E2M1, NVFP4, ScaleRounding, storage
+from metis_hf.numerics import E2M1, NVFP4, Quantizer, ScaleRounding, ScaleRule, Tile, storage
 from metis_hf.numerics.rounding import round_nearest
 from metis_hf.numerics.scaling import (
-    ScaleRule,
     TensorScale,
     block_scale,
     largest_value,
@@ -31,6 +31,8 @@ from metis_hf.numerics.scaling import (
 )
 
 BLOCK = 16
+# As "w4a4" and "w4a16" do: each block has the scale, of six, that fits it best.
+DEPLOYED = Quantizer(NVFP4, scale_rule=ScaleRule.SEARCH)
 
 
 class PackedWeight(NamedTuple):
@@ -48,20 +50,45 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor, global_scale: Tensor | None = None) -> PackedWeight:
-        """Quantize a weight [o i] to nearest, blocks along i.
+    def of(
+        cls,
+        weight: Tensor,
+        global_scale: Tensor | None = None,
+        *,
+        quantizer: Quantizer = DEPLOYED,
+        amax: Tensor | None = None,
+    ) -> PackedWeight:
+        """Quantize a weight [o i] to nearest, blocks along i; the last one may be padded.
 
         Args:
-            weight: finite; 16 divides i.
-            global_scale: fp32 [1]; None brings the weight's largest magnitude to 448 * 6. Under
-                another one, what is larger saturates.
+            weight: finite.
+            global_scale: fp32 [1]; None makes one of `amax`. Under another one, what is larger
+                saturates.
+            quantizer: its choices, of NVFP4 in blocks or squares of 16.
+            amax: 0-dim, the magnitude that global scale and largest codes stand for; None: the
+                weight's largest.
         """
         weight = weight.detach().float()
-        if global_scale is None:
-            global_scale = encode_scale(weight)
-        codes, scale, _ = _quantized_blocks(weight, global_scale)
-        packed = storage.pack(E2M1.encode(codes.flatten(-2)), E2M1.bits)
-        return cls(packed, scale.squeeze(-1).to(torch.float8_e4m3fn), global_scale)
+        if global_scale is not None:
+            amax = largest_value(NVFP4, quantizer.scale_rule) / global_scale.reshape(())
+        elif not quantizer.two_level:
+            global_scale = torch.ones(1, device=weight.device)
+        else:
+            global_scale = encode_scale(weight if amax is None else amax, quantizer)
+        q = storage.quantize(
+            weight,
+            quantizer.fmt,
+            scale_rounding=quantizer.scale_rounding,
+            two_level=quantizer.two_level,
+            tile=quantizer.tile,
+            scale_rule=quantizer.scale_rule,
+            amax=amax,
+        )
+        scale = q.scale
+        if quantizer.tile is Tile.SQUARE:  # one scale for 16 rows: the layout wants one for each
+            rows = scale.view(torch.uint8).repeat_interleave(BLOCK, 0)[: weight.shape[0]]
+            scale = rows.view(scale.dtype)
+        return cls(q.codes, scale.contiguous(), global_scale)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [o i], computed in fp32 and rounded to `dtype` once.
@@ -77,10 +104,13 @@ class PackedWeight(NamedTuple):
         return values.view(rows, 2 * half).to(dtype)
 
 
-def encode_scale(weight: Tensor) -> Tensor:
-    """Return fp32 [1] that brings the largest magnitude of a tensor to 448 * 6; 1 for zeros."""
-    amax = weight.detach().abs().amax().float()
-    return tensor_scale(amax, largest_value(NVFP4, ScaleRule.ABSMAX)).encode.reshape(1)
+def encode_scale(x: Tensor, quantizer: Quantizer = DEPLOYED) -> Tensor:
+    """Return the encode scale of a tensor, fp32 [1]: its largest block gets the largest scale.
+
+    1 for zeros. Of its largest magnitude alone it is the same.
+    """
+    amax = x.detach().abs().amax().float()
+    return tensor_scale(amax, largest_value(NVFP4, quantizer.scale_rule)).encode.reshape(1)
 
 
 def quantize_input(x: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,20 +123,14 @@ def quantize_input(x: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tenso
     """
     if x.numel() == 0:
         return x.to(dtype)
-    codes, scale, decode = _quantized_blocks(x.detach().float(), global_scale)
-    return codes.mul_(scale).mul_(decode).view(x.shape).to(dtype)
-
-
-def _quantized_blocks(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes [r b 16], block scales [r b 1], decode scale) of x [r i], all fp32."""
-    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    blocks = x.detach().float().reshape(x.shape[0], -1, BLOCK)
     encode = global_scale.reshape(())
     tensor = TensorScale(encode, encode.reciprocal())
     amax = blocks.abs().amax(-1, keepdim=True)
     scale, inverse = block_scale(amax, NVFP4, ScaleRounding.NEAREST, tensor)
     largest = E2M1.max
     codes = round_nearest((blocks * inverse).clamp_(-largest, largest), E2M1)
-    return codes, scale, tensor.decode
+    return codes.mul_(scale).mul_(tensor.decode).view(x.shape).to(dtype)
 
 
 def _pairs(device: torch.device) -> Tensor:
@@ -265,13 +289,13 @@ class PackedLinear(nn.Module):
         tensors = (*self._buffers.values(), self.bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [... i] to [... o], in the dtype of x or of autocast."""
-        packed = self.packed
-        refuse_unsupported(self.name or "a packed layer", x, packed)
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    def forward(self, input: Tensor) -> Tensor:
+        """Map x [... i], the input, to [... o], in the dtype of x or of autocast."""
+        x, packed = input, self.packed
+        name = self.name or "a packed layer"
+        refuse_unsupported(name, x, packed)
+        check_input(name, x, self.in_features)
+        dtype = gemm_dtype(x)
         scale = self.input_global_scale if self.quantizes_input else None
         y = _PackedGemm.apply(x.reshape(-1, self.in_features), self.bias, scale, dtype, *packed)
         return y.view(*x.shape[:-1], self.out_features)

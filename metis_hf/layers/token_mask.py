@@ -1,10 +1,11 @@
 """The attention mask of the running forward pass, so that padding is never sampled.
 
 A layer sees rows, not sequences; the model sees the mask. One TokenMask per model hangs between
-them: hooks on the model set and clear it for the calling thread, layers read it there. A pass that
-is recomputed inside backward (activation checkpointing) does not come through the model, and may
-run in another thread. So the inputs that layers had in each call are remembered by fingerprint for
-as long as the call's graph lives, and a recomputed layer finds its mask by its input.
+them: hooks on the model, and on models inside it that may be called by themselves, set and clear it
+for the calling thread, layers read it there. A pass that is recomputed inside backward (activation
+checkpointing) does not come through the model, and may run in another thread. So the inputs that
+layers had in each call are remembered by fingerprint for as long as the call's graph lives, and a
+recomputed layer finds its mask by its input.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from metis_hf.noise import fingerprint
 
@@ -27,8 +30,8 @@ NO_LABEL = -100  # as transformers' losses leave tokens out
 class _Call:
     """One call of the model with a mask, as far as backward may need it again."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
+    def __init__(self, masks: tuple[Tensor, ...]) -> None:
+        self.masks = masks
         self.thread = threading.get_ident()
         self.inputs: dict[str, list[Tensor]] = {}  # layer -> fingerprints of its inputs
 
@@ -44,10 +47,10 @@ class _Running:
     """The call of the model that one thread is running."""
 
     def __init__(self) -> None:
-        self.active = False  # inside a call of the model
-        self.mask: Tensor | None = None
-        # By device, as `_rows` has them: layers that read one tensor are to have one mask.
-        self.rows: dict[torch.device, Tensor] = {}
+        self.model: nn.Module | None = None  # whose call it is; None outside of one
+        self.masks: tuple[Tensor, ...] = ()  # the one given, and its last columns
+        # As `_rows` has them: layers that read one tensor are to have one mask.
+        self.rows: dict[tuple[torch.device, int], Tensor] = {}
         # The last one, until the next begins, whatever becomes of its output.
         self.call: _Call | None = None
         self.grad_enabled = False
@@ -74,6 +77,9 @@ class TokenMask:
     A decoder whose batches have labels and no mask, as collators of transformers leave them, has
     the rows with a label: -100 marks the others.
 
+    A mask may be longer than what a call is given, where keys and values of earlier tokens come
+    from a cache or from prefix tuning: its last columns are those of the call.
+
     Args:
         argument: name of the model's argument that holds the mask, [b s].
     """
@@ -85,21 +91,40 @@ class TokenMask:
         self._calls: tuple[weakref.ref[_Call], ...] = ()  # oldest first; replaced under the lock
 
     def register(self, model: nn.Module) -> None:
-        """Add hooks to the model's forward pass."""
-        names = list(inspect.signature(model.forward).parameters)
-        position = names.index(self.argument) if self.argument in names else None
-        model.register_forward_pre_hook(_Begin(self, position), with_kwargs=True)
-        model.register_forward_hook(_End(self), always_call=True)
+        """Add hooks to the forward pass of the model, and of models inside it with such a mask."""
+        for module in model.modules():
+            inner = module is not model
+            if inner and not (isinstance(module, PreTrainedModel) and self._is_of(module)):
+                continue
+            names = tuple(inspect.signature(module.forward).parameters)
+            module.register_forward_pre_hook(_Begin(self, names, inner), with_kwargs=True)
+            module.register_forward_hook(_End(self), always_call=True)
+
+    def _is_of(self, module: nn.Module) -> bool:
+        """Return whether a model inside another takes this mask, for layers that read it.
+
+        The decoder of an encoder-decoder calls its own mask what is the encoder's elsewhere.
+        """
+        masks = {id(each) for m in module.modules() if (each := getattr(m, "token_mask", None))}
+        names = inspect.signature(module.forward).parameters
+        own = masks == {id(self)} or DECODER_MASK in names
+        return own and id(self) in masks and self.argument in names
 
     @staticmethod
     def unregister(model: nn.Module) -> None:
-        """Remove every TokenMask's hooks from the model."""
-        for hooks in (model._forward_pre_hooks, model._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _Begin | _End):
-                    del hooks[key]
-                    model._forward_pre_hooks_with_kwargs.pop(key, None)
-                    model._forward_hooks_always_called.pop(key, None)
+        """Remove every TokenMask's hooks from the model, and from models inside it."""
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if isinstance(hook, _Begin | _End):
+                        del hooks[key]
+                        module._forward_pre_hooks_with_kwargs.pop(key, None)
+                        module._forward_hooks_always_called.pop(key, None)
+
+    @property
+    def runs(self) -> bool:
+        """True inside a call of the model, in this thread."""
+        return self._here.running.model is not None
 
     def rows(self, x: Tensor, owner: str) -> Tensor | None:
         """Return the mask as [t] bool for the rows of x [... c]; None where there is none for them.
@@ -109,24 +134,25 @@ class TokenMask:
             owner: name of the layer.
         """
         running = self._here.running
-        if not running.active:
+        if running.model is None:
             return self._recall(x, owner) if _in_backward() else None
-        mask = running.mask
-        if mask is None or not _fits(mask, x):
+        mask = _fitting(running.masks, x)
+        if mask is None:
             return None
         if running.grad_enabled and not torch.compiler.is_compiling():
             if running.call is None:
-                running.call = self._remember(mask)
+                running.call = self._remember(running.masks)
             running.call.inputs.setdefault(owner, []).append(fingerprint(x))
         if torch.compiler.is_compiling():
             return _rows(mask, x)
-        if x.device not in running.rows:
-            running.rows[x.device] = _rows(mask, x)
-        return running.rows[x.device]
+        name = x.device, mask.shape[1]
+        if name not in running.rows:
+            running.rows[name] = _rows(mask, x)
+        return running.rows[name]
 
-    def _remember(self, mask: Tensor) -> _Call:
+    def _remember(self, masks: tuple[Tensor, ...]) -> _Call:
         """Return a new call that `_recall` finds from any thread."""
-        call = _Call(mask)
+        call = _Call(masks)
         with self._lock:
             alive = (known for known in self._calls if known() is not None)
             self._calls = (*alive, weakref.ref(call))
@@ -139,9 +165,9 @@ class TokenMask:
         calls.sort(key=lambda call: call.thread == here)  # the later one wins
         # A replica's fingerprints are on another device.
         seen = [
-            (other, call.mask)
+            (other, mask)
             for call in calls
-            if _fits(call.mask, x)
+            if (mask := _fitting(call.masks, x)) is not None
             for other in call.inputs.get(owner, ())
             if other.device == x.device
         ]
@@ -153,28 +179,42 @@ class TokenMask:
             found = torch.where(mine == other, _rows(mask, x), found)
         return found
 
-    def _begin(self, kwargs: dict[str, Any], mask: Any = None) -> None:
-        """Take the mask of a call: the one given, or that of its keyword arguments."""
+    def _begin(self, model: nn.Module, given: dict[str, Any]) -> None:
+        """Take the mask of a call from its arguments by name."""
         running = self._here.running
-        mask = kwargs.get(self.argument) if mask is None else mask
-        labels = kwargs.get("labels") if self.argument == DECODER_MASK else None
+        mask = given.get(self.argument)
+        decodes = self.argument == DECODER_MASK
+        labels = given.get("labels") if decodes else None
         if mask is None and isinstance(labels, Tensor):
             mask = labels != NO_LABEL
+        running.masks = ()
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            count = _positions(given, "decoder_" if decodes else "")
+            longer = count is not None and 0 < count < mask.shape[1]
+            running.masks = (mask, mask[:, -count:]) if longer else (mask,)  # type: ignore[operator]
         running.rows = {}
-        running.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        running.active = True
+        running.model = model
         running.call = None
         running.grad_enabled = (
             torch.is_grad_enabled()
         )  # reentrant checkpointing turns it off inside
 
-    def _end(self, output: Any) -> None:
+    def _end(self, model: nn.Module, output: Any) -> None:
         running = self._here.running
-        running.mask = None
+        if running.model is not model:  # one inside it
+            return
+        running.masks = ()
         running.rows = {}
-        running.active = False
+        running.model = None
         if running.call is not None and not torch.compiler.is_compiling():
             running.call.tie(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenMask:
+        """Return the mask itself: a copy of a layer goes on in the same model.
+
+        Copies of the model have one of their own, which its hooks have made.
+        """
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {"argument": self.argument}
@@ -183,29 +223,49 @@ class TokenMask:
         self.__init__(**state)  # type: ignore[misc]
 
 
-class _Begin:
-    def __init__(self, mask: TokenMask, position: int | None) -> None:
-        self.mask = mask
-        self.position = position  # of the mask where it is no keyword argument
+@dataclass(frozen=True)
+class _Hook:
+    """A hook of a model, which its copies have with a mask of their own."""
+
+    mask: TokenMask
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        # Hooks are copied before the layers below them, which then find this mask.
+        mask = memo.setdefault(id(self.mask), TokenMask(self.mask.argument))
+        return replace(self, mask=mask)
+
+
+@dataclass(frozen=True)
+class _Begin(_Hook):
+    names: tuple[str, ...]  # of the model's arguments
+    inner: bool  # of a model inside the one that was converted
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        mask = None
-        if self.position is not None and self.position < len(args):
-            mask = args[self.position]
-        self.mask._begin(kwargs, mask)
+        if self.inner and self.mask.runs:
+            return
+        self.mask._begin(module, dict(zip(self.names, args)) | kwargs)
 
 
-class _End:
-    def __init__(self, mask: TokenMask) -> None:
-        self.mask = mask
-
+class _End(_Hook):
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.mask._end(output)
+        self.mask._end(module, output)
 
 
-def _fits(mask: Tensor, x: Tensor) -> bool:
-    """Return whether x [... c] has a row for each entry of mask [b s]."""
-    return x.shape[:-1] == mask.shape or (x.dim() == 2 and x.shape[0] == mask.numel())
+def _positions(given: dict[str, Any], prefix: str) -> int | None:
+    """Return how many positions of each sequence a call is given; None where that is unknown."""
+    for name in ("input_ids", "inputs_embeds"):
+        value = given.get(prefix + name)
+        if isinstance(value, Tensor) and value.dim() > 1:
+            return value.shape[1]
+    return None
+
+
+def _fitting(masks: tuple[Tensor, ...], x: Tensor) -> Tensor | None:
+    """Return the mask [b s] that has an entry for each row of x [... c]; None where none has."""
+    for mask in masks:
+        if x.shape[:-1] == mask.shape or (x.dim() == 2 and x.shape[0] == mask.numel()):
+            return mask
+    return None
 
 
 def _rows(mask: Tensor, x: Tensor) -> Tensor:

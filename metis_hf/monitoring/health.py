@@ -236,7 +236,7 @@ class _ProbeHook:
     ) -> None:
         if not layer.training:
             return
-        x = args[0]
+        x = args[0] if args else kwargs["input"]
         mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
         mask = layer.row_mask(x) if mask is None else mask
         plan = plan_of_call(layer, x, mask, output.dtype)

@@ -20,6 +20,7 @@ from metis_hf.conversion.deployed import deployed_groups
 from metis_hf.layers.linear import MetisLayer, full_tensor
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
+from metis_hf.training.copies import by_place
 
 METHODS = ("mse", "amax", "percentile")
 # Shares of the largest magnitude that "mse" tries, the largest first, which wins a tie.
@@ -34,13 +35,44 @@ class CalibratedScale:
         largest: largest magnitude of its inputs in calibration.
         input_amax: what the input's tensor scale is made of; 0 where inputs are not quantized.
         weight_amax: what the weight's tensor scale is made of.
-        group: names of the layers that share both.
+        group: names of the layers that share both; one whose inputs are not quantized, as in
+            "w4a16", shares the weight's alone.
     """
 
     largest: float
     input_amax: float
     weight_amax: float
     group: tuple[str, ...]
+
+
+class UnseenLayers(ValueError):
+    """Layers have seen no input, so there is nothing to make a scale of."""
+
+
+class _Layers(dict[str, MetisLayer]):
+    """Layers with static scales that calls of the model reach, by name.
+
+    Attributes:
+        groups: names of the layers that are deployed together, by the name of each.
+        waiting: copies that PEFT keeps in the place of a layer (`modules_to_save`). They get its
+            scales, which leave room for their weights too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = {
+            n: one for n, one in metis_layers(model) if isinstance(one.scheme.state, StaticScales)
+        }
+        running, waiting = by_place(model, layers)
+        super().__init__({name: layers[name] for name in running.values()})
+        self.waiting = {name: waiting.get(place, []) for place, name in running.items()}
+        self.groups = {
+            running[place]: tuple(running[member] for member in group)
+            for place, group in deployed_groups(running).items()
+        }
+
+    def group_of(self, name: str, of: Mapping[str, Any]) -> list[str]:
+        """Return the names of a layer's group that `of` has."""
+        return [member for member in self.groups[name] if member in of]
 
 
 @dataclass
@@ -96,8 +128,8 @@ def calibrate(
         )
     layers = _static_layers(model)
     observed = {name: layer for name, layer in layers.items() if _state(layer).input}
-    groups = deployed_groups(layers)
     seen = {name: _Seen() for name in observed}
+    groups = {name: [seen[member] for member in layers.group_of(name, seen)] for name in seen}
     with _reset_buffers(layers):
         if observed:
             share = percentile / 100 if method == "percentile" else None
@@ -105,15 +137,15 @@ def calibrate(
             _gather(seen)
             _refuse_unseen(seen)
         if observed and method == "mse":
-            tops = {name: max(seen[member].largest for member in groups[name]) for name in seen}
+            tops = {name: max(one.largest for one in group) for name, group in groups.items()}
 
             def measure(name: str, x: Tensor) -> None:
                 _add_errors(seen[name], x, tops[name], _input_quantizer(layers[name]))
 
             _observe(model, batches, observed, measure)
             _gather(seen)
-    chosen = {name: _choose(method, [seen[member] for member in groups[name]]) for name in seen}
-    return _fix(layers, groups, chosen, {name: one.largest for name, one in seen.items()})
+    chosen = {name: _choose(method, group) for name, group in groups.items()}
+    return _fix(layers, chosen, {name: one.largest for name, one in seen.items()})
 
 
 @torch.no_grad()
@@ -124,8 +156,8 @@ def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
     largest of the layers that are deployed as one. With several processes call it on all together.
 
     Raises:
-        ValueError: no layer with static scales, or one that has not seen an input yet; nothing
-            changes.
+        ValueError: no layer with static scales, or one that has not seen an input yet
+            (`UnseenLayers`); nothing changes.
     """
     layers = _static_layers(model)
     seen = {
@@ -135,9 +167,9 @@ def freeze_scales(model: nn.Module) -> dict[str, CalibratedScale]:
     }
     _gather(seen)
     _refuse_unseen({n: s if s.largest else _Seen() for n, s in seen.items()})
-    groups = deployed_groups(layers)
-    chosen = {name: max(seen[member].largest for member in groups[name]) for name in seen}
-    return _fix(layers, groups, chosen, {name: one.largest for name, one in seen.items()})
+    largest = {name: one.largest for name, one in seen.items()}
+    chosen = {name: max(largest[m] for m in layers.group_of(name, seen)) for name in seen}
+    return _fix(layers, chosen, largest)
 
 
 def has_static_scales(model: nn.Module) -> bool:
@@ -150,10 +182,8 @@ def scales_are_fixed(model: nn.Module) -> bool:
     return all(layer.get_buffer("scales_frozen").item() for layer in _static_layers(model).values())
 
 
-def _static_layers(model: nn.Module) -> dict[str, MetisLayer]:
-    layers = {
-        n: one for n, one in metis_layers(model) if isinstance(one.scheme.state, StaticScales)
-    }
+def _static_layers(model: nn.Module) -> _Layers:
+    layers = _Layers(model)
     if not layers:
         raise ValueError(
             "the model has no layer with static tensor scales; convert it with "
@@ -198,7 +228,7 @@ def _observe(
 
     def hook(name: str) -> Callable[..., None]:
         def before(layer: MetisLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0].detach()
+            x = (args[0] if args else kwargs["input"]).detach()
             mask = args[1] if len(args) > 1 else kwargs.get("row_mask")  # which experts pass
             mask = layer.row_mask(x) if mask is None else mask
             rows = x.reshape(-1, layer.in_features)
@@ -258,7 +288,7 @@ def _refuse_unseen(seen: dict[str, _Seen]) -> None:
     unseen = [name for name, one in seen.items() if not one.tokens]
     if unseen:
         more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
-        raise ValueError(
+        raise UnseenLayers(
             f"{', '.join(unseen[:3])}{more} saw no token, so there is nothing to make a scale of; "
             "run more text through the model (an expert sees the tokens of its router alone), or "
             "leave the layer out with exclude_modules"
@@ -277,25 +307,29 @@ def _choose(method: str, group: list[_Seen]) -> float:
 
 
 def _fix(
-    layers: dict[str, MetisLayer],
-    groups: dict[str, tuple[str, ...]],
+    layers: _Layers,
     inputs: dict[str, float],
     largest: dict[str, float],
 ) -> dict[str, CalibratedScale]:
     """Write scales into the layers' buffers."""
     weights = {
-        name: largest_magnitude(full_tensor(layer.weight_params()[-1])).item()
+        name: max(
+            largest_magnitude(full_tensor(one.weight_params()[-1])).item()
+            for one in (layer, *layers.waiting[name])
+        )
         for name, layer in layers.items()
     }
     fixed = {}
     for name, layer in layers.items():
-        buffers, group = layer.state_buffers(), groups[name]
-        of_weight = max(weights[member] for member in group)
-        buffers["input_amax"].fill_(inputs.get(name, 0.0))
-        buffers["weight_amax"].fill_(of_weight)
-        buffers["scales_frozen"].fill_(1)
-        layer.evaluation_weight.forget()
+        of_weight = max(weights[member] for member in layers.groups[name])
+        for one in (layer, *layers.waiting[name]):
+            buffers = one.state_buffers()
+            buffers["input_amax"].fill_(inputs.get(name, 0.0))
+            buffers["weight_amax"].fill_(of_weight)
+            buffers["scales_frozen"].fill_(1)
+            one.evaluation_weight.forget()
+        of_input = layer.get_buffer("input_amax").item()
         fixed[name] = CalibratedScale(
-            largest.get(name, 0.0), buffers["input_amax"].item(), of_weight, group
+            largest.get(name, 0.0), of_input, of_weight, layers.groups[name]
         )
     return fixed

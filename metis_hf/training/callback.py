@@ -41,7 +41,12 @@ from metis_hf.monitoring.run_record import (
     precision_of,
     write_run,
 )
-from metis_hf.training.calibration import freeze_scales, has_static_scales, scales_are_fixed
+from metis_hf.training.calibration import (
+    UnseenLayers,
+    freeze_scales,
+    has_static_scales,
+    scales_are_fixed,
+)
 from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_engine, check_split, refresh
@@ -63,7 +68,8 @@ class MetisCallback(ResumeGuard):
         refresh_interval: optimizer steps between re-decompositions of split weights; None takes
             the model config's `refresh_interval`, 0 never refreshes.
         freeze_scales: optimizer steps after which static tensor scales are fixed at what training
-            has seen ("w4a4" that was not calibrated); None leaves them as they are.
+            has seen ("w4a4" that was not calibrated); None leaves them as they are. As long as a
+            layer has seen no input, such as an expert without tokens, it waits for the next step.
     """
 
     def __init__(
@@ -88,7 +94,8 @@ class MetisCallback(ResumeGuard):
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
         self._refresh_every: int | None = 0
-        self._freeze_at: int | None = None
+        self._freeze_at: int | None = None  # the step from which on scales are to be fixed
+        self._unseen: str | None = None  # what keeps them from that
         self._measuring = False
         self._reuses_weights = False
         self._alarm = False  # a logged loss or gradient norm was not finite
@@ -175,7 +182,7 @@ class MetisCallback(ResumeGuard):
                 f"freeze_scales={self.freeze_scales}, and no layer of the model has static tensor "
                 'scales; convert it with scheme "w4a4" or "w4a16", or leave freeze_scales out'
             )
-        self._freeze_at = self._first_step_to_freeze(model, state)
+        self._freeze_at, self._unseen = self._first_step_to_freeze(model, state), None
         self._warn_of_reporters(args)
         if args.torch_compile:
             logger.warning(
@@ -191,7 +198,7 @@ class MetisCallback(ResumeGuard):
             write_run(_directory(args), describe_run(model, config, args, state.max_steps))
 
     def _first_step_to_freeze(self, model: nn.Module, state: TrainerState) -> int | None:
-        """Return the step after which scales are fixed; in a resumed run it may have passed."""
+        """Return the step after which scales are fixed; None where nothing is left to do."""
         wanted = self.freeze_scales
         if wanted is None:
             return None
@@ -200,7 +207,9 @@ class MetisCallback(ResumeGuard):
                 f"freeze_scales={wanted} of {state.max_steps} steps: scales would never be fixed; "
                 "choose a step of the run"
             )
-        return wanted if scales_are_fixed(model) else max(wanted, state.global_step + 1)
+        if wanted > state.global_step:
+            return wanted
+        return None if scales_are_fixed(model) else state.global_step + 1  # a resumed run
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         if self._reuses_weights:
@@ -225,8 +234,8 @@ class MetisCallback(ResumeGuard):
         figures = after_step(self._model, state.global_step, state.max_steps)
         for name, values in figures.items():
             self._pending[f"metis/{name}"] = sum(values.values()) / len(values)
-        if state.global_step == self._freeze_at:
-            freeze_scales(self._model)
+        if self._freeze_at is not None and state.global_step >= self._freeze_at:
+            self._freeze(state)
         if self._measuring:
             self._measuring = False
             self._probe.detach()
@@ -240,13 +249,13 @@ class MetisCallback(ResumeGuard):
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         self._probe.detach()
-        fixed = self._freeze_at is not None and state.global_step >= self._freeze_at
-        if fixed and not scales_are_fixed(self._model) and state.is_world_process_zero:
+        asked = self.freeze_scales is not None and state.global_step >= self.freeze_scales
+        if asked and not scales_are_fixed(self._model) and state.is_world_process_zero:
             logger.warning(
-                "freeze_scales=%s, and the model that the run ends with is a checkpoint of before: "
-                "its scales are not fixed. Call metis_hf.calibrate or freeze_scales before it is "
-                "exported",
+                "freeze_scales=%s, and the run ends with a model whose scales are not fixed: %s. "
+                "Call metis_hf.calibrate or freeze_scales before it is exported",
                 self.freeze_scales,
+                self._unseen or "it is a checkpoint of before",
             )
 
     def on_log(
@@ -257,6 +266,21 @@ class MetisCallback(ResumeGuard):
             self._complete(state, logs)
         if logs and state.log_history and state.is_world_process_zero:
             append_log(_directory(args), state.log_history[-1])
+
+    def _freeze(self, state: TrainerState) -> None:
+        """Fix the scales; where a layer has seen no input yet, say so once and wait."""
+        try:
+            freeze_scales(self._model)
+        except UnseenLayers as error:
+            if self._unseen is None and state.is_world_process_zero:
+                logger.warning(
+                    "freeze_scales=%s waits, and tries again after each step: %s",
+                    self.freeze_scales,
+                    error,
+                )
+            self._unseen = str(error)
+        else:
+            self._freeze_at = self._unseen = None
 
     def _complete(self, state: TrainerState, logs: dict[str, float]) -> None:
         """Add what was measured to a log entry; after a loss of NaN, ask for a measurement."""
@@ -329,9 +353,10 @@ def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optim
         for key, param in layer.named_parameters(recurse=False):
             if param.requires_grad and id(param) not in owned:
                 raise ValueError(
-                    f"the optimizer does not own {name}.{key}: the model was converted after the "
-                    "optimizer was built. Call get_metis_model first, then build the optimizer "
-                    "(or let Trainer build it)"
+                    f"the optimizer does not own {name}.{key}, which has requires_grad=True. If "
+                    "the model was converted after the optimizer was built, call get_metis_model "
+                    "first (or let Trainer build the optimizer). If the optimizer is to train a "
+                    "part of the model, freeze the rest: parameter.requires_grad_(False)"
                 )
 
 

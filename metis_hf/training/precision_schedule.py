@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import CONFIG_NAME, logging
 
 from metis_hf.config import PASSES, MetisConfig
 from metis_hf.conversion.attention import attention_products, select_attention, set_attention
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.report import LayerReport
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.native import why_emulated
+from metis_hf.schemes.states import LayerState
 from metis_hf.shared.records import read_json
 
 logger = logging.get_logger(__name__)
@@ -45,7 +50,12 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
 
     So do the products of its attention, which `attention=...` quantizes, and None gives back.
 
-    The model's config changes with it, so a checkpoint saved afterwards loads as the model is now.
+    The model's config and its `metis_report` change with it, so a checkpoint saved afterwards loads
+    as the model is now.
+
+    What a scheme has noted of a layer's inputs and weight, such as calibrated scales, goes where
+    the new scheme keeps no such; a warning names it. The scheme before then starts afresh when it
+    comes back.
 
     Args:
         model: converted by `get_metis_model`.
@@ -68,9 +78,12 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
         _check_form(name, layer, configs[name])
     common = next(iter(configs.values()))  # of what attention takes
     attending = select_attention(model, common, tuple(layers))
+    before = {n: (layer.scheme.state, layer.state_buffers()) for n, layer in layers.items()}
     for name, layer in layers.items():
         layer.set_config(configs[name])
     set_attention(model, common, attending)
+    _warn_of_lost({n: _lost(layer, *before[n]) for n, layer in layers.items()}, layers)
+    _update_report(model, layers, changes, attending)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
         model.config.quantization_config = config.replace(**changes)  # type: ignore[union-attr]
@@ -115,6 +128,71 @@ def _converted(model: nn.Module) -> dict[str, MetisLayer]:
     if not layers:
         raise ValueError("the model has no Metis layer; call get_metis_model first")
     return layers
+
+
+def _lost(layer: MetisLayer, state: LayerState | None, buffers: dict[str, Tensor]) -> set[str]:
+    """Return the names of buffers that a layer has no more, and that were not as at first."""
+    gone = buffers.keys() - set(layer.state_names)
+    if state is None or not gone:
+        return set()
+    with torch.device(next(iter(buffers.values())).device):
+        initial = state.initial(layer.in_features, layer.out_features)
+    return {name for name in gone if not torch.equal(buffers[name], initial[name])}
+
+
+def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> None:
+    """Name what a change of schemes has taken from layers."""
+    names = [name for name, buffers in lost.items() if buffers]
+    if not names:
+        return
+    buffers = set().union(*lost.values())
+    again = "; calibrate again if you go back" if "scales_frozen" in buffers else ""
+    logger.warning(
+        "scheme %r keeps no %s, so what %d layers had of that is lost (%s first)%s",
+        layers[names[0]].config.scheme,
+        ", ".join(sorted(buffers)),
+        len(names),
+        names[0],
+        again,
+    )
+
+
+def _update_report(
+    model: nn.Module,
+    layers: dict[str, MetisLayer],
+    changes: dict[str, Any],
+    attending: tuple[str, ...],
+) -> None:
+    """Let the model's report say how its layers compute now."""
+    owner: Any = next((m for m in model.modules() if "metis_report" in vars(m)), None)
+    if owner is None:
+        return
+    by_name = {layer.name: layer for layer in layers.values()}  # without what PEFT puts around
+    report = owner.metis_report
+    rows = [
+        _as_it_is(row, by_name[row.name]) if row.name in by_name else row for row in report.layers
+    ]
+    report = replace(report, layers=tuple(rows))
+    if "scheme" in changes:
+        report = replace(report, scheme=changes["scheme"])
+    if "attention" in changes:
+        report = replace(report, attention=changes["attention"], attention_modules=attending)
+    owner.metis_report = report
+
+
+def _as_it_is(row: LayerReport, layer: MetisLayer) -> LayerReport:
+    """Return what the report says of a layer, as it computes now."""
+    scheme, config = layer.scheme, layer.config
+    emulated = why_emulated(config, scheme, layer.weight_params()[-1].device)
+    asks = config.backend != "emulated" and not scheme.is_high_precision
+    return replace(
+        row,
+        scheme=config.scheme,
+        rank=scheme.rank if scheme.splits else None,
+        bits_per_weight=scheme.weight_bits(layer.out_features, layer.in_features),
+        native=asks and emulated is None,
+        emulated=emulated,
+    )
 
 
 def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from export.checkpoints import checkpoint
 from metis_hf import (
     MetisConfig,
     get_metis_model,
+    set_precision,
 )
 from metis_hf.export import export_checkpoint
 from metis_hf.export.model_card import model_card, write_model_card
@@ -77,6 +78,79 @@ class TestModelCard:
         scope: dict = {}
         exec(code, scope)
         assert isinstance(scope["model"], transformers.LlamaForCausalLM)
+
+    @pytest.mark.parametrize(
+        ("config", "precision", "tags"),
+        [
+            ({"scheme": "nvfp4"}, "in emulated W4A4G4 (nvfp4).", {"fp4-training", "nvfp4"}),
+            ({"scheme": "bf16"}, "in high precision.", set()),
+            ({"scheme": "w4a16"}, "in emulated W4A16G16 (nvfp4).", {"fp4-training", "nvfp4"}),
+            (
+                {"scheme": "nvfp4", "format": "mxfp8-e4m3"},
+                "in emulated W8A8G8 (mxfp8-e4m3).",
+                {"mxfp8-e4m3"},
+            ),
+            (
+                {"scheme": "nvfp4", "high_precision": ("forward",)},
+                "in emulated W16A16G4 (nvfp4).",
+                {"fp4-training", "nvfp4"},
+            ),
+            (
+                {"scheme": "nvfp4", "scheme_pattern": {"k_proj": "bf16"}},
+                "in emulated W4A4G4 (nvfp4) in 6 layers, high precision in 1 layers.",
+                {"fp4-training", "nvfp4"},
+            ),
+        ],
+        ids=str,
+    )
+    def test_bits_and_formats_are_those_of_the_layers(self, config, precision, tags):
+        card = model_card(get_metis_model(llama(1), MetisConfig(**config)))
+        assert precision in card.text
+        assert set(card.data.tags) == {"metis", f"scheme:{config['scheme']}"} | tags
+
+    def test_dense_weights_load_without_the_import(self, tmp_path):
+        model = get_metis_model(llama(1), MetisConfig(scheme="metis"))
+        model.save_pretrained(tmp_path)
+        words = "without the import, transformers warns, and loads the weights as those of a plain"
+        assert words in model_card(model).text
+        code = (
+            "import sys, transformers as t\n"
+            f"_, info = t.LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, "
+            "output_loading_info=True)\n"
+            "print(len(info['missing_keys']), 'metis_hf' in sys.modules)"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert found.stdout.split() == ["0", "False"]
+
+    def test_split_weights_do_not(self):
+        model = get_metis_model(llama(1), MetisConfig(split_weight=True))
+        words = "without the import, transformers reports missing weights"
+        assert words in model_card(model).text
+
+    def test_experts_are_missing_without_the_import(self):
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+        )  # fmt: skip
+        model = get_metis_model(
+            transformers.MixtralForCausalLM(config), MetisConfig(scheme="nvfp4")
+        )
+        assert "transformers reports missing weights" in model_card(model).text
+
+    def test_after_a_change_of_schemes(self):
+        model = get_metis_model(llama(1), MetisConfig(scheme="nvfp4"))
+        set_precision(model, scheme="metis", attention="nvidia")
+        changed, expected = model_card(model).text, MetisConfig(scheme="metis", attention="nvidia")
+        assert "scheme metis: 7 layers converted" in changed
+        assert "scheme nvfp4" not in changed
+        # The same block as of a model that was converted so.
+        (block, other) = (
+            text.split("```text\n")[1].split("```")[0]
+            for text in (changed, model_card(get_metis_model(llama(1), expected)).text)
+        )
+        assert block == other
 
     def test_tied_weights_count_once(self, tmp_path):
         """Also of a checkpoint, whose layers are converted before its weights are tied."""

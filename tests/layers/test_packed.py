@@ -201,14 +201,38 @@ def test_packs_as_the_quantizer_does():
     from metis_hf.numerics import quantize
 
     w = torch.randn(32, 64)
-    packed, q = PackedWeight.of(w), quantize(w)
+    packed, q = PackedWeight.of(w), quantize(w, scale_rule="search")
     assert torch.equal(packed.codes, q.codes)
     assert torch.equal(packed.scale.view(torch.uint8), q.scale.view(torch.uint8))
     again = PackedWeight.of(packed.dense(torch.float32), packed.global_scale)
     assert torch.equal(again.dense(torch.float32), packed.dense(torch.float32))
+    # Under that scale what is larger saturates, and nothing else changes.
+    w[0, 0] = 99
+    beyond = PackedWeight.of(w, packed.global_scale)
+    assert torch.equal(beyond.scale[1:].float(), packed.scale[1:].float())
+    largest = beyond.dense(torch.float32).max().item()
+    assert largest == pytest.approx(448 * 6 / packed.global_scale.item())
     zeros = PackedWeight.of(torch.zeros(2, 16))
     assert not zeros.dense(torch.float32).any()
     assert zeros.global_scale == 1
+
+
+def test_is_packed_as_the_deployed_schemes_and_their_exports_pack():
+    """With the scales that leave the least error: merging into a packed weight costs no more."""
+    from metis_hf import MetisConfig
+    from metis_hf.export.compressed_tensors import CompressedMatrix
+    from metis_hf.numerics import fake_quantize, relative_error
+    from metis_hf.schemes import build_scheme
+
+    quantizer = build_scheme(MetisConfig(scheme="w4a4"), 64, 64).fprop_weight.quantizer
+    w = torch.randn(96, 128, generator=torch.Generator().manual_seed(5)) * 0.02
+    packed, exported = PackedWeight.of(w), CompressedMatrix.of(w, quantizer)
+    assert torch.equal(packed.codes, exported.packed)
+    assert torch.equal(packed.scale.float(), exported.scale.float())
+    assert torch.equal(packed.global_scale, exported.global_scale)
+    assert torch.equal(exported.dequantize(), fake_quantize(w, scale_rule="search"))
+    error = relative_error(w, packed.dense(torch.float32))
+    assert error < 0.9 * relative_error(w, fake_quantize(w))
 
 
 def test_to_dense_is_trainable():

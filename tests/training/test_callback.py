@@ -290,6 +290,18 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
             made.train()
 
+    def test_an_optimizer_of_a_part_of_the_model(self, tmp_path):
+        """What it leaves out has to be frozen: the message says that too."""
+        model = get_metis_model(one_block(), MetisConfig(scheme="nvfp4"))
+        part = [param for name, param in model.named_parameters() if "q_proj" in name]
+        optimizers = (torch.optim.AdamW(part, lr=1e-3), None)
+        made = trainer(tmp_path, model, [MetisCallback], optimizers=optimizers)
+        with pytest.raises(ValueError, match=r"k_proj.weight.*freeze the rest.*requires_grad_"):
+            made.train()
+        for param in model.parameters():
+            param.requires_grad_(any(param is one for one in part))
+        trainer(tmp_path, model, [MetisCallback], optimizers=optimizers).train()
+
     def test_refresh_under_deepspeed_is_refused(self, tmp_path, monkeypatch):
         """Its fp32 master weights would overwrite refreshed ones at the next step."""
         model = get_metis_model(one_block(), MetisConfig(split_weight=True))

@@ -70,7 +70,40 @@ class TestTraining:
                     layer.scales_frozen.zero_()
 
         self.train(tmp_path, model, callback, Rewind())
-        assert "its scales are not fixed" in caplog.text
+        assert "scales are not fixed: it is a checkpoint of before" in caplog.text
+
+    def skipping(self, steps):
+        """A model whose last layers see nothing in its first `steps` calls in training."""
+        model = converted()
+        block, calls = model.model.layers[1].mlp, []
+        forward = block.forward
+
+        def sometimes(x):
+            calls.append(x)
+            return x if len(calls) <= steps else forward(x)
+
+        block.forward = sometimes
+        return model
+
+    def test_a_layer_without_tokens_is_waited_for(self, tmp_path, caplog):
+        model, frozen = self.skipping(2), []
+
+        class Watch(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                frozen.append({layer.scales_frozen.item() for _, layer in metis_layers(model)})
+
+        callback = MetisCallback(health_interval=0, freeze_scales=1)
+        self.train(tmp_path, model, callback, Watch())
+        assert frozen == [{0}, {0}, {1}, {1}]
+        assert caplog.text.count("freeze_scales=1 waits") == 1
+        assert "model.layers.1.mlp.gate_proj" in caplog.text
+        assert "not fixed" not in caplog.text
+
+    def test_a_layer_that_never_has_tokens_is_said_at_the_end(self, tmp_path, caplog):
+        callback = MetisCallback(health_interval=0, freeze_scales=1)
+        self.train(tmp_path, self.skipping(9), callback)
+        assert caplog.text.count("freeze_scales=1 waits") == 1
+        assert "scales are not fixed: model.layers.1.mlp.gate_proj" in caplog.text
 
     def test_freezing_needs_static_scales(self, tmp_path):
         callback = MetisCallback(health_interval=0, freeze_scales=1)

@@ -15,6 +15,7 @@ from layers.layer_tools import FP4_SCHEMES
 
 from metis_hf import (
     MetisConfig,
+    calibrate,
     get_metis_model,
     metis_layers,
     set_precision,
@@ -22,6 +23,7 @@ from metis_hf import (
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.operands import Quantized
 from metis_hf.schemes import Role, Scheme
+from metis_hf.training.calibration import scales_are_fixed
 from metis_hf.training.precision_schedule import CHANGEABLE
 from training.precision_tools import KINDS, PASSES, converted
 
@@ -270,3 +272,33 @@ class TestErrors:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert {layer.config.scheme for _, layer in metis_layers(loaded)} == {"bf16"}
         _same_logits(model, loaded, token_ids)
+
+
+class TestWhatSchemesHaveNoted:
+    def test_calibrated_scales_that_go_are_named(self, caplog):
+        model = get_metis_model(llama(1), MetisConfig(scheme="w4a4"))
+        calibrate(model, [torch.arange(16)[None]])
+        set_precision(model, high_precision=("backward",))
+        set_precision(model, scheme="w4a16")  # has the same scales
+        assert not caplog.text
+        set_precision(model, scheme="nvfp4")
+        assert "'nvfp4' keeps no input_amax, scales_frozen, weight_amax" in caplog.text
+        assert "7 layers had of that is lost (model.layers.0.self_attn.q_proj" in caplog.text
+        assert "calibrate again if you go back" in caplog.text
+        set_precision(model, scheme="w4a4")
+        assert not scales_are_fixed(model)
+
+    def test_nothing_is_named_where_nothing_was_noted(self, caplog):
+        model = get_metis_model(llama(1), MetisConfig(scheme="w4a4"))
+        set_precision(model, scheme="nvfp4")
+        assert not caplog.text
+
+
+def test_the_report_follows():
+    model = get_metis_model(llama(1), MetisConfig(scheme="nvfp4"))
+    before = model.metis_report
+    set_precision(model, scheme="metis")
+    expected = get_metis_model(llama(1), MetisConfig(scheme="metis")).metis_report
+    assert model.metis_report == expected != before
+    set_precision(model, scheme="nvfp4")
+    assert model.metis_report == before

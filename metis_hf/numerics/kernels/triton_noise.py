@@ -34,7 +34,7 @@ def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "samples"])
 def hash_samples(x_ptr, out_ptr, stride, samples, TILE: tl.constexpr):
-    """Write the sum of hashes of every `stride`-th element, each mixed with its place."""
+    """Write the sum of hashes of elements `stride` apart, each mixed with its place."""
     place = tl.arange(0, TILE)
     inside = place < samples
     bits = bits_of(tl.load(x_ptr + place.to(tl.int64) * stride, mask=inside, other=0.0))
@@ -56,11 +56,8 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
 
 def fingerprint(x: Tensor) -> Tensor:
     """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`."""
-    flat = x.detach().reshape(-1)
-    stride = noise.sample_stride(flat.numel())
+    found = noise.samples(x.detach())
     out = torch.empty((), dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(out):
-        hash_samples[(1,)](
-            flat, out, stride, triton.cdiv(flat.numel(), stride), TILE=2 * noise.SAMPLES
-        )
+        hash_samples[(1,)](found, out, found.stride(0), found.numel(), TILE=2 * noise.SAMPLES)
     return out

@@ -1,0 +1,41 @@
+"""The input of a layer's call: its width, and the dtype in which its GEMMs compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_input(name: str, x: Tensor, width: int) -> None:
+    """Check that a layer can read x [... i].
+
+    Args:
+        name: of the layer.
+        x: its input.
+        width: the i that it takes.
+
+    Raises:
+        ValueError: x has another width, or is not of a floating-point dtype.
+    """
+    if x.dim() == 0 or x.shape[-1] != width:
+        own = f"width {x.shape[-1]}" if x.dim() else "no width"
+        raise ValueError(
+            f"{name} takes inputs of width {width}, and this one has {own}: its shape is "
+            f"{tuple(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{name} takes inputs of a floating-point dtype, and this one is {x.dtype}: convert it "
+            "before, as with x.float()"
+        )
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of GEMMs with input x, and of what they give: its own, or autocast's.
+
+    As of torch's own layers: autocast leaves float64 alone.
+    """
+    device = x.device.type
+    if x.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype

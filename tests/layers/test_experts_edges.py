@@ -1,0 +1,36 @@
+"""Fused experts at the edges: batches without tokens, and experts of which some are frozen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layers.test_experts import HIDDEN, TOP_K, Block, kinds
+from metis_hf import MetisConfig, get_metis_model, to_dense
+
+
+@kinds
+@pytest.mark.parametrize("scheme", ["bf16", "metis"])
+def test_no_token_gives_no_row(kind, scheme):
+    """As before the conversion; gradients are zeros, so that processes reduce the same ones."""
+    block = get_metis_model(Block(kind), MetisConfig(scheme=scheme, rank=4))
+    x = torch.zeros(0, HIDDEN, requires_grad=True)
+    weights = torch.zeros(0, TOP_K, requires_grad=True)
+    y = block(x, torch.zeros(0, TOP_K, dtype=torch.long), weights)
+    assert y.shape == (0, HIDDEN)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert weights.grad.shape == weights.shape
+    for name, param in block.named_parameters():
+        assert torch.equal(param.grad, torch.zeros_like(param)), name
+
+
+def test_a_frozen_expert_does_not_freeze_the_others():
+    block = get_metis_model(Block("gpt-oss"), MetisConfig(scheme="nvfp4"))
+    layers = block.experts.metis_down_proj
+    layers[0].weight.requires_grad_(False)
+    for layer in layers:
+        layer.bias.requires_grad_(False)
+    to_dense(block)
+    assert block.experts.down_proj.requires_grad
+    assert not block.experts.down_proj_bias.requires_grad
