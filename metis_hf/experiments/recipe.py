@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SMOKE_TEXT = 60  # documents of the embedded corpus
+# Arguments of TrainingArguments that recipes do not take, and what says it in their place.
+_NOT_TAKEN = {
+    "num_train_epochs": "--tokens says how long a run is",
+    "resume_from_checkpoint": "a run goes on from its own --output_dir, training with --resume",
+}
 
 
 @dataclass
@@ -167,16 +172,9 @@ def parse_arguments(
     # 1e-4 is a string).
     parser.set_defaults(**{key: _as_text(value) for key, value in values.items()})
     arguments, training, _ = parser.parse_args_into_dataclasses(args=rest)
-    if training.num_train_epochs != TrainingArguments.num_train_epochs:
-        raise ValueError(
-            f"num_train_epochs={training.num_train_epochs:g}: --tokens says how long a run is; "
-            "leave it out"
-        )
-    if training.resume_from_checkpoint is not None:
-        raise ValueError(
-            f"resume_from_checkpoint={training.resume_from_checkpoint}: a run goes on from its own "
-            "--output_dir, where that has a checkpoint; leave it out"
-        )
+    for name, instead in _NOT_TAKEN.items():
+        if (value := getattr(training, name)) != getattr(TrainingArguments, name):
+            raise ValueError(f"{name}={value}: {instead}; leave it out")
     for source in getattr(arguments, "metis_import", None) or ():
         import_schemes(source)
     return arguments, training

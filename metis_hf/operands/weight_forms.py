@@ -33,8 +33,8 @@ class WeightWork(NamedTuple):
         dense: from the parameters to the represented weight.
         quantize: to w_hat, apart from the operand.
         encode: to what the quantizers take, where codes are multiplied as they are.
-        operand: whether a matrix [o i] goes through the operand, conditioner included.
-        quantized: shapes of what goes to the quantizer without the conditioner.
+        operand: whether a matrix [o i] goes through the operand and its conditioner.
+        quantized: shapes of what goes to the quantizer alone.
         gradients: from dL/dw_hat to the gradients of the parameters.
         quantized_again: shapes of what is quantized for them.
     """
@@ -376,15 +376,16 @@ class SplitWeight(WeightForm):
         (o, i), k = shape, self.rank
         product = {"weight_factors": 2.0 * o * i * k}
         factors = () if self.exact_factors else ((o, k), (k, i))
+        # Compensated, the low-rank part is made of quantized and of exact factors.
+        both = {"weight_factors": 4.0 * o * i * k}
         twice = quantized and self.compensated and not self.exact_factors
         return WeightWork(
             dense=product,
-            # Compensated, the low-rank part is made of quantized and of exact factors.
-            quantize={"weight_factors": 4.0 * o * i * k} if twice else product,
-            encode={"weight_factors": 4.0 * o * i * k} if twice else {} if quantized else product,
+            quantize=both if twice else product,
+            encode=both if twice else {} if quantized else product,
             operand=self.exact_factors,
             quantized=() if self.exact_factors else (shape, *factors),
-            gradients={"weight_factors": 4.0 * o * i * k},
+            gradients=both,
             quantized_again=factors,
         )
 
