@@ -261,5 +261,9 @@ def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None)
     assert seen == [scheme_styles(names, "bf16")] * 2
     monkeypatch.undo()
+    outputs.write_tables(summaries, runs, tmp_path, ["title"], None)
+    assert not (tmp_path / "cost.png").exists()  # no multiply-adds were counted
+    extra = {name: float(place) for place, name in enumerate(names)}
+    summaries = table.ordered(summarize(runs, extra=extra))
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None)  # no formula of theirs
     assert (tmp_path / "cost.png").stat().st_size > 10_000

@@ -20,9 +20,13 @@ _TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 def plot_costs(
     summaries: Sequence[Summary], styles: Mapping[str, Style], path: Path, title: str
 ) -> None:
-    """Draw final held-out gaps against the multiply-adds beyond the three GEMMs."""
+    """Draw final held-out gaps against the multiply-adds beyond the three GEMMs.
+
+    Nothing is drawn without the control, or where no multiply-adds were counted.
+    """
     control = next((s for s in summaries if s.name == CONTROL), None)
-    shown = [s for s in summaries if s.gap is not None and math.isfinite(s.gap.mean)]
+    measured = [s for s in summaries if s.gap is not None and math.isfinite(s.gap.mean)]
+    shown = [s for s in measured if math.isfinite(s.extra)]
     if control is None or not shown:
         return
     figure, axes = figure_axes(1, 1, (9.5, 6.5))
