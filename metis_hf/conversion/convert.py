@@ -27,15 +27,7 @@ from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, places
 from metis_hf.conversion.linears import LinearOrigin
 from metis_hf.conversion.packed import packed_layers
 from metis_hf.conversion.parts import forget_part, watch_part
-from metis_hf.conversion.refusals import (
-    DEEPSPEED_MARKS as DEEPSPEED_MARKS,
-)
-from metis_hf.conversion.refusals import (
-    check_layer,
-    check_model,
-    check_present,
-    check_tied,
-)
+from metis_hf.conversion.refusals import check_layer, check_model, check_present, check_tied
 from metis_hf.conversion.replacing import (
     leave_fast_path,
     offloaded,

@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState, DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from metis_hf.conversion.convert import DEEPSPEED_MARKS, metis_layers
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.refusals import DEEPSPEED_MARKS
 from metis_hf.layers.linear import MetisLayer, full_tensor
 
 
