@@ -17,7 +17,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
 from design import full_only, thinned
 from layers.layer_tools import of_each_kind
 from paths import ROOT
@@ -375,36 +374,3 @@ def test_same_seed_same_model():
         states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
-
-
-class TestAccelerateFiles:
-    @pytest.mark.parametrize("name", ["1gpu", "8gpu_fsdp2", "multinode_fsdp2", "cpu"])
-    def test_accelerate_reads_them(self, name):
-        from accelerate.commands.config.config_args import load_config_from_file
-
-        loaded = load_config_from_file(str(ROOT / f"recipes/accelerate/{name}.yaml"))
-        assert loaded.num_processes == {"8gpu_fsdp2": 8, "multinode_fsdp2": 32}.get(name, 1)
-        assert loaded.use_cpu == (name == "cpu")
-
-    @pytest.mark.parametrize("name", ["8gpu_fsdp2", "multinode_fsdp2"])
-    def test_the_launcher_makes_fsdp2_of_them(self, name, monkeypatch):
-        """Through the launcher's own parser and the environment that it hands to processes."""
-        from accelerate import FullyShardedDataParallelPlugin
-        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-        from accelerate.utils.launch import prepare_multi_gpu_env
-
-        path = ROOT / f"recipes/accelerate/{name}.yaml"
-        given = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
-        given, *_ = _validate_launch_command(given)
-        for key, value in prepare_multi_gpu_env(given).items():
-            if key.startswith(("FSDP_", "ACCELERATE_")):
-                monkeypatch.setenv(key, value)
-        assert os.environ["ACCELERATE_USE_FSDP"] == "true"
-        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
-        plugin = FullyShardedDataParallelPlugin()
-        assert plugin.fsdp_version == 2
-        assert plugin.reshard_after_forward is True
-        assert plugin.cpu_ram_efficient_loading
-        assert "FULL" in str(plugin.state_dict_type)
-        options = vars(launch_command_parser().parse_args(["script.py"]))
-        assert set(yaml.safe_load(path.read_text())["fsdp_config"]) <= set(options)
