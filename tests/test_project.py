@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -71,3 +74,20 @@ def test_the_text_of_every_mutant_stands_once_in_the_package(mutant):
     place = ROOT / "metis_hf" / mutant.place
     files = [place] if place.is_file() else place.rglob("*.py")
     assert sum(file.read_text().count(mutant.old) for file in files) == 1, mutant.old
+
+
+@pytest.mark.slow
+def test_every_process_collects_the_same_tests():
+    """Names of tests have no text that the hash seed orders: processes of xdist compare them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts="]
+    collecting = [
+        subprocess.Popen(
+            [*command, "-p", "no:cacheprovider", ROOT / "tests"],
+            env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True,
+        )
+        for seed in ("1", "2", "3")
+    ]  # fmt: skip
+    texts = [process.communicate()[0] for process in collecting]
+    names = [[line for line in text.splitlines() if "::" in line] for text in texts]
+    assert len(names[0]) > 1000
+    assert names[0] == names[1] == names[2]

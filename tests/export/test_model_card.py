@@ -82,23 +82,23 @@ class TestModelCard:
     @pytest.mark.parametrize(
         ("config", "precision", "tags"),
         [
-            ({"scheme": "nvfp4"}, "in emulated W4A4G4 (nvfp4).", {"fp4-training", "nvfp4"}),
-            ({"scheme": "bf16"}, "in high precision.", set()),
-            ({"scheme": "w4a16"}, "in emulated W4A16G16 (nvfp4).", {"fp4-training", "nvfp4"}),
+            ({"scheme": "nvfp4"}, "in emulated W4A4G4 (nvfp4).", ["fp4-training", "nvfp4"]),
+            ({"scheme": "bf16"}, "in high precision.", []),
+            ({"scheme": "w4a16"}, "in emulated W4A16G16 (nvfp4).", ["fp4-training", "nvfp4"]),
             (
                 {"scheme": "nvfp4", "format": "mxfp8-e4m3"},
                 "in emulated W8A8G8 (mxfp8-e4m3).",
-                {"mxfp8-e4m3"},
+                ["mxfp8-e4m3"],
             ),
             (
                 {"scheme": "nvfp4", "high_precision": ("forward",)},
                 "in emulated W16A16G4 (nvfp4).",
-                {"fp4-training", "nvfp4"},
+                ["fp4-training", "nvfp4"],
             ),
             (
                 {"scheme": "nvfp4", "scheme_pattern": {"k_proj": "bf16"}},
                 "in emulated W4A4G4 (nvfp4) in 6 layers, high precision in 1 layers.",
-                {"fp4-training", "nvfp4"},
+                ["fp4-training", "nvfp4"],
             ),
         ],
         ids=str,
@@ -106,7 +106,7 @@ class TestModelCard:
     def test_bits_and_formats_are_those_of_the_layers(self, config, precision, tags):
         card = model_card(get_metis_model(llama(1), MetisConfig(**config)))
         assert precision in card.text
-        assert set(card.data.tags) == {"metis", f"scheme:{config['scheme']}"} | tags
+        assert set(card.data.tags) == {"metis", f"scheme:{config['scheme']}", *tags}
 
     def test_dense_weights_load_without_the_import(self, tmp_path):
         model = get_metis_model(llama(1), MetisConfig(scheme="metis"))
