@@ -35,7 +35,7 @@ $(VENV)/.installed: $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/metis-hf demo $(ARGS)
 
-# Slow are those that train or launch whole programs: make test ARGS="-m slow"; everything: ARGS=--full.
+# Slow are those that run whole programs, or for more than a few seconds: make test ARGS="-m slow"; everything: ARGS=--full.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
 	  $(if $(findstring --full,$(ARGS)),,-m "not slow") $(ARGS)

@@ -44,6 +44,7 @@ def report() -> ModuleType:
 FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_run(page, tmp_path):
     """Blocks whose first line is a comment with a file's name are that file."""

@@ -120,6 +120,7 @@ def test_import_is_light():
     assert out.stdout.split() == ["[]", "[]", "{}"]
 
 
+@pytest.mark.slow
 def test_from_pretrained_registers_without_a_model_imported(tmp_path):
     """transformers' quantizers are not imported with metis_hf, and know it once they are."""
     import transformers
@@ -168,6 +169,7 @@ assert 'metis_hf' not in type(peft.__spec__.loader).__module__
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import sys, metis_hf", "import sys, peft, metis_hf"])
 def test_peft_takes_converted_layers_without_another_import(first):
     """In whichever order the two are imported."""
@@ -177,6 +179,7 @@ def test_peft_takes_converted_layers_without_another_import(first):
     assert out.returncode == 0, out.stderr
 
 
+@pytest.mark.slow
 def test_a_peft_that_we_do_not_know_stays_usable():
     """Registration fails with a warning; the other package's import does not."""
     code = (

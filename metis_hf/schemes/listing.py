@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -122,6 +123,7 @@ def _bits(scheme: Scheme, operand: Operand, role: Role) -> float:
     return (_encoded_bits(direct, whole, dim) + extra) / WIDTH**2
 
 
+@functools.cache  # schemes share most of their operands
 def _encoded_bits(operand: Operand, shape: tuple[int, int], dim: int) -> float:
     """Return what `Operand.encode` stores of a matrix, counted without its values."""
     x = torch.empty(shape, device="meta")

@@ -232,6 +232,7 @@ def test_captured_rows_are_the_layers_inputs_and_gradients():
     assert not layer._forward_hooks
 
 
+@pytest.mark.slow
 def test_every_figure_and_layer_is_on_the_page(analysis):
     result, out = analysis
     page = (out / "index.html").read_text()

@@ -139,6 +139,7 @@ class TestRepeated:
         same(analyzed(checkpoint, tmp_path), first)
         assert set(calls.values()) == {0}
 
+    @pytest.mark.slow
     def test_other_settings_are_measured(self, checkpoint, calls, tmp_path):
         """Each by what it depends on: the text is nothing to a weight."""
         analyzed(checkpoint, tmp_path)

@@ -50,6 +50,7 @@ def trained(seconds: float, steps: int) -> SimpleNamespace:
     return SimpleNamespace(trainer=trainer, seconds_per_step=seconds, parameters=7)
 
 
+@pytest.mark.slow
 def test_the_batch_is_divided_until_it_fits_and_all_train_equal_steps(monkeypatch, tmp_path):
     tried: list[tuple[str, int]] = []
 

@@ -139,6 +139,7 @@ def test_b():
 """
 
 
+@pytest.mark.slow
 def test_the_suite_is_run_in_groups(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = -q\n")
     (tmp_path / "tests").mkdir()

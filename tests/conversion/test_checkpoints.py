@@ -208,6 +208,7 @@ class TestTrainer:
         again.train(resume_from_checkpoint=last_checkpoint(tmp_path))
         assert again.state.global_step == 5
 
+    @pytest.mark.slow
     def test_load_best_model_at_end(self, tmp_path):
         made = trainer(
             tmp_path, converted(), load_best_model_at_end=True, eval_strategy="steps",
@@ -218,6 +219,7 @@ class TestTrainer:
         assert Path(best).name == "checkpoint-1"  # the largest loss, so not the last one
         assert_same(made.model, load(best))
 
+    @pytest.mark.slow
     def test_sharded_checkpoint_resumes(self, tmp_path):
         """Trainer's own loading of shards, each of which holds a part of the tensors."""
         whole = trainer(tmp_path / "whole", converted())

@@ -103,6 +103,7 @@ def test_convert_train_save_reload_dense(scheme, architecture, token_ids, tmp_pa
         torch.testing.assert_close(weight, expected_weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plain_install_cannot_mistake_a_split_checkpoint(tmp_path):
     """Without metis_hf, loading reports missing weights instead of a plausible wrong model."""
     get_metis_model(llama(), MetisConfig(split_weight=True)).save_pretrained(tmp_path)

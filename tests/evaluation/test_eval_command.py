@@ -69,6 +69,7 @@ def results(out):
     return found
 
 
+@pytest.mark.slow
 def test_seven_tasks_and_the_loss_give_numbers(evaluated, runs):
     out, printed = evaluated
     records = results(out)
@@ -148,6 +149,7 @@ def test_finished_results_are_used_again_and_said_so(evaluated, runs, text, monk
     assert isinstance(run(*arguments).exception, AssertionError)
 
 
+@pytest.mark.slow
 def test_a_task_is_evaluated_by_itself_and_once(evaluated, runs, tmp_path, monkeypatch):
     """Whatever else was asked for, before or now, so that its batches are always the same."""
     out, _ = evaluated
@@ -171,6 +173,7 @@ def test_a_task_is_evaluated_by_itself_and_once(evaluated, runs, tmp_path, monke
         assert apart[task]["results"] == together[task]["results"]
 
 
+@pytest.mark.slow
 def test_a_limit_for_each_task(runs, text, tmp_path):
     done = run(runs / "bf16", "--tasks-dir", DATA, "--tasks", "piqa,race,arc_easy", "--out",
                tmp_path, "--limit", 2, "--limit", "race=1", "--loss-text", text)  # fmt: skip
@@ -223,6 +226,7 @@ def test_damaged_results_are_named(damage, message, runs, tmp_path):
     assert json.loads(file.read_text())["results"]["piqa"]
 
 
+@pytest.mark.slow
 def test_nan_is_shown_flagged_and_never_averaged_away(runs, tokenizer, tmp_path):
     broken = make_model()
     torch.nn.init.constant_(broken.lm_head.weight[7], math.nan)  # every softmax is NaN with it
@@ -260,6 +264,7 @@ def test_tasks_of_lm_eval_with_their_own_definition(runs, tmp_path):
     assert data == {"words": {"words.yaml", "words.jsonl"}, "piqa": {"piqa.jsonl"}}
 
 
+@pytest.mark.slow
 def test_refusals(runs, tokenizer, tmp_path):
     def refused(*arguments):
         done = run(runs / "bf16", "--out", tmp_path / "out", *arguments)

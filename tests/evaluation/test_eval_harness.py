@@ -53,6 +53,7 @@ def harness_alone(checkpoint, precision, *names):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["scheme", "dense"])
 def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
     metrics = {"piqa": "acc,none", "lambada_openai": "perplexity,none"}

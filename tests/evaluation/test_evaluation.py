@@ -78,6 +78,7 @@ def score(model, context: list[int], continuation: list[int]) -> tuple[float, bo
     return total, bool((logits.argmax(-1) == target).all())
 
 
+@pytest.mark.slow
 def test_cloze_and_choice_agree_with_direct_scoring(model, tokenizer, directory):
     limit = 6
     result = evaluate_model(

@@ -54,6 +54,7 @@ def plan(place, **options):
     return make_plan(**given)
 
 
+@pytest.mark.slow
 def test_every_run_starts_from_its_weights(place):
     experiment = plan(place).experiment
     made = initial_model(experiment, torch.device("cpu"))

@@ -219,6 +219,7 @@ class TestBeside:
 
 
 class TestDryRun:
+    @pytest.mark.slow
     def test_on_the_command_line(self, monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("COLUMNS", "200")

@@ -43,6 +43,7 @@ def test_multiply_adds_of_a_llama_by_hand(study):
     assert found["all"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_rotations_are_no_codes_and_second_terms_are(study):
     smol = study.models()[0]
     rotated, plain = (study.multiply_adds(smol, name) for name in ("nvidia", "nvfp4-rne"))

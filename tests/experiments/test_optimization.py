@@ -116,6 +116,7 @@ def test_another_experiment_has_the_schedule_of_its_arguments(tmp_path):
     assert rates == pytest.approx([PEAK * (1 - s / 8) for s in range(8)])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path):
     """Its schedule too: the rates of both parts are those of one run."""
     tokens = torch.randint(64, (40, 8), generator=torch.Generator().manual_seed(1))

@@ -155,6 +155,7 @@ def test_readme_names_files_that_exist():
         assert (ROOT / path).is_file(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", thinned(of_each_kind(scheme_names()), SHORT.__contains__))
 def test_dry_run_of_each_kind_of_scheme(capsys, scheme):
     given, training = arguments("gpt2_130m", "--smoke", "--dry-run", "--scheme", scheme)

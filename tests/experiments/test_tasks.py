@@ -31,6 +31,7 @@ def rows(directory, task):
     return [json.loads(line) for line in (directory / f"{task}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_yaml_is_absolute_and_versioned(directory):
     for task in TASK_NAMES:
         text = (directory / f"{task}.yaml").read_text()
@@ -41,6 +42,7 @@ def test_yaml_is_absolute_and_versioned(directory):
         assert config["metadata"]["version"] == 1.0
 
 
+@pytest.mark.slow
 def test_same_seed_same_files_other_seed_other_items(splits, directory, tmp_path):
     for seed in (0, 1):
         write_tasks(

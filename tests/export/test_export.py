@@ -52,6 +52,7 @@ DENSE = ARCHITECTURES | {"tied-llama": tied_llama, "mixtral": mixtral}
 
 
 class TestDense:
+    @pytest.mark.slow
     @pytest.mark.parametrize("architecture", DENSE)
     def test_loads_without_the_package(self, architecture, token_ids, tmp_path):
         source = checkpoint(tmp_path / "metis", DENSE[architecture])
@@ -269,6 +270,7 @@ class TestText:
 
         return checkpoint(tmp_path / "metis", build, tokenizer=True, **ALL_SPLIT)
 
+    @pytest.mark.slow
     def test_held_out_loss(self, source, tmp_path):
         text = tmp_path / "held_out.txt"
         text.write_text(stdlib_documents()[7].text[:2000])

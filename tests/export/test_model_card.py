@@ -23,6 +23,7 @@ from metis_hf.export.model_card import model_card, write_model_card
 
 
 class TestModelCard:
+    @pytest.mark.slow
     def test_of_a_trained_checkpoint(self, tmp_path):
         model = get_metis_model(llama(), MetisConfig(rank=8, seed=5))
         model.save_pretrained(tmp_path / "run")
@@ -108,6 +109,7 @@ class TestModelCard:
         assert precision in card.text
         assert set(card.data.tags) == {"metis", f"scheme:{config['scheme']}", *tags}
 
+    @pytest.mark.slow
     def test_dense_weights_load_without_the_import(self, tmp_path):
         model = get_metis_model(llama(1), MetisConfig(scheme="metis"))
         model.save_pretrained(tmp_path)

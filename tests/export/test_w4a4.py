@@ -189,6 +189,7 @@ class TestCompressedTensors:
         assert relative(logits(dense, token_ids), expected) < 2e-3
 
 
+@pytest.mark.slow
 def test_the_reported_loss_is_that_of_the_scheme(tmp_path):
     source = calibrated(tmp_path / "metis", tokenizer=True)
     text = tmp_path / "text.txt"

@@ -21,6 +21,7 @@ from metis_hf.schemes import Role, Scheme, build_scheme
 
 
 class TestNumbers:
+    @pytest.mark.slow
     def test_losses_and_divergence_are_those_of_two_plain_models(self, place, measured):
         exact = load(place).eval()
         scheme = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()

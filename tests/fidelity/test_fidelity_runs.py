@@ -29,6 +29,7 @@ from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.tables import terminal_table
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_whole_names(measured):
     from rich.console import Console
 
@@ -115,6 +116,7 @@ class TestFiles:
         assert again.batches == metis.batches
         assert again.cost > metis.cost
 
+    @pytest.mark.slow
     def test_what_was_measured_before_counts_as_done(self, place, measured, tmp_path, monkeypatch):
         out, results = measured
         shutil.copytree(out, tmp_path / "out")
@@ -133,6 +135,7 @@ class TestFiles:
             ("layers alone", True): 14 + 1,
         }
 
+    @pytest.mark.slow
     def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
         chosen, calls = ("nvfp4-rne", "metis"), []
         real = fidelity_run.layer_errors
@@ -170,6 +173,7 @@ class TestOtherModels:
         assert result.gradients["error"] == [0.0, 0.0]
         assert result.rise.mean == 0
 
+    @pytest.mark.slow
     def test_storage_of_a_weight_changes_no_gradient(self, place, tmp_path):
         """A Conv1D's weight is [i o], a stored split [o i], and the exact gradient is one."""
         config = transformers.GPT2Config(

@@ -178,6 +178,7 @@ class TestRefusals:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_writes_a_config_that_fidelity_measures(self, place, tmp_path, monkeypatch, capsys):
         model, text = str(place / "model"), str(place / "text.txt")
         small = ["--length", "24", "--tokens-per-step", "512"]

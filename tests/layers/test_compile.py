@@ -108,6 +108,7 @@ def test_values_of_a_format_are_not_cached_when_they_are_asked_for():
     assert torch.equal(largest(torch.ones(2)), torch.full((2,), 6.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", OTHERS)
 def test_dynamo_traces_one_graph(scheme):
     """Of a layer, forward and backward, with the numbers of eager mode."""

@@ -189,6 +189,7 @@ def test_all_together(mode, split):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * size)
 
 
+@pytest.mark.slow
 @MODES
 def test_gradients_stay_unbiased(mode):
     """dy_hat w_hat + Q(..) has the mean dy w_hat: nothing clips in either quantizer."""

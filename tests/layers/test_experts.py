@@ -357,6 +357,7 @@ def test_health_groups_experts():
     assert groups == attention | shared | {"metis_gate_up_proj", "metis_down_proj"}
 
 
+@pytest.mark.slow
 def test_callback_with_experts_that_see_no_token(tmp_path):
     """Health, refresh and logs over a few steps; 16 experts and too few tokens for them all."""
     model = _build(

@@ -126,6 +126,7 @@ class TestCheckpointing:
 class TestTorchGenerator:
     """Quantizers take nothing from the generators that dropout and data loading draw from."""
 
+    @pytest.mark.slow
     def test_control_run_without_the_package(self):
         """A control with dropout is the same in a process that never imports metis_hf."""
         script = Path(dropout_run.__file__)

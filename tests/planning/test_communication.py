@@ -175,6 +175,7 @@ def test_communication_of_tensor_parallelism(scheme, bf16, checkpointing, tmp_pa
     assert (pairs[2][0] > 0) == (scheme != "bf16")
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_that_is_refused_is_named():
     plan = plan_run(tp_config(), MetisConfig(), tp_load(False, False))
     assert TP not in plan.communication

@@ -207,6 +207,7 @@ def packed_bytes(model, tokens):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_saved_inside_converted_layers(sharded):
     """gemm.QuantizedGemm saves x [t i] and the factors of its split in NVFP4, and parameters."""
@@ -354,6 +355,7 @@ def test_quantizer_cost_is_that_of_a_real_call(rounding):
     assert count.bytes >= 2 * 4 * x.numel()  # at the very least one read and one write
 
 
+@pytest.mark.slow
 def test_planning_leaves_nothing_behind():
     """Tracing runs on tensors without values; none of them may stay in a cache."""
     meta = get_metis_model(meta_model(next(configs())), MetisConfig(scheme="metis-paper"))

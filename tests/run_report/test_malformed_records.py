@@ -258,6 +258,7 @@ def paths(data, prefix=()):
             yield from paths(value, (*prefix, key))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 @given(data=st.data())
 @settings(max_examples=60 if full() else 20, deadline=None, derandomize=True,

@@ -18,6 +18,7 @@ from run_report.runs import MEASURED, REFRESHED, STEPS, train
 
 
 class TestRead:
+    @pytest.mark.slow
     def test_is_what_the_trainer_has(self, trained):
         folder, trainer = trained
         run = read_run(folder)
@@ -44,6 +45,7 @@ class TestRead:
                 assert moments["after"]["orthogonality"] < 1e-5
                 assert moments["after"]["energy"] >= moments["before"]["energy"] - 1e-6
 
+    @pytest.mark.slow
     def test_resumed_run_has_each_step_once(self, trained, tmp_path):
         """Killed after step 8 (refreshed and measured), resumed from the checkpoint of step 6."""
 

@@ -44,6 +44,7 @@ def in_browser(page, folder, script):
 
 
 class TestPage:
+    @pytest.mark.slow
     def test_browser_shows_every_picture(self, page, tmp_path):
         view = in_browser(page, tmp_path, IMAGES)
         widths = [int(width) for width in view.result("images").split()]
@@ -53,6 +54,7 @@ class TestPage:
         assert view.result("fetched") == "0"
         assert not re.findall(r"https?://", page.read_text())
 
+    @pytest.mark.slow
     def test_screenshot_has_colour(self, page, tmp_path):
         picture = browser.screenshot(page, tmp_path, tmp_path / "page.png", (1400, 2600))
         pixels = (255 * matplotlib.image.imread(picture)[..., :3]).astype(np.uint8)
@@ -185,6 +187,7 @@ class TestCommand:
         assert done.output.strip() == str(copy / "report.html")
         assert (copy / "report.html").exists()
 
+    @pytest.mark.slow
     def test_several_runs(self, app, trained, tmp_path):
         train(tmp_path / "bf16", "bf16", schedule=False, max_steps=6)
         out = tmp_path / "new" / "both.html"

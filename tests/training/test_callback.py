@@ -236,6 +236,7 @@ def test_one_callback_in_two_trainers(tmp_path):
         assert made.callback_handler.callbacks.count(callback) == 1
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path):
     """3 + 3 steps equal 6 steps, bit for bit: weights, moments, noise, refreshes, health file."""
 

@@ -36,6 +36,7 @@ def test_schedule_in_training(scheme, at, tmp_path):
     assert losses(by_hand) == losses(scheduled)
 
 
+@pytest.mark.slow
 @cases({"passes": PASSES}, rotated={"scheme": ["nvidia", "metis", "metis-paper"]})
 def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
     """4 steps with the switch after 2, cut after 1, 2 or 3: the same weights and losses."""

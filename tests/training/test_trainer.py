@@ -226,6 +226,7 @@ def test_fp16_autocast(scheme, token_ids):
         assert bool(torch.isfinite(param.grad).all()), name
 
 
+@pytest.mark.slow
 def test_auto_find_batch_size(tmp_path):
     """The first attempt runs out of memory in a measured step; the second starts clean."""
     model = converted()
@@ -309,6 +310,7 @@ class TestCheckpoints:
         assert made.evaluate()["eval_loss"] == evaluations[best]
 
 
+@pytest.mark.slow
 def test_hyperparameter_search(tmp_path):
     """Each trial converts a fresh model; health goes on being measured."""
     pytest.importorskip("optuna", reason="Trainer's default search backend")
