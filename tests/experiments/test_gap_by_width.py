@@ -42,21 +42,21 @@ def test_rows_by_hand(records):
         b=record(64, a=(1.0, 0.5), c=(2.0, math.nan)),
         a=record(32, 2e-3, a=(3.0, math.nan), once=(9.0, 1.0)),
         again=record(64, c=(7.0, 1.0), d=(1.0, 1.0)),
+        third=record(128, c=(1.5, 1.0), d=(1.0, 1.0)),
     )
     widths = study.read()
-    assert list(widths) == [32, 64]
+    assert list(widths) == [32, 64, 128]
     gaps, costs = study.tables(widths).split("\n\n")
-    assert gaps.splitlines()[0] == "| Gap to the control, % | Width 32 | Width 64 |"
+    assert gaps.splitlines()[0] == "| Gap to the control, % | Width 32 | Width 64 | Width 128 |"
     assert gaps.splitlines()[2:] == [
-        "| loss of `bf16` | 4.0000 | 4.0000 |",
-        "| learning rate | 0.002 | 0.001 |",
-        "| seeds | 1 | 1 |",
-        "| `a` | +3.00 | +1.00 ± 0.50 |",
-        "| `once` | +9.00 ± 1.00 |  |",
-        "| `c` |  | +2.00 |",
-        "| `d` |  | +1.00 ± 1.00 |",
+        "| loss of `bf16` | 4.0000 | 4.0000 | 4.0000 |",
+        "| learning rate | 0.002 | 0.001 | 0.001 |",
+        "| seeds | 1 | 1 | 1 |",
+        "| `a` | +3.00 | +1.00 ± 0.50 |  |",
+        "| `c` |  | +2.00 | +1.50 ± 1.00 |",
+        "| `d` |  | +1.00 ± 1.00 | +1.00 ± 1.00 |",
     ]
-    assert costs.splitlines()[2:4] == ["| `a` | 1.2 | 1.2 |", "| `once` | 1.2 |  |"]
+    assert costs.splitlines()[2:4] == ["| `a` | 1.2 | 1.2 |  |", "| `c` |  | 1.2 | 1.2 |"]
 
 
 @pytest.mark.parametrize(
