@@ -9,6 +9,7 @@ step counter has to be kept in step.
 from __future__ import annotations
 
 import functools
+import threading
 import zlib
 from collections.abc import Callable
 from types import ModuleType
@@ -153,6 +154,7 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
     """
     kept: dict[Any, T] = {}
     recorded: set[Any] = set()
+    lock = threading.Lock()  # threads may share a model
 
     @functools.wraps(make)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -164,13 +166,15 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
             tensors = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
             if any(type(t) is not Tensor or t.is_inference() for t in tensors):
                 return made
-            kept[args] = made
+            with lock:
+                kept[args] = made
         if most is not None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 recorded.add(args)
-            kept[args] = kept.pop(args, made)  # behind all others
-            for old in [key for key in kept if key not in recorded][:-most]:
-                kept.pop(old, None)
+            with lock:
+                kept[args] = kept.pop(args, made)  # behind all others
+                for old in [key for key in kept if key not in recorded][:-most]:
+                    kept.pop(old, None)
         return made
 
     return found

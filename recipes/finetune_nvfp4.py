@@ -57,8 +57,9 @@ def main() -> None:
     )
     if arguments.smoke and not arguments.model:
         directory = Path(training.output_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        arguments.model, arguments.data = smoke_model(directory)
+        with training.main_process_first(local=False):
+            arguments.model, data = smoke_model(directory, write=training.process_index == 0)
+        arguments.data = arguments.data or data
     run = Finetuning(arguments, training)
     if arguments.dry_run:
         print(describe(arguments, len(run.train), run.held_out.tokens, run.steps))

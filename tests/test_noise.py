@@ -1,6 +1,8 @@
 """Counter-based noise: uniform, independent between keys, and nothing taken from torch."""
 
 import functools
+import sys
+import threading
 
 import pytest
 import torch
@@ -196,6 +198,31 @@ def test_constants_that_may_be_many_are_forgotten_but_for_the_last_used():
     assert made(1) is first
     assert made(3) is third
     assert made(2) is not second
+
+
+def test_threads_may_share_constants():
+    """Those of a model that several threads run, more of them than are kept."""
+    made = functools.partial(noise.constant, most=4)(lambda size: torch.ones(size))
+    failed = []
+
+    def use(first: int) -> None:
+        try:
+            for call in range(5000):
+                assert made(1 + (first + call) % 8).numel() == 1 + (first + call) % 8
+        except Exception as error:
+            failed.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
 
 
 def test_a_parameter_s_fingerprint_is_looked_for_as_a_tensor_s(monkeypatch):

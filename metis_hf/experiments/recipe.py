@@ -190,6 +190,8 @@ def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
             raise ValueError(f"{path}: there is no argument {key!r}{hint}")
     if isinstance(values.get("metis"), dict):
         values["metis"] = json.dumps(values["metis"])
+    if isinstance(values.get("metis_import"), str):
+        values["metis_import"] = [values["metis_import"]]
     return values
 
 

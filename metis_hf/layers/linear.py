@@ -162,8 +162,14 @@ class MetisLayer(nn.Module):
         return process_rank() // (1 if self.shards is None else self.shards.size)
 
     def call_keys(self, x: Tensor, weight: Tensor | None = None) -> CallKeys:
-        """Return the noise keys of a call with this input, and this weight if not the layer's."""
-        weight = self.weight_params()[-1] if weight is None else weight
+        """Return the noise keys of a call with this input, and this weight if not the layer's.
+
+        Noise follows what is trained: the residual of a split weight, or a factor of it where the
+        residual is frozen.
+        """
+        if weight is None:
+            params = self.weight_params()
+            weight = next((p for p in reversed(params) if p.requires_grad), params[-1])
         return CallKeys(self.noise_key(), x, weight, self.input_noise_key())
 
     def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:

@@ -121,8 +121,9 @@ def check_accelerate() -> None:
     if config is None:
         return
     for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
-        if getattr(config, name) > 1:
+        size = getattr(config, name, 1)  # not every version of accelerate has both
+        if size > 1:
             raise NotImplementedError(
-                f"ParallelismConfig({name}={getattr(config, name)}): {kind} parallelism {SEQUENCE}."
+                f"ParallelismConfig({name}={size}): {kind} parallelism {SEQUENCE}."
                 f" {FSDP2_INSTEAD}, with activation checkpointing where a sequence is too long"
             )

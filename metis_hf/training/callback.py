@@ -285,12 +285,15 @@ class MetisCallback(ResumeGuard):
     def _complete(self, state: TrainerState, logs: dict[str, float]) -> None:
         """Add what was measured to a log entry; after a loss of NaN, ask for a measurement."""
         if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
-            self._alarm = True
+            self._alarm = bool(self.health_interval)
             logger.warning(
-                "step %d: loss %s, grad_norm %s; the next step is measured to name the layer",
+                "step %d: loss %s, grad_norm %s; %s",
                 state.global_step,
                 logs.get("loss"),
                 logs.get("grad_norm"),
+                "the next step is measured to name the layer"
+                if self._alarm
+                else "health_interval=0 measures no step that would name the layer",
             )
         if self._pending:
             logs.update(self._pending if self._bound else summary(self._pending))

@@ -173,7 +173,9 @@ class DistillTrainerMixin:
         if trainer.args.average_tokens_across_devices:
             loss = loss * trainer.accelerator.num_processes
         counted = trainer.model_accepts_loss_kwargs and labels_of_step is not None
-        if not counted and trainer.compute_loss_func is None:
+        counted = counted or trainer.compute_loss_func is not None
+        said = getattr(trainer, "loss_is_scaled_for_ga", None)  # by a subclass
+        if not (counted if said is None else said):
             # Trainer takes the loss for a mean over the micro-batch, and is about to divide it.
             loss = loss * trainer.current_gradient_accumulation_steps
         return loss

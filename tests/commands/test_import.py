@@ -213,9 +213,11 @@ def test_recipes_take_it(tmp_path):
     arguments, _ = parse_arguments(defaults, {}, argv=given)
     assert arguments.metis_config(0).scheme == "of-a-recipe"
     assert import_schemes(source) == ["of-a-recipe"]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"metis_import": [source]}))
-    arguments, _ = parse_arguments(defaults, {}, argv=["--config", str(tmp_path / "recipe.yaml")])
-    assert arguments.metis_import == [source]
+    for written in ([source], source):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"metis_import": written}))
+        given = ["--config", str(tmp_path / "recipe.yaml")]
+        arguments, _ = parse_arguments(defaults, {}, argv=given)
+        assert arguments.metis_import == [source]
     with pytest.raises(ValueError, match="no_such"):
         parse_arguments(
             {"output_dir": str(tmp_path)}, {}, argv=["--metis_import", "no_such_module"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,27 @@ def finetuning(source, out, **options):
         learning_rate=1e-3, save_strategy="no", report_to=[], use_cpu=True,
     )  # fmt: skip
     return Finetuning(FinetuneArguments(**values), training)
+
+
+def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch):
+    (tmp_path / "mine.jsonl").write_text("no JSON\n")
+    given = [
+        "--smoke",
+        "--data",
+        str(tmp_path / "mine.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["finetune_nvfp4.py", *given, "--dry-run"])
+    with pytest.raises(ValueError, match=r"mine\.jsonl"):
+        runpy.run_path(str(ROOT / "recipes/finetune_nvfp4.py"), run_name="__main__")
+
+
+def test_another_process_has_written_the_smoke_model(tmp_path):
+    paths = smoke_model(tmp_path / "out", write=False)
+    assert not (tmp_path / "out").exists()
+    assert paths == smoke_model(tmp_path / "out", documents=2)
+    assert all(Path(path).exists() for path in paths)
 
 
 @pytest.mark.slow

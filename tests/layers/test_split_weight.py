@@ -116,6 +116,27 @@ def test_other_values_are_refused(value):
         MetisConfig(split_weight=value)
 
 
+@pytest.mark.parametrize("trained", [("u", "s", "vh"), ("s",)], ids="+".join)
+def test_noise_follows_the_factors_that_train(trained):
+    """Where the residual is frozen; else thresholds would be the same at every step."""
+    _, layer = layer_of("metis-paper", "shared", i=IN, o=OUT, rank=4)
+    x = torch.randn(8, IN)
+    frozen = [
+        name for name, _ in layer.named_parameters() if name.rpartition(".")[2] not in trained
+    ]
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    before = layer.call_keys(x)[Role.FPROP_WEIGHT]
+    same = layer.call_keys(x)[Role.FPROP_WEIGHT]
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name not in frozen:
+                parameter.mul_(1.01)
+    after = layer.call_keys(x)[Role.FPROP_WEIGHT]
+    assert "weight_residual" in frozen
+    assert before.data == same.data != after.data
+
+
 def test_a_weight_that_changes_is_split_by_another_sketch():
     """So that rounding errors average out over steps; the same bits are split alike."""
     _, layer = layer_of("metis", i=256, o=256, rank=8, decompose=("weight",))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.autograd import forward_ad
 
 from layers.layer_tools import layer_of
 from metis_hf import to_dense
+from metis_hf.layers.parallelism import check_accelerate
 
 SCHEMES = ("nvfp4-rne", "metis")
 
@@ -105,3 +108,13 @@ def test_the_ways_out(layer, x):
     first.sum().backward()
     assert torch.isfinite(x.grad).all()
     assert torch.func.vmap(layer)(x[None]).shape == (1, 40, 48)
+
+
+def test_a_version_of_accelerate_that_knows_one_of_the_two(monkeypatch):
+    """1.10 and 1.11 have context parallelism alone."""
+    config = SimpleNamespace(cp_size=1)
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", config)
+    check_accelerate()
+    config.cp_size = 2
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        check_accelerate()

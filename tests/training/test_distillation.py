@@ -83,6 +83,24 @@ class TestGradient:
         for name, param in model.named_parameters():
             torch.testing.assert_close(seen.steps[0][name], param.grad, **FP32, msg=name)
 
+    @pytest.mark.parametrize("scaled", [True, False])
+    def test_of_a_trainer_that_says_whether_its_loss_is_scaled(self, scaled, tmp_path):
+        """What a subclass says decides whether Trainer divides, so it decides here too."""
+        data = rows(4)
+        seen = Gradients()
+        made = trainer(
+            tmp_path, student("bf16"), data=data, callbacks=[seen], max_steps=1,
+            gradient_accumulation_steps=2, max_grad_norm=0.0,
+        )  # fmt: skip
+        if not hasattr(made, "loss_is_scaled_for_ga"):
+            pytest.skip("this version of transformers does not ask")
+        made.loss_is_scaled_for_ga = scaled
+        made.train()
+        model = student("bf16")
+        divergence(model, other(), data).backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(seen.steps[0][name], param.grad, **FP32, msg=name)
+
     def test_without_labels(self, tmp_path):
         data = [{"input_ids": row["input_ids"]} for row in rows(4)]
         made = DistillTrainer(

@@ -95,6 +95,15 @@ def test_rows_outside_the_mask_may_hold_anything():
     check(student.requires_grad_(), teacher, mask, 1.0, expected)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_teacher_without_numbers_in_a_row_that_counts(value):
+    """As that of a student: a loss of 0 would pass for a perfect one."""
+    student, teacher = logits(4, 50, seed=1), logits(4, 50, seed=2)
+    teacher[2, 7] = value
+    mask = torch.ones(4, dtype=torch.bool)
+    assert distillation_loss(student, teacher, mask).isnan()
+
+
 def test_no_token():
     student = logits(4, 50).requires_grad_()
     loss = distillation_loss(student, logits(4, 50, seed=1), torch.zeros(4, dtype=torch.bool))

@@ -11,8 +11,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 
 
-def smoke_model(directory: Path, documents: int = 40) -> tuple[str, str]:
-    """Write a tiny model with its tokenizer and conversations; returns the two paths."""
+def smoke_model(directory: Path, documents: int = 40, *, write: bool = True) -> tuple[str, str]:
+    """Write a tiny model with its tokenizer and conversations; returns the two paths.
+
+    Args:
+        directory: where they are; it is made.
+        documents: conversations.
+        write: False where another process has written them.
+    """
+    path, data = directory / "smoke-model", directory / "smoke.jsonl"
+    if not write:
+        return str(path), str(data)
+    directory.mkdir(parents=True, exist_ok=True)
     texts = stdlib_documents()[:documents]
     tokenizer = train_tokenizer(texts, vocab_size=512)
     tokenizer.chat_template = (
@@ -29,7 +39,6 @@ def smoke_model(directory: Path, documents: int = 40) -> tuple[str, str]:
             initializer_range=0.08,
         )
     )
-    path, data = directory / "smoke-model", directory / "smoke.jsonl"
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     lines = [

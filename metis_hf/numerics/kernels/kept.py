@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def keep(program: Any, kernel: Any) -> None:
         kernel: what `torch._inductor.standalone_compile` returned.
     """
     file = _file(program)
-    written = file.with_suffix(f".{os.getpid()}")  # others never see a half
+    # Others never see a half; containers that share a disk may share a process's number too.
+    written = file.with_suffix(f".{os.getpid()}-{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -98,6 +98,21 @@ def test_a_disk_that_takes_nothing(folder, monkeypatch) -> None:
     assert not kept.is_kept(program())
 
 
+def test_processes_of_one_number_write_files_of_their_own(folder) -> None:
+    """Containers that share a disk have the same process numbers."""
+    written = []
+
+    class Saved:
+        def save(self, *, path: str, format: str) -> None:
+            written.append(path)
+            Path(path).write_bytes(b"whole")
+
+    kept.keep(program(), Saved())
+    kept.keep(program(), Saved())
+    (file,) = files(folder)
+    assert len({*written, str(file)}) == 3
+
+
 def test_what_fails_half_way_leaves_no_half(folder) -> None:
     class Broken:
         def save(self, *, path: str, format: str) -> None:
