@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from metis_hf.shared.texts import utf8_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -34,12 +36,12 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line that is no such object; its number is named. Nothing in the file, or
-            such objects in a file that is a text by its name.
+        ValueError: a line that is no such object; its number is named. Nothing in the file, bytes
+            that are not UTF-8, or such objects in a file that is a text by its name.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
-    content = path.read_text(encoding="utf-8-sig")
+    content = utf8_text(path, "utf-8-sig")
     if not is_json_lines(path):
         _refuse_objects(path, content)
         end = "\n\n" if "\n\n" in content.strip() else "\n"

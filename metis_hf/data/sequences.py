@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metis_hf.shared.texts import utf8_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -24,8 +26,11 @@ def read_sequences(
         text: a UTF-8 file; its beginning is read.
         sequences: at most so many; there are fewer, or none, where the text is short.
         length: tokens of each.
+
+    Raises:
+        ValueError: the text is not UTF-8.
     """
-    content = text.read_text(encoding="utf-8")[: _CHARACTERS * sequences * length]
+    content = utf8_text(text)[: _CHARACTERS * sequences * length]
     tokens: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     count = min(sequences, len(tokens) // length)
     ids = torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)

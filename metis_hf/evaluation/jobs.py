@@ -119,7 +119,7 @@ class Step:
             "parameters": sum(p.numel() for p in model.parameters()),
             "parameter_dtype": str(model.dtype).removeprefix("torch."),
             "settings": self.settings,
-            "environment": environment(),
+            "environment": environment(model.device),
             "items": result.items,
         }
         record = {**_harness_record(result, checkpoint, time.time() - start), "metis": ours}

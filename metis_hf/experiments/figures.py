@@ -32,27 +32,34 @@ HEALTH_PANELS = (
 
 def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[list[float]]]]:
     """Return variant -> (steps, the training losses of each seed at these steps)."""
-    found: dict[str, tuple[list[int], list[list[float]]]] = {}
+    found: dict[str, list[dict[int, float]]] = {}
     for result in results:
-        steps = [int(entry["step"]) for entry in result.history]
-        found.setdefault(result.scheme, (steps, []))[1].append([e["loss"] for e in result.history])
-    return found
+        found.setdefault(result.scheme, []).append(_losses(result))
+    return {name: _at_common_steps(losses) for name, losses in found.items()}
 
 
 def paired_gaps(
     results: Sequence[SchemeResult], name: str, span: int
 ) -> tuple[list[int], list[list[float]]]:
     """Return (steps, smoothed gap to the control in percent, for each seed that both have)."""
-    control = {r.seed: r for r in results if r.scheme == CONTROL}
-    gaps, steps = [], []
+    control = {r.seed: _losses(r) for r in results if r.scheme == CONTROL}
+    gaps = []
     for result in results:
-        if result.scheme != name or result.seed not in control:
-            continue
-        base = control[result.seed].history
-        steps = [int(entry["step"]) for entry in result.history][: len(base)]
-        pairs = zip(result.history, base)
-        gaps.append(smooth([100 * (x["loss"] / y["loss"] - 1) for x, y in pairs], span))
-    return steps, gaps
+        if result.scheme == name and result.seed in control:
+            base, losses = control[result.seed], _losses(result)
+            gaps.append({s: 100 * (losses[s] / base[s] - 1) for s in losses if s in base})
+    steps, values = _at_common_steps(gaps)
+    return steps, [smooth(each, span) for each in values]
+
+
+def _losses(result: SchemeResult) -> dict[int, float]:
+    return {int(entry["step"]): entry["loss"] for entry in result.history}
+
+
+def _at_common_steps(series: Sequence[dict[int, float]]) -> tuple[list[int], list[list[float]]]:
+    """Return (steps, values of each): an earlier version logged fewer, and a run may have ended."""
+    steps = sorted(set.intersection(*map(set, series))) if series else []
+    return steps, [[values[step] for step in steps] for values in series]
 
 
 def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None:

@@ -295,7 +295,7 @@ def _finished(
         precision_schedule=variant.precision_schedule,
         loss_dense=evaluated.loss_dense,
         machine={
-            "device": device_name(),
+            "device": device_name(trained.trainer.args.device),
             "precision": "bf16" if trained.trainer.args.bf16 else "fp32",
         },
     )

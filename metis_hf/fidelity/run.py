@@ -204,7 +204,7 @@ class _Measurements:
             "gradient_sequences": len(self.subject.training),
             "gradient_batches": len(self.batches),
             "missing": expected - len(results),
-            "environment": environment(),
+            "environment": environment(self.subject.model.device),
             "schemes": [dataclasses.asdict(result) for result in results],
         }
         write_json(self.out / "results.json", record)

@@ -9,6 +9,8 @@ Nothing here runs in a normal training step. Statistics are floats by name:
   zeroed        share of non-zero elements that the quantizer turns to zero
   saturated     share of elements beyond the largest value their block can hold
   nonfinite     share of NaN and inf elements
+A low-rank part that is the whole tensor, as of an expert with few tokens, has neither energy nor
+narrowing: its residual is the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def element_fates(
 def operand_health(
     x: Tensor, operand: Operand, *, rank: int, key: Key, row_mask: Tensor | None = None
 ) -> Stats:
-    """Return statistics of an activation or gradient [t c] on its way into a GEMM.
+    """Return statistics of an activation or gradient [t c] on its way into a GEMM; none of no rows.
 
     Args:
         x: [t c]
@@ -82,6 +84,8 @@ def operand_health(
             itself does not split.
         key: noise key.
     """
+    if not x.numel():
+        return {}
     x = x.detach().float()
     finite = torch.isfinite(x)
     stats = {"nonfinite": 1 - finite.float().mean()}
@@ -89,12 +93,13 @@ def operand_health(
         return {name: float(value) for name, value in stats.items()}
     stats["stable_rank"] = stable_rank(x)
     split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
-    if split is None:
-        residual = spectral_split(x, min(rank, *x.shape), key=key, row_mask=row_mask).residual
-    else:
-        a, lam, v = split.split(x, key=key, row_mask=row_mask)
-        residual = x - (a * lam) @ v.T
-    stats |= _split_stats(x, residual)
+    if _leaves_a_residual(x, rank if split is None else split.rank):
+        if split is None:
+            residual = spectral_split(x, rank, key=key, row_mask=row_mask).residual
+        else:
+            a, lam, v = split.split(x, key=key, row_mask=row_mask)
+            residual = x - (a * lam) @ v.T
+        stats |= _split_stats(x, residual)
     if operand.quantizer is not None:
         options: dict[str, Any] = {"dim": -1, "key": key, "row_mask": row_mask}
         x_hat = operand.conditioner(x, operand.quantizer, **options)
@@ -103,6 +108,11 @@ def operand_health(
         amax = operand.conditioner.tensor_amax()
         stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer, amax)
     return {name: float(value) for name, value in stats.items()}
+
+
+def _leaves_a_residual(x: Tensor, rank: int) -> bool:
+    """Return whether x [t c] has more rows and columns than a split keeps; zeros are none."""
+    return min(int(x.any(dim=0).sum()), int(x.any(dim=1).sum())) > rank
 
 
 def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
@@ -134,7 +144,8 @@ def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
         residual = params[-1].float()
         stats |= _stored_split_stats(layer.weight_form, params, weight)
     else:
-        stats |= _split_stats(weight, spectral_split(weight, layer.scheme.rank).residual)
+        if _leaves_a_residual(weight, layer.scheme.rank):
+            stats |= _split_stats(weight, spectral_split(weight, layer.scheme.rank).residual)
         residual = weight
     operand = layer.active_scheme().fprop_weight
     quantizer = operand.quantizer
@@ -234,9 +245,9 @@ class _ProbeHook:
     def __call__(
         self, layer: MetisLayer, args: tuple[Tensor], kwargs: dict[str, Any], output: Tensor
     ) -> None:
-        if not layer.training:
-            return
         x = args[0] if args else kwargs["input"]
+        if not (layer.training and x.numel()):  # an expert without a token may get one yet
+            return
         mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
         mask = layer.row_mask(x) if mask is None else mask
         plan = plan_of_call(layer, x, mask, output.dtype)

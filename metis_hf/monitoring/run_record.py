@@ -52,7 +52,7 @@ def describe_run(
         "environment": {
             "versions": package_versions(),
             "python": platform.python_version(),
-            "device": device_name(),
+            "device": device_name(args.device),
             "processes": args.world_size,
         },
     }
@@ -124,6 +124,8 @@ def parse_records(data: bytes) -> tuple[dict[int, dict[str, Any]], dict[int, str
 
 def drop_after(directory: Path, step: int) -> None:
     """Remove the records after `step`, which a resumed run writes again, and broken lines.
+
+    With a step of -1 all go, those of an evaluation at step 0 too.
 
     Each file is replaced as a whole, so that a process killed here loses no record.
     """

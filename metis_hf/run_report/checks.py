@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from metis_hf.monitoring.run_record import LAST_STEP, is_step
 
@@ -40,6 +40,11 @@ def is_text(value: Any) -> bool:
     if not isinstance(value, str) or not value.strip():
         return False
     return not any(0xD800 <= ord(character) < 0xE000 for character in value)
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Return whether a value is a whole number from 0 up that 64 bits hold."""
+    return isinstance(value, int) and 0 <= value <= 2**63
 
 
 def log_entry(entry: Any) -> dict[str, Any]:

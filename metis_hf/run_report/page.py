@@ -125,7 +125,7 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def _add_curves(page: Page, run: RunRecord) -> None:
     page.section("Loss")
-    if not run.history:
+    if not run.history and not run.evaluations:
         page.text("No losses were recorded.")
         return
     caption = (

@@ -7,7 +7,7 @@ never repaired: NaN stays NaN.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from metis_hf.shared.records import SETTINGS_FILE
 RESULT_FILE = "result.json"
 # What Trainer logs at the end of a run: one entry of the whole run, not of a step.
 _END, _RATE = "train_runtime", "train_steps_per_second"
+_TOKENS = "num_input_tokens_seen"
 _SHOWN_FAULTS = 6  # of a file; a note says how many more there are
 
 
@@ -51,7 +52,12 @@ def read_run(path: Path) -> RunRecord:
     if run.tokens is None and batch and length:
         run.tokens = batch * length * run.last_step
     run.name = str(run.config.get("scheme") or path.resolve().name)
-    if not run.history:
+    if run.evaluations and not run.history:
+        run.notes.append(
+            "No training loss: none was logged. Trainer logs one every logging_steps, 500 where "
+            "nothing else is asked for."
+        )
+    elif not run.history:
         run.notes.append(
             f"No losses: {LOG_FILE}, which MetisCallback writes, {STATE_FILE}, which Trainer "
             "writes into every checkpoint and at trainer.save_state(), and "
@@ -126,7 +132,7 @@ def _part(run: RunRecord, file: Path, data: dict[str, Any], name: str, kind: typ
 def _count(run: RunRecord, file: Path, data: dict[str, Any], name: str) -> int | None:
     """Return a field that counts something; None where it is missing, zero or malformed."""
     value = data.get(name)
-    if value is not None and not (isinstance(value, int) and 0 <= value <= 2**63):
+    if value is not None and not checks.is_count(value):
         run.notes.append(f"{file.name}: {name} is no count: it was left out.")
         return None
     return value or None
@@ -141,18 +147,30 @@ def _note_faults(run: RunRecord, file: Path, faults: dict[str, str]) -> None:
         run.notes.append(f"{file.name}: left out {', '.join(shown)}{rest}.")
 
 
-def _take_log(run: RunRecord, file: Path, log: list[Any], place: str = "entry") -> None:
-    """Add the well-formed entries of a log to the run's history, evaluations and time."""
+def _take_log(
+    run: RunRecord, file: Path, log: Iterable[tuple[int, Any]], place: str = "entry"
+) -> None:
+    """Add the well-formed entries of a log to the run's history, evaluations, time and tokens.
+
+    Args:
+        run: of the log.
+        file: that the log is from.
+        log: entries by the number that notes name them by.
+        place: the number's unit.
+    """
     faults: dict[str, str] = {}
-    for index, raw in enumerate(log, start=1):
+    for number, raw in log:
         try:
             entry = checks.log_entry(raw)
             if _END in entry:
                 rate = checks.number(entry[_RATE], _RATE) if _RATE in entry else None
                 run.runtime, run.rate = checks.number(entry[_END], _END), rate
+                run.ended = entry["step"]
         except checks.Malformed as error:
-            faults[f"{place} {index}"] = str(error)
+            faults[f"{place} {number}"] = str(error)
             continue
+        if checks.is_count(seen := entry.get(_TOKENS)):
+            run.tokens = max(run.tokens or 0, seen) or None
         if "loss" in entry:
             run.history.append(entry)
         if checks.evaluation_losses(entry):
@@ -168,7 +186,7 @@ def _read_result(run: RunRecord) -> bool:
         return False
     run.config = _part(run, file, result, "config", dict)
     run.summary = _part(run, file, result, "summary", str)
-    _take_log(run, file, _part(run, file, result, "history", list))
+    _take_log(run, file, enumerate(_part(run, file, result, "history", list), start=1))
     return True
 
 
@@ -176,7 +194,7 @@ def _read_log(run: RunRecord) -> bool:
     """Trainer's log as MetisCallback has written it down, which no checkpoint has to save."""
     file = run.path / LOG_FILE
     records = _read_lines(run, file)
-    _take_log(run, file, list(records.values()))
+    _take_log(run, file, records.items(), "line")
     return file.is_file()
 
 
@@ -199,9 +217,11 @@ def _read_state(run: RunRecord) -> bool:
         )
         return True
     # The log is complete from its first step on.
-    _take_log(run, file, [e for e in entries if not steps or _step_of(e) < steps[0]])
+    numbered = enumerate(entries, start=1)
+    _take_log(run, file, ((n, e) for n, e in numbered if not steps or _step_of(e) < steps[0]))
     run.max_steps = run.max_steps or _count(run, file, state, "max_steps")
-    run.tokens = _count(run, file, state, "num_input_tokens_seen") or run.tokens
+    seen = _count(run, file, state, _TOKENS) or 0
+    run.tokens = max(run.tokens or 0, seen) or None  # the log may go on after the checkpoint
     callbacks = _part(run, file, state, "stateful_callbacks", dict)
     for name in callbacks:
         one = callbacks[name][:1] if isinstance(callbacks[name], list) else [callbacks[name]]
@@ -216,7 +236,11 @@ def _logged_steps(run: RunRecord) -> list[int]:
 
 
 def _logged_last(entries: list[Any]) -> int:
-    return max((_step_of(entry) for entry in entries), default=0)
+    """Return the last step with a loss, of training or evaluation; the end has an entry too."""
+    with_loss = (
+        e for e in entries if isinstance(e, dict) and ("loss" in e or checks.evaluation_losses(e))
+    )
+    return max(map(_step_of, with_loss), default=0)
 
 
 def _step_of(entry: Any) -> int:
@@ -311,10 +335,16 @@ def _sequence_length(run: RunRecord) -> int | None:
 
 
 def _one_entry_a_step(run: RunRecord) -> None:
-    """Keep the later entry of a step that an interrupted and resumed run logged twice."""
-    by_step = {entry["step"]: entry for entry in run.history}
-    run.history = [by_step[step] for step in sorted(by_step)]
-    merged: dict[int, dict[str, Any]] = {}  # evaluation sets have entries of their own
-    for entry in run.evaluations:
-        merged.setdefault(entry["step"], {}).update(entry)
-    run.evaluations = [merged[step] for step in sorted(merged)]
+    """Join the entries of a step; the later one counts where a resumed run logged it twice.
+
+    Evaluation sets have entries of their own, and `result.json` has step times, which the callback
+    does not see.
+    """
+    run.history, run.evaluations = _joined(run.history), _joined(run.evaluations)
+
+
+def _joined(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_step: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        by_step.setdefault(entry["step"], {}).update(entry)
+    return [by_step[step] for step in sorted(by_step)]

@@ -39,6 +39,7 @@ class RunRecord:
         tokens: seen in training; None where unknown.
         runtime: seconds of the last call of Trainer; None where unknown.
         rate: steps a second of that call, of a resumed run those after the resume.
+        ended: step that it ended at; None where unknown.
         notes: what was wrong with the files.
     """
 
@@ -59,13 +60,15 @@ class RunRecord:
     tokens: int | None = None
     runtime: float | None = None
     rate: float | None = None
+    ended: int | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
         """The last step of which anything is known."""
-        logged = [int(entry["step"]) for entry in self.history]
-        return max([*logged, *self.layers, *self.refreshes], default=0)
+        logged = [int(entry["step"]) for entry in (*self.history, *self.evaluations)]
+        recorded = (*self.layers, *self.noise, *self.refreshes, *self.switches)
+        return max([*logged, *recorded, self.ended or 0])
 
     @property
     def quantized(self) -> bool:
@@ -92,11 +95,11 @@ class RunRecord:
         normal = [e["step_seconds"] for e in timed if "metis/nonfinite_tensors" not in e]
         if timed:
             return statistics.median(normal or [e["step_seconds"] for e in timed])
-        if not (self.runtime and self.rate and self.last_step):
+        if not (self.runtime and self.rate and self.ended):
             return None
         # Trainer rounds the rate to 0.001: a call that may have made all steps has made them.
-        resumed = self.last_step - self.runtime * self.rate > _RATE_ERROR * self.runtime
-        return 1 / self.rate if resumed else self.runtime / self.last_step
+        resumed = self.ended - self.runtime * self.rate > _RATE_ERROR * self.runtime
+        return 1 / self.rate if resumed else self.runtime / self.ended
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return (steps, values) of one figure of the log, where it was logged."""
@@ -137,6 +140,10 @@ def events(run: RunRecord) -> list[tuple[int, str, str]]:
             value = entry.get(name)
             if value is not None and not math.isfinite(value):
                 found.append((int(entry["step"]), "not finite", f"{name} is {value}"))
+    for entry in run.evaluations:
+        for name in evaluation_losses(entry).values():
+            if not math.isfinite(entry[name]):
+                found.append((int(entry["step"]), "not finite", f"{name} is {entry[name]}"))
     for step, layers in run.layers.items():
         bad = nonfinite_layers(layers)
         if bad:

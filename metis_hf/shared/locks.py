@@ -22,12 +22,28 @@ except ImportError:  # Windows
 
 LOCK_FILE = ".lock"
 
+_held: set[int] = set()  # descriptors of lock files that this process has open
+
+
+def _let_go() -> None:
+    """Close what a fork has inherited: the process that it comes from keeps the lock.
+
+    Workers that a killed process leaves behind would hold its directory as long as they live.
+    """
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_let_go)
+
 
 @contextmanager
 def hold_directory(directory: str | Path, option: str = "--out") -> Iterator[None]:
     """Hold a directory, which is made if missing, while the block runs.
 
-    Processes that this one starts do not hold it.
+    Processes that this one starts, forked ones too, do not hold it.
 
     Args:
         directory: what no other process may write into.
@@ -40,6 +56,7 @@ def hold_directory(directory: str | Path, option: str = "--out") -> Iterator[Non
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK_FILE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(descriptor)
     try:
         if not _take(descriptor, path):
             raise ValueError(
@@ -50,9 +67,12 @@ def hold_directory(directory: str | Path, option: str = "--out") -> Iterator[Non
         try:
             yield
         finally:
-            _write(descriptor, "")
+            if descriptor in _held:  # not in a fork
+                _write(descriptor, "")
     finally:
-        os.close(descriptor)  # gives the lock back
+        if descriptor in _held:
+            _held.discard(descriptor)
+            os.close(descriptor)  # gives the lock back
 
 
 def _take(descriptor: int, path: Path) -> bool:

@@ -30,6 +30,9 @@ _MAX_REMEMBERED = 10_000  # states in the remembered sets of a pattern
 # Letters, digits, dots (any character) and hyphens match in one way only.
 _ONE_WAY = re.compile(r"[\w.-]*")
 
+# Flags of the whole pattern, which `re` takes at its very beginning alone.
+_FLAGS = re.compile(r"((?:\(\?[a-zA-Z]+\))+)(.*)", re.DOTALL)
+
 _REFUSED = {
     "GROUPREF": "a backreference",
     "GROUPREF_EXISTS": "a condition on a group",
@@ -52,6 +55,8 @@ class Matcher(Protocol):
 def name_pattern(text: str, before: str = "", after: str = "") -> Matcher:
     """Return a matcher of the regular expression before + text + after.
 
+    Flags that `text` begins with are those of `text` alone.
+
     Args:
         text: the pattern, from a file of anyone's.
         before: trusted pattern in front of it.
@@ -60,11 +65,20 @@ def name_pattern(text: str, before: str = "", after: str = "") -> Matcher:
     Raises:
         ValueError: as of `NamePattern`.
     """
-    whole = before + text + after
     if _ONE_WAY.fullmatch(text):
-        return re.compile(whole)
+        return re.compile(before + text + after)
     alone = NamePattern(text)  # what it says of wrong places counts from the start of `text`
-    return NamePattern(whole) if before or after else alone
+    return NamePattern(before + _with_own_flags(text) + after) if before or after else alone
+
+
+def _with_own_flags(text: str) -> str:
+    """Return a pattern that may stand within another: "(?i)a" as "(?i:a)"."""
+    found = _FLAGS.fullmatch(text)
+    if found is None:
+        return text
+    flags = "".join(filter(str.isalpha, found[1]))
+    end = "\n" if "x" in flags else ""  # of a comment
+    return f"(?{flags}:{found[2]}{end})"
 
 
 def _nesting(text: str) -> int:

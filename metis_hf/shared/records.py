@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from metis_hf.shared.devices import device_of
+
 SETTINGS_FILE = "settings.json"
 PACKAGES = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_eval")
 
@@ -80,22 +82,33 @@ def claim_directory(out: Path, settings: dict[str, Any], option: str = "--out") 
     write_json(path, settings)
 
 
-def bf16_units() -> bool:
-    """Return whether the device multiplies bf16 natively; else bf16 is fp32, only slower."""
-    if torch.cuda.is_available():
+def bf16_units(device: torch.device | None = None) -> bool:
+    """Return whether a device multiplies bf16 natively; else bf16 is fp32, only slower.
+
+    Args:
+        device: None: the machine's accelerator, or its CPU.
+    """
+    kind = (device or device_of(None)).type
+    if kind == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.accelerator.is_available():
+    if kind != "cpu":
         return True
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def device_name() -> str:
-    """Return what the experiment ran on."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    units = "with" if bf16_units() else "without"
-    return f"{platform.machine()} CPU {units} bf16 units, {torch.get_num_threads()} threads"
+def device_name(device: torch.device | None = None) -> str:
+    """Return what the experiment ran on.
+
+    Args:
+        device: that it used; None: the machine's accelerator, or its CPU.
+    """
+    device = device or device_of(None)
+    if device.type == "cpu":
+        units = "with" if bf16_units(device) else "without"
+        return f"{platform.machine()} CPU {units} bf16 units, {torch.get_num_threads()} threads"
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if named else f"{platform.machine()} {device.type}"
 
 
 def package_versions() -> dict[str, str]:
@@ -109,24 +122,34 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def environment() -> dict[str, Any]:
-    """Return versions, device and commit."""
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Return versions, device and commit.
+
+    Args:
+        device: of the experiment; None: the machine's accelerator, or its CPU.
+    """
     return {
         "versions": package_versions(),
         "python": platform.python_version(),
-        "device": device_name(),
-        "precision": "bf16" if bf16_units() else "fp32",
+        "device": device_name(device),
+        "precision": "bf16" if bf16_units(device) else "fp32",
         "commit": _commit(),
     }
 
 
 def _commit() -> str | None:
-    """Return the commit of a checkout, or None."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
+    """Return the commit of a checkout, or None; also where the package lies in another's."""
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    return _git("rev-parse", "--short", "HEAD") if tracked else None
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git says in the directory of this file; None where it fails or says nothing."""
+    command = ["git", *arguments]
     try:
         git = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
         )
     except OSError:  # no git
         return None
-    return git.stdout.strip() or None
+    return git.stdout.strip() or None if git.returncode == 0 else None

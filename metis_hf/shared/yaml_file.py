@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from metis_hf.shared.texts import utf8_text
+
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Return the keys and values of a YAML file; an empty file has none.
@@ -17,9 +19,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
-        values = yaml.safe_load(path.read_text("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+        values = yaml.safe_load(utf8_text(path))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is not None and not isinstance(values, dict):

@@ -2,8 +2,9 @@
 
 At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
 steps it decomposes split weights again. After each step it does what schemes with a state need.
-Every `health_interval` steps it measures spectral health and quantization noise: the means go to
-Trainer's own logs (a summary to the console), the figures of each layer to `metis_health.jsonl`.
+Every `health_interval` steps it measures spectral health and quantization noise, and has the step
+logged: the means go to Trainer's own logs (a summary to the console), the figures of each layer to
+`metis_health.jsonl`.
 Trainer's log entries go to `metis_log.jsonl`, whatever is saved. `metis-hf report` makes a page of
 these files.
 """
@@ -15,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from metis_hf.conversion.convert import metis_layers
@@ -51,6 +50,7 @@ from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_engine, check_split, refresh
 from metis_hf.training.resume import ResumeGuard
+from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
 from metis_hf.training.weight_reuse import hold, release
 
 logger = logging.get_logger(__name__)
@@ -63,8 +63,8 @@ class MetisCallback(ResumeGuard):
 
     Args:
         health_interval: optimizer steps between measurements; 0 never measures, and the log and
-            what was run are written all the same. A measured step takes a few times as long as a
-            normal one.
+            what was run are written all the same. A measured step is logged, and takes a few times
+            as long as a normal one.
         refresh_interval: optimizer steps between re-decompositions of split weights; None takes
             the model config's `refresh_interval`, 0 never refreshes.
         freeze_scales: optimizer steps after which static tensor scales are fixed at what training
@@ -96,12 +96,15 @@ class MetisCallback(ResumeGuard):
         self._refresh_every: int | None = 0
         self._freeze_at: int | None = None  # the step from which on scales are to be fixed
         self._unseen: str | None = None  # what keeps them from that
-        self._measuring = False
+        self._measuring = self._due = False
         self._reuses_weights = False
         self._alarm = False  # a logged loss or gradient norm was not finite
         self._pending: dict[str, float] = {}
         self._record: dict[str, Any] = {}  # of the running step, for the health file
         self._precision: dict[str, Any] = {}
+        self._trial_directory: Path | None = None
+        self._begun = False
+        self._early: list[dict[str, Any]] = []  # log entries of before the training
 
     def state(self) -> dict[str, Any]:
         """Return what Trainer writes into trainer_state.json."""
@@ -121,6 +124,8 @@ class MetisCallback(ResumeGuard):
             summarize(callbacks)
             callbacks.insert(0, self)
         self._bound = True
+        trial = getattr(trainer, "_trial", None)
+        self._trial_directory = None if trial is None else Path(trainer._get_output_dir(trial))
         return self
 
     def on_train_begin(
@@ -158,8 +163,8 @@ class MetisCallback(ResumeGuard):
             getattr(module, "gradient_checkpointing", False) for module in model.modules()
         )
         if optimizer is not None:
-            _check_optimizer(self._layers, optimizer)
-        _check_dtypes(model)
+            check_optimizer(self._layers, optimizer)
+        check_dtypes(model)
         if args.logging_nan_inf_filter:
             logger.info("logging_nan_inf_filter switched off: a NaN loss must show in the logs")
             args.logging_nan_inf_filter = False
@@ -170,7 +175,7 @@ class MetisCallback(ResumeGuard):
             check_split(model, f"refresh_interval={self._refresh_every}")
             check_engine(model, f"refresh_interval={self._refresh_every}")
         check_states(model)
-        _check_precision()
+        check_precision()
         check_accelerate()
         if self.health_interval and any(m.shards and m.shards.cut for m in self._layers.values()):
             raise NotImplementedError(
@@ -193,9 +198,19 @@ class MetisCallback(ResumeGuard):
             )
         self._precision = precision_of(next(iter(self._layers.values())))
         if state.is_world_process_zero:
-            drop_after(_directory(args), state.global_step)
+            if state.is_hyper_param_search and self._trial_directory is None:
+                logger.warning(
+                    "the records of each trial in %s replace those of the one before. Use "
+                    "MetisTrainer, which keeps them beside the trial's checkpoints",
+                    args.output_dir,
+                )
+            directory = self._directory(args)
+            drop_after(directory, state.global_step or -1)  # of a new run not even step 0 stays
             config = None if self.trained_config is None else dict(self.trained_config)
-            write_run(_directory(args), describe_run(model, config, args, state.max_steps))
+            write_run(directory, describe_run(model, config, args, state.max_steps))
+            for entry in [] if state.global_step else self._early:
+                append_log(directory, entry)
+        self._begun = True
 
     def _first_step_to_freeze(self, model: nn.Module, state: TrainerState) -> int | None:
         """Return the step after which scales are fixed; None where nothing is left to do."""
@@ -215,8 +230,9 @@ class MetisCallback(ResumeGuard):
         if self._reuses_weights:
             hold(self._model)
         step = state.global_step + 1
-        due = self.health_interval and (step == 1 or step % self.health_interval == 0)
-        if due or self._alarm:
+        every = self.health_interval
+        self._due = bool(every) and (step == 1 or step % every == 0)
+        if self._due or self._alarm:
             self._alarm = False
             self._measuring = True
             self._probe.attach(self._layers)
@@ -240,15 +256,19 @@ class MetisCallback(ResumeGuard):
             self._measuring = False
             self._probe.detach()
             self._collect(state)
+            # Of its own step. An alarm's waits: where losses stay NaN, each would raise the next.
+            if self._due and args.logging_strategy != IntervalStrategy.NO:
+                control.should_log = True
         precision = precision_of(next(iter(self._layers.values())))
         if precision != self._precision:
             self._precision = self._record["switch"] = precision
         if self._record and state.is_world_process_zero:
-            append_record(_directory(args), state.global_step, self._record)
+            append_record(self._directory(args), state.global_step, self._record)
         self._record = {}
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         self._probe.detach()
+        self._early = []
         asked = self.freeze_scales is not None and state.global_step >= self.freeze_scales
         if asked and not scales_are_fixed(self._model) and state.is_world_process_zero:
             logger.warning(
@@ -265,7 +285,10 @@ class MetisCallback(ResumeGuard):
         if logs and "loss" in logs:
             self._complete(state, logs)
         if logs and state.log_history and state.is_world_process_zero:
-            append_log(_directory(args), state.log_history[-1])
+            if self._begun:
+                append_log(self._directory(args), state.log_history[-1])
+            else:  # an evaluation, of a run to come or of one that another process has finished
+                self._early.append(dict(state.log_history[-1]))
 
     def _freeze(self, state: TrainerState) -> None:
         """Fix the scales; where a layer has seen no input yet, say so once and wait."""
@@ -300,6 +323,11 @@ class MetisCallback(ResumeGuard):
             state.log_history[-1].update(self._pending)
             self._pending = {}
 
+    def _directory(self, args: TrainingArguments) -> Path:
+        """Return where records go: beside the checkpoints, also those of a search's trial."""
+        assert args.output_dir is not None  # Trainer fills it in
+        return self._trial_directory or Path(args.output_dir)
+
     def _warn_of_reporters(self, args: TrainingArguments) -> None:
         reporters = [name for name in args.report_to or () if name != "none"]
         if reporters and self.health_interval and not self._bound:
@@ -317,7 +345,8 @@ class MetisCallback(ResumeGuard):
         before = {name: split_health(layer) for name, layer in measured.items()}
         drifts = refresh(self._model, optimizer)
         if drifts:
-            self._pending["metis/refresh_drift"] = max(drifts.values())
+            before_it = self._pending.get("metis/refresh_drift", 0.0)
+            self._pending["metis/refresh_drift"] = max(before_it, *drifts.values())
         if measured:
             self._record["refresh"] = {
                 name: {"before": before[name], "after": split_health(layer)}
@@ -338,58 +367,3 @@ class MetisCallback(ResumeGuard):
         self._record["layers"] = per_layer
         if self._probe.noise:
             self._record["noise"] = self._probe.noise
-
-
-def _directory(args: TrainingArguments) -> Path:
-    assert args.output_dir is not None  # Trainer fills it in
-    return Path(args.output_dir)
-
-
-def _check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
-    groups = [group["params"] for group in optimizer.param_groups]
-    # DeepSpeed's optimizers step flat copies, and keep the model's parameters in these lists.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        groups = getattr(inner, name, groups)
-    owned = {id(param) for group in groups for param in group}
-    for name, layer in layers.items():
-        for key, param in layer.named_parameters(recurse=False):
-            if param.requires_grad and id(param) not in owned:
-                raise ValueError(
-                    f"the optimizer does not own {name}.{key}, which has requires_grad=True. If "
-                    "the model was converted after the optimizer was built, call get_metis_model "
-                    "first (or let Trainer build the optimizer). If the optimizer is to train a "
-                    "part of the model, freeze the rest: parameter.requires_grad_(False)"
-                )
-
-
-def _check_precision() -> None:
-    """Refuse accelerate's FP8, which puts other layers and other scales under the same model."""
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision == "fp8":
-        raise NotImplementedError(
-            "accelerate runs with mixed_precision=fp8, which quantizes linear layers itself, and "
-            "the model's are converted: they quantize as their scheme says. Choose bf16 or no "
-            "(accelerate config, or --mixed_precision bf16), or train the plain model"
-        )
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    """FSDP2 gathers the parameters of a unit together, and only of one dtype."""
-    units: dict[int, tuple[str, str, torch.dtype]] = {}  # parameter -> unit, name, dtype
-    for unit, module in model.named_modules():
-        params = module.named_parameters(unit)
-        if isinstance(module, FSDPModule):  # inner units come later, and own their parameters
-            for name, param in params:
-                if param.requires_grad:
-                    units[id(param)] = unit or type(model).__name__, name, param.dtype
-    dtypes: dict[str, dict[torch.dtype, str]] = {}
-    for unit, name, dtype in units.values():
-        dtypes.setdefault(unit, {}).setdefault(dtype, name)
-    for unit, found in dtypes.items():
-        if len(found) > 1:
-            shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
-            raise ValueError(
-                f"FSDP2 needs one dtype for all trainable parameters of {unit}, and {shown}. Load "
-                "the model with dtype=torch.float32 (or call model.float()) before the Trainer is "
-                "built, and train with bf16=True if the GEMMs are to run in BF16"
-            )

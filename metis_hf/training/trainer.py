@@ -61,8 +61,12 @@ class MetisTrainerMixin:
         self._bind_callbacks()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with recordings of its own: `auto_find_batch_size` may train several times."""
+        """Train with recordings of its own: `auto_find_batch_size` may train several times.
+
+        Callbacks are bound to the trial, if there is one.
+        """
         self._graphs = None
+        self._bind_callbacks()
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from metis_hf.data.chat import (
     tokens_of,
 )
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.sequences import read_sequences
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
 TALK = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
@@ -48,6 +50,15 @@ def test_line_breaks_inside_strings_and_a_byte_order_mark(tmp_path):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"a.txt holds JSON objects.*; name it a.jsonl"):
         read_documents(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("read", [read_documents, lambda path: read_sequences(None, path, 1, 8)])
+def test_a_file_that_is_not_utf8_is_named(read, name, tmp_path):
+    """Of several that were given; a compressed file is read as a text by its name."""
+    (tmp_path / name).write_bytes(gzip.compress(b"text"))
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 text \('utf-8' codec can't decode"):
+        read(tmp_path / name)
 
 
 def test_a_text_without_blank_lines_is_cut_by_lines(tokenizer, tmp_path):

@@ -208,7 +208,7 @@ def test_the_directory_is_the_one_asked_for(given, out, monkeypatch):
 def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):
     from metis_hf.shared import records
 
-    monkeypatch.setattr(records, "bf16_units", lambda: False)
+    monkeypatch.setattr(records, "bf16_units", lambda device: False)
     where = records.environment()
     assert where["precision"] == "fp32"
     assert "without bf16 units" in where["device"] or "CPU" not in where["device"]

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from metis_hf import scheme_names
-from metis_hf.experiments.figures import health_series, plot_curves
+from metis_hf.experiments.figures import curves, health_series, paired_gaps, plot_curves
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import scheme_styles, smooth, spread
@@ -43,6 +43,26 @@ def test_health_series_averages_groups_of_measured_steps():
     steps, means = health_series(result, "weight", "energy")
     assert steps == [1, 3]
     assert [round(value, 6) for value in means] == [0.3, 0.5]
+
+
+def test_losses_are_compared_step_by_step():
+    """The control's result is of a version that did not log measured steps, such as the first."""
+
+    def result(scheme, seed, losses):
+        history = [{"step": step, "loss": loss} for step, loss in losses.items()]
+        return SchemeResult(scheme, {}, "", 1.0, {}, 0.1, history, seed=seed)
+
+    results = [
+        result("bf16", 0, {10: 2.0, 20: 1.0}),
+        result("metis", 0, {1: 8.0, 10: 2.2, 20: 1.1}),
+        result("bf16", 1, {10: 2.0, 20: 1.0}),
+        result("metis", 1, {10: 2.0, 20: 1.0}),
+    ]
+    steps, gaps = paired_gaps(results, "metis", 1)
+    assert steps == [10, 20]
+    assert gaps == [pytest.approx([10, 10]), [0, 0]]
+    assert curves(results)["metis"] == ([10, 20], [[2.2, 1.1], [2.0, 1.0]])
+    assert paired_gaps(results[1:2], "metis", 1) == ([], [])
 
 
 def test_a_curve_of_one_step_is_drawn_without_a_warning(tmp_path):

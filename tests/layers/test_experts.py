@@ -396,7 +396,7 @@ def test_callback_with_experts_that_see_no_token(tmp_path):
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(history) == 4
     for kind in ("weight", "activation", "gradient"):
-        assert f"metis/{kind}/metis_down_proj/energy" in history[0]
+        assert f"metis/{kind}/metis_down_proj/stable_rank" in history[0]
     assert history[0]["metis/nonfinite_tensors"] == 0
     assert history[1]["metis/refresh_drift"] < REFRESH_TOLERANCE
     record = json.loads((tmp_path / HEALTH_FILE).read_text().splitlines()[0])

@@ -32,8 +32,8 @@ def test_size_of_a_tensor_does_not_matter(factor):
     assert stable_rank(x * factor).item() == pytest.approx(stable_rank(x).item(), rel=1e-3)
 
 
-def converted_layer():
-    model = get_metis_model(llama(num_hidden_layers=1), MetisConfig(rank=8))
+def converted_layer(scheme="metis"):
+    model = get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme, rank=8))
     return next(layer for _, layer in metis_layers(model))
 
 
@@ -47,6 +47,47 @@ def test_zeros_have_no_ratios():
     assert weight_health(layer) == {"nonfinite": 0.0}
     torch.nn.init.normal_(layer.weight)
     assert all(math.isfinite(value) for value in weight_health(layer).values())
+
+
+@pytest.mark.parametrize("scheme", ["metis", "nvfp4-rne"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_split_that_keeps_everything_narrows_nothing(scheme, rows):
+    """As of an expert with few tokens, among rows of zeros: the residual is rounding of fp32."""
+    layer = converted_layer(scheme)
+    operand = layer.active_scheme().fprop_input
+    x = torch.zeros(48, 64)
+    x[:rows] = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    found = operand_health(x, operand, rank=8, key=Key(0))
+    assert {"energy", "narrowing"}.isdisjoint(found)
+    assert {"stable_rank", "sqnr_db", "zeroed", "saturated"} <= found.keys()
+    x[rows:16] = torch.randn(16 - rows, 64, generator=torch.Generator().manual_seed(1))
+    found = operand_health(x, operand, rank=8, key=Key(0))
+    assert 1 < found["narrowing"] < 10
+    assert 0 < found["energy"] < 1
+
+
+def test_a_weight_of_full_rank_has_no_residual():
+    layer = converted_layer()
+    assert weight_health(layer).keys() >= {"energy", "narrowing"}
+    torch.nn.init.zeros_(layer.weight[8:])
+    assert {"energy", "narrowing"}.isdisjoint(weight_health(layer))
+
+
+def test_no_rows_have_no_statistics():
+    """A mean that contains NaN is NaN: an expert without a token must not be in it."""
+    operand = converted_layer().active_scheme().fprop_input
+    assert operand_health(torch.zeros(0, 64), operand, rank=8, key=Key(0)) == {}
+
+
+def test_the_call_that_has_rows_is_measured():
+    """Experts are called in turn, and the first call may have no token."""
+    layer = converted_layer().train()
+    probe = LayerProbe()
+    probe.attach({"expert": layer})
+    for rows in (0, 32):
+        layer(torch.ones(rows, 64).cumsum(0).requires_grad_()).sum().backward()
+    assert {"activation", "gradient"} <= probe.stats["expert"].keys()
+    assert probe.stats["expert"]["activation"]["nonfinite"] == 0
 
 
 @pytest.mark.parametrize(

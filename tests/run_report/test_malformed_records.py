@@ -156,7 +156,7 @@ KINDS = {
     ),
     "a switch to a number": (health(at("switch", value=4)), "switch in line 2 (it is 4"),
     "passes as text": (health(at("switch", "high_precision", value="forward")), "high_precision"),
-    "a loss as text": (log(loss="NaN"), "left out entry 2 (loss is 'NaN', no number)"),
+    "a loss as text": (log(loss="NaN"), "left out line 2 (loss is 'NaN', no number)"),
     "a loss of null": (log(grad_norm="x"), "grad_norm is 'x'"),
     "an entry without a step": (log(step=None), f"{LOG_FILE}: left out line 2 (no step"),
     "a log as a number": (elsewhere(STATE, "log_history", value=3), "log_history is no list"),

@@ -124,6 +124,15 @@ class TestBrowser:
         assert view.result("mark") == "ascending"
         assert html.unescape(view.result("down")) == down
 
+    def test_infinity_is_the_largest_number(self, tmp_path):
+        """As of noise that never crosses; what was not measured is last in both directions."""
+        cells = [Cell("n/a", math.nan), Cell("never", math.inf), number(300.0), number(-math.inf)]
+        rows = [[cell] for cell in (*cells, Cell("never", math.inf), number(20.0))]
+        Page("x").table(["step"], rows).save(tmp_path / "page.html")
+        view = browser.open_page(tmp_path / "page.html", tmp_path, sort_by("step"))
+        assert html.unescape(view.result("up")) == "-inf|20|300|never|never|n/a"
+        assert html.unescape(view.result("down")) == "never|never|300|20|-inf|n/a"
+
     def test_the_helper_sees_a_broken_page(self, tmp_path):
         """Else the tests above would pass whatever a page does."""
         broken = tmp_path / "broken.html"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -65,6 +66,47 @@ def test_the_message_names_the_option(tmp_path):
         hold_directory(tmp_path, "--output_dir"),
     ):
         pass
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked")
+
+
+def _work(started, end):
+    started.set()
+    end.wait(60)
+
+
+@needs_fork
+def test_workers_that_a_killed_process_leaves_hold_nothing(tmp_path):
+    """A manager and a pool, as `Dataset.map(num_proc=...)` forks them, notice no parent's end."""
+    context = multiprocessing.get_context("fork")
+    started, end = context.Event(), context.Event()
+    with hold_directory(tmp_path):
+        worker = context.Process(target=_work, args=(started, end), daemon=True)
+        worker.start()
+        assert started.wait(60)
+    try:  # given back, while the worker lives on
+        with hold_directory(tmp_path):
+            pass
+    finally:
+        end.set()
+        worker.join()
+
+
+def _leave(block):
+    block.__exit__(None, None, None)
+
+
+@needs_fork
+def test_a_fork_that_leaves_the_block_gives_nothing_back(tmp_path):
+    """It runs on to the end of the block as its parent does, which still works there."""
+    block = hold_directory(tmp_path)
+    with block:
+        worker = multiprocessing.get_context("fork").Process(target=_leave, args=(block,))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
 
 def no_locks(*args):

@@ -96,6 +96,27 @@ def test_patterns_that_people_write(pattern):
         assert ours.match(name) is bool(theirs.match(name)), name
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?i)Q_PROJ",
+        "(?i)(?s).ELF_ATTN.*|lm_head",
+        "(?x) (q | k) _proj  # of attention",
+        "(?i:Q)_proj",
+    ],
+)
+def test_flags_of_a_pattern_within_another_are_its_own(pattern):
+    """As patterns of ranks and schemes are: a suffix of a name."""
+    ours = name_pattern(pattern, r"(.*\.)?(", ")$")
+    theirs = re.compile(pattern)
+    for name in NAMES:
+        parts = name.split(".")
+        suffixes = [".".join(parts[n:]) for n in range(len(parts))]
+        assert ours.match(name) is any(theirs.fullmatch(each) for each in suffixes), name
+    around = name_pattern("(?i)Q_PROJ", r"(.*\.Self\.)?(", ")$")  # which keeps its case
+    assert [around.match(f"{name}.q_proj") for name in ("a.Self", "a.self")] == [True, False]
+
+
 ATOMS = st.sampled_from(
     [*"abA.", r"\.", r"\d", r"\w", r"\W", r"\b", r"\B", "^", "$", "[ab]", "[^a.]", "[a-c0-9]", "()",
      "(?!)"]

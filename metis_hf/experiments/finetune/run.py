@@ -343,7 +343,7 @@ class Finetuning:
             "tokens": self.steps * self.arguments.global_batch * self.arguments.sequence_length,
             "held_out_tokens": self.held_out.tokens,
             "outcomes": [asdict(outcome) for outcome in outcomes],
-            **environment(),
+            **environment(self.training.device),
         }
         write_json(self.out / RESULTS_FILE, record)
         (self.out / TABLE_FILE).write_text(markdown_tables(outcomes))

@@ -1,0 +1,61 @@
+"""Checks of what a run is made of, before its first step: optimizer, precision, dtypes of units."""
+
+from __future__ import annotations
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from metis_hf.layers.linear import MetisLayer
+
+
+def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that lacks trainable parameters of converted layers."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    # DeepSpeed's optimizers step flat copies, and keep the model's parameters in these lists.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(inner, name, groups)
+    owned = {id(param) for group in groups for param in group}
+    for name, layer in layers.items():
+        for key, param in layer.named_parameters(recurse=False):
+            if param.requires_grad and id(param) not in owned:
+                raise ValueError(
+                    f"the optimizer does not own {name}.{key}, which has requires_grad=True. If "
+                    "the model was converted after the optimizer was built, call get_metis_model "
+                    "first (or let Trainer build the optimizer). If the optimizer is to train a "
+                    "part of the model, freeze the rest: parameter.requires_grad_(False)"
+                )
+
+
+def check_precision() -> None:
+    """Refuse accelerate's FP8, which puts other layers and other scales under the same model."""
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision == "fp8":
+        raise NotImplementedError(
+            "accelerate runs with mixed_precision=fp8, which quantizes linear layers itself, and "
+            "the model's are converted: they quantize as their scheme says. Choose bf16 or no "
+            "(accelerate config, or --mixed_precision bf16), or train the plain model"
+        )
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Refuse several dtypes in a unit of FSDP2, which gathers its parameters together."""
+    units: dict[int, tuple[str, str, torch.dtype]] = {}  # parameter -> unit, name, dtype
+    for unit, module in model.named_modules():
+        params = module.named_parameters(unit)
+        if isinstance(module, FSDPModule):  # inner units come later, and own their parameters
+            for name, param in params:
+                if param.requires_grad:
+                    units[id(param)] = unit or type(model).__name__, name, param.dtype
+    dtypes: dict[str, dict[torch.dtype, str]] = {}
+    for unit, name, dtype in units.values():
+        dtypes.setdefault(unit, {}).setdefault(dtype, name)
+    for unit, found in dtypes.items():
+        if len(found) > 1:
+            shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+            raise ValueError(
+                f"FSDP2 needs one dtype for all trainable parameters of {unit}, and {shown}. Load "
+                "the model with dtype=torch.float32 (or call model.float()) before the Trainer is "
+                "built, and train with bf16=True if the GEMMs are to run in BF16"
+            )

@@ -1,0 +1,89 @@
+"""What a record says of the machine and the code that it is of."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from metis_hf.shared import records
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Make a machine seem to have an accelerator of a kind."""
+
+    def make(kind, **functions):
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda **_: torch.device(kind)
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(**functions))
+
+    return make
+
+
+def test_a_run_on_the_cpu_is_not_of_the_gpu_that_is_there(accelerator, monkeypatch):
+    accelerator("cuda", get_device_name=lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    assert records.device_name() == "a GPU"
+    assert " CPU with" in records.device_name(CPU)
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, probe, lambda: False, raising=False)
+    found = records.environment(CPU)
+    assert " CPU without bf16 units, " in found["device"]
+    assert found["precision"] == "fp32"
+    assert records.environment()["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("functions", "name"),
+    [
+        ({}, " mps"),
+        ({"get_device_name": lambda device: "Data Center GPU Max"}, "Data Center GPU Ma"),
+    ],
+)
+def test_other_accelerators_are_named(accelerator, functions, name):
+    accelerator("mps", **functions)
+    assert name in records.device_name()
+    assert "CPU" not in records.device_name()
+    assert records.bf16_units()
+
+
+class TestCommit:
+    @pytest.fixture
+    def git(self, tmp_path):
+        """Run git in a repository of somebody's, which has one commit."""
+
+        def run(*arguments):
+            command = ["git", "-c", "user.name=x", "-c", "user.email=x@x", *arguments]
+            done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+            return done.stdout.strip()
+
+        if shutil.which("git") is None:
+            pytest.skip("git is not installed")
+        run("init", "-q")
+        run("commit", "-q", "--allow-empty", "-m", "x")
+        return run
+
+    def test_an_installed_package_has_none_of_the_repository_around_it(
+        self, git, tmp_path, monkeypatch
+    ):
+        """As in a virtual environment within a repository of the user's."""
+        file = tmp_path / ".venv" / "metis_hf" / "shared" / "records.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+        monkeypatch.setattr(records, "__file__", str(file))
+        assert records._commit() is None
+        git("add", "-f", ".")
+        git("commit", "-q", "-m", "a checkout")
+        assert records._commit() == git("rev-parse", "--short", "HEAD")
+
+    def test_a_machine_without_git(self, monkeypatch):
+        monkeypatch.setenv("PATH", "")
+        assert records._commit() is None
