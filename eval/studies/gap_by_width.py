@@ -2,13 +2,15 @@
 
     python eval/studies/gap_by_width.py
 
-Reads the records of `metis-hf compare` at several widths: the same text, steps and seeds, so the
-same number of tokens for all. Nothing is trained. Writes eval/results/widths.
+Reads the records of `metis-hf compare` at several widths: the same text and steps, so the same
+number of tokens for all. Where two have a variant, the first one counts. Nothing is trained. Writes
+eval/results/widths.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,13 @@ PAGE = ROOT / "docs" / "trained.md"
 RECORDS = (
     "width-96",
     "width-96-quarter",
+    "width-96-directions",
     "width-192",
+    "width-192-directions",
+    "width-384-directions",
     "width-384-starts",
     "width-384-quarter",
+    "width-768",
 )
 OUT = RESULTS / "widths"
 MARK = "gap by width"
@@ -63,9 +69,9 @@ def read() -> dict[int, dict[str, Any]]:
 
 
 def variants(widths: dict[int, dict[str, Any]]) -> list[str]:
-    """Return the names of all variants but the control, in the records' order."""
-    names = dict.fromkeys(name for width in widths.values() for name in width["variants"])
-    return [name for name in names if name != CONTROL]
+    """Return the names of variants at several widths, without the control, in their order."""
+    names = Counter(name for width in widths.values() for name in width["variants"])
+    return [name for name, count in names.items() if count > 1 and name != CONTROL]
 
 
 def gap_of(width: dict[str, Any], name: str) -> Interval | None:
