@@ -33,7 +33,6 @@ RECORDS = (
     "width-384-directions",
     "width-384-starts",
     "width-384-quarter",
-    "width-768",
 )
 OUT = RESULTS / "widths"
 MARK = "gap by width"
@@ -68,10 +67,10 @@ def read() -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def variants(widths: dict[int, dict[str, Any]]) -> list[str]:
-    """Return the names of variants at several widths, without the control, in their order."""
+def variants(widths: dict[int, dict[str, Any]], least: int) -> list[str]:
+    """Return the names of variants at so many widths or more, but the control, in their order."""
     names = Counter(name for width in widths.values() for name in width["variants"])
-    return [name for name, count in names.items() if count > 1 and name != CONTROL]
+    return [name for name, count in names.items() if count >= least and name != CONTROL]
 
 
 def gap_of(width: dict[str, Any], name: str) -> Interval | None:
@@ -91,7 +90,7 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
         ["seeds", *seeds],
     ]
     costs = []
-    for name in variants(widths):
+    for name in variants(widths, least=2):
         gaps.append([f"`{name}`", *(format_gap(gap_of(w, name)) for w in widths.values())])
         extra = [w["variants"].get(name, {}).get("extra") for w in widths.values()]
         costs.append([f"`{name}`", *("" if x is None else f"{x:.1f}" for x in extra)])
@@ -104,12 +103,12 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
 
 
 def draw(widths: dict[int, dict[str, Any]], path: Path) -> None:
-    """Draw gap against width, a line for each variant, with 95 % intervals where there are any."""
+    """Draw gap against width, a line for each variant at three widths, with its 95 % intervals."""
     figure, axes = figure_axes(1, 1, (9, 4.4))
     axis = axes[0][0]
     found = {
         name: {w: gap for w, record in widths.items() if (gap := gap_of(record, name)) is not None}
-        for name in variants(widths)
+        for name in variants(widths, least=3)
     }
     plot_gaps(axis, found, {width: str(width) for width in widths})
     axis.set_xlabel("width")
