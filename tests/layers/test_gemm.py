@@ -314,7 +314,10 @@ def test_factors_have_entries_of_unit_rms(scheme):
 
 
 def test_frozen_parameters_get_no_gradient():
-    """Any of them alone, and the others keep their exact gradients."""
+    """Any of them alone, and the others keep their exact gradients.
+
+    But for a frozen residual: noise then follows a factor (test_split_weight.py).
+    """
     for scheme in FP4_SCHEMES:
         _, layer = layer_of(scheme)
         x = torch.randn(40, 48)
@@ -324,7 +327,8 @@ def test_frozen_parameters_get_no_gradient():
             _, _, others = forward_backward(layer, x)
             parameter.requires_grad_(True)
             assert others.pop(frozen) is None
-            assert all(torch.equal(grads[name], grad) for name, grad in others.items())
+            same = [torch.equal(grads[name], grad) for name, grad in others.items()]
+            assert all(same) or frozen == "weight_residual"
 
 
 def test_compensation_reduces_the_error():
