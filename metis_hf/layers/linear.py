@@ -169,7 +169,8 @@ class MetisLayer(nn.Module):
         """
         if weight is None:
             params = self.weight_params()
-            weight = next((p for p in reversed(params) if p.requires_grad), params[-1])
+            parts = params if self.weight_form.is_split else params[-1:]
+            weight = next((p for p in reversed(parts) if p.requires_grad), params[-1])
         return CallKeys(self.noise_key(), x, weight, self.input_noise_key())
 
     def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:
