@@ -33,6 +33,7 @@ RECORDS = (
     "width-384-directions",
     "width-384-starts",
     "width-384-quarter",
+    "width-768",
 )
 OUT = RESULTS / "widths"
 MARK = "gap by width"
