@@ -18,7 +18,7 @@ from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.report import HEADER, describe, tables_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
-from metis_hf.experiments.recipe import parse_arguments
+from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.shared.tables import terminal_table
 
 DEFAULTS = {

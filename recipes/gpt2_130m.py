@@ -15,9 +15,9 @@ from metis_hf.experiments.recipe import (
     build_trainer,
     dry_run,
     load_data,
-    parse_arguments,
     train_and_evaluate,
 )
+from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.experiments.sizes import SIZES
 
 SIZE = SIZES["130m"]

@@ -1,4 +1,4 @@
-"""Code that the training recipes share: arguments, data, model, trainer, the dry run.
+"""Code that the training recipes share: data, model, trainer, the dry run.
 
 A recipe is a script that a person launches with accelerate; it says which model is trained and with
 which settings, and calls these functions one after the other.
@@ -6,31 +6,23 @@ which settings, and calls these functions one after the other.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
 import os
-from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import causal_batch
+from metis_hf.experiments.recipe_arguments import RecipeArguments
 from metis_hf.experiments.runner import new_model
 from metis_hf.planning.plan import Plan, plan_run
-from metis_hf.planning.workload import Workload
-from metis_hf.schemes import import_schemes, scheme_names
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.locks import hold_directory
-from metis_hf.shared.yaml_file import read_yaml
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.trainer import MetisTrainer
 
@@ -39,168 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SMOKE_TEXT = 60  # documents of the embedded corpus
-# Arguments of TrainingArguments that recipes do not take, and what says it in their place.
-_NOT_TAKEN = {
-    "num_train_epochs": "--tokens says how long a run is",
-    "resume_from_checkpoint": "a run goes on from its own --output_dir, training with --resume",
-}
-
-
-@dataclass
-class RecipeArguments:
-    """Arguments of a recipe besides transformers' TrainingArguments."""
-
-    data: str | None = field(
-        default=None,
-        metadata={"help": "Directory of chunked tokens, made by recipes/prepare_data.py."},
-    )
-    scheme: str = field(
-        default="metis", metadata={"help": f"How GEMMs compute: {', '.join(scheme_names())}."}
-    )
-    metis: str = field(
-        default="{}",
-        metadata={"help": "More of MetisConfig, as JSON: '{\"rank_frac\": 0.03}'."},
-    )
-    metis_import: list[str] | None = field(
-        default=None,
-        metadata={"help": "Python files or modules that register schemes of yours."},
-    )
-    tokens: float = field(default=100e9, metadata={"help": "Tokens of the whole run."})
-    sequence_length: int = field(default=1024, metadata={"help": "Tokens per sequence."})
-    global_batch: int = field(
-        default=512,
-        metadata={"help": "Sequences per optimizer step; gradient accumulation follows from it."},
-    )
-    eval_sequences: int = field(
-        default=1024,
-        metadata={"help": "Held-out sequences: of DIR/validation, else the last of the data."},
-    )
-    health_interval: int = field(
-        default=500, metadata={"help": "Steps between measurements of spectral health; 0: never."}
-    )
-    resume: bool = field(
-        default=False,
-        metadata={"help": "Go on from the last checkpoint in output_dir, or start if it has none."},
-    )
-    smoke: bool = field(
-        default=False,
-        metadata={"help": "The same code on the CPU in a minute: tiny model, embedded text."},
-    )
-    dry_run: bool = field(default=False, metadata={"help": "Print what the run takes, and stop."})
-    world_size: int | None = field(
-        default=None, metadata={"help": "Processes to plan for; default: those launched."}
-    )
-    json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
-
-    def metis_config(self, seed: int) -> MetisConfig:
-        """Return the conversion; noise takes the run's seed unless `metis` gives one.
-
-        Raises:
-            ValueError: `metis` is not a JSON object of MetisConfig's fields.
-        """
-        try:
-            values = json.loads(self.metis)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--metis {self.metis!r} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"--metis {self.metis!r} is not a JSON object of MetisConfig's fields")
-        if "scheme" in values:
-            raise ValueError(f"--metis gives the scheme; say --scheme {values['scheme']}")
-        return MetisConfig.from_dict({"seed": seed, **values, "scheme": self.scheme})
-
-    def workload(self, training: TrainingArguments, world_size: int) -> Workload:
-        """Return the run as numbers; `max_steps` of the training arguments goes before `tokens`."""
-        tokens = int(self.tokens)
-        if training.max_steps > 0:
-            tokens = training.max_steps * self.global_batch * self.sequence_length
-        return Workload(
-            tokens=tokens,
-            sequence_length=self.sequence_length,
-            global_batch=self.global_batch,
-            device_batch=training.per_device_train_batch_size,
-            world_size=world_size,
-            bf16=bool(training.bf16),
-            checkpointing=_checkpointing(training),
-        )
-
-
-def parse_arguments(
-    defaults: Mapping[str, Any],
-    smoke: Mapping[str, Any],
-    *,
-    description: str | None = None,
-    argv: Sequence[str] | None = None,
-    kind: type = RecipeArguments,
-) -> tuple[Any, TrainingArguments]:
-    """Read the command line over `--config FILE.yaml` over the recipe's own defaults.
-
-    Args:
-        defaults: of the recipe, for fields of both dataclasses.
-        smoke: what `--smoke` changes in them; a YAML file or the command line can change it again.
-        description: for `--help`.
-        argv: default: that of the process.
-        kind: dataclass of the recipe's arguments besides TrainingArguments; `smoke` and `dry_run`
-            are among them.
-
-    Returns:
-        (arguments of that kind, TrainingArguments).
-
-    Raises:
-        ValueError: a key of the YAML file that no argument has, epochs, or a source of schemes that
-            cannot be imported.
-    """
-    early = ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config")
-    early.add_argument("--smoke", nargs="?", const="true", default=None)
-    early.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default=None)
-    chosen, rest = early.parse_known_args(argv)
-    values = dict(defaults)
-    types = (kind, TrainingArguments)
-    in_file = _read_yaml(chosen.config, types) if chosen.config else {}
-    switches = {key: getattr(chosen, key) or in_file.get(key) for key in ("smoke", "dry_run")}
-    on = {key for key, value in switches.items() if str(value).lower() in ("true", "1", "yes")}
-    if "smoke" in on:
-        values |= smoke
-    if on:
-        values["use_cpu"] = True  # neither wants a device
-    values |= in_file
-    values |= {key: value for key, value in switches.items() if value is not None}
-
-    parser = HfArgumentParser(types, description=description, allow_abbrev=False)  # type: ignore[arg-type]
-    parser.add_argument("--config", help="YAML file of these arguments; the command line wins.")
-    # As text, so that argparse converts and checks a value wherever it comes from (in YAML 1.1,
-    # 1e-4 is a string).
-    parser.set_defaults(**{key: _as_text(value) for key, value in values.items()})
-    arguments, training, _ = parser.parse_args_into_dataclasses(args=rest)
-    for name, instead in _NOT_TAKEN.items():
-        if (value := getattr(training, name)) != getattr(TrainingArguments, name):
-            raise ValueError(f"{name}={value}: {instead}; leave it out")
-    for source in getattr(arguments, "metis_import", None) or ():
-        import_schemes(source)
-    return arguments, training
-
-
-def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
-    values = read_yaml(Path(path))
-    known = [f.name for kind in types for f in dataclasses.fields(kind)]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; --help lists the arguments"
-            raise ValueError(f"{path}: there is no argument {key!r}{hint}")
-    if isinstance(values.get("metis"), dict):
-        values["metis"] = json.dumps(values["metis"])
-    if isinstance(values.get("metis_import"), str):
-        values["metis_import"] = [values["metis_import"]]
-    return values
-
-
-def _as_text(value: Any) -> Any:
-    return value if value is None or isinstance(value, dict | list) else str(value)
-
-
-def _checkpointing(training: TrainingArguments) -> bool:
-    return bool(training.gradient_checkpointing or training.activation_checkpointing)
 
 
 def dry_run(

@@ -23,7 +23,7 @@ from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.models import own_schemes
 from metis_hf.experiments.compare.plan import SPEC_FILE
 from metis_hf.experiments.compare.run import Run, _check_source
-from metis_hf.experiments.recipe import parse_arguments
+from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
 from metis_hf.shared.records import write_json

@@ -29,9 +29,9 @@ from metis_hf.experiments.recipe import (
     causal_batch,
     dry_run,
     load_data,
-    parse_arguments,
     train_and_evaluate,
 )
+from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.planning.plan import meta_model, parameter_counts
 from metis_hf.schemes import scheme_names
 
