@@ -151,6 +151,7 @@ def test_eval_and_export(folder):
         {"scheme": "nvfp4", "attention": NAME},
     ],
 )
+@pytest.mark.usefixtures("folder")  # which registers the scheme
 def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
     """By a comparison, fidelity and eval: in all layers, in some, in attention."""
     digests = source_digests([NAME])
