@@ -19,7 +19,9 @@ _SECONDS = 10  # that a process may take to end before it is killed
 def sigterm_raises() -> Iterator[None]:
     """Make SIGTERM raise SystemExit in the block, so that what is under way is cleaned up.
 
-    Signals reach the main thread only: elsewhere the block runs as it is.
+    The first does; those that follow change nothing, since `timeout` and schedulers send one to
+    the process and another to its group, and the second would break off the cleaning up. Signals
+    reach the main thread only: elsewhere the block runs as it is.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -32,7 +34,12 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, _go_on)
     raise SystemExit(128 + number)  # as a shell says it
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Unlike SIG_IGN, a handler is not what processes started later inherit."""
 
 
 def end_with_parent() -> None:

@@ -50,7 +50,7 @@ def _by_group(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
 
 @constant
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return sylvester(size).to(device, dtype)
+    return sylvester(size, dtype, device)
 
 
 def _hadamard_like(size: int, x: Tensor) -> Tensor:

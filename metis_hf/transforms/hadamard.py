@@ -12,21 +12,22 @@ from metis_hf.transforms.rotation import sylvester
 SIZE = 16
 
 
-def hadamard_matrix(seed: int | None) -> Tensor:
-    """Return Sylvester's 16 x 16 matrix / 4, columns times one sign vector; orthonormal.
+def hadamard_matrix(seed: int | None, device: torch.device | str = "cpu") -> Tensor:
+    """Return Sylvester's 16 x 16 matrix / 4, columns times one sign vector; orthonormal, fp32.
 
     Args:
         seed: of the signs; None: no signs, so that the matrix is its own inverse.
+        device: that the matrix is made on, with the same bits.
     """
+    matrix = sylvester(SIZE, torch.float32, device)
     if seed is None:
-        return sylvester(SIZE).float()
-    signs = 1.0 - 2.0 * (random_bits(SIZE, seed) < 0)
-    return sylvester(SIZE).float() * signs
+        return matrix
+    return matrix * (1.0 - 2.0 * (random_bits(SIZE, seed, device) < 0))
 
 
 @constant
 def _matrix(seed: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return hadamard_matrix(seed).to(device, dtype)
+    return hadamard_matrix(seed, device).to(dtype)
 
 
 def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:

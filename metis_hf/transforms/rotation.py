@@ -53,12 +53,18 @@ def random_orthogonal(size: int, seed: int) -> Tensor:
     return q * r.diagonal().sign()
 
 
-def sylvester(size: int) -> Tensor:
-    """Hadamard's matrix of a power of two / sqrt(size): symmetric, orthogonal; fp64."""
-    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+def sylvester(
+    size: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Hadamard's matrix of a power of two / sqrt(size), [size size]: symmetric, orthogonal.
+
+    It is made where it will be used: torch.compile would trace a copy from the CPU into the GPU's
+    graph. The one number in it is rounded to `dtype` once, on any device.
+    """
+    h = torch.ones(1, 1, dtype=dtype, device=device)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h / size**0.5
+    return h * (1 / size**0.5)
 
 
 def randomized_hadamard(n: int, seed: int) -> Rotation:

@@ -78,7 +78,7 @@ class Recorded:
     """Forward and backward pass of a model in a CUDA graph, with its inputs at a fixed place."""
 
     def __init__(self, model: nn.Module, ids: Tensor) -> None:
-        self.model, self.ids = model, ids.clone()
+        self.model, self.ids, self.mask = model, ids.clone(), causal_mask(ids)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels compile, constants are made
@@ -91,7 +91,7 @@ class Recorded:
 
     def _run(self) -> Tensor:
         self.model.zero_grad(set_to_none=False)
-        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        loss = loss_of(self.model, self.ids, self.mask)
         loss.backward()
         return loss
 
@@ -102,14 +102,31 @@ class Recorded:
 
 
 def on_cuda(scheme: str) -> nn.Module:
-    """Make a model whose attention is the same in Python and recorded.
-
-    Its kernel depends on whether there is a mask, and transformers makes one while a graph is
-    recorded.
-    """
     model = get_metis_model(llama(), MetisConfig(scheme=scheme))
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")  # the same kernels, and the same sums, at each step
     return model.cuda().train()
+
+
+def causal_mask(ids: Tensor) -> Tensor:
+    """Make what transformers takes as it is, [1 1 s s], added to the products of q and k.
+
+    One that transformers makes itself is copied from the CPU, which no recording may do.
+    """
+    length = ids.shape[-1]
+    mask = torch.full((1, 1, length, length), float("-inf"), device=ids.device)
+    return mask.triu_(1)
+
+
+def loss_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+
+
+def test_the_mask_is_the_causal_one() -> None:
+    model = llama()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss_of(model, ids, causal_mask(ids)), wanted)
 
 
 def batches() -> list[Tensor]:
@@ -128,7 +145,7 @@ def test_a_model_in_a_cuda_graph(scheme) -> None:
     for ids in others:
         played = recorded.play(ids)
         plain.zero_grad()
-        wanted = plain(input_ids=ids, labels=ids, use_cache=False).loss
+        wanted = loss_of(plain, ids, causal_mask(ids))
         wanted.backward()
         torch.testing.assert_close(played, wanted)
         for one, other in zip(model.parameters(), plain.parameters()):
@@ -147,7 +164,7 @@ def test_a_model_under_reduce_overhead(scheme) -> None:
         losses = []
         for one in (compiled, plain):
             one.zero_grad()
-            loss = one(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = loss_of(one, ids, causal_mask(ids))
             loss.backward()
             losses.append(loss.detach().clone())
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)

@@ -54,6 +54,30 @@ def test_other_standard_inputs_are_not_watched(place):
     assert done.stdout == "went on\n"
 
 
+def test_a_second_sigterm_leaves_the_cleaning_up_alone():
+    code = (
+        "import signal, time\n"
+        "from metis_hf.shared.processes import sigterm_raises\n"
+        "with sigterm_raises():\n"
+        "    try:\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('cleaning', flush=True)\n"
+        "        for _ in range(100):\n"
+        "            time.sleep(0.01)\n"
+        "        print('cleaned', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == b"cleaning\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == b"cleaned\n"
+        assert process.wait() == 128 + signal.SIGTERM
+
+
 def test_sigterm_cleans_up():
     code = (
         "import signal, time\n"

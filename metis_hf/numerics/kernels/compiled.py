@@ -171,10 +171,12 @@ def noise_of(key: noise.Key, x: Tensor) -> Noise:
 
 
 def traced_noise(key: noise.Key, x: Tensor) -> Noise:
-    """Return the key inside a graph that is being traced: no caches, the words are constants."""
-    device = x.device
-    zero = torch.zeros((), dtype=torch.int32, device=device)
-    words = torch.tensor(noise.static_words(key), dtype=torch.int32, device=device)
+    """Return the key inside a graph that is being traced: no caches, and numbers for words.
+
+    Tensors made of numbers would be copies from the CPU, and keep a graph from being recorded.
+    """
+    zero = torch.zeros((), dtype=torch.int32, device=x.device)
+    words = noise.static_words(key)
     return Noise(words, zero if key.data is None else key.data, _lanes(x))
 
 

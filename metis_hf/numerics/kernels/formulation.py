@@ -65,9 +65,10 @@ class Specialization(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """A noise key in tensors: nothing in a compiled kernel depends on its values."""
+    """A noise key. In tensors, so that nothing in a compiled kernel depends on its values; in a
+    graph that torch.compile traces the words are numbers."""
 
-    words: Tensor  # int32 [2], `noise.static_words`
+    words: Tensor | tuple[int, int]  # `noise.static_words`, as int32 [2] or numbers
     data: Tensor  # int32, 0-dim
     lanes: Tensor  # `noise.lane_hashes`, int32 [16], or its `noise.lane_halves`, fp32 [2 16]
 
@@ -85,7 +86,12 @@ def _with_sign(magnitude: Tensor, like: Tensor) -> Tensor:
 
     It does what `copysign` does, for which generated C++ calls a function for each vector.
     """
-    return torch.where(like == 0, like, torch.where(like < 0, -magnitude, magnitude))
+    return torch.where(like == 0, like, torch.where(like < 0, _negative(magnitude), magnitude))
+
+
+def _negative(x: Tensor) -> Tensor:
+    """Negate; 0 becomes -0. Where Inductor writes Triton, `-x` is 0 - x up to Triton 3.6."""
+    return x * -1.0
 
 
 def _uniform(shape: torch.Size, source: Noise) -> Tensor:
@@ -200,7 +206,7 @@ def _decoded(code: Tensor) -> Tensor:
     negative = code >= 8
     code = torch.where(negative, code - 8, code)
     value = torch.where(code < 4, code * 0.5, torch.where(code < 6, code - 2, code * 2 - 8))
-    return torch.where(negative, -value, value)
+    return torch.where(negative, _negative(value), value)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
