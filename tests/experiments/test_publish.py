@@ -350,6 +350,27 @@ def test_table_of_the_split_effect_is_that_of_its_records():
     assert text in study.PAGE.read_text()
 
 
+def test_two_devices_pair_runs_of_one_device(tmp_path):
+    study = script("two_devices")
+    path = tmp_path / "losses.csv"
+    path.write_text('variant,seed 0,seed 1\nbf16,4.0,5.0\nnvfp4-rne,4.4,5.5\n"a, x",4.2,\nb,,5.2\n')
+    gpu = study.losses_of_csv(path)
+    assert gpu["a, x"] == {"0": 4.2}
+    cpu = {"bf16": {"0": 2.0}, "nvfp4-rne": {"0": 2.1}, "a, x": {"0": 2.0}}
+    assert study.table(cpu, gpu).splitlines()[2:] == [
+        "| `nvfp4-rne` | +5.00 | +10.00 ± 0.00 | +8.33 ± 7.17 | 3 |  |  |",
+        "| `a, x` | +0.00 | +5.00 | +2.50 ± 31.77 | 2 | -4.65 ± 1.38 | 2 |",
+        "| `b` |  | +4.00 | +4.00 | 1 | -5.45 | 1 |",
+    ]
+
+
+def test_table_of_two_devices_is_that_of_its_losses():
+    study = script("two_devices")
+    text = study.table(study.losses_of_record(study.CPU), study.losses_of_csv(study.GPU))
+    assert f"<!-- {study.MARK} -->\n{text}<!-- end -->" in study.PAGE.read_text()
+    assert (study.GPU.parent / "table.md").read_text() == text
+
+
 def test_variants_of_the_training_studies_can_be_built():
     compensation, refresh = script("compensation"), script("refresh")
     configs = [*compensation.VARIANTS.values(), *map(refresh.config_of, ("metis", "metis-paper"))]

@@ -1,0 +1,80 @@
+"""Shows gaps at width 768 on a CPU and on a GPU: a table in docs/trained.md.
+
+    python eval/studies/two_devices.py
+
+Reads the record of the runs on a CPU, and the losses that runs on a GPU printed. A run is paired
+with the one of its seed and device that it is compared with. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+from publish import RESULTS, ROOT, page_with
+
+from metis_hf.experiments.compare.statistics import Interval, t_interval
+from metis_hf.experiments.compare.table import format_gap
+
+PAGE = ROOT / "docs" / "trained.md"
+CPU, GPU = RESULTS / "width-768.json", RESULTS / "width-768-gpu" / "losses.csv"
+MARK = "two devices"
+CONTROL, PLAIN = "bf16", "nvfp4-rne"
+
+Losses = dict[str, dict[str, float]]  # variant -> seed -> held-out loss
+
+
+def losses_of_record(path: Path) -> Losses:
+    return {s["name"]: s["losses"] for s in json.loads(path.read_text())["summaries"]}
+
+
+def losses_of_csv(path: Path) -> Losses:
+    """Read a row for each variant, a column for each seed; a run that broke off has no number."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        row["variant"]: {
+            name.removeprefix("seed "): float(value)
+            for name, value in row.items()
+            if name != "variant" and value
+        }
+        for row in rows
+    }
+
+
+def gaps(losses: Losses, name: str, base: str = CONTROL) -> list[float]:
+    """Return the percent above another variant, of each seed that both have."""
+    found, others = losses.get(name, {}), losses[base]
+    return [100 * (found[seed] / others[seed] - 1) for seed in found if seed in others]
+
+
+def table(cpu: Losses, gpu: Losses) -> str:
+    """A row for each variant that ran on the GPU, in its order."""
+    rows = [
+        f"| Gap to the control, % | CPU | GPU | both | runs | above `{PLAIN}`, both | pairs |",
+        "|---|" + "---:|" * 6,
+    ]
+    for name in gpu:
+        if name != CONTROL:
+            first, second = gaps(cpu, name), gaps(gpu, name)
+            cells = [format_gap(_interval(f)) for f in (first, second, first + second)]
+            pairs = [] if name == PLAIN else gaps(cpu, name, PLAIN) + gaps(gpu, name, PLAIN)
+            cells += [str(len(first + second)), format_gap(_interval(pairs))]
+            rows.append(f"| `{name}` | {' | '.join(cells)} | {len(pairs) or ''} |")
+    return "\n".join(rows) + "\n"
+
+
+def _interval(found: list[float]) -> Interval | None:
+    return t_interval(found) if found else None
+
+
+def main() -> None:
+    text = table(losses_of_record(CPU), losses_of_csv(GPU))
+    (GPU.parent / "table.md").write_text(text)
+    PAGE.write_text(page_with(MARK, text, PAGE.read_text()))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
