@@ -25,6 +25,7 @@ from publish import RESULTS, ROOT, publish_table
 
 from metis_hf.experiments.compare.statistics import Interval, t_interval
 from metis_hf.experiments.compare.table import format_gap
+from metis_hf.experiments.tables import gaps_percent
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import figure_axes
 from metis_hf.shared.tables import markdown_table
@@ -62,7 +63,7 @@ class Length:
     def gap(self, name: str, *, dense: bool = False) -> Interval:
         """Return the paired gap to the control, percent of its loss."""
         losses, base = (self.dense if dense else self.losses)[name], self.losses[CONTROL]
-        return t_interval([100 * (losses[s] / base[s] - 1) for s in losses if s in base])
+        return t_interval(list(gaps_percent(losses, base).values()))
 
 
 def read() -> list[Length]:

@@ -25,6 +25,7 @@ from scipy import stats
 
 from metis_hf.experiments.compare.published import NAMES, grid
 from metis_hf.experiments.compare.statistics import CONFIDENCE, t_interval
+from metis_hf.experiments.tables import gaps_percent
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.tables import markdown_table
 
@@ -196,8 +197,7 @@ def our_points() -> list[Point]:
         for scheme in losses:
             if scheme in NOT_QUANTIZED or scheme.startswith(IN_PART):
                 continue
-            found, control = losses[scheme], losses[CONTROL]
-            gap = t_interval([100 * (found[seed] / control[seed] - 1) for seed in found])
+            gap = t_interval(list(gaps_percent(losses[scheme], losses[CONTROL]).values()))
             point = Point(name, scheme, *place, gap.mean, gap.half_width)
             points.setdefault((scheme, point.parameters, tokens), point)
     return list(points.values())

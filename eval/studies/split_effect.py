@@ -17,6 +17,7 @@ from publish import RESULTS, ROOT, page_with
 
 from metis_hf.experiments.compare.statistics import Interval, t_interval
 from metis_hf.experiments.compare.table import format_gap
+from metis_hf.experiments.tables import gaps_percent
 
 PAGE = ROOT / "docs" / "tiny-model.md"
 DENSE, SPLIT = RESULTS / "methods-tiny.json", RESULTS / "methods-tiny-split.json"
@@ -61,7 +62,7 @@ def _losses(record: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def _gap(losses: dict[str, float], base: dict[str, float]) -> Interval:
     """Percent of `base`, paired by seed."""
-    return t_interval([100 * (losses[s] / base[s] - 1) for s in losses if s in base])
+    return t_interval(list(gaps_percent(losses, base).values()))
 
 
 def _mean_gap(losses: dict[str, dict[str, float]], name: str) -> float:

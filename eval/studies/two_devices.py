@@ -16,6 +16,7 @@ from publish import RESULTS, ROOT, page_with
 
 from metis_hf.experiments.compare.statistics import Interval, t_interval
 from metis_hf.experiments.compare.table import format_gap
+from metis_hf.experiments.tables import gaps_percent
 
 PAGE = ROOT / "docs" / "trained.md"
 CPU, GPU = RESULTS / "width-768.json", RESULTS / "width-768-gpu" / "losses.csv"
@@ -45,8 +46,7 @@ def losses_of_csv(path: Path) -> Losses:
 
 def gaps(losses: Losses, name: str, base: str = CONTROL) -> list[float]:
     """Return the percent above another variant, of each seed that both have."""
-    found, others = losses.get(name, {}), losses[base]
-    return [100 * (found[seed] / others[seed] - 1) for seed in found if seed in others]
+    return list(gaps_percent(losses.get(name, {}), losses[base]).values())
 
 
 def table(cpu: Losses, gpu: Losses) -> str:

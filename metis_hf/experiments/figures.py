@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.experiments.tables import gaps_percent
 from metis_hf.monitoring.health import TENSORS
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import (
@@ -46,8 +47,7 @@ def paired_gaps(
     gaps = []
     for result in results:
         if result.scheme == name and result.seed in control:
-            base, losses = control[result.seed], _losses(result)
-            gaps.append({s: 100 * (losses[s] / base[s] - 1) for s in losses if s in base})
+            gaps.append(gaps_percent(_losses(result), control[result.seed]))
     steps, values = _at_common_steps(gaps)
     return steps, [smooth(each, span) for each in values]
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.schemes import CONTROL
 
+K = TypeVar("K")
+
 TASK_TITLES = {"demo_cloze": "Cloze", "demo_choice": "Choice"}
+
+
+def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, float]:
+    """Return how far losses lie above others, in percent of these, for each key that both have."""
+    return {key: 100 * (loss / base[key] - 1) for key, loss in losses.items() if key in base}
 
 
 def gap_percent(result: SchemeResult, control: SchemeResult | None) -> float:

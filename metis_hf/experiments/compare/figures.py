@@ -8,6 +8,7 @@ from pathlib import Path
 
 from metis_hf.experiments.compare.statistics import Summary
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.experiments.tables import gaps_percent
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import Style, figure_axes, plain_text
 
@@ -26,7 +27,7 @@ def plot_gaps(
     for place, summary in enumerate(reversed(shown)):
         assert summary.gap is not None
         style = styles[summary.name]
-        gaps = [100 * (v / base[s] - 1) for s, v in summary.losses.items() if s in base]
+        gaps = list(gaps_percent(summary.losses, base).values())
         axis.plot(gaps, [place] * len(gaps), style.marker, color=style.color, alpha=0.4, ms=5)
         width = summary.gap.half_width
         axis.errorbar(summary.gap.mean, place, xerr=None if math.isnan(width) else width,

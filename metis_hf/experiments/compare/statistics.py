@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.experiments.tables import gaps_percent
 from metis_hf.schemes import CONTROL
 
 CONFIDENCE = 0.95
@@ -127,10 +128,8 @@ def summarize(
 
 def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
     """Percent of `base` by which `losses` lie above, on the seeds of both; None without any."""
-    shared = [seed for seed in losses if seed in base]
-    if not shared:
-        return None
-    return t_interval([100 * (losses[seed] / base[seed] - 1) for seed in shared])
+    gaps = gaps_percent(losses, base)
+    return t_interval(list(gaps.values())) if gaps else None
 
 
 def _summary(
