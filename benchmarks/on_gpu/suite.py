@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ MARK = "gpu"  # tests/conftest.py gives it to every test that is skipped without
 _NEEDS_CUDA = re.compile(r"cuda\.is_available|mark\.gpu")
 _LINES = 25  # of pytest's output that an error shows
 _NOTHING_RAN, _FAILED = 5, 1  # exit codes of pytest
+_MOST_PROCESSES = 8  # each holds some of the GPU's memory
 
 
 def tests(context: Context) -> Iterator[Item]:
@@ -71,8 +73,9 @@ def run_group(group: str, clock: Clock, root: Path = ROOT) -> Row:
         report = Path(folder) / "report.xml"
         try:
             done = _pytest(
-                root, group, f"--junitxml={report}", timeout=None if math.isinf(left) else left
-            )
+                root, *side_by_side(os.cpu_count() or 1), group, f"--junitxml={report}",
+                timeout=None if math.isinf(left) else left,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise OutOfTime(f"it had not ended after {left:.0f} s") from None
         if done.returncode not in (0, _FAILED) or not report.is_file():
@@ -102,16 +105,29 @@ def counts(report: str) -> Row:
     return row
 
 
+def side_by_side(cores: int) -> list[str]:
+    """Options of pytest that use several cores: most of these tests' time is compiling."""
+    processes = min(_MOST_PROCESSES, cores // 2)
+    there = importlib.util.find_spec("xdist") is not None
+    return ["-n", str(processes)] if there and processes > 1 else []
+
+
 def _pytest(
     root: Path, *arguments: str, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-m", MARK, "-p", "no:cacheprovider", *arguments]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout,
-        check=False,
-    )  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=root, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:  # its own processes too, which would disturb what is timed next
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _tail(done: subprocess.CompletedProcess[str]) -> str:

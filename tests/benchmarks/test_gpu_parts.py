@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+import time
 
 import pytest
 import torch
@@ -118,8 +121,9 @@ def test_skipped():
 
 @pytest.mark.gpu
 def test_slow():
-    import time
-    time.sleep(60)
+    import os, pathlib, time
+    pathlib.Path("pids").write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(600)
 
 def test_without():
     pass
@@ -139,8 +143,25 @@ def test_b():
 """
 
 
+@pytest.mark.parametrize(
+    ("cores", "options"), [(1, []), (3, []), (4, ["-n", "2"]), (16, ["-n", "8"]), (64, ["-n", "8"])]
+)
+def test_the_suite_uses_some_cores(cores, options, monkeypatch):
+    assert suite.side_by_side(cores) == options
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert suite.side_by_side(cores) == []
+
+
+def running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.slow
-def test_the_suite_is_run_in_groups(tmp_path):
+def test_the_suite_is_run_in_groups(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = -q\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_one.py").write_text(SUITE)
@@ -150,10 +171,19 @@ def test_the_suite_is_run_in_groups(tmp_path):
     functions = suite.run_group(found.pop(), Clock(None), tmp_path)
     assert (functions["passed"], functions["failed"]) == (2, 0)
     assert [name.split("::")[1] for name in found] == ["TestKernels", "test_skipped", "test_slow"]
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     kernels = suite.run_group(found[0], Clock(None), tmp_path)
     assert (kernels["passed"], kernels["failed"], kernels["skipped"]) == (1, 1, 0)
     assert kernels[records.FAILURES][0].startswith("test_it[2]: AssertionError: n is too large")
     skipped = suite.run_group(found[1], Clock(None), tmp_path)
     assert (skipped["skipped"], skipped["skipped_because"]) == (1, ["no Blackwell"])
     with pytest.raises(OutOfTime, match="it had not ended after"):
-        suite.run_group(found[2], Clock(0.05), tmp_path)
+        suite.run_group(found[2], Clock(0.2), tmp_path)
+    # A test that outlives its time would disturb what is timed next.
+    left = (tmp_path / "pids").read_text().split()
+    assert left
+    for _ in range(1000):
+        left = [pid for pid in left if running(pid)]
+        if left:
+            time.sleep(0.01)
+    assert not left
