@@ -150,7 +150,8 @@ def cases(shape: Shape, device: torch.device) -> list[Case]:
     found = [Case(name, dtype, models[name], optimizers[name], tokens) for name, dtype in runs]
     if device.type == "cuda":
         low_cases = [case for case in found if case.dtype is low]
-        found += [case._replace(graphs=StepGraphs(case.model)) for case in low_cases]
+        recorder = cuda_graph.CudaRecorder()  # one for all: their recordings share memory
+        found += [case._replace(graphs=StepGraphs(case.model, recorder)) for case in low_cases]
     return found
 
 
@@ -245,17 +246,21 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
                 "name": case.name,
                 "dtype": str(case.dtype).split(".")[1],
                 "recorded": case.graphs is not None,
+                "note": None,
                 "batch": [shape.batch, shape.length],
                 "parameters": sum(p.numel() for p in case.model.parameters()),
                 "saved_linear_bytes": linears,
                 "saved_bytes": everything,
-                "peak_bytes": peak.get("bytes"),
+                # A recording holds a step's memory all the time: that is no step's peak.
+                "peak_bytes": None if case.graphs is not None else peak.get("bytes"),
             }
         )
-    for case in found:
+    for row, case in zip(rows, found):
         if case.graphs is not None:
             for _ in range(cuda_graph.WARM_UP + 1):  # the last one is recorded
                 case.step()
+            row["recorded"] = case.graphs.recordings > 0
+            row["note"] = case.graphs.refused
     calls = [case.step for case in found]
     times = interleave(calls, rounds, budget=budget, device=device, warm_up=False)
     tokens = shape.batch * shape.length
@@ -277,7 +282,8 @@ def _add_ratios(rows: list[Row], times: list[list[float]], device: torch.device)
         if device.type == "cuda":
             over = summary(seconds, times[plain])
             row["over_bf16"], row["quartiles_over_bf16"] = over["ratio"], over["quartiles_ratio"]
-            row["peak_over_bf16"] = row["peak_bytes"] / rows[plain]["peak_bytes"]
+            if row["peak_bytes"] is not None:
+                row["peak_over_bf16"] = row["peak_bytes"] / rows[plain]["peak_bytes"]
 
 
 def markdown(rows: list[Row]) -> str:
@@ -285,17 +291,17 @@ def markdown(rows: list[Row]) -> str:
     cells = [
         [
             f"{row['model']}, {row['batch'][0]} x {row['batch'][1]}",
-            row["name"] + (", recorded" if row.get("recorded") else ""),
+            row["name"] + _how(row),
             "bf16" if row["dtype"] == "bfloat16" else "fp32",
             spread(row, "ms"),
             f"{row['tokens_per_s']:.0f}",
             spread(row),
             *([spread(row, "over_bf16")] if on_gpu else []),
             megabytes(row["peak_bytes"]),
-            *([f"{row['peak_over_bf16']:.2f}"] if on_gpu else []),
+            *([ratio(row, "peak_over_bf16")] if on_gpu else []),
             megabytes(row["saved_bytes"]),
             megabytes(row["saved_linear_bytes"]),
-            f"{row['saved_over_bf16']:.2f}" if "saved_over_bf16" in row else "",
+            ratio(row, "saved_over_bf16"),
         ]
         for row in rows
     ]
@@ -305,13 +311,23 @@ def markdown(rows: list[Row]) -> str:
     return table(columns, cells)
 
 
+def _how(row: Row) -> str:
+    if row.get("note"):
+        return f", not recorded: {row['note']}"
+    return ", recorded" if row.get("recorded") else ""
+
+
+def ratio(row: Row, key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else ""
+
+
 def draw(rows: list[Row], path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     found, axes = figure(2, len(models), (5 * len(models), 5.5))
     for column, model in enumerate(models):
         shown = [row for row in rows if row["model"] == model]
         kinds = {"float32": "fp32", "bfloat16": "bf16"}
-        shown = [row for row in shown if not row.get("recorded")]
+        shown = [row for row in shown if not _how(row)]
         labels = [f"{row['name']}\n{kinds[row['dtype']]}" for row in shown]
         colors = ["black" if row["name"] == PLAIN else "#0072B2" for row in shown]
         values = [
@@ -341,7 +357,7 @@ def main() -> None:
     for name, shape in shapes.items():
         prepare(args.threads)
         rows += measure(name, shape, rounds, BUDGET / len(shapes), args.device)
-        write(args.out, "step", {"machine": before, "rows": rows})
+    write(args.out, "step", {"machine": before, "rows": rows})  # all models, or what was there
     print(markdown(rows))
     draw(rows, args.out / "step.png")
 

@@ -43,11 +43,12 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Arguments with `out`: a quick run must not replace the records."""
+    """Arguments with `out`: neither a quick run nor one on a GPU may replace the CPU's records."""
     args = parser.parse_args()
     if args.out is None:
         quick = Path(tempfile.gettempdir()) / "metis-benchmarks"
-        args.out = quick if args.quick else RESULTS
+        kept = RESULTS if args.device.type == "cpu" else RESULTS / args.device.type
+        args.out = quick if args.quick else kept
     return args
 
 
@@ -93,16 +94,18 @@ def interleave(
     Args:
         calls: what is compared.
         rounds: at most this many, at least two.
-        budget: seconds after which no further round begins.
+        budget: seconds, after those of the warm-up, after which no further round begins.
         device: where the calls compute.
         warm_up: run each once before, untimed.
         cold: empty a CPU's caches before each call. Else a call finds there what its predecessor
             left, which flatters some and not others; it matters for single passes over memory.
     """
-    started = time.perf_counter()
     if warm_up:
         for call in calls:
             call()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()  # compiling, which the first calls do, is not in the budget
     on_cpu = device is None or device.type == "cpu"
     other = torch.zeros(_EVICTING) if cold and on_cpu else None
     times: list[list[float]] = [[] for _ in calls]
@@ -144,7 +147,9 @@ def summary(times: Sequence[float], base: Sequence[float] | None = None) -> Row:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile, all within the values."""
+    """Lower quartile, median, upper quartile, all within the values; one value is all three."""
+    if len(values) == 1:
+        return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
 

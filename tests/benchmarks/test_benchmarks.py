@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import report
 import scaling
+import step
 import timing
 
 from metis_hf.numerics.kernels import choice
@@ -108,7 +110,8 @@ def test_what_the_warning_says_of_the_reference():
 def test_every_target_is_answered_from_a_record():
     for target in report.TARGETS:
         value = target.measure()
-        assert value is None or value > 0, target.what
+        assert value is not None, target.what
+        assert value > 0, target.what
 
 
 def test_interleaved_rounds_run_each_in_turn():
@@ -122,6 +125,38 @@ def test_interleaved_rounds_run_each_in_turn():
 def test_rounds_stop_when_the_budget_is_spent():
     times = timing.interleave([lambda: None], 100, budget=0)
     assert len(times[0]) == 2
+
+
+def test_the_warm_up_is_not_in_the_budget():
+    calls = []
+
+    def slow_at_first() -> None:
+        calls.append(None)
+        time.sleep(0.3 if len(calls) == 1 else 0)
+
+    assert len(timing.interleave([slow_at_first], 20, budget=0.25)[0]) == 20
+
+
+def test_one_round_has_quartiles():
+    assert timing.quartiles([3.0]) == (3.0, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [([], timing.RESULTS), (["--device", "cuda"], timing.RESULTS / "cuda"), (["--out", "x"], "x")],
+)
+def test_runs_on_a_gpu_leave_the_records_of_cpus_alone(options, folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["layer.py", *options])
+    assert timing.parse(timing.arguments("Measures.")).out == Path(folder)
+
+
+def test_a_step_that_was_not_recorded_says_why():
+    row = {"model": "m", "batch": [1, 2], "name": "metis", "dtype": "bfloat16", "tokens_per_s": 1.0}
+    row |= {"ms": 1.0, "quartiles_ms": [1.0, 1.0], "ratio": 1.0, "quartiles_ratio": [1.0, 1.0]}
+    row |= {"peak_bytes": None, "saved_bytes": 0, "saved_linear_bytes": 0}
+    assert "| metis, recorded |" in step.markdown([row | {"recorded": True, "note": None}])
+    refused = row | {"recorded": False, "note": "no memory"}
+    assert "| metis, not recorded: no memory |" in step.markdown([refused])
 
 
 def test_ratios_pair_the_rounds():
