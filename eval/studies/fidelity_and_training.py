@@ -67,7 +67,8 @@ SETTINGS = (
         "width 96, 1.2M tokens",
         "prediction/width-96",
         tuple(
-            f"width-96{part}" for part in ("-directions", "-operands", "-places", "-searched", "")
+            f"width-96{part}"
+            for part in ("-directions", "-operands", "-places", "-searched", "", "-quarter")
         ),
         DIRECTIONS,
     ),

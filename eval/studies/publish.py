@@ -24,7 +24,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from metis_hf.experiments.results import SchemeResult
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -87,22 +90,30 @@ def publish_compare(run: Path, name: str) -> None:
         _into_pages(f"published {name}", target, BESIDE_PUBLISHED)
 
 
+def results_of(record: dict[str, Any]) -> list[SchemeResult]:
+    """Return the runs of a comparison that is on record, with their curves."""
+    from metis_hf.experiments.results import SchemeResult
+
+    found = []
+    for run in record["runs"]:
+        curve = run["curve"]
+        history = [{"step": s, "loss": x} for s, x in zip(curve["step"], curve["loss"])]
+        fields = {key: value for key, value in run.items() if key != "curve"}
+        found.append(SchemeResult(**fields, summary="", history=history))
+    return found
+
+
 def draw_compare(name: str) -> None:
-    """Write the table and figures of a comparison that is on record."""
+    """Write the table and figures of a comparison that is on record, and its costs as of today."""
     import training_parts  # noqa: F401  # schemes that some records have
 
     from metis_hf.experiments.compare import table
     from metis_hf.experiments.compare.outputs import count_extra, write_tables
     from metis_hf.experiments.compare.statistics import summarize
-    from metis_hf.experiments.results import SchemeResult
 
     target = RESULTS / name
     record = json.loads(target.with_suffix(".json").read_text())
-    results = []
-    for run in record["runs"]:
-        curve = run.pop("curve")
-        history = [{"step": s, "loss": x} for s, x in zip(curve["step"], curve["loss"])]
-        results.append(SchemeResult(**run, summary="", history=history))
+    results = results_of(record)
     extra = count_extra(record["plan"]["experiment"]["model"], results)
     reference = record.get("reference")
     summaries = table.ordered(summarize(results, reference, extra=extra))
@@ -110,6 +121,9 @@ def draw_compare(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tables(summaries, results, Path(folder), sentences, reference)
         _copy(Path(folder), target, COMPARE_FILES)
+    for summary in record["summaries"]:  # other studies read them there
+        summary["extra"] = extra[summary["name"]]
+    target.with_suffix(".json").write_text(json.dumps(record) + "\n")
     _into_pages(f"compare {name}", target)
 
 
@@ -149,8 +163,8 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
         held_out = arguments["held_out"] and [
             Path(p).name for p in arguments["held_out"].split(",")
         ]
-        model = Path(arguments["model"]).name
-        record["arguments"] = arguments | {"model": model, "export": None, "held_out": held_out}
+        names = {key: Path(arguments[key]).name for key in ("model", "data")}
+        record["arguments"] = arguments | names | {"export": None, "held_out": held_out}
         for outcome in record["outcomes"]:
             if outcome["directory"]:
                 outcome["directory"] = Path(outcome["directory"]).name
