@@ -28,7 +28,7 @@ from layers.layer_tools import SCHEME_MODES, layer_of
 from metis_hf import MetisConfig, get_metis_model, noise, reuse_weights
 from metis_hf.numerics import FORMATS, Quantizer
 from metis_hf.numerics.formats import SCALE_E4M3, BlockFormat, CodebookFormat
-from metis_hf.numerics.kernels import compiled
+from metis_hf.numerics.kernels import compiled, use_kernels
 from metis_hf.operands import Conditioner, Operand
 from metis_hf.schemes import Scheme
 from metis_hf.transforms import rotate, unrotate
@@ -152,12 +152,14 @@ def test_a_layer_on_cuda(scheme, mode):
         layer(x, mask).sum().backward()
         optimizer.step()
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    for kernels in ("reference", None):  # None: those that a GPU's user gets
+        with use_kernels(kernels):
+            step()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("scheme", ["nvidia", "metis", "smoothquant"])
