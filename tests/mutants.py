@@ -194,7 +194,8 @@ MUTANTS = [
        "the permutation is applied twice", ("operands/test_conditioners.py",)),
     _m("haar-signs", "transforms/rotation.py", "return q * r.diagonal().sign()", "return q",
        "random rotations have preferred directions", ("operands/test_conditioners.py",)),
-    _m("hadamard-signs", "transforms/hadamard.py", ".float() * signs", ".float()",
+    _m("hadamard-signs", "transforms/hadamard.py",
+       "matrix * (1.0 - 2.0 * (random_bits(SIZE, seed, device) < 0))", "matrix",
        "the Hadamard rotation has no random signs", OPERANDS),
     # --- operands
     _m("residual-noise", "operands/conditioners/spectral.py",

@@ -105,9 +105,10 @@ def _share(exact: dict[str, float], quantized: tuple[str, ...], added: Overhead)
 
 
 def workload(model: Model) -> Workload:
-    """Return a step of one sequence on one device, in BF16."""
+    """Return a step of `TOKENS` tokens on one device, in BF16."""
     length = model.sequence_length
-    return Workload(tokens=length, sequence_length=length, global_batch=1, device_batch=1)
+    batch = TOKENS // length
+    return Workload(tokens=TOKENS, sequence_length=length, global_batch=batch, device_batch=batch)
 
 
 def held_bytes(model: Model, scheme: str) -> dict[str, float]:
@@ -116,14 +117,14 @@ def held_bytes(model: Model, scheme: str) -> dict[str, float]:
     get_metis_model(dense, MetisConfig(scheme=scheme))
     load = workload(model)
     state = state_memory(dense, load, sharded=False)
-    times = TOKENS / load.tokens_per_step
     saved: SavedBytes = saved_bytes(dense, load, sharded=False)
     return {
         "weights": state["weights"],
         "gradients": state["gradients"],
         "moments": state["moments"],
-        "linear_activations": saved.linears * times,
-        "other_activations": saved.others * times,
+        "linear_activations": saved.linears,
+        "other_activations": saved.others,
+        "weight_copies": saved.weight_copies,
     }
 
 
@@ -165,7 +166,8 @@ def byte_table(found: dict[str, Any]) -> str:
             rows.append([name, scheme, moments, *parts, f"{total / 1e9:.2f}",
                          f"{100 * four / total:.0f}"])  # fmt: skip
     header = ["Model", "Scheme", "Moments", "Weights", "Gradients", "Moments",
-              "Linear layers' inputs", "Other activations", "All, GB", "Four bits, %"]  # fmt: skip
+              "Linear layers' inputs", "Other activations", "BF16 copies of weights", "All, GB",
+              "Four bits, %"]  # fmt: skip
     return markdown_table(header, rows)
 
 

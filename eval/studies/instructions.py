@@ -26,7 +26,8 @@ from pathlib import Path
 SHORTEST, LONGEST = 240, 1200  # characters of a paragraph
 FEWEST, MOST = 3, 8  # sentences of a paragraph
 _SENTENCE_END = re.compile(r'(?<=[.!?]["”\')])\s+|(?<=[.!?])\s+(?=["“\'(]?[A-Z])')
-_WORD = re.compile(r"[a-z]{5,}")
+# Whole words: neither "couldn" of "couldn't" nor "fianc" of "fiancée".
+_WORD = re.compile(r"(?<![\w'\u2019])[a-z]{5,}(?![\w'\u2019])")
 Conversation = tuple[str, str]
 
 
@@ -94,27 +95,33 @@ def write(source: Path, target: Path, characters: int | None = None) -> int:
         characters: at most so many in all, of requests and answers; None: no limit.
 
     Raises:
-        ValueError: no paragraph is of the length and the number of sentences that are asked for.
+        ValueError: no paragraph is of the length and the number of sentences that are asked for, or
+            the first conversation is longer than `characters`. Nothing is written.
     """
     texts = (json.loads(line)["text"] for line in source.read_text().splitlines() if line.strip())
-    count = used = 0
-    with target.open("w", encoding="utf-8") as file:
-        for request, answer in conversations(texts):
-            used += len(request) + len(answer)
-            if characters is not None and used > characters:
-                break
-            messages = [
-                {"role": "user", "content": request},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-            count += 1
-    if not count:
+    lines: list[str] = []
+    used = 0
+    for request, answer in conversations(texts):
+        used += len(request) + len(answer)
+        if characters is not None and used > characters:
+            break
+        messages = [
+            {"role": "user", "content": request},
+            {"role": "assistant", "content": answer},
+        ]
+        lines.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    if used and not lines:
+        raise ValueError(
+            f"the first conversation of {source} has {used:,} characters, and at most "
+            f"{characters:,} are asked for; raise --characters"
+        )
+    if not lines:
         raise ValueError(
             f"{source} has no paragraph of {FEWEST} to {MOST} sentences and {SHORTEST} to "
             f"{LONGEST} characters; paragraphs are separated by an empty line"
         )
-    return count
+    target.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from metis_hf.schemes.metis import metis
 from metis_hf.schemes.parts import (
     MetisConfig,
     Operand,
-    RandomHadamard,
     Role,
     ScaleRule,
     Scheme,
@@ -56,24 +55,6 @@ class TokensTwice(Spectral):
         return x_hat.index_add(0, rows, second).to(dtype), low
 
 
-@dataclass(frozen=True)
-class EdenResidual(Spectral):
-    """Quantizes what a split leaves by MS-EDEN: in a random basis, with corrected scales."""
-
-    encode = Conditioner.encode
-    decode = Conditioner.decode
-
-    def with_factors(
-        self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
-    ) -> tuple[Tensor, LowRank | None]:
-        low, dense, exact, _, _ = self._split(x, quantizer, dim=dim, key=key, row_mask=row_mask)
-        eden = replace(
-            quantizer, rounding="nearest", scale_rounding="nearest", scale_rule=ScaleRule.EDEN
-        )
-        residual = RandomHadamard()(x.float() - exact, eden, dim=dim, key=key.fold(3))
-        return (dense + residual[: x.shape[0], : x.shape[1]]).to(dtype), low
-
-
 Change = Callable[[Scheme], Scheme]
 
 
@@ -107,23 +88,12 @@ def with_split(*roles: str, **fields: object) -> Change:
     return change
 
 
-def with_rounding(role: str, **fields: object) -> Change:
-    """Round an operand in another way."""
+def as_a(kind: type[Spectral], role: str) -> Change:
+    """Split an operand by another conditioner with the same fields."""
 
     def change(scheme: Scheme) -> Scheme:
         operand = getattr(scheme, role)
-        quantizer = replace(operand.quantizer, **fields)
-        return replace(scheme, **{role: replace(operand, quantizer=quantizer)})
-
-    return change
-
-
-def as_a(kind: type[Spectral], role: str, **fields: object) -> Change:
-    """Split an operand by another conditioner with the same fields, and more."""
-
-    def change(scheme: Scheme) -> Scheme:
-        operand = getattr(scheme, role)
-        split = kind(**vars(operand.conditioner), **fields)
+        split = kind(**vars(operand.conditioner))
         return replace(scheme, **{role: replace(operand, conditioner=split)})
 
     return change
@@ -154,16 +124,6 @@ VARIANTS: dict[str, tuple[Change, ...]] = {
     "-no-corrections": (without_corrections(*Role),),
     "-no-gradient-split": GRADIENT,
     "-tokens-twice": (as_a(TokensTwice, "fprop_input"),),
-    "-more-tokens-twice": (as_a(TokensTwice, "fprop_input", tokens=0.04),),
-    "-eden-gradients": (as_a(EdenResidual, "dgrad_grad_output"),),
-    "-nearest-gradients": (
-        with_rounding(
-            "dgrad_grad_output",
-            rounding="nearest",
-            scale_rounding="nearest",
-            scale_rule=ScaleRule.SEARCH,
-        ),
-    ),
 }
 WITH_WEIGHT: dict[str, tuple[Change, ...]] = {
     "-weight-split": (),

@@ -296,8 +296,13 @@ def study(model_dir: Path, data_dir: Path, out: Path) -> dict[str, Any]:
                 result["loss"] = 100 * (loss_of(quantized, ids) / record["control"] - 1)
                 print(name, {k: round(v, 4) for k, v in result.items()}, flush=True)
             studies.setdefault(question, {})[name] = result
-            out.write_text(json.dumps(record | {"studies": {**kept, **studies}}, indent=1) + "\n")
+            out.write_text(json.dumps(record | {"studies": merged(kept, studies)}, indent=1) + "\n")
     return record | {"studies": studies}
+
+
+def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return question -> variant -> result of two records; the second's where both have one."""
+    return {question: kept.get(question, {}) | found.get(question, {}) for question in kept | found}
 
 
 def table(variants: dict[str, dict[str, float]]) -> str:

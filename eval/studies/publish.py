@@ -163,8 +163,8 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
         held_out = arguments["held_out"] and [
             Path(p).name for p in arguments["held_out"].split(",")
         ]
-        names = {key: Path(arguments[key]).name for key in ("model", "data")}
-        record["arguments"] = arguments | names | {"export": None, "held_out": held_out}
+        model = Path(arguments["model"]).name
+        record["arguments"] = arguments | {"model": model, "export": None, "held_out": held_out}
         for outcome in record["outcomes"]:
             if outcome["directory"]:
                 outcome["directory"] = Path(outcome["directory"]).name

@@ -44,6 +44,22 @@ def test_multiply_adds_of_a_llama_by_hand(study):
 
 
 @pytest.mark.slow
+def test_bytes_of_a_llama_by_hand(study):
+    """Inputs in NVFP4 with factors of their own tokens, v once; only the head has a BF16 copy."""
+    smol, rank, tokens = study.models()[0], 48, study.TOKENS
+    linear = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER)
+    found = study.held_bytes(smol, "metis")
+    inputs = (WIDTH, WIDTH, WIDTH, INNER)  # of q, k and v; of o; of gate and up; of down
+    codes = sum(tokens * i + tokens * rank + rank * i for i in inputs) * 9 // 16
+    scales = len(inputs) * (3 * 4 + 4 * rank)
+    assert found["linear_activations"] == LAYERS * (codes + scales)
+    assert found["weight_copies"] == 2 * WORDS * WIDTH
+    norms = LAYERS * 2 * WIDTH + WIDTH
+    assert found["weights"] == 4 * (linear + WORDS * WIDTH + norms)
+    assert study.held_bytes(smol, "bf16")["weight_copies"] == 2 * (linear + WORDS * WIDTH)
+
+
+@pytest.mark.slow
 def test_rotations_are_no_codes_and_second_terms_are(study):
     smol = study.models()[0]
     rotated, plain = (study.multiply_adds(smol, name) for name in ("nvidia", "nvfp4-rne"))

@@ -70,3 +70,22 @@ def test_text_without_paragraphs_is_refused(study, tmp_path):
     source.write_text(json.dumps({"text": stdlib_documents()[0].text[:100]}) + "\n")
     with pytest.raises(ValueError, match="no paragraph of 3 to 8 sentences and 240 to 1200"):
         study.write(source, tmp_path / "out.jsonl")
+    assert not list(tmp_path.glob("out.jsonl"))
+
+
+@pytest.mark.parametrize("part", ["couldn't", "couldn\u2019t", "fianc\u00e9e", "river's"])
+def test_a_word_to_find_is_whole(study, part):
+    assert study._WORD.findall(f"nobody {part} arrives, or the bridge.") == [
+        "nobody",
+        "arrives",
+        "bridge",
+    ]
+
+
+def test_a_first_conversation_that_is_too_long_is_named(study, paragraphs, tmp_path):
+    source, target = tmp_path / "prose.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"text": paragraphs[0]}) + "\n")
+    target.write_text("kept")
+    with pytest.raises(ValueError, match=r"first conversation of .* has \d+ .* at most 10 are"):
+        study.write(source, target, characters=10)
+    assert target.read_text() == "kept"

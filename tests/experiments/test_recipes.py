@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from design import full_only, thinned
+from design import full_only, named, thinned
 from layers.layer_tools import of_each_kind
 from paths import ROOT
 
@@ -156,7 +156,7 @@ def test_readme_names_files_that_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", thinned(of_each_kind(scheme_names()), SHORT.__contains__))
+@pytest.mark.parametrize("scheme", named(of_each_kind(scheme_names()), SHORT))
 def test_dry_run_of_each_kind_of_scheme(capsys, scheme):
     given, training = arguments("gpt2_130m", "--smoke", "--dry-run", "--scheme", scheme)
     plan = dry_run(config_of("gpt2_130m", smoke=True), given, training)

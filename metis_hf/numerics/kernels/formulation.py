@@ -22,7 +22,7 @@ taken to pieces: the halves of [p 2 16] where blocks are rows, of [g 2 8 c 16] w
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Noise(NamedTuple):
     """A noise key. In tensors, so that nothing in a compiled kernel depends on its values; in a
     graph that torch.compile traces the words are numbers."""
 
-    words: Tensor | tuple[int, int]  # `noise.static_words`, as int32 [2] or numbers
+    words: Any  # `noise.static_words`, as a tensor, int32 [2], or two numbers
     data: Tensor  # int32, 0-dim
     lanes: Tensor  # `noise.lane_hashes`, int32 [16], or its `noise.lane_halves`, fp32 [2 16]
 
