@@ -7,8 +7,9 @@
 
 It needs python with torch and transformers, and installs and downloads nothing. Each result is
 written at once, to results/gpu-NAME.json and gpu-NAME.md; what is there is not measured again. A
-part that cannot run says why; one that fails has its error there, and the exit status is 1. One
-GPU is measured, the first; CUDA_VISIBLE_DEVICES names another.
+part that cannot run says why; one that fails has its error there, and the exit status is 1. The
+same command measures what failed anew, last. One GPU is measured, the first; CUDA_VISIBLE_DEVICES
+names another.
 """
 
 from __future__ import annotations
@@ -24,8 +25,22 @@ from pathlib import Path
 import torch
 from on_gpu import machine, page, parts, suite
 from on_gpu.context import ROOT, Context
-from on_gpu.record import DONE, FAILED, WAITING, Clock, Item, Part, Record, Skipped, run_part
+from on_gpu.record import (
+    DONE,
+    FAILED,
+    ITSELF,
+    WAITING,
+    Clock,
+    Entry,
+    Item,
+    Part,
+    Record,
+    Skipped,
+    run_part,
+)
 from timing import RESULTS, prepare
+
+from metis_hf.shared.processes import sigterm_raises  # on_gpu has made it importable
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")  # that `compare` trains
 
@@ -65,7 +80,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="make gpu", description=summary)
     parser.add_argument("--parts", type=names, default=list(PARTS), help="default: all of them")
-    parser.add_argument("--minutes", type=float, help="after which nothing begins; default: none")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="after which nothing begins; default 40"
+    )
     parser.add_argument("--out", type=Path, help="folder that gets a copy of record and page")
     parser.add_argument("--name", help="of the record; default: the GPU's")
     parser.add_argument("--again", action="store_true", help="measure the parts anew")
@@ -97,7 +114,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Places(argparse.Namespace):
-    """Files of a call: `record`, `page`, and `copies`, a folder or None."""
+    """Files of a call: `record`, `page`, and `copies`, a folder or None, with `copy` in it."""
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         super().__init__()
@@ -106,11 +123,7 @@ class Places(argparse.Namespace):
             results = pages = args.out or Path(tempfile.gettempdir()) / "metis-benchmarks"
             self.copies = None
         self.record, self.page = results / f"gpu-{name}.json", pages / f"gpu-{name}.md"
-        if self.copies is not None and not self.record.exists():
-            there = self.copies / self.record.name
-            if there.is_file():  # from a call on a machine that did not keep its files
-                results.mkdir(parents=True, exist_ok=True)
-                shutil.copy(there, self.record)
+        self.copy = None if self.copies is None else self.copies / self.record.name
 
     def write(self, record: Record, name: str) -> None:
         """Write the record, its page, and copies of both."""
@@ -127,39 +140,79 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
     clock = Clock(args.minutes)
     name = args.name or machine.name_of(args.device)
     places = Places(args, name)
-    facts = machine.facts(args.device, args.quick)
-    record = Record(places.record, facts, machine.IDENTITY)
-    record.begin_call(args.minutes, machine.commit(ROOT))
+    facts, commit = machine.facts(args.device, args.quick), machine.commit(ROOT)
+    record = Record(places.record, facts, machine.IDENTITY, places.copy)
+    record.begin_call(args.minutes, commit)
     context = Context(
         device=args.device,
         quick=args.quick,
         clock=clock,
         entry=record.part,
-        work=args.work or ROOT / "runs" / f"gpu-{name}",
+        work=args.work or ROOT / "runs" / f"gpu-{name}{'-quick' if args.quick else ''}",
         model=args.model,
         text=args.text,
         data=args.data,
         schemes=args.schemes,
         train_minutes=args.train_minutes,
     )
-    for part in args.parts:
-        if args.again:
-            record.parts.pop(part, None)
+
+    def measure(part: str, leave: set[str]) -> None:
         entry = record.part(part)
         if entry.state != DONE and clock.left() > 0:
+            entry.options = context.options.get(part, entry.options)
             run_part(
                 part, known[part], context, entry, clock,
                 written=lambda: places.write(record, name),
                 say=lambda line: say(f"[{clock.passed():5.0f} s] {line}"),
+                commit=commit,
+                leave=leave,
             )  # fmt: skip
         say(f"{part}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
+
+    if args.again:
+        _measure_anew(args.parts, record, clock, lambda part: measure(part, set()), say)
+    else:
+        for part in args.parts:
+            record.check(part, context.options.get(part))
+        failed = {part: record.part(part).errors.keys() - {ITSELF} for part in args.parts}
+        for part in args.parts:
+            measure(part, failed[part])
+        # Last, or what fails each time would keep all others from their turn.
+        for part in args.parts:
+            if failed[part] and clock.left() > 0:
+                measure(part, record.part(part).errors.keys() - failed[part])
     places.write(record, name)
     for path in (places.record, places.page):
         say(str(path if places.copies is None else places.copies / path.name))
     entries = [record.part(part) for part in args.parts]
     if clock.left() <= 0 and any(entry.state == WAITING or entry.reason for entry in entries):
-        say("the minutes are over: the same command goes on where this one stopped")
+        command = "the same command without --again" if args.again else "the same command"
+        say(f"the minutes are over: {command} goes on where this one stopped")
     return int(any(entry.state == FAILED for entry in entries))
+
+
+def _measure_anew(
+    parts: Sequence[str],
+    record: Record,
+    clock: Clock,
+    measure: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Measure parts from nothing; results that nothing replaces stay."""
+    for part in parts:
+        old = record.part(part)
+        if old.items and clock.left() <= 0:
+            say(f"{part}: not measured anew, no time was left; its earlier results stay")
+            continue
+        new = record.parts[part] = Entry()
+        before = clock.measured
+        measure(part)
+        if old.items and clock.measured == before:
+            record.parts[part] = old
+            if new.errors:
+                old.state, old.reason = new.state, new.reason
+                old.errors |= new.errors
+            say(f"{part}: not measured anew; its earlier results stay")
 
 
 def main() -> None:
@@ -171,9 +224,11 @@ def main() -> None:
     else:
         prepare(torch.get_num_threads())
     try:
-        sys.exit(run(args, PARTS, lambda line: print(line, flush=True)))
+        with sigterm_raises():  # pytest's processes end with this one
+            status = run(args, PARTS, lambda line: print(line, flush=True))
     except ValueError as error:
         sys.exit(f"make gpu: {error}")
+    sys.exit(status)
 
 
 if __name__ == "__main__":

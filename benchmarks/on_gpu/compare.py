@@ -28,7 +28,7 @@ from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.records import bf16_units
 from on_gpu.context import Context
-from on_gpu.record import Clock, Item, OutOfTime, free_memory
+from on_gpu.record import Clock, CutOff, Item, OutOfTime, free_memory
 
 SIZE = "130m"
 PLAN = "plan"
@@ -176,7 +176,8 @@ def plan(comparison: Comparison) -> Row:
                     raise
                 device_batch = _half(device_batch, comparison.batch)
             else:
-                _check_finished(trained, steps)
+                if _steps(trained) < steps:
+                    raise CutOff(f"{scheme} was tried for {_steps(trained)} of {steps} steps")
                 seconds[scheme], parameters = trained.seconds_per_step, trained.parameters
                 del trained
             free_memory()
@@ -192,6 +193,7 @@ def plan(comparison: Comparison) -> Row:
     bound_by = min(limits, key=limits.__getitem__)
     chosen = max(1, limits[bound_by])
     length = comparison.training.tokens.shape[1]
+    shutil.rmtree(_runs(context), ignore_errors=True)  # checkpoints of another plan
     return {
         "steps": chosen,
         "bound_by": bound_by,
@@ -214,10 +216,12 @@ def _half(device_batch: int, batch: int) -> int:
 
 def run_scheme(comparison: Comparison, scheme: str, planned: Row) -> Row:
     """Held-out loss, training curve, speed and memory of one scheme."""
-    run = comparison.context.work / "compare" / scheme
+    run = _runs(comparison.context) / scheme
     steps, resumed = planned["steps"], last_checkpoint(run) is not None
     trained = comparison.train(scheme, steps, planned["device_batch"], run)
-    _check_finished(trained, steps)
+    if _steps(trained) < steps:
+        done = f"{_steps(trained)} of {steps} steps are done"
+        raise OutOfTime(f"{done}; it goes on from its checkpoint")
     loss = trained.trainer.evaluate(comparison.held_out)["eval_loss"]
     every = max(1, len(trained.history) // _CURVE)
     shutil.rmtree(run, ignore_errors=True)
@@ -232,7 +236,11 @@ def run_scheme(comparison: Comparison, scheme: str, planned: Row) -> Row:
     }
 
 
-def _check_finished(trained: Trained, steps: int) -> None:
-    done = trained.trainer.state.global_step
-    if done < steps:
-        raise OutOfTime(f"{done} of {steps} steps are done; it goes on from its checkpoint")
+def _runs(context: Context) -> Path:
+    """The folder of the schemes' checkpoints."""
+    return context.work / "compare"
+
+
+def _steps(trained: Trained) -> int:
+    """Steps that a training has done."""
+    return trained.trainer.state.global_step

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from timing import Row
 
 from on_gpu.record import Clock, Entry
 
@@ -40,6 +41,21 @@ class Context:
     data: Path | None = None
     schemes: tuple[str, ...] = ()
     train_minutes: float = 12.0
+
+    @property
+    def options(self) -> dict[str, Row]:
+        """The options that results of a part depend on, for the parts that were given any."""
+        found: dict[str, Row] = {}
+        if self.model is not None and self.text is not None:
+            model, text = Path(self.model).absolute().name, self.text.name
+            found["fidelity"] = {"model": model, "text": text}
+        if self.data is not None:
+            found["compare"] = {
+                "data": self.data.absolute().name,
+                "schemes": list(self.schemes),
+                "train_minutes": self.train_minutes,
+            }
+        return found
 
     @property
     def budget(self) -> float:

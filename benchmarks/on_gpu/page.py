@@ -40,7 +40,7 @@ def page(record: Record, name: str, order: Sequence[str]) -> str:
         if entry is None:
             continue
         body = _SECTIONS[part](entry) if entry.items else ""
-        body += _not_measured(entry) + _errors(entry)
+        body += _not_measured(entry) + _errors(entry) + _commits(entry)
         if body:
             lines += ["", f"## {_TITLES[part]}", "", body.rstrip()]
     commits = list(dict.fromkeys(str(call["commit"]) for call in record.calls))
@@ -89,6 +89,17 @@ def _errors(entry: Entry) -> str:
     return "".join(
         f"\nFailed: {key}\n\n```text\n{text}\n```\n" for key, text in entry.errors.items()
     )
+
+
+def _commits(entry: Entry) -> str:
+    """The commit of each result, where they are of several."""
+    keys: dict[str, list[str]] = {}
+    for key in entry.items:
+        keys.setdefault(entry.commits.get(key) or "not known", []).append(key)
+    if len(keys) < 2:
+        return ""
+    lines = [f"- {commit}: {'; '.join(found)}" for commit, found in keys.items()]
+    return "\nResults of several commits:\n\n" + "\n".join(lines) + "\n"
 
 
 def _rows(entry: Entry, keys: Iterable[str] | None = None) -> list[Row]:

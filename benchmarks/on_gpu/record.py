@@ -1,7 +1,8 @@
 """The record of one machine: parts, their results, what failed; how a part is run and goes on.
 
 A part yields items. Each result is in the file as soon as it is there, and an item that has one is
-not measured again. What fails is recorded with its error, and the others go on.
+not measured again. What fails is recorded with its error, and the others go on; the next call
+measures it anew, after all that is still to come.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,24 @@ class OutOfTime(Exception):
     """An item was ended by the minutes of the call; the same command takes it up."""
 
 
+class CutOff(OutOfTime):
+    """An item was ended by the minutes of the call, and begins from zero in the next one.
+
+    Where it was the first of its call, the next has no more time for it: it has failed.
+    """
+
+
 class Clock:
-    """The minutes of one call; None never ends."""
+    """The minutes of one call; None never ends.
+
+    Attributes:
+        seconds: of the call.
+        measured: items that the call has measured.
+    """
 
     def __init__(self, minutes: float | None) -> None:
         self.seconds = float("inf") if minutes is None else 60 * minutes
+        self.measured = 0
         self._started = time.monotonic()
 
     def passed(self) -> float:
@@ -69,13 +83,25 @@ class Item:
 
 @dataclass
 class Entry:
-    """What the record holds of a part."""
+    """What the record holds of a part.
+
+    Attributes:
+        state: DONE, FAILED, SKIPPED, UNFINISHED or WAITING.
+        reason: of the state.
+        items: their results.
+        errors: of the items that failed.
+        seconds: that the items took.
+        commits: that the items were measured at.
+        options: of the command, that the results depend on.
+    """
 
     state: str = WAITING
     reason: str = ""
     items: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    commits: dict[str, str | None] = field(default_factory=dict)
+    options: Row = field(default_factory=dict)
 
 
 class Record:
@@ -85,27 +111,32 @@ class Record:
         path: the file.
         machine: what is measured; a file of another machine is refused.
         identity: the keys of `machine` that decide whether it is another.
+        copy: a file that may be there too, from a machine that did not keep its own; read instead
+            where its last call began later.
 
     Raises:
-        ValueError: the file is of another machine, or cut short.
+        ValueError: a file is of another machine, or cut short.
     """
 
-    def __init__(self, path: Path, machine: Mapping[str, Any], identity: Iterable[str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        machine: Mapping[str, Any],
+        identity: Iterable[str],
+        copy: Path | None = None,
+    ) -> None:
         self.path, self.machine = path, dict(machine)
         self.parts: dict[str, Entry] = {}
         self.calls: list[Row] = []
-        if path.is_file():
-            self._read(identity)
+        there = [(one, _read(one)) for one in (path, copy) if one is not None and one.is_file()]
+        if there:
+            self._take_up(*max(there, key=lambda found: _began(found[1])), identity)
 
-    def _read(self, identity: Iterable[str]) -> None:
-        try:
-            there = json.loads(self.path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{self.path} is no whole record ({error}); delete it") from None
+    def _take_up(self, path: Path, there: Row, identity: Iterable[str]) -> None:
         for key in identity:
             if there["machine"].get(key) != self.machine.get(key):
                 raise ValueError(
-                    f"{self.path} has results with {key} {there['machine'].get(key)!r}, and this "
+                    f"{path} has results with {key} {there['machine'].get(key)!r}, and this "
                     f"is {self.machine.get(key)!r}; choose another --name, or delete the file"
                 )
         self.parts = {name: Entry(**entry) for name, entry in there["parts"].items()}
@@ -113,6 +144,20 @@ class Record:
 
     def part(self, name: str) -> Entry:
         return self.parts.setdefault(name, Entry())
+
+    def check(self, name: str, options: Row | None) -> None:
+        """Refuse options of a part that are not those of its results; None was given no options.
+
+        Raises:
+            ValueError: they are others.
+        """
+        entry = self.part(name)
+        if options is not None and entry.items and entry.options != options:
+            raise ValueError(
+                f"{self.path} has results of {name} with {_options_text(entry.options)}, and this "
+                f"call has {_options_text(options)}; add --again to replace them, or choose "
+                "another --name"
+            )
 
     def to_dict(self) -> Row:
         parts = {name: vars(entry) for name, entry in self.parts.items()}
@@ -131,6 +176,22 @@ class Record:
         os.replace(temporary, self.path)
 
 
+def _read(path: Path) -> Row:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no whole record ({error}); delete it") from None
+
+
+def _began(there: Row) -> str:
+    """When the last call of a record began: ISO 8601 in UTC, which sorts as text."""
+    return there["calls"][-1]["began"] if there["calls"] else ""
+
+
+def _options_text(options: Row) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in options.items()) or "unknown options"
+
+
 def run_part(
     name: str,
     part: Part,
@@ -140,8 +201,10 @@ def run_part(
     *,
     written: Callable[[], None],
     say: Callable[[str], None],
+    commit: str | None = None,
+    leave: Collection[str] = (),
 ) -> None:
-    """Measure the items of a part that have no result yet, and set its state.
+    """Measure the items of a part that have no result yet, or failed, and set its state.
 
     Args:
         name: of the part.
@@ -151,12 +214,15 @@ def run_part(
         clock: after which nothing begins.
         written: called after every change of `entry`.
         say: shows a line to people.
+        commit: that is measured.
+        leave: items that are not measured now.
     """
     entry.reason, stopped = "", False
     entry.errors.pop(ITSELF, None)
     try:
         for item in part(context):
-            if item.key in entry.items:
+            known = item.key in entry.items and item.key not in entry.errors
+            if known or item.key in leave:
                 continue
             if clock.left() <= item.seconds:
                 stopped, entry.reason = True, f"no time was left for {item.key}"
@@ -166,9 +232,15 @@ def run_part(
                 _measure(item, entry)
             except OutOfTime as error:
                 stopped, entry.reason = True, f"{item.key}: {error}"
+                if isinstance(error, CutOff) and not clock.measured:
+                    minutes = f"{clock.seconds / 60:g} minutes"
+                    entry.errors[item.key] = f"{error}; it needs a call of more than {minutes}"
+                    say(f"{name}: {item.key}: FAILED: {entry.errors[item.key]}")
                 break
             finally:
                 free_memory()
+            clock.measured += 1
+            entry.commits[item.key] = commit
             failure = entry.errors.get(item.key)
             taken = f"{name}: {item.key}: {entry.seconds[item.key]:.1f} s"
             say(taken if failure is None else f"{taken}, FAILED: {failure.splitlines()[-1]}")
@@ -189,22 +261,26 @@ def run_part(
 
 
 def _measure(item: Item, entry: Entry) -> None:
-    """Put the result of an item into the entry, or its error."""
+    """Put the result of an item into the entry, or its error, in place of what was there."""
     started = time.monotonic()
-    entry.errors.pop(item.key, None)
+    found, wrong = None, ""
     try:
         found = item.measure()
-        entry.items[item.key] = found
         if isinstance(found, dict) and found.get(FAILURES):
-            entry.errors[item.key] = "\n".join(found[FAILURES])
+            wrong = "\n".join(found[FAILURES])
     except OutOfTime:
-        raise
+        raise  # what was there stays
     except torch.OutOfMemoryError as error:
-        entry.items[item.key] = {DOES_NOT_FIT: str(error).split(". ")[0]}
+        found = {DOES_NOT_FIT: str(error).split(". ")[0]}
     except Exception:
-        entry.errors[item.key] = _error_text()
+        wrong = _error_text()
     finally:
         entry.seconds[item.key] = round(time.monotonic() - started, 1)
+    for values, value in ((entry.items, found), (entry.errors, wrong or None)):
+        if value is None:
+            values.pop(item.key, None)
+        else:
+            values[item.key] = value
 
 
 def _error_text() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -12,13 +13,12 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from timing import Row
 
 from on_gpu.context import ROOT, Context
-from on_gpu.record import FAILURES, Clock, Item, OutOfTime, Skipped
+from on_gpu.record import FAILURES, Clock, CutOff, Item, Skipped
 
 MARK = "gpu"  # tests/conftest.py gives it to every test that is skipped without a CUDA device
 _NEEDS_CUDA = re.compile(r"cuda\.is_available|mark\.gpu")
@@ -34,10 +34,11 @@ def tests(context: Context) -> Iterator[Item]:
     if context.device.type != "cuda":
         raise Skipped(f"{len(found)} files or classes of tests need a CUDA device")
     for group in found:
-        yield Item(group, partial(run_group, group, context.clock))
+        yield Item(group, functools.partial(run_group, group, context.clock))
 
 
-def groups(root: Path = ROOT) -> list[str]:
+@functools.cache  # collecting takes its seconds, and a call may come here twice
+def groups(root: Path = ROOT) -> tuple[str, ...]:
     """Files, or their classes and functions, of tests that need a GPU, as pytest names them.
 
     Only files that look for CUDA are collected: others may need packages that are not there.
@@ -59,14 +60,14 @@ def groups(root: Path = ROOT) -> list[str]:
     with_classes = {file for file, *names in parts if len(names) > 1}
     # A process costs the seconds of its imports: a file of functions is one group.
     groups = ["::".join(part[:2]) if part[0] in with_classes else part[0] for part in parts]
-    return list(dict.fromkeys(groups))
+    return tuple(dict.fromkeys(groups))
 
 
 def run_group(group: str, clock: Clock, root: Path = ROOT) -> Row:
     """Counts of one group; every failed test is one of its failures.
 
     Raises:
-        OutOfTime: the call's minutes ended first.
+        CutOff: the call's minutes ended first.
     """
     left = clock.left()
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +78,7 @@ def run_group(group: str, clock: Clock, root: Path = ROOT) -> Row:
                 timeout=None if math.isinf(left) else left,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise OutOfTime(f"it had not ended after {left:.0f} s") from None
+            raise CutOff(f"it had not ended after {left:.0f} s") from None
         if done.returncode not in (0, _FAILED) or not report.is_file():
             raise RuntimeError(_tail(done))
         return counts(report.read_text("utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
@@ -18,17 +17,17 @@ import gpu
 import report
 from on_gpu import record as records
 from on_gpu.page import page
-from on_gpu.record import Clock, Entry, Item, OutOfTime, Record, Skipped
+from on_gpu.record import Clock, CutOff, Entry, Item, OutOfTime, Record, Skipped
 
 FACTS = {"device": "cuda", "gpu": "A GPU", "torch": "2.8.0", "transformers": "5.1", "quick": False}
 
 
-def measure(part, entry: Entry, clock: Clock | None = None) -> list[str]:
+def measure(part, entry: Entry, clock: Clock | None = None, **options) -> list[str]:
     """Run a part; returns what it said."""
     said: list[str] = []
     written = lambda: json.dumps(vars(entry))  # noqa: E731
     clock = clock or Clock(None)
-    records.run_part("part", part, None, entry, clock, written=written, say=said.append)
+    records.run_part("part", part, None, entry, clock, written=written, say=said.append, **options)
     return said
 
 
@@ -119,6 +118,36 @@ def test_results_that_show_something_wrong_fail_and_stay():
     assert "bits" in entry.items
 
 
+def test_what_showed_something_wrong_is_measured_again_and_kept_until_then():
+    found = {records.FAILURES: ["3 of normal"]}
+    entry = Entry(items={"bits": found}, errors={"bits": "3 of normal"})
+
+    def ended():
+        raise OutOfTime("not yet")
+
+    measure(lambda _: [Item("bits", ended)], entry)
+    assert (entry.state, entry.items, entry.errors) == (
+        records.FAILED, {"bits": found}, {"bits": "3 of normal"},
+    )  # fmt: skip
+    measure(lambda _: [Item("bits", lambda: {"rows": []})], entry)
+    assert (entry.state, entry.items, entry.errors) == (records.DONE, {"bits": {"rows": []}}, {})
+    entry.errors["bits"] = "x"
+    measure(lambda _: [Item("bits", lambda: 1 / 0)], entry)
+    assert (entry.state, entry.items) == (records.FAILED, {})
+
+
+def test_what_begins_from_zero_and_had_a_whole_call_has_failed():
+    def cut():
+        raise CutOff("it had not ended after 9 s")
+
+    entry, clock = Entry(), Clock(9)
+    measure(lambda _: [Item("short", dict), Item("long", cut)], entry, clock)
+    assert (entry.state, entry.errors) == (records.UNFINISHED, {})  # the next call has more time
+    measure(lambda _: [Item("short", dict), Item("long", cut)], entry, Clock(9))
+    assert entry.state == records.FAILED
+    assert entry.errors["long"].endswith("after 9 s; it needs a call of more than 9 minutes")
+
+
 def test_too_little_memory_is_a_result_and_no_failure():
     def large():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. More text.")
@@ -129,11 +158,10 @@ def test_too_little_memory_is_a_result_and_no_failure():
     assert entry.items["large"] == {records.DOES_NOT_FIT: "CUDA out of memory"}
 
 
-def skipped(_context):
-    raise Skipped("no tokens were given")
-
-
 def test_a_skipped_part_says_why_and_is_tried_again():
+    def skipped(_context):
+        raise Skipped("no tokens were given")
+
     entry = Entry()
     measure(skipped, entry)
     assert (entry.state, entry.reason) == (records.SKIPPED, "no tokens were given")
@@ -155,77 +183,7 @@ def test_a_record_of_another_machine_is_refused(tmp_path):
         Record(path, FACTS, gpu.machine.IDENTITY)
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch):
-    """A function that runs the command with parts of our own: (exit status, what it said)."""
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "benchmarks" / "results")
-
-    def run(known, *options: str) -> tuple[int, list[str]]:
-        said: list[str] = []
-        names = {**dict.fromkeys(gpu.PARTS, skipped), **known}
-        args = gpu.arguments(["--device", "cpu", *options])
-        return gpu.run(args, names, said.append), said
-
-    return run
-
-
-def good(_context):
-    return [Item("x", lambda: {"rows": []})]
-
-
-def bad(_context):
-    return [Item("x", lambda: 1 / 0)]
-
-
-def test_exit_status_is_that_of_the_parts_that_were_asked_for(call):
-    assert call({"kernels": good})[0] == 0
-    assert call({"layer": bad}, "--parts", "layer,kernels")[0] == 1
-    assert call({"layer": bad}, "--parts", "kernels")[0] == 0
-
-
-def test_results_are_copied_and_taken_up_from_the_copy(call, tmp_path):
-    out, own = tmp_path / "out", tmp_path / "benchmarks"
-    call({"kernels": good}, "--parts", "kernels", "--out", str(out))
-    names = {"gpu-cpu.json", "gpu-cpu.md"}
-    assert {path.name for path in out.iterdir()} == names
-    assert (own / "gpu-cpu.md").read_text() == (out / "gpu-cpu.md").read_text()
-    (own / "results" / "gpu-cpu.json").unlink()  # another machine, which has only the copy
-    call({"kernels": bad}, "--parts", "kernels", "--out", str(out))
-    found = json.loads((own / "results" / "gpu-cpu.json").read_text())
-    assert found["parts"]["kernels"]["state"] == records.DONE  # it was not measured again
-    assert len(found["calls"]) == 2
-    call({"kernels": bad}, "--parts", "kernels", "--again")
-    found = json.loads((own / "results" / "gpu-cpu.json").read_text())
-    assert found["parts"]["kernels"]["state"] == records.FAILED
-
-
-def test_a_quick_run_leaves_the_records_alone(call, tmp_path):
-    call({"kernels": good}, "--quick", "--out", str(tmp_path / "quick"))
-    assert not (tmp_path / "benchmarks").exists()
-    assert "quick run" in (tmp_path / "quick" / "gpu-cpu.md").read_text()
-
-
-def test_when_the_minutes_are_over_it_says_so(call):
-    status, said = call({"kernels": good}, "--minutes", "0", "--parts", "kernels")
-    assert status == 0
-    assert said[0] == "kernels: to come"
-    assert said[-1] == "the minutes are over: the same command goes on where this one stopped"
-
-
-def test_arguments_are_checked(capsys):
-    with pytest.raises(argparse.ArgumentTypeError, match="kernel is no part; choose from tests"):
-        gpu.names("layer,kernel")
-    assert gpu.names("step,kernels") == ["kernels", "step"]
-    with pytest.raises(SystemExit):
-        gpu.arguments(["--device", "cpu", "--model", "x"])
-    assert "--model and --text belong together" in capsys.readouterr().err
-    if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            gpu.arguments([])
-        assert "add --device cpu --quick" in capsys.readouterr().err
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_the_page_tells_of_every_part(tmp_path):
@@ -249,6 +207,27 @@ def test_the_page_tells_of_every_part(tmp_path):
     assert "| step | to come |  |  |" in text
     assert "| torch.backends.cuda.matmul.allow_tf32 | False |" in text
     assert "1 calls, of commit abc1234." in text
+
+
+def test_results_of_several_commits_are_named(tmp_path):
+    record = Record(tmp_path / "r.json", FACTS, ())
+    entry = record.part("layer")
+    for commit, count in (("abc1234", 1), ("def5678", 3)):
+        items = [Item(f"9 x {n}", lambda: {"rows": []}) for n in range(count)]
+        measure(lambda _, items=items: items, entry, commit=commit)
+        several = "Results of several commits:\n\n- abc1234: 9 x 0\n- def5678: 9 x 1; 9 x 2\n"
+        assert (several in page(record, "x", ["layer"])) == (count == 3)
+
+
+def test_a_record_in_git_is_read_and_its_page_is_what_it_gives():
+    """What is measured on it goes on, and no column of the page has changed since."""
+    path = gpu.RESULTS / "gpu-nvidia-h200.json"
+    machine = json.loads(path.read_text())["machine"]
+    record = Record(path, machine, gpu.machine.IDENTITY)
+    drawn = page(record, "nvidia-h200", list(gpu.PARTS))
+    assert drawn == (gpu.RESULTS.parent / "gpu-nvidia-h200.md").read_text()
+    with pytest.raises(ValueError, match=r"triton '3\.6\.0', and this is '3\.7\.0'"):
+        Record(path, machine | {"triton": "3.7.0"}, gpu.machine.IDENTITY)
 
 
 def test_the_comparison_is_read_off_its_plan(tmp_path):

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from on_gpu import compare
 from on_gpu.context import Context
-from on_gpu.record import Clock, Entry, OutOfTime
+from on_gpu.record import Clock, CutOff, Entry, OutOfTime
 
 LENGTH, ROWS = 16, 24
 MODEL = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2,
@@ -69,6 +69,20 @@ def test_the_batch_is_divided_until_it_fits_and_all_train_equal_steps(monkeypatc
     assert found["tokens"] == 2 * 4 * LENGTH
     found = compare.plan(comparison(tmp_path, Clock(None)))
     assert (found["steps"], found["bound_by"]) == (ROWS // 4, "the data, read once")
+
+
+def test_a_new_plan_takes_up_no_checkpoint_of_another(monkeypatch, tmp_path):
+    left = tmp_path / "compare" / "bf16" / "checkpoint-3"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(compare.Comparison, "train", lambda *_: trained(1.0, 3))
+    with pytest.raises(CutOff, match="bf16 was tried for 3 of 12 steps"):
+        compare.plan(comparison(tmp_path, Clock(None)))
+    assert left.exists()  # there is no other plan yet
+    monkeypatch.setattr(
+        compare.Comparison, "train", lambda self, name, steps, *_: trained(1.0, steps)
+    )
+    compare.plan(comparison(tmp_path, Clock(None)))
+    assert not left.exists()
 
 
 def test_a_scheme_that_this_call_has_no_time_for_does_not_begin(monkeypatch, tmp_path):

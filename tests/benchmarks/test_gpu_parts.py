@@ -17,7 +17,7 @@ import gpu
 import quantizers
 from on_gpu import parts, suite
 from on_gpu import record as records
-from on_gpu.record import Clock, Entry, OutOfTime
+from on_gpu.record import Clock, CutOff, Entry
 
 from metis_hf.numerics import native
 
@@ -167,8 +167,8 @@ def test_the_suite_is_run_in_groups(tmp_path, monkeypatch):
     (tmp_path / "tests" / "test_one.py").write_text(SUITE)
     (tmp_path / "tests" / "test_two.py").write_text("import a_package_that_nobody_has")
     (tmp_path / "tests" / "test_three.py").write_text(FUNCTIONS)
-    found = suite.groups(tmp_path)
-    functions = suite.run_group(found.pop(), Clock(None), tmp_path)
+    *found, last = suite.groups(tmp_path)
+    functions = suite.run_group(last, Clock(None), tmp_path)
     assert (functions["passed"], functions["failed"]) == (2, 0)
     assert [name.split("::")[1] for name in found] == ["TestKernels", "test_skipped", "test_slow"]
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -177,7 +177,7 @@ def test_the_suite_is_run_in_groups(tmp_path, monkeypatch):
     assert kernels[records.FAILURES][0].startswith("test_it[2]: AssertionError: n is too large")
     skipped = suite.run_group(found[1], Clock(None), tmp_path)
     assert (skipped["skipped"], skipped["skipped_because"]) == (1, ["no Blackwell"])
-    with pytest.raises(OutOfTime, match="it had not ended after"):
+    with pytest.raises(CutOff, match="it had not ended after"):
         suite.run_group(found[2], Clock(0.2), tmp_path)
     # A test that outlives its time would disturb what is timed next.
     left = (tmp_path / "pids").read_text().split()
