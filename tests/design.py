@@ -60,7 +60,18 @@ def cases(
 
 def thinned(levels: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
     """Return the levels that `keep` is true of, or all of them in a full run."""
-    return [level for level in levels if full() or keep(level)]
+    levels = list(levels)
+    kept = [level for level in levels if keep(level)]
+    assert kept, f"none of {levels} is kept: the test would never run"
+    return levels if full() else kept
+
+
+def named(levels: Iterable[Any], names: Iterable[Any]) -> list[Any]:
+    """Return the levels that are among `names`, or all of them in a full run."""
+    levels, names = list(levels), list(names)
+    missing = [name for name in names if name not in levels]
+    assert not missing, f"{missing} would never run: no such level in {levels}"
+    return thinned(levels, names.__contains__)
 
 
 def _parts(factors: Factors) -> list[list[tuple[Any, ...]]]:

@@ -27,6 +27,7 @@ from metis_hf import (
     MetisCallback,
     MetisConfig,
     get_metis_model,
+    high_precision,
     metis_layers,
     refresh,
     scheme_names,
@@ -179,12 +180,13 @@ def test_refresh_after_a_merge_decomposes_the_sum(token_ids):
 
 
 @pytest.mark.parametrize(("scheme", "split"), [("nvidia", None), ("metis", None), ("metis", True)])
-@pytest.mark.parametrize("make", [llama, gpt2])
-def test_merge_and_unmerge(make, scheme, split, token_ids):
-    model, expected = adapted(make(), scheme, split=split)
+@pytest.mark.parametrize(("make", "rslora"), [(llama, False), (gpt2, False), (llama, True)])
+def test_merge_and_unmerge(make, scheme, split, rslora):
+    model, expected = adapted(make(), scheme, split=split, use_rslora=rslora)
     before = base_state(model)
     model.merge_adapter()
     name, layer = next(iter(lora_layers(model).items()))
+    assert layer.scaling["default"] == (4 if rslora else 2)  # alpha 8, rank 4: 8 / sqrt(4), 8 / 4
     w = layer.base.weight.T if is_transposed(layer.base) else layer.base.weight
     assert (w - expected[name]).abs().max() <= FP32_SUM * expected[name].abs().max()
     model.unmerge_adapter()
@@ -214,10 +216,15 @@ def test_several_adapters_and_none(token_ids):
     with model.disable_adapter():
         assert torch.equal(logits(model, token_ids), plain)
     names = ["default", "second"]
-    mixed = model(input_ids=token_ids, adapter_names=names).logits
-    # One row each; under the activation split a row depends on its batch, so only in high precision
-    # would they be the very rows of `first` and `second`.
-    assert mixed.shape == first.shape
+    # One row each; under the activation split a row depends on its batch.
+    with high_precision(model), torch.no_grad():
+        mixed = model(input_ids=token_ids, adapter_names=names).logits
+        for row, name in enumerate(names):
+            model.set_adapter(name)
+            alone = logits(model, token_ids)
+            error = (mixed - alone).abs().amax(dim=(1, 2)) / alone.abs().max()
+            assert error[row] <= MERGED_LOGITS
+            assert error[1 - row] > 0.01
     model.delete_adapter("second")
     assert torch.equal(logits(model.unload(), token_ids), plain)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from design import thinned
+from design import named, thinned
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, scheme_names
@@ -50,6 +50,7 @@ def in_one_mode(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 FP4_ONE_MODE = in_one_mode(FP4_SCHEME_MODES)
+PREFERRED = (MetisConfig().scheme, "nvfp4")  # the default, and the plainest
 NEAREST = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
 STOCHASTIC = {"forward_rounding": "stochastic", "backward_rounding": "stochastic"}
 
@@ -72,21 +73,20 @@ def layer_of(
 
 
 def of_each_kind(schemes: Iterable[str]) -> list[str]:
-    """Return the first scheme of each kind: for what whole models and trainers meet of a scheme.
+    """Return one scheme of each kind: for what whole models and trainers meet of a scheme.
 
     That is how a layer stores its weight, what state it has beside, and whether it looks at the
-    mask of tokens. What is quantized and how, tests of single layers see, with every scheme. In a
-    full run it is all schemes.
+    mask of tokens. What is quantized and how, tests of single layers see, with every scheme. One
+    of `PREFERRED` stands for its kind, else the first. In a full run it is all schemes.
     """
-    seen: set[tuple[object, ...]] = set()
-
-    def is_new(scheme: str) -> bool:
+    schemes = list(schemes)
+    chosen: dict[tuple[object, ...], str] = {}
+    for scheme in sorted(schemes, key=lambda scheme: scheme not in PREFERRED):
         layer = layer_of(scheme)[1]
         state, masked = type(layer.scheme.state), layer.scheme.samples_rows
         kind = (repr(layer.weight_form), state, masked, scheme.startswith("bf16"))
-        return kind not in seen and not seen.add(kind)
-
-    return thinned(schemes, is_new)
+        chosen.setdefault(kind, scheme)
+    return named(schemes, chosen.values())
 
 
 def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:

@@ -257,7 +257,7 @@ class TestNoise:
         out, _ = products.attend(*leaves, scaling=0.3)
         return [out, *torch.autograd.grad(out, leaves, dy)]
 
-    def test_repeats_with_the_content_and_differs_with_everything_else(self):
+    def test_repeats_with_the_content_and_differs_with_everything_else(self, monkeypatch):
         x = heads()
         dy = torch.randn(2, 4, 13, 8)
         first = self.run(products_of("nvfp4"), x, dy)
@@ -267,7 +267,10 @@ class TestNoise:
         other_name = AttentionProducts(MetisConfig(attention="nvfp4"), "model.other")
         other = self.run(other_name, x, dy)
         seed = self.run(products_of("nvfp4", seed=1), x, dy)
-        for changed in (other, seed):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+        rank = self.run(products_of("nvfp4"), x, dy)
+        for changed in (other, seed, rank):
             assert not any(torch.equal(one, two) for one, two in zip(first, changed))
 
     def test_the_two_products_of_a_call_differ(self, seen):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB
-from design import thinned
+from design import named, thinned
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from layers.layer_tools import layer_of
@@ -38,7 +38,7 @@ MEASURED_LOSS = 0.01
 # Direct; a rotation of blocks; splits; a rotation of a whole length, state, a sparse part.
 TRACED_WHOLE = ("nvfp4", "nvidia", "metis", "metis-paper", "quarot", "smoothquant", "occ")
 SHORT = ("quartet2", "smoothquant", "occ", "nvidia", "four-over-six", "hot-channel")
-OTHERS = thinned(scheme_names(), SHORT.__contains__)
+OTHERS = named(scheme_names(), SHORT)
 
 
 def model_for(scheme, targets=("o_proj",), **changes):

@@ -189,14 +189,13 @@ def test_all_together(mode, split):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * size)
 
 
-@pytest.mark.slow
 @MODES
 def test_gradients_stay_unbiased(mode):
     """dy_hat w_hat + Q(..) has the mean dy w_hat: nothing clips in either quantizer."""
     layer = metis_layer(operand_mode=mode)
     params = [p.detach() for p in layer.weight_params()]
     errors = []
-    for seed in range(200):
+    for seed in range(100):
         layer.key = layer.key.fold(seed)
         correcting(layer, {Role.DGRAD_GRAD_OUTPUT})
         dx = one_pass(layer)["dx"]
@@ -204,7 +203,7 @@ def test_gradients_stay_unbiased(mode):
         errors.append(dx - DY[0] @ plan.weight_operand(Role.DGRAD_WEIGHT, params).values)
     draws = torch.stack(errors)
     z = draws.mean(0) / (draws.std(0) / len(draws) ** 0.5 + 1e-9)
-    assert z.square().mean() < 1.2
+    assert z.square().mean() < 1.15  # 1.25 and more where gradients are rounded to nearest
 
 
 @FORMS

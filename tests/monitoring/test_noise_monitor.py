@@ -53,7 +53,7 @@ class Tap:
 
 
 def measured(model, batches=1, autocast=False):
-    """The probe's noise after forward and backward passes on one batch after another."""
+    """(statistics, noise) of the probe after passes on one batch after another."""
     layers = dict(metis_layers(model.train()))
     probe = LayerProbe()
     probe.attach(layers)
@@ -62,7 +62,7 @@ def measured(model, batches=1, autocast=False):
             loss = model(ids() + index, labels=ids() + index).loss
         loss.backward()
     probe.detach()
-    return probe.noise
+    return probe.stats, probe.noise
 
 
 @pytest.mark.parametrize("changes", SCHEMES, ids=lambda c: "-".join(map(str, c.values())))
@@ -72,7 +72,7 @@ def test_is_the_noise_in_the_gradient_that_the_layer_has(changes, autocast):
     model = get_metis_model(llama(), MetisConfig(**changes))
     layers = dict(metis_layers(model))
     tap = Tap(layers)
-    noise = measured(model, autocast=autocast)
+    _, noise = measured(model, autocast=autocast)
     assert noise.keys() == layers.keys()
     for name, layer in layers.items():
         exact = tap.gradient(name)
@@ -105,7 +105,8 @@ def test_first_micro_batch_counts():
     "changes", [{"scheme": "bf16"}, {"scheme": "metis", "high_precision": ("backward", "forward")}]
 )
 def test_without_quantizers_there_is_nothing_to_measure(changes):
-    assert measured(get_metis_model(llama(), MetisConfig(**changes))) == {}
+    _, noise = measured(get_metis_model(llama(), MetisConfig(**changes)))
+    assert noise == {}
 
 
 def test_frozen_layers_have_no_gradient():
@@ -113,7 +114,7 @@ def test_frozen_layers_have_no_gradient():
     for name, layer in metis_layers(model):
         layer.requires_grad_("q_proj" not in name)
     model.enable_input_require_grads()
-    noise = measured(model)
+    _, noise = measured(model)
     assert {name.split(".")[-1] for name, _ in metis_layers(model)} - {
         name.split(".")[-1] for name in noise
     } == {"q_proj"}

@@ -167,4 +167,5 @@ def test_a_model_trains_and_more_bits_are_nearer(fmt, token_ids):
 
 
 def test_every_name_is_covered():
-    assert set(scheme_names()) > NVFP4_ONLY
+    assert {*FP4_SCHEMES, *DEPLOYED, "bf16", "bf16-split"} == set(scheme_names())
+    assert {*DEFINED, *OWN} <= {*FP4_SCHEMES, *DEPLOYED}

@@ -220,12 +220,15 @@ def checkpointing(engine, out):
         model = build(scheme="metis", forward_rounding="stochastic")
         trainer = make_trainer(engine, out, model, max_steps=2, **options)
         trainer.train()
-        kinds = {type(module).__name__ for module in trainer.model.modules()}
+        by = set()
+        for module in trainer.model.modules():
+            by |= {"a wrapper"} if "CheckpointWrapper" in type(module).__name__ else set()
+            by |= {"the model"} if getattr(module, "gradient_checkpointing", False) else set()
         seen[name] = {
             "loss": history(trainer),
             "grad_norm": history(trainer, "grad_norm"),
             "state": full_state(trainer.model),
-            "wrapped": any("CheckpointWrapper" in kind for kind in kinds),
+            "by": by,
         }
     return seen
 
