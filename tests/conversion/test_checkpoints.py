@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -202,22 +201,11 @@ class TestTrainer:
         """Weights alone: they load, and a resumed run continues with a new optimizer."""
         made = trainer(tmp_path, converted(), save_only_model=True)
         made.train()
-        assert not (tmp_path / "checkpoint-2/optimizer.pt").exists()
+        assert not list((tmp_path / "checkpoint-2").glob("optimizer*"))
         assert_same(made.model, load(tmp_path / "checkpoint-4"))
         again = trainer(tmp_path, converted(), save_only_model=True, max_steps=5)
         again.train(resume_from_checkpoint=last_checkpoint(tmp_path))
         assert again.state.global_step == 5
-
-    @pytest.mark.slow
-    def test_load_best_model_at_end(self, tmp_path):
-        made = trainer(
-            tmp_path, converted(), load_best_model_at_end=True, eval_strategy="steps",
-            eval_steps=1, save_steps=1, metric_for_best_model="loss", greater_is_better=True,
-        )  # fmt: skip
-        made.train()
-        best = made.state.best_model_checkpoint
-        assert Path(best).name == "checkpoint-1"  # the largest loss, so not the last one
-        assert_same(made.model, load(best))
 
     @pytest.mark.slow
     def test_sharded_checkpoint_resumes(self, tmp_path):

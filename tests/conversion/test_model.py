@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import ARCHITECTURES, llama
 from design import cases
+from layers.layer_tools import of_each_kind
 from torch import nn
 
 from metis_hf import (
@@ -51,10 +52,10 @@ def train_steps(model, ids, steps=5):
     return losses
 
 
-# test_architectures crosses architectures with the ways to store weights.
-@cases({"scheme": scheme_names()}, rotated={"architecture": list(ARCHITECTURES)})
+# test_architectures takes every scheme through conversion, gradients, saving and loading.
+@cases({"scheme": of_each_kind(scheme_names())}, rotated={"architecture": list(ARCHITECTURES)})
 def test_convert_train_save_reload_dense(scheme, architecture, token_ids, tmp_path):
-    """The life of a model, for each scheme."""
+    """The life of a model, for each kind of scheme."""
     model = ARCHITECTURES[architecture]()
     original = copy.deepcopy(model)
     assert get_metis_model(model, MetisConfig(scheme=scheme)) is model

@@ -1,26 +1,19 @@
 """What noise depends on: seed, layer, role, process rank and content; on nothing else.
 
-So recomputed forward passes repeat exactly, and a control run does not notice that a quantizer
-exists. That a resumed run continues exactly is tested with the callback.
+So recomputed forward passes repeat exactly. That a control run does not notice that a quantizer
+exists is tested in test_generators.py, and that a resumed run continues exactly with the callback.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, llama
 from design import cases
 from torch import nn
 
-from layers import dropout_run
-from layers.dropout_run import MODELS, STEPS, Run, train
 from layers.layer_tools import (
     FP4_ONE_MODE,
     FP4_SCHEMES,
@@ -34,6 +27,7 @@ from layers.layer_tools import (
 )
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.layers.make import convert_linear
+from metis_hf.layers.tensor_parallel import WHOLE, Shards
 from metis_hf.noise import uniform
 from metis_hf.operands import HotChannels, MeanRemoved, Spectral
 from metis_hf.schemes import Role
@@ -123,61 +117,6 @@ class TestCheckpointing:
         assert not torch.equal(*gradients)
 
 
-class TestTorchGenerator:
-    """Quantizers take nothing from the generators that dropout and data loading draw from."""
-
-    @pytest.mark.slow
-    def test_control_run_without_the_package(self):
-        """A control with dropout is the same in a process that never imports metis_hf."""
-        script = Path(dropout_run.__file__)
-        out = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300
-        )
-        assert out.stdout.split() == [train(name).digest() for name in MODELS]
-
-    @pytest.mark.parametrize("name", MODELS)
-    def test_converted_control(self, name):
-        """Scheme bf16 with dropout trains as the model that was not converted, bit for bit."""
-        control = train(name)
-        assert control.digest() != train(name, dropout=0.2).digest()  # dropout is in effect
-        torch.manual_seed(0)
-        run = Run(converted(MODELS[name](), "bf16"))
-        for _ in range(STEPS):
-            run.step()
-        assert run.losses == control.losses
-        assert run.digest() == control.digest()
-
-    @pytest.mark.parametrize("scheme", FP4_KINDS)
-    @pytest.mark.parametrize("name", MODELS)
-    def test_control_beside_a_quantized_run(self, name, scheme):
-        """Steps of an FP4 model in between change nothing in a control run with dropout."""
-        control = train(name)
-        quantized = Run(converted(MODELS[name](dropout=0.0), scheme, **STOCHASTIC))
-        torch.manual_seed(0)
-        run = Run(MODELS[name]())
-        for _ in range(STEPS):
-            quantized.step()
-            run.step()
-        assert run.losses == control.losses
-        assert run.digest() == control.digest()
-
-    @pytest.mark.parametrize("scheme", FP4_SCHEMES)
-    def test_same_draws_as_the_control(self, scheme):
-        """Conversion and quantized steps leave every generator where a control leaves it."""
-        states = []
-        for convert in (False, True):
-            torch.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
-            model = MODELS["gpt2"]()
-            run = Run(converted(model, scheme, **STOCHASTIC) if convert else model)
-            for _ in range(STEPS):
-                run.step()
-            python, (_, keys, *_) = random.getstate(), np.random.get_state()
-            states.append((torch.get_rng_state().tolist(), python, keys.tolist()))
-        assert states[0] == states[1]
-
-
 def one_pass(layer, x=None, dy=None) -> list[Call]:
     """The distinct quantizations of a forward and backward pass."""
     g = torch.Generator().manual_seed(1)
@@ -235,6 +174,18 @@ class TestRanks:
         alone = keys_of(one_pass(stochastic_layer("metis")))
         set_rank(monkeypatch, 0)
         assert keys_of(one_pass(stochastic_layer("metis"))) == alone
+
+    def test_processes_of_one_batch_are_equal(self, monkeypatch):
+        """Under tensor parallelism, here two processes for each batch."""
+        layer = stochastic_layer("metis")
+        layer.shards = Shards(WHOLE, 2)
+        keys = []
+        for rank in (0, 1, 2):
+            set_rank(monkeypatch, rank)
+            keys.append([key_values(key) for key in (layer.noise_key(), layer.input_noise_key())])
+        first, second, of_other_batch = keys
+        assert first == second
+        assert all(a != b for a, b in zip(first, of_other_batch, strict=True))
 
     @pytest.mark.parametrize(
         ("scheme", "choice"), [("metis", "sum_rows"), ("metis-paper", "sample_rows")]

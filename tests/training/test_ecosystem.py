@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -13,7 +14,6 @@ from metis_hf import MetisCallback, MetisConfig, calibrate, get_metis_model, met
 from training.test_callback import Rows, losses, one_block, trainer
 
 CHOICES = {
-    "plain": {},
     "8-bit optimizer": {"optim": "adamw_torch_8bit"},
     "4-bit optimizer": {"optim": "adamw_torch_4bit"},
     "adafactor": {"optim": "adafactor"},
@@ -39,13 +39,19 @@ def train(tmp_path, scheme, **options):
     return losses(made), model
 
 
+@pytest.fixture(scope="module")
+def train_plain(tmp_path_factory):
+    """The run of a scheme with nothing switched on, made once."""
+    return functools.cache(lambda scheme: train(tmp_path_factory.mktemp(scheme), scheme))
+
+
 @pytest.mark.parametrize("scheme", ["w4a4", "metis"])
-@pytest.mark.parametrize("choice", [name for name in CHOICES if name != "plain"])
-def test_trains(choice, scheme, tmp_path):
+@pytest.mark.parametrize("choice", CHOICES)
+def test_trains(choice, scheme, train_plain, tmp_path):
     if choice in NEED_TORCHAO and not is_torchao_available():  # what Trainer goes by
         pytest.skip("torchao is not installed")
-    plain, reference = train(tmp_path / "plain", scheme)
-    found, model = train(tmp_path / "other", scheme, **CHOICES[choice])
+    plain, reference = train_plain(scheme)
+    found, model = train(tmp_path, scheme, **CHOICES[choice])
     assert len(found) == 4
     if choice == "gradient checkpointing":  # the same computation, to the bit
         assert found == plain

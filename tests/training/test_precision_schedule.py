@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -14,26 +15,38 @@ from metis_hf import PrecisionSchedule, metis_layers, set_precision
 from training.precision_tools import KINDS, PASSES, converted, losses, trainer
 
 
-@pytest.mark.parametrize(("scheme", "at"), [(scheme, 2) for scheme in KINDS] + [("metis", 0.5)])
-def test_schedule_in_training(scheme, at, tmp_path):
-    """Before the switch the losses of a run without; then those of a run switched by hand."""
-    plain = trainer(tmp_path / "plain", converted(scheme))
-    plain.train()
-    model = converted(scheme)
-    scheduled = trainer(tmp_path / "scheduled", model, PrecisionSchedule(at=at))
-    scheduled.train()
-    assert losses(scheduled)[:2] == losses(plain)[:2]
-    assert (losses(scheduled)[2:] == losses(plain)[2:]) == scheme.startswith("bf16")
+def trained(directory, scheme, schedule=None):
+    """The losses of a training run, and its model."""
+    made = trainer(directory, converted(scheme), schedule)
+    made.train()
+    return losses(made), made.model
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory):
+    """The losses of a scheme without a schedule; the run is made once."""
+    return functools.cache(lambda scheme: trained(tmp_path_factory.mktemp(scheme), scheme)[0])
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_schedule_in_training(scheme, plain_losses, tmp_path):
+    """Before the switch the losses of a run without a schedule, and others after it."""
+    plain = plain_losses(scheme)
+    scheduled, model = trained(tmp_path, scheme, PrecisionSchedule(at=2))
+    assert scheduled[:2] == plain[:2]
+    assert (scheduled[2:] == plain[2:]) == scheme.startswith("bf16")
     assert all(layer.config.high_precision == ("forward",) for _, layer in metis_layers(model))
 
+
+def test_schedule_equals_a_switch_by_hand(tmp_path):
     class ByHand(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if state.global_step == 2:
                 set_precision(model, high_precision=["forward"])
 
-    by_hand = trainer(tmp_path / "hand", converted(scheme), ByHand())
-    by_hand.train()
-    assert losses(by_hand) == losses(scheduled)
+    by_hand, _ = trained(tmp_path / "hand", "metis", ByHand())
+    for at in (2, 0.5):
+        assert trained(tmp_path / str(at), "metis", PrecisionSchedule(at=at))[0] == by_hand, at
 
 
 @pytest.mark.slow
@@ -114,22 +127,21 @@ def test_the_switch_is_late_if_nothing_else_is_said():
 
 
 @pytest.mark.parametrize(("until", "at"), [(1, None), (1, 3), (0.25, 0.75)])
-def test_high_precision_at_the_start(until, at, tmp_path):
+def test_high_precision_at_the_start(until, at, plain_losses, tmp_path):
     """The exact model's first loss, then four bits; a resumed run is the same to the bit."""
 
-    def run(directory, **changes):
+    def run(**changes):
         schedule = PrecisionSchedule(at=at, until=until, high_precision=PASSES[-1])
-        return trainer(directory, converted("nvidia"), schedule, **changes)
+        return trainer(tmp_path, converted("nvidia"), schedule, **changes)
 
-    whole = run(tmp_path, save_strategy="steps", save_steps=1)
+    whole = run(save_strategy="steps", save_steps=1)
     whole.train()
-    exact, quantized = (trainer(tmp_path / s, converted(s)) for s in ("bf16", "nvidia"))
-    exact.train(), quantized.train()
-    assert losses(whole)[0] == losses(exact)[0] != losses(quantized)[0]
-    assert losses(whole)[1] != losses(exact)[1]
+    exact, quantized = plain_losses("bf16"), plain_losses("nvidia")
+    assert losses(whole)[0] == exact[0] != quantized[0]
+    assert losses(whole)[1] != exact[1]
     ends = [layer.config.high_precision for _, layer in metis_layers(whole.model)]
     assert set(ends) == {() if at is None else PASSES[-1]}
-    resumed = run(tmp_path)
+    resumed = run()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(resumed) == losses(whole)
 
