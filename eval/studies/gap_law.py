@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from publish import page_with
 from scipy import stats
+from transformers import AutoConfig
 
-from metis_hf.experiments.compare.published import NAMES, grid
+from metis_hf.experiments.compare.published import NAMES, body_parameters, grid
 from metis_hf.experiments.compare.statistics import CONFIDENCE, t_interval
 from metis_hf.experiments.tables import gaps_percent
 from metis_hf.schemes import CONTROL
@@ -199,7 +200,7 @@ def our_points() -> list[Point]:
     for name in (*recorded(), DEMO):
         experiment, tokens, losses = _read(name)
         model = experiment["model"]
-        place = (block_parameters(model), model["hidden_size"], tokens)
+        place = (body_parameters(AutoConfig.for_model(**model)), model["hidden_size"], tokens)
         for scheme in losses:
             if scheme in NOT_QUANTIZED or scheme.startswith(IN_PART):
                 continue
@@ -221,19 +222,6 @@ def _read(name: str) -> tuple[dict[str, Any], int, dict[str, dict[str, float]]]:
     record = json.loads((RESULTS / f"{name}.json").read_text())
     losses = {summary["name"]: summary["losses"] for summary in record["summaries"]}
     return record["plan"]["experiment"], record["tokens"], losses
-
-
-def block_parameters(model: dict[str, Any]) -> int:
-    """Count a Llama's parameters without embeddings and head: projections and norms.
-
-    Raises:
-        ValueError: another model, or one with fewer key heads than heads.
-    """
-    heads = model["num_attention_heads"]
-    if model["model_type"] != "llama" or model.get("num_key_value_heads", heads) != heads:
-        raise ValueError(f"not a Llama with as many key heads as heads: {model}; count it here")
-    width, hidden = model["hidden_size"], model["intermediate_size"]
-    return model["num_hidden_layers"] * (4 * width**2 + 3 * width * hidden + 2 * width) + width
 
 
 def mean_points(points: Sequence[Point], name: str) -> list[Point]:

@@ -133,8 +133,12 @@ def test_points_are_the_runs_on_record(law):
     gap = next(s["gap"] for s in record["summaries"] if s["name"] == "nvidia")
     nvidia = next(p for p in ours if p.scheme == "nvidia" and p.source == "methods-tiny")
     assert (nvidia.gap, nvidia.half_width) == pytest.approx((gap["mean"], gap["half_width"]))
-    with pytest.raises(ValueError, match="as many key heads as heads"):
-        law.block_parameters(record["plan"]["experiment"]["model"] | {"num_key_value_heads": 1})
+    # Most seeds, the control's best learning rate, and `metis` as it is, come first.
+    sources = {(p.scheme, p.width, p.tokens): p.source for p in ours}
+    assert sources["nvfp4-rne", 384, 1200128] == "width-384-directions"
+    assert sources["metis 6 %, dy 1.5 %", 96, 1200128] == "width-96-quarter"
+    assert sources["metis", 96, 3194880] == "methods-tiny-metis"
+    assert sources["metis, as it was", 96, 3194880] == "methods-tiny"
     # All parameters but the embeddings, which are tied.
     model = record["plan"]["experiment"]["model"]
     embeddings = model["vocab_size"] * model["hidden_size"]
