@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -27,6 +28,18 @@ ENVIRONMENT = os.environ
 def one_environment() -> None:
     """Put os.environ back: datasets replaces it when it maps in processes, rich keeps the first."""
     os.environ = ENVIRONMENT  # noqa: B003
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_to_collect() -> None:
+    """Keep collections short: Trainer asks for one after each training, .2 s over what is there."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter clean up as ever: libraries complain about what is left."""
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

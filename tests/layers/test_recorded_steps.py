@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import llama
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,6 +32,12 @@ def step(layer: nn.Module, parameters: list[Tensor], *inputs: Tensor) -> list[Te
     names = [name for name, _ in layer.named_parameters()]
     y = functional_call(layer, dict(zip(names, parameters)), (x, *others))
     return [y, *torch.autograd.grad(y, [x, *parameters], grad_output)]
+
+
+def record(layer: nn.Module, parameters: list[Tensor], *inputs: Tensor) -> fx.GraphModule:
+    """Record a step, with one fake mode for all values: each of its own would note its stack."""
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        return make_fx(lambda *flat: step(layer, list(flat[3:]), *flat[:3]))(*inputs, *parameters)
 
 
 def values(layer: nn.Module, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
@@ -51,7 +59,7 @@ def values(layer: nn.Module, seed: int) -> tuple[list[Tensor], Tensor, Tensor, T
 def test_a_recorded_layer_is_the_layer(scheme, mode) -> None:
     _, layer = layer_of(scheme, mode, i=64, o=48)
     parameters, *inputs = values(layer, 0)
-    recorded = make_fx(lambda *flat: step(layer, list(flat[3:]), *flat[:3]))(*inputs, *parameters)
+    recorded = record(layer, parameters, *inputs)
     for seed in (1, 2):
         parameters, *inputs = values(layer, seed)
         played = recorded(*inputs, *parameters)
@@ -72,7 +80,7 @@ def test_what_python_decides_shows() -> None:
 
     layer = Counting(64, 48)
     parameters, *inputs = values(layer, 0)
-    recorded = make_fx(lambda *flat: step(layer, list(flat[3:]), *flat[:3]))(*inputs, *parameters)
+    recorded = record(layer, parameters, *inputs)
     played, wanted = recorded(*inputs, *parameters), step(layer, parameters, *inputs)
     assert not torch.equal(played[0], wanted[0])
 
