@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -15,10 +16,14 @@ import design
 import pytest
 import torch
 import transformers
+from torch.utils import collect_env
 from transformers.utils import logging
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
+
+# lm-eval writes it into each result, and asks a dozen programs for it: a second.
+collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
 
 VOCAB = 256
 ENVIRONMENT = os.environ
