@@ -153,7 +153,7 @@ class MetisConfig:
         for name in _TUPLES:
             value = getattr(self, name)
             if isinstance(value, list | set | frozenset):  # a set's order differs by process
-                values = value if isinstance(value, list) else sorted(value)
+                values = value if isinstance(value, list) else sorted(value, key=repr)
                 object.__setattr__(self, name, tuple(values))
         check(self)
         if not self.two_level:

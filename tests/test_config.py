@@ -107,6 +107,7 @@ def nested(depth: int) -> list:
 VALUES = [
     None, True, False, 0, 1, -1, 2**70, -(10**5000), 0.5, 1e-300, float("nan"), float("inf"), "",
     "x", "(((", "a" * 10**6, [], [[]], [["weight"]], [{}], [1], [None], [True], ["x", 1], ["((("],
+    {"x", 1},
     ["x"] * 20_000, {}, {"x": 1}, {"x": "y"}, {"x": True}, {"x": 0}, {"x": []}, {"(((": 1},
     {1: 2}, {"x": 2**70}, nested(5000), object(),
 ]  # fmt: skip

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {*SPINE, *HELPERS, "conversion"},
     "fidelity": {*SPINE, *HELPERS, "conversion", "monitoring", "planning", "evaluation"},
     "analysis": {*SPINE, *HELPERS, "conversion", "monitoring"},
-    "run_report": {*SPINE, *HELPERS, "monitoring", "training", "experiments"},
+    "run_report": {*SPINE, *HELPERS, "monitoring"},
     "experiments": {*SPINE, *HELPERS, *WINGS, "conversion", "monitoring"},
     "commands": {*HELPERS, *WINGS, "schemes", "run_report", "experiments"},
     "cli": {"commands"},
@@ -70,6 +70,15 @@ def test_imports_point_one_way():
         if rooms := imported(path) - {part} - ALLOWED[part]:
             upwards[str(name)] = rooms
     assert not upwards
+
+
+def test_wings_use_what_they_are_allowed_beyond_spine_and_helpers():
+    unused = {}
+    for room in (*WINGS, "run_report"):
+        used = set().union(*map(imported, (ROOT / room).rglob("*.py")))
+        if left := ALLOWED[room] - {*SPINE} - HELPERS - used:
+            unused[room] = left
+    assert not unused
 
 
 SPINE_ROOMS = ("numerics", "transforms", "operands", "schemes", "layers")

@@ -55,7 +55,9 @@ def fidelity(
     device: Annotated[
         str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all noise.", show_default="0, or that of a config's file")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
     ] = None,

@@ -36,7 +36,8 @@ from metis_hf.export.compressed_tensors import (
 )
 from metis_hf.export.fused import scale_notes, shared_amaxes
 from metis_hf.export.inputs import QuantizedInput, quantized_input, quantizing_inputs
-from metis_hf.export.model_card import load_lines, model_card
+from metis_hf.export.loading import load_lines, why_not_packed
+from metis_hf.export.model_card import model_card, read_metrics
 from metis_hf.export.report import (
     CONVERTED,
     REFERENCE,
@@ -54,6 +55,7 @@ from metis_hf.export.source import (
 from metis_hf.export.tied import untie
 from metis_hf.layers.experts import is_fused_experts
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.shared.texts import utf8_text
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
 
@@ -81,7 +83,8 @@ def export_checkpoint(
     """Write a Metis checkpoint in a format that needs no metis_hf.
 
     All arithmetic is in fp32, whatever the checkpoint's dtype. The directory gets its files when
-    all are written; until then they lie in a temporary directory beside it.
+    all are written; until then they lie in a temporary directory beside it, or in it where it is
+    there already.
 
     Args:
         checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model;
@@ -110,7 +113,7 @@ def export_checkpoint(
     Raises:
         ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
             scales that are not calibrated; `out` is not empty; a text for a model that is no causal
-            language model.
+            language model; a text that is not UTF-8, or results that are no JSON object.
     """
     for name, value, choices in (
         ("format", format, FORMATS),
@@ -134,6 +137,8 @@ def export_checkpoint(
             f'low_rank="side-file" is for format="compressed-tensors": format={format!r} has no '
             'place for factors. Use low_rank="fold"'
         )
+    words = None if text is None else utf8_text(Path(text))
+    metrics = None if results is None else read_metrics(Path(results))
     model = load(checkpoint)
     split = [name for name, layer in metis_layers(model) if is_split(layer)]
     if format != "dense":
@@ -150,15 +155,20 @@ def export_checkpoint(
         quantized_input(layer) is not None for _, layer in metis_layers(model)
     ):
         kind = "w4a4"
-    metrics = None if results is None else json.loads(Path(results).read_text())
     card = model_card(model, name=out.name, kind=kind, results=metrics)
-    windows = None if text is None else _windows(model, checkpoint, Path(text))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
+    loading = load_lines(model, kind, shown)
+    windows = None
+    if text is not None and words is not None:
+        windows = _windows(model, checkpoint, words, text)
     values = getattr(torch, dtype)
     notes: tuple[str, ...] = ()
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A directory that is there may be a volume, into which nothing moves from beside it.
+    place, dot = (out, ".") if out.exists() else (out.parent, "")
+    prefix = f"{dot}{out.name}.partial-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
         partial = Path(folder)
+        held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
         if format == "dense":
             packed, rows = _write_dense(model, partial, values, windows, held_out)
         else:
@@ -173,11 +183,10 @@ def export_checkpoint(
         kept = low_rank if format != "dense" and split else None
         order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
         held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
-        loading = load_lines(model, kind, shown)
         report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
-        (partial / REPORT_FILE).write_text(report.to_json())
+        (partial / REPORT_FILE).write_text(report.to_json(), "utf-8")
         ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
-        out.mkdir(exist_ok=True)  # which may be a volume, mounted there
+        out.mkdir(exist_ok=True)
         for path in partial.iterdir():
             path.rename(out / path.name)
     return report
@@ -190,7 +199,7 @@ def _write_dense(
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
-    """Write the dense model; returns the packed layers (none) and the errors."""
+    """Write the dense model; return the packed layers (none) and the errors."""
     errors = WeightErrors()
     for name, layer in metis_layers(model):
         weight = _represented(layer)
@@ -215,7 +224,7 @@ def _write_packed(
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...], tuple[str, ...]]:
-    """Write the packed model; returns the packed layers, the errors and the notes.
+    """Write the packed model; return the packed layers, the errors and the notes.
 
     Args:
         layout: "compressed-tensors", "modelopt", or "side-file" for the first with a side file.
@@ -247,14 +256,12 @@ def _write_packed(
             f"{experts} has fused experts, which are not packed. transformers does not read such a "
             "checkpoint; metis_hf.load_packed does.",
         )
-    origins = [layer.origin for name, layer in metis_layers(model) if name in folded]
+    reason = why_not_packed(model) if layout == "compressed-tensors" else None
     dense = _dense(model)
     notes += untie(dense, folded)
-    if other := next((origin.cls.__name__ for origin in origins if origin is not None), None):
-        notes += (
-            f"The packed layers are {other}, for which transformers and load_packed have no packed "
-            "form. Load with quantization_config=CompressedTensorsConfig(dequantize=True).",
-        )
+    if reason is not None:
+        how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)."
+        notes += (f"{reason} {how}",)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
         _round_parameters(dense, dtype)
@@ -294,7 +301,7 @@ def _save_packed(
         description = modelopt.describe(ignored, quantizes)
         model.config.quantization_config = modelopt.quantization_config(description)
         out.mkdir(parents=True, exist_ok=True)
-        (out / modelopt.CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        (out / modelopt.CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
     else:
         model.config.quantization_config = compressed_config(quantizes, ignored)
     model.save_pretrained(out, state_dict=state)
@@ -333,25 +340,27 @@ def _represented(layer: MetisLayer) -> Tensor:
     return layer.weight_form.dense(layer.weight_params()).detach().float()
 
 
-def _windows(model: PreTrainedModel, source: str | Path, text: Path) -> list[Tensor]:
-    """Return a text as windows of token ids [1, length], without overlap."""
+def _windows(
+    model: PreTrainedModel, source: str | Path, text: str, name: str | Path
+) -> list[Tensor]:
+    """Return the text of the file `name` as windows of token ids [1, length], without overlap."""
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is no causal language model, so it has no held-out loss; "
             "leave the text out"
         )
     tokenizer = AutoTokenizer.from_pretrained(source)
-    ids = tokenizer(text.read_text(), return_tensors="pt", verbose=False)["input_ids"]
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     context = getattr(model.config, "max_position_embeddings", None) or _WINDOW
     windows = [w for w in ids.split(min(context, _WINDOW), dim=1) if w.shape[1] > 1]
     if not windows:
-        raise ValueError(f"{text} has fewer than two tokens; give a longer text")
+        raise ValueError(f"{name} has fewer than two tokens; give a longer text")
     return windows
 
 
 @torch.no_grad()
 def _loss(model: PreTrainedModel, windows: list[Tensor]) -> float:
-    """Cross entropy in nats per predicted token; one window at a time."""
+    """Return the cross entropy in nats per predicted token, one window at a time."""
     total, count = 0.0, 0
     for ids in windows:
         logits = model(input_ids=ids).logits[0, :-1]

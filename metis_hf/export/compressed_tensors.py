@@ -234,7 +234,7 @@ def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> 
         ),
         "layers": layers,
     }
-    (directory / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+    (directory / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
 
 
 def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -248,8 +248,8 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         dtype: of the model; the sums are taken in fp32.
 
     Raises:
-        ValueError: no such export, one of a newer version, a layer without its factors, or factors
-            without a layer.
+        ValueError: no such export, one of a newer version, a layer without its residual or factors,
+            or factors without a layer.
     """
     directory = Path(directory)
     description = _description(directory)
@@ -258,14 +258,24 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         state |= load_file(path)
     factors = load_file(directory / LOW_RANK_FILE)
     for name in [k.removesuffix(".weight_packed") for k in state if k.endswith(".weight_packed")]:
-        packed = {key: state.pop(f"{name}.{key}") for key in [f"weight_{part}" for part in _PARTS]}
-        weight = CompressedMatrix.from_state(packed, "weight", 2 * packed["weight_packed"].shape[1])
+        columns = 2 * state[f"{name}.weight_packed"].shape[1]
+        try:
+            weight = CompressedMatrix.from_state(state, f"{name}.weight", columns)
+        except KeyError as error:
+            raise ValueError(f"{directory / 'residual'} lacks {error.args[0]}") from None
+        for part in _PARTS:
+            del state[f"{name}.weight_{part}"]
         state[f"{name}.weight"] = weight.dequantize()
     config = copy.deepcopy(AutoConfig.from_pretrained(directory / "residual"))
     del config.quantization_config
     assert config.architectures is not None
     cls = getattr(transformers, config.architectures[0])
-    model = cls.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    model, info = cls.from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(f"{directory / 'residual'} lacks {', '.join(missing[:4])}{more}")
     if (directory / "residual" / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory / "residual")
     modules = dict(model.named_modules())
@@ -282,7 +292,7 @@ def _description(directory: Path) -> dict[str, Any]:
     path = directory / DESCRIPTION_FILE
     if not path.is_file():
         raise ValueError(f"{directory} has no {DESCRIPTION_FILE}; it is no export with a side file")
-    description = json.loads(path.read_text())
+    description = json.loads(path.read_text("utf-8"))
     if description["format_version"] > LOW_RANK_VERSION:
         raise ValueError(
             f"{path} has format_version {description['format_version']}, the installed metis_hf "

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.report import ConversionReport
+from metis_hf.export.loading import load_lines
 from metis_hf.layers.experts import converted_names
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import NVFP4, Quantizer
 from metis_hf.numerics.formats import BlockFormat
 from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS
 from metis_hf.schemes.base import Role
+from metis_hf.shared.records import read_json
 
 KINDS = ("metis", "dense", "compressed-tensors", "w4a4", "modelopt", "side-file")
 _TAGS = {
@@ -120,29 +122,32 @@ def write_model_card(
     kind: str = "metis",
     results: Mapping[str, Any] | str | Path | None = None,
 ) -> Path:
-    """Write `model_card` to README.md of a directory and returns its path.
+    """Write `model_card` to README.md of a directory, and return its path.
 
     Args:
         results: also the path of a JSON file.
+
+    Raises:
+        ValueError: as `model_card` and `read_metrics`.
     """
     directory = Path(directory)
-    metrics = json.loads(Path(results).read_text()) if isinstance(results, str | Path) else results
+    metrics = read_metrics(Path(results)) if isinstance(results, str | Path) else results
     card = model_card(model, name=directory.name, kind=kind, results=metrics)
     path = directory / "README.md"
     card.save(path)
     return path
 
 
-def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
-    """Return the Python that loads a directory of some kind, of the class that `model` is."""
-    if kind == "side-file":
-        first = "from metis_hf.export import load_low_rank"
-        return f'{first}\n\nmodel = load_low_rank("{name}")'
-    if kind == "modelopt":
-        return f'from vllm import LLM\n\nmodel = LLM("{name}")'
-    first = "import metis_hf  # registers the format\n" if kind == "metis" else ""
-    cls = type(model).__name__
-    return f'{first}from transformers import {cls}\n\nmodel = {cls}.from_pretrained("{name}")'
+def read_metrics(path: Path) -> dict[str, Any]:
+    """Return the metrics of a JSON file.
+
+    Raises:
+        ValueError: it holds no JSON object; the message names it.
+    """
+    metrics = read_json(path)
+    if not isinstance(metrics, dict):
+        raise ValueError(f"{path} holds no metrics; expected a JSON object of them by name")
+    return metrics
 
 
 def _quantizers(layer: MetisLayer) -> tuple[Quantizer | None, ...]:

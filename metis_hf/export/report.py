@@ -8,9 +8,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from metis_hf.numerics import relative_error, sqnr_db
+from metis_hf.shared.layer_names import group_of
 
 REFERENCE = "dense"  # the loss that differences are taken to
 CONVERTED = "converted"
@@ -57,7 +59,8 @@ class ExportReport:
         held_out: model -> loss in nats per token on the given text, "dense" first: the weights that
             the checkpoint represents, in fp32, nothing quantized. "converted" is the model as it
             evaluates before the export; others are choices of this format, their weights with the
-            values that are stored. All are computed in fp32. Empty without a text.
+            values that are stored. All are computed in fp32, with packed layers' inputs quantized
+            under scheme "w4a4". Empty without a text.
         bytes: of all weight files.
         loading: Python that loads what was written.
         notes: sentences on what was written, for who deploys it.
@@ -90,7 +93,10 @@ class WeightErrors:
 
     def add(self, choice: str, name: str, weight: Tensor, exported: Tensor) -> None:
         found = relative_error(weight, exported).item(), sqnr_db(weight, exported).item()
-        self._found.setdefault((choice, kind_of(name)), []).append(found)
+        if torch.equal(weight, exported):  # of zeros both are 0 / 0
+            found = 0.0, math.inf
+        kind = group_of(name).removeprefix("metis_")  # of experts, as they are called once exported
+        self._found.setdefault((choice, kind), []).append(found)
 
     def rows(self) -> tuple[LossRow, ...]:
         return tuple(
@@ -104,12 +110,6 @@ class WeightErrors:
             )
             for (choice, kind), found in sorted(self._found.items())
         )
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a layer by its name: "model.layers.0.mlp.up_proj" -> "up_proj"."""
-    parts = [part for part in name.split(".") if not part.isdigit()]
-    return parts[-1].removeprefix("metis_")
 
 
 HEADER = ("Choice", "Layers", "Count", "Mean error", "Max error", "SQNR dB")

@@ -7,6 +7,7 @@ gradients themselves lie in files, fp32, 4 bytes for each weight, batch and side
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from metis_hf.conversion.attention import attention_products
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.shared.numbers import gib
 
 _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
 
@@ -30,6 +32,9 @@ class GradientFile:
         batches: rows.
         weights: the parameters, in order.
         transposed: for each, whether it is [i o].
+
+    Raises:
+        OSError: the disk cannot hold it.
     """
 
     def __init__(
@@ -43,7 +48,16 @@ class GradientFile:
         self._transposed = transposed
         self._bounds = np.cumsum([0, *(weight.numel() for weight in weights)])
         shape = (batches, int(self._bounds[-1]))
-        self.rows = np.memmap(path, dtype=np.float32, mode="w+", shape=shape)
+        size = 4 * math.prod(shape)
+        with path.open("wb") as file:
+            file.truncate(size)
+            try:
+                if hasattr(os, "posix_fallocate"):  # a mapped file that the disk cannot hold kills
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                what = f"{error.strerror}; the gradients here need {gib(size)}, twice"
+                raise OSError(error.errno, what, str(path)) from None
+        self.rows = np.memmap(path, dtype=np.float32, mode="r+", shape=shape)
 
     def put(self, batch: int, weights: Sequence[nn.Parameter]) -> None:
         """Store the weights' `.grad` as the row of a batch; a weight without one has zeros."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from metis_hf.fidelity.figures import cost_figure, layers_figure
 from metis_hf.fidelity.result import SchemeResult, columns, table
-from metis_hf.monitoring.health import group_of
 from metis_hf.shared.html import Cell, Page, number
+from metis_hf.shared.layer_names import group_of
 from metis_hf.shared.tables import markdown_table
 
 _WORST = 12  # layers in a list of those that cost most
@@ -18,7 +18,7 @@ _WORST = 12  # layers in a list of those that cost most
 
 def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeResult]) -> None:
     """Write the table, the picture and the page of what was measured so far."""
-    (out / "table.md").write_text(markdown_table(*table(results)))
+    (out / "table.md").write_text(markdown_table(*table(results)), "utf-8")
     picture = cost_figure(results, record["settings"]["tokens_per_step"])
     if picture is not None:
         (out / "cost.png").write_bytes(picture)
@@ -69,8 +69,9 @@ _COST_TEXT = (
     "and corrections, over 3 t o i of the GEMMs; quantizers are element work and do not count."
 )
 _KINDS_TEXT = (
-    "Only operands of one kind are quantized, in all layers. If errors added up, the loss rises "
-    "of inputs and weights would sum to the scheme's."
+    "Only operands of one kind are quantized, in all layers: loss and KL on a third of the "
+    "batches, the gradient of one batch. If errors added up, the loss rises of inputs and weights "
+    "would sum to the scheme's."
 )
 _LAYERS_TEXT = (
     "Each layer on the exact model's inputs and output gradients, in the scheme. Direct NVFP4 "

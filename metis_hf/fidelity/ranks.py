@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from metis_hf.fidelity.subject import MIN_LENGTH, converted, open_subject, runni
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.planning.overhead import TOKENS, Overhead, inputs_of, overhead
 from metis_hf.schemes import build_scheme, most_directions, scheme_info
+from metis_hf.shared.layer_names import group_of
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.records import write_json
 from metis_hf.shared.tables import terminal_table
@@ -84,8 +86,11 @@ def write_ranks(
     """
     scheme_info(scheme)
     _check_numbers(budget, tokens)
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"{out} cannot be written; name a file in a directory that is there")
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(
+            f"{out} cannot be written; name a file in a directory that is there and "
+            "may be written to"
+        )
     console = console or Console(quiet=True)
     subject = open_subject(
         name,
@@ -109,7 +114,7 @@ def write_ranks(
         )
     kinds: dict[str, list[int]] = {}
     for layer, rank in plan.ranks.items():
-        kinds.setdefault(layer.rpartition(".")[2], []).append(rank)
+        kinds.setdefault(group_of(layer), []).append(rank)
     rows = [
         [kind, str(len(of)), str(min(of)), f"{sum(of) / len(of):.1f}", str(max(of))]
         for kind, of in kinds.items()
@@ -306,11 +311,11 @@ def _groups(
     together: dict[Hashable, list[str]] = {}
     for name in split:
         together.setdefault(reads[name], []).append(name)
-    known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes
+    known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes and configs
     groups = []
     for names in together.values():
         own = min((_possible(layers[n], ranks) for n in names), key=len)
-        key = tuple(_shape(layers[n], None)[0] for n in names)
+        key = tuple(str(_shape(layers[n], layers[n].config)) for n in names)
         if key not in known:
             known[key] = [cost(names, rank) for rank in own]
         groups.append(_Group(names, own, known[key]))

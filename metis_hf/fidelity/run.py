@@ -44,6 +44,7 @@ from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.measured import Store, code_digest, digest
 from metis_hf.shared.phases import PhaseProgress
 from metis_hf.shared.records import environment, write_json
+from metis_hf.shared.texts import utf8_text
 
 LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
 PREDICTED_KINDS = ("input", "weight")  # operands that predictions depend on
@@ -69,7 +70,7 @@ class Settings:
         tokens_per_step: that costs are counted for.
         dtype: of weights and exact computation.
         device: to run on.
-        seed: of all noise.
+        seed: of all noise; None: 0, and for `configs` that of the file.
     """
 
     model: str
@@ -84,7 +85,7 @@ class Settings:
     tokens_per_step: int = TOKENS
     dtype: str = "float32"
     device: str = "cpu"
-    seed: int = 0
+    seed: int | None = None
     tokenizer: str | None = None
 
     def candidates(self) -> list[tuple[str, MetisConfig]]:
@@ -105,10 +106,9 @@ class Settings:
             raise ValueError(f"scheme named twice: {', '.join(twice)}")
         if len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"ranks {', '.join(map(str, self.ranks))}: one is given twice")
-        found = [(name, MetisConfig(scheme=name, seed=self.seed)) for name in names]
-        found += [
-            (f"metis, rank {rank}", MetisConfig(rank=rank, seed=self.seed)) for rank in self.ranks
-        ]
+        seed = self.seed or 0
+        found = [(name, MetisConfig(scheme=name, seed=seed)) for name in names]
+        found += [(f"metis, rank {rank}", MetisConfig(rank=rank, seed=seed)) for rank in self.ranks]
         found += [(path.stem, _read_config(path, self.seed)) for path in self.configs]
         if not found:
             raise ValueError("nothing to measure: name schemes, or all, or ranks or configs")
@@ -305,9 +305,9 @@ class _Measurements:
         folder = self.out / "gradients"
         folder.mkdir(exist_ok=True)
         model = self.subject.model
-        exact = self._exact_gradients(layers, weights)
         turned = [is_transposed(layer) for layer in layers.values()]
         file = GradientFile(folder / "scheme", len(self.batches), parameters, turned)
+        exact = self._exact_gradients(layers, weights)
 
         def keep(number: int) -> None:
             file.put(number, parameters)
@@ -360,11 +360,13 @@ class _Measurements:
         return {"layers": dict(zip(schemes, map(_effect, parts))), "whole": _effect(whole)}
 
 
-def _read_config(path: Path, seed: int) -> MetisConfig:
+def _read_config(path: Path, seed: int | None) -> MetisConfig:
+    text = utf8_text(path)
     try:
-        return MetisConfig.from_json(path.read_text()).replace(seed=seed)
+        config = MetisConfig.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path} holds no config: {error}") from error
+    return config if seed is None else config.replace(seed=seed)
 
 
 def _effect(rows: Sequence[dict[str, float]]) -> dict[str, float]:

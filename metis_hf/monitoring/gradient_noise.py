@@ -22,6 +22,7 @@ from torch import Tensor
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.operands import Quantized
 from metis_hf.schemes import Role
+from metis_hf.shared.layer_names import group_of
 
 THRESHOLD = math.sqrt(3)  # of |g| / noise; arXiv 2505.19115, abstract
 
@@ -95,12 +96,6 @@ def noise_ratios(per_layer: Mapping[str, Sequence[float]]) -> dict[str, float]:
     ratios = {f"noise/{group}/ratio": signal_to_noise(norms) for group, norms in groups.items()}
     ratios["noise/ratio"] = signal_to_noise(list(itertools.chain(*groups.values())))
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
-
-
-def group_of(layer: str) -> str:
-    """Return the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ..."""
-    parts = layer.removesuffix(".base_layer").split(".")  # which PEFT adds
-    return next(part for part in reversed(parts) if not part.isdigit())
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.linear import MetisLayer, full_tensor
-from metis_hf.monitoring.gradient_noise import GradientNoise, group_of, weight_gradient_noise
+from metis_hf.monitoring.gradient_noise import GradientNoise, weight_gradient_noise
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.operands import Operand, Spectral, SplitWeight
 from metis_hf.schemes import Role
+from metis_hf.shared.layer_names import group_of
 from metis_hf.transforms import spectral_split
 
 Stats = dict[str, float]
@@ -34,7 +35,7 @@ TENSORS = ("weight", "activation", "gradient")
 
 
 def spectral_norm(x: Tensor, n_iter: int = 12) -> Tensor:
-    """Largest singular value of x [t c], by power iteration from a fixed start; 0-dim.
+    """Return the largest singular value of x [t c], 0-dim, by power iteration from a fixed start.
 
     A lower bound, within about 1 % of the value where sigma_1/sigma_2 > 1.1.
     """

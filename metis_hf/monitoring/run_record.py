@@ -30,7 +30,11 @@ LAST_STEP = 10**12  # of any run: what a record says beyond it is no step
 
 
 def describe_run(
-    model: nn.Module, config: dict[str, Any] | None, args: TrainingArguments, max_steps: int
+    model: nn.Module,
+    config: dict[str, Any] | None,
+    args: TrainingArguments,
+    max_steps: int,
+    began_at: int,
 ) -> dict[str, Any]:
     """Return what `metis_run.json` holds: model, config, conversion report, software and device.
 
@@ -39,6 +43,7 @@ def describe_run(
         config: its MetisConfig as a dict.
         args: of the Trainer.
         max_steps: optimizer steps that the run is to make.
+        began_at: steps that were made before it; 0 for a run that is not resumed.
     """
     report = getattr(model, "metis_report", None)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -48,6 +53,7 @@ def describe_run(
         "summary": None if report is None else str(report),
         "conversion": None if report is None else report.to_dict(),
         "max_steps": max_steps,
+        "began_at": began_at,
         "sequences_per_step": batch,
         "environment": {
             "versions": package_versions(),

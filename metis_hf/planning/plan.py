@@ -72,7 +72,7 @@ class Plan:
         return sum(self.flops.get(name, 0.0) for name in _added_kinds())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, derived numbers included."""
+        """Return the plan JSON-ready, derived numbers included."""
         load = self.workload
         return asdict(self) | {
             "tokens_per_step": load.tokens_per_step,

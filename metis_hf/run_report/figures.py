@@ -89,7 +89,7 @@ def _mark_switches(axes: Sequence[Axes], run: RunRecord) -> None:
 
 
 def curves(run: RunRecord) -> bytes:
-    """Training and evaluation loss; below it gradient norm and learning rate."""
+    """Draw training and evaluation loss; below it gradient norm and learning rate."""
     figure, axes = figure_axes(3, 1, (10, 7.6), sharex=True, height_ratios=[3, 1.5, 1])
     loss, norm, rate = (row[0] for row in axes)
     _curve(loss, run, "loss", Style(BLUE), "training")
@@ -179,7 +179,7 @@ def refreshes(run: RunRecord) -> bytes:
 
 
 def overlay(runs: Sequence[RunRecord]) -> bytes:
-    """Loss and gradient norm of several runs, the control in black; of many, smoothed alone.
+    """Draw loss and gradient norm of several runs, the control in black; of many, smoothed alone.
 
     Raises:
         ValueError: more runs than can be told apart; see `shared.figures.scheme_styles`.

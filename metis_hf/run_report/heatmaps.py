@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, PercentFormatter
 
-from metis_hf.monitoring.gradient_noise import group_of
 from metis_hf.monitoring.health import TENSORS
 from metis_hf.monitoring.reference_values import (
     ORTHOGONAL,
@@ -25,6 +24,7 @@ from metis_hf.monitoring.reference_values import (
 from metis_hf.run_report.figures import ALARM
 from metis_hf.run_report.run import RunRecord
 from metis_hf.shared.figures import as_png, figure_axes, plain_text
+from metis_hf.shared.layer_names import group_of
 
 _MISSING = "#e6e8eb"
 _ROW_LABELS = 48  # above so many rows only groups are named
@@ -184,7 +184,7 @@ def _draw(axis: Axes, values: np.ndarray, bad: np.ndarray, panel: Panel) -> Any:
 
 
 def _scale_ticks(axis: Axes, panel: Panel) -> None:
-    """Plain numbers; matplotlib would label a logarithmic scale in powers of ten."""
+    """Label in plain numbers; matplotlib would label a logarithmic scale in powers of ten."""
     axis.tick_params(labelsize=8, which="both")
     if panel.share:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
@@ -195,7 +195,7 @@ def _scale_ticks(axis: Axes, panel: Panel) -> None:
 
 
 def _step_ticks(axis: Axes, steps: list[int]) -> None:
-    """At most eight labels, evenly spaced, from the first measurement on."""
+    """Set at most eight labels, evenly spaced, from the first measurement on."""
     stride = max(1, math.ceil((len(steps) - 1) / (_COLUMN_LABELS - 1)))
     places = list(range(0, len(steps), stride))
     axis.set_xticks(places, [str(steps[place]) for place in places])

@@ -30,7 +30,7 @@ Row = Sequence[Cell | str]
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Read one or more runs and writes their page.
+    """Read one or more runs and write their page.
 
     Args:
         paths: directories of runs.
@@ -235,7 +235,7 @@ def _layer_rows(run: RunRecord, step: int) -> list[tuple[tuple[float, float], Ro
 
 
 def _stat(stats: dict[str, float], name: str) -> float | None:
-    """NaN where the tensor has NaN or inf, of which nothing else is measured."""
+    """Return NaN where the tensor has NaN or inf, of which nothing else is measured."""
     return math.nan if stats.get("nonfinite", 0) > 0 else stats.get(name)
 
 
@@ -368,7 +368,7 @@ def _comparison_row(run: RunRecord) -> Row:
 
 
 def _make_names_unique(runs: Sequence[RunRecord]) -> None:
-    """Two runs of one scheme are told apart by their directories."""
+    """Tell two runs of one scheme apart by their directories."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

@@ -22,12 +22,13 @@ from metis_hf.monitoring.run_record import (
 from metis_hf.run_report import checks
 from metis_hf.run_report.run import RunRecord
 from metis_hf.shared.checkpoints import STATE_FILE, last_checkpoint, state_damage
-from metis_hf.shared.records import SETTINGS_FILE
+from metis_hf.shared.records import SETTINGS_FILE, read_json
 
 RESULT_FILE = "result.json"
 # What Trainer logs at the end of a run: one entry of the whole run, not of a step.
 _END, _RATE = "train_runtime", "train_steps_per_second"
 _TOKENS = "num_input_tokens_seen"
+_OF_EXPERIMENTS = {"health_interval", "eval_sequences"}  # settings that only ours have
 _SHOWN_FAULTS = 6  # of a file; a note says how many more there are
 
 
@@ -43,8 +44,8 @@ def read_run(path: Path) -> RunRecord:
     run = RunRecord(path)
     found = [_read_result(run), _read_log(run)]
     # Of the last run that began here, where a checkpoint may be of an earlier one.
-    batch = _read_description(run)
-    found += [_read_state(run), _read_health(run)]
+    batch, is_new = _read_description(run)
+    found += [_read_state(run, is_new), _read_health(run)]
     if not any(found):
         raise FileNotFoundError(_nothing_found(run))
     _one_entry_a_step(run)
@@ -99,7 +100,9 @@ def _nothing_found(run: RunRecord) -> str:
     if run.notes:
         message += f". {' '.join(run.notes)}"
     names = (HEALTH_FILE, LOG_FILE, STATE_FILE, RESULT_FILE)
-    inside = sorted({file.parent.name for name in names for file in run.path.glob(f"*/{name}")})
+    places = ("*", "runs/*/*")  # of a demo's and a comparison's runs
+    files = (file for at in places for name in names for file in run.path.glob(f"{at}/{name}"))
+    inside = sorted({file.parent.relative_to(run.path).as_posix() for file in files})
     if inside:
         message += f". It holds the runs {', '.join(inside)}: give one of them, or several"
     return message
@@ -179,7 +182,7 @@ def _take_log(
 
 
 def _read_result(run: RunRecord) -> bool:
-    """Return the `result.json` of an experiment's run."""
+    """Read the `result.json` of an experiment's run."""
     file = run.path / RESULT_FILE
     result = _load_json(run, file)
     if result is None:
@@ -191,15 +194,20 @@ def _read_result(run: RunRecord) -> bool:
 
 
 def _read_log(run: RunRecord) -> bool:
-    """Trainer's log as MetisCallback has written it down, which no checkpoint has to save."""
+    """Read Trainer's log as MetisCallback wrote it down, which no checkpoint has to save."""
     file = run.path / LOG_FILE
     records = _read_lines(run, file)
     _take_log(run, file, records.items(), "line")
     return file.is_file()
 
 
-def _read_state(run: RunRecord) -> bool:
-    """Trainer's state: that of the directory or of the last checkpoint, whichever went further."""
+def _read_state(run: RunRecord, is_new: bool) -> bool:
+    """Read Trainer's state: of the directory or the last checkpoint, whichever went further.
+
+    Args:
+        run: with what its log has.
+        is_new: whether it began at step 0, so that its log is complete.
+    """
     files = [run.path / STATE_FILE]
     checkpoint = last_checkpoint(run.path, state_damage)
     if checkpoint is not None:
@@ -209,11 +217,16 @@ def _read_state(run: RunRecord) -> bool:
         return False
     file, state = max(states, key=lambda found: _count(run, found[0], found[1], "global_step") or 0)
     entries = _part(run, file, state, "log_history", list)
-    steps = _logged_steps(run)
-    if steps and _logged_last(entries) > steps[-1]:
+    steps, saved = _logged_steps(run), _steps_with_loss(entries)
+    damaged = any(note.startswith(LOG_FILE) for note in run.notes)
+    if is_new and (run.path / LOG_FILE).is_file() and not damaged:
+        is_other = not saved <= set(steps)
+    else:
+        is_other = bool(steps) and max(saved, default=0) > steps[-1]
+    if is_other:
         run.notes.append(
-            f"{file.parent.name}/{file.name} goes on after {LOG_FILE} ends, at step {steps[-1]:,}: "
-            "it is of an earlier run in this directory, and was left out."
+            f"{file.parent.name}/{file.name} has losses of steps that {LOG_FILE} has not: it is of "
+            "an earlier run in this directory, and was left out."
         )
         return True
     # The log is complete from its first step on.
@@ -235,12 +248,10 @@ def _logged_steps(run: RunRecord) -> list[int]:
     return sorted({entry["step"] for entry in (*run.history, *run.evaluations)})
 
 
-def _logged_last(entries: list[Any]) -> int:
-    """Return the last step with a loss, of training or evaluation; the end has an entry too."""
-    with_loss = (
-        e for e in entries if isinstance(e, dict) and ("loss" in e or checks.evaluation_losses(e))
-    )
-    return max(map(_step_of, with_loss), default=0)
+def _steps_with_loss(entries: list[Any]) -> set[int]:
+    """Return the steps with a loss, of training or evaluation; the end has an entry too."""
+    whole = (e for e in entries if isinstance(e, dict) and is_step(e.get("step")))
+    return {e["step"] for e in whole if "loss" in e or checks.evaluation_losses(e)}
 
 
 def _step_of(entry: Any) -> int:
@@ -306,8 +317,12 @@ def _drop_repeated_switches(run: RunRecord) -> None:
     run.switches = kept
 
 
-def _read_description(run: RunRecord) -> int | None:
-    """Read `metis_run.json`, for what the other files do not say; return sequences of a step."""
+def _read_description(run: RunRecord) -> tuple[int | None, bool]:
+    """Read `metis_run.json`, for what the other files do not say.
+
+    Returns:
+        Sequences of a step; whether the run is known to have begun at step 0.
+    """
     file = run.path / RUN_FILE
     description = _load_json(run, file) or {}
     run.config = run.config or _part(run, file, description, "config", dict)
@@ -319,18 +334,25 @@ def _read_description(run: RunRecord) -> int | None:
         run.environment = {**run.environment, "versions": versions}
     run.model = _part(run, file, description, "model", str)
     run.max_steps = run.max_steps or _count(run, file, description, "max_steps")
-    return _count(run, file, description, "sequences_per_step")
+    is_new = description.get("began_at") == 0
+    return _count(run, file, description, "sequences_per_step"), is_new
 
 
 def _sequence_length(run: RunRecord) -> int | None:
-    """Return tokens per sequence, as the settings of the run's experiment have it."""
+    """Return tokens per sequence, as the settings of the run's experiment have it.
+
+    They lie outside of the run, where other programs may keep a file of that name.
+    """
     for folder in run.path.resolve().parents[:3]:  # of a comparison: out/runs/variant/seed-0
-        file = folder / SETTINGS_FILE
-        settings = _load_json(run, file)
-        if settings is not None:
-            shared = settings.get("experiment")  # where a comparison keeps it
-            place = shared if isinstance(shared, dict) else settings
-            return _count(run, file, place, "sequence_length")
+        try:
+            settings = read_json(folder / SETTINGS_FILE)
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(settings, dict) and isinstance(settings.get("experiment"), dict):
+            settings = settings["experiment"]  # where a comparison keeps it
+        if isinstance(settings, dict) and settings.keys() & _OF_EXPERIMENTS:
+            length = settings.get("sequence_length")
+            return length if checks.is_count(length) else None
     return None
 
 

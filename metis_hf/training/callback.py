@@ -137,7 +137,7 @@ class MetisCallback(ResumeGuard):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check the model and the optimizer, and reads the schedule.
+        """Check the model and the optimizer, and read the schedule.
 
         Raises:
             ValueError: no converted layer, an optimizer that does not own their parameters,
@@ -207,7 +207,8 @@ class MetisCallback(ResumeGuard):
             directory = self._directory(args)
             drop_after(directory, state.global_step or -1)  # of a new run not even step 0 stays
             config = None if self.trained_config is None else dict(self.trained_config)
-            write_run(directory, describe_run(model, config, args, state.max_steps))
+            made = describe_run(model, config, args, state.max_steps, state.global_step)
+            write_run(directory, made)
             for entry in [] if state.global_step else self._early:
                 append_log(directory, entry)
         self._begun = True
@@ -281,7 +282,7 @@ class MetisCallback(ResumeGuard):
     def on_log(
         self, args, state, control, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Add what was measured to the log entry of the running step, and records the entry."""
+        """Add what was measured to the log entry of the running step, and record the entry."""
         if logs and "loss" in logs:
             self._complete(state, logs)
         if logs and state.log_history and state.is_world_process_zero:

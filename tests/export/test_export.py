@@ -24,6 +24,7 @@ from metis_hf import (
 from metis_hf.data.corpus import stdlib_documents
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
+from metis_hf.export.source import copy_companions
 
 FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
 # bf16 rounds weights and activations to 2^-9 of their size; some 30 roundings on the way through
@@ -105,6 +106,23 @@ class TestDense:
         with torch.no_grad():
             found, expected = (each(**batch).logits for each in (plain, model))
         assert relative(found, expected) < FP32_TOLERANCE
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "merges.txt",
+            "spiece.model",
+            "preprocessor_config.json",
+            "additional_chat_templates/a.jinja",
+        ],
+    )
+    def test_files_of_other_tokenizers_and_processors_are_copied(self, name, tmp_path):
+        source, out = tmp_path / "source", tmp_path / "out"
+        (source / name).parent.mkdir(parents=True)
+        (source / name).write_text("content")
+        out.mkdir()
+        copy_companions(source, out)
+        assert (out / name).read_text() == "content"
 
     def test_companions_are_copied(self, tmp_path):
         source = checkpoint(tmp_path / "metis", tokenizer=True)

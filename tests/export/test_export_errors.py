@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import re
+from pathlib import Path
+
 import pytest
 import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
@@ -14,6 +18,7 @@ from metis_hf import (
     register_scheme,
 )
 from metis_hf.export import ExportReport, export_checkpoint
+from metis_hf.export.model_card import write_model_card
 from metis_hf.schemes import Scheme, registry
 
 
@@ -105,6 +110,60 @@ class TestErrors:
             export_checkpoint(source, source)
         (tmp_path / "empty").mkdir()
         export_checkpoint(source, tmp_path / "empty")
+
+    def test_a_directory_that_is_a_volume(self, tmp_path, monkeypatch):
+        """Nothing moves into it from outside of it."""
+        source, out = checkpoint(tmp_path / "metis"), tmp_path / "out"
+        out.mkdir()
+        real = Path.rename
+
+        def rename(path, target):
+            if not path.is_relative_to(out):
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+        export_checkpoint(source, out)
+        names = {path.name for path in out.iterdir()}
+        assert {"model.safetensors", "metis_export.json", "README.md"} <= names
+        assert not any("partial" in name for name in names)
+
+    def test_a_place_that_is_not_to_be_written_to(self, tmp_path, monkeypatch):
+        """Refused before the loss is measured."""
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        (tmp_path / "t.txt").write_text("def f(x): return x")
+
+        def refuse(prefix, dir):
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+        def fail(*args):
+            raise AssertionError("measured")
+
+        monkeypatch.setattr(metis_hf.export.checkpoint.tempfile, "TemporaryDirectory", refuse)
+        monkeypatch.setattr(metis_hf.export.checkpoint, "_loss", fail)
+        with pytest.raises(PermissionError, match=re.escape(str(tmp_path))):
+            export_checkpoint(source, tmp_path / "out", text=tmp_path / "t.txt")
+
+    @pytest.mark.parametrize(
+        ("option", "content", "said"),
+        [
+            ("results", b'{"piqa": ', r"file is not a whole JSON file"),
+            ("results", b"[1, 2]", r"file holds no metrics; expected a JSON object"),
+            ("text", b"\xff\xfe\x00", r"file is not UTF-8 text"),
+        ],
+    )
+    def test_files_are_read_before_the_model(self, option, content, said, tmp_path):
+        def load(_):
+            raise AssertionError("loaded")
+
+        (tmp_path / "file").write_bytes(content)
+        options = {option: tmp_path / "file", "load": load}
+        self.refused(tmp_path, tmp_path / "out", said, **options)
+
+    def test_results_of_a_card_by_the_name_of_their_file(self, tmp_path):
+        (tmp_path / "results.json").write_text("[1, 2]")
+        with pytest.raises(ValueError, match=r"results\.json holds no metrics"):
+            write_model_card(None, tmp_path, results=tmp_path / "results.json")
 
     def test_an_interrupted_export_leaves_no_directory(self, tmp_path, monkeypatch):
         source = checkpoint(tmp_path / "metis")

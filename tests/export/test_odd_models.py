@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import CompressedTensorsConfig
 
 from metis_hf import MetisConfig, calibrate, get_metis_model, to_dense
@@ -85,6 +89,54 @@ def test_what_a_model_keeps_in_fp32_stays_so(tmp_path):
     loaded = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.lm_head.weight.dtype is torch.bfloat16
     assert torch.equal(loaded.get_buffer(name), bias)
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def test_what_float16_would_overflow_stays_in_fp32(tmp_path):
+    get_metis_model(t5(), MetisConfig(scheme="nvfp4")).save_pretrained(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", dtype="float16")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    kept = {name for name, tensor in tensors.items() if tensor.dtype is torch.float32}
+    assert kept == {name for name in tensors if ".wo." in name} != set()
+    assert {t.dtype for n, t in tensors.items() if n not in kept} == {torch.float16}
+
+
+def test_the_lines_that_load_a_packed_model_run(tmp_path):
+    """T5's initializer reads weights, which packed layers do not have."""
+    pytest.importorskip("compressed_tensors")
+    get_metis_model(t5(), MetisConfig(scheme="nvfp4")).save_pretrained(tmp_path / "run")
+    out = tmp_path / 'so "called"'
+    report = export_checkpoint(tmp_path / "run", out, format="compressed-tensors")
+    scope: dict = {}
+    exec(report.loading, scope)
+    assert type(scope["model"]) is transformers.T5ForConditionalGeneration
+    assert any("T5ForConditionalGeneration reads weights" in note for note in report.notes)
+    card = (out / "README.md").read_text()
+    assert "quantization_config=CompressedTensorsConfig(dequantize=True)" in card
+    plain = export_checkpoint(tmp_path / "run", tmp_path / "dense")
+    assert "CompressedTensorsConfig" not in plain.loading
+
+
+def test_a_weight_of_zeros_has_no_error(tmp_path):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, intermediate_size=32))
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()
+    get_metis_model(model, MetisConfig(scheme="nvfp4")).save_pretrained(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
+
+    def fail(constant):
+        raise AssertionError(constant)
+
+    text = (tmp_path / "out" / "metis_export.json").read_text()
+    rows = {row["kind"]: row for row in json.loads(text, parse_constant=fail)["rows"]}
+    zero = rows["up_proj"]
+    assert (zero["mean_error"], zero["max_error"], zero["sqnr_db"]) == (0.0, 0.0, None)
+    assert 0.05 < rows["down_proj"]["mean_error"] < ROUNDED
 
 
 def test_the_target_may_be_a_link_to_an_empty_directory(tmp_path):

@@ -79,6 +79,29 @@ class TestSideFile:
             "vh_packed": ("torch.uint8", 48, 32),
         }
 
+    def test_in_another_dtype_it_is_the_same_rounded(self, tmp_path):
+        source, out = checkpoint(tmp_path / "metis", **ALL_SPLIT), tmp_path / "out"
+        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        exact = load_low_rank(out).state_dict()
+        rounded = load_low_rank(out, torch.bfloat16)
+        assert rounded.dtype is torch.bfloat16
+        for name, value in rounded.state_dict().items():
+            assert torch.equal(value, exact[name].bfloat16()), name
+
+    @pytest.mark.parametrize(
+        "name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight_scale"]
+    )
+    def test_missing_residual(self, name, tmp_path):
+        """As where one of several files was lost."""
+        source, out = checkpoint(tmp_path / "metis", **ALL_SPLIT), tmp_path / "out"
+        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        path = out / "residual" / "model.safetensors"
+        tensors = load_file(path)
+        del tensors[name]
+        save_file(tensors, path)
+        with pytest.raises(ValueError, match=f"residual lacks {name}$"):
+            load_low_rank(out)
+
     def test_missing_factor_and_newer_version(self, tmp_path):
         source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
         out = tmp_path / "out"

@@ -200,7 +200,7 @@ def test_the_reported_loss_is_that_of_the_scheme(tmp_path):
     model = load_metis_model(source)
     from metis_hf.export.checkpoint import _loss, _windows
 
-    windows = _windows(model, source, text)
+    windows = _windows(model, source, text.read_text(), text)
     assert report.held_out["converted"] == pytest.approx(_loss(model, windows), abs=1e-6)
     # Embeddings and norms are in bf16 there, nothing else differs.
     assert report.held_out["fold"] == pytest.approx(report.held_out["converted"], abs=3e-3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import errno
 import io
 import json
 import math
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -253,6 +255,16 @@ def test_batches_are_whole(sequences, batch, held_out, training, place):
     assert (len(subject.held_out), len(subject.training)) == (held_out, training)
 
 
+def test_seeds(tmp_path):
+    """The one that is given is that of all; a file's own stays where none is."""
+    file = tmp_path / "mine.json"
+    file.write_text(MetisConfig(seed=7).to_json(), "utf-8")
+    options = {"schemes": ("nvfp4",), "ranks": (8,), "configs": (file,)}
+    for given, expected in ((None, [0, 0, 7]), (3, [3, 3, 3]), (0, [0, 0, 0])):
+        chosen = Settings("m", Path("t"), seed=given, **options)
+        assert [config.seed for _, config in chosen.candidates()] == expected
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
@@ -273,6 +285,21 @@ class TestBadInput:
         with pytest.raises(error, match=message.replace("?", r"\?")):
             fidelity(settings(place, **changes), tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+    def test_a_disk_that_the_gradients_do_not_fit_on(self, place, tmp_path, monkeypatch):
+        """Named before any is computed; a mapped file that is too large would end the process."""
+
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def fail(*args):
+            raise AssertionError("computed")
+
+        monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+        monkeypatch.setattr(fidelity_run, "run_batches", fail)
+        with pytest.raises(OSError, match=r"No space left on device; .* need 0\.\d+ MiB, twice"):
+            fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
+        assert not (tmp_path / "gradients").exists()
 
     def test_alone_names_rows_of_ranks(self):
         assert _rows("metis, rank 4,nvfp4") == ["metis, rank 4", "nvfp4"]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import os
+import re
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli import main
+from metis_hf.fidelity import ranks as ranks_module
 from metis_hf.fidelity.ranks import RANKS as ALL_RANKS
-from metis_hf.fidelity.ranks import _Group, _spend, allocate_ranks, write_ranks
+from metis_hf.fidelity.ranks import RankPlan, _Group, _spend, allocate_ranks, write_ranks
 from metis_hf.fidelity.run import Settings
-from metis_hf.planning.overhead import model_overhead
+from metis_hf.fidelity.subject import Subject
+from metis_hf.planning.overhead import Overhead, model_overhead
 
 RANKS = (2, 4, 8, 16)
 
@@ -71,6 +77,14 @@ class TestPlan:
         counted = model_overhead(llama().config, plan.config, tokens=512)
         assert plan.overhead.share == pytest.approx(counted.share)
         assert 0.3 < plan.overhead.share <= 0.6
+
+    def test_layers_of_other_schemes_cost_what_theirs_do(self, batches):
+        """Blocks of one shape, of which one splits its weights too."""
+        mixed = MetisConfig(scheme_pattern={r"model\.layers\.0\..*": "svdquant"})
+        plan = allocate_ranks(llama(), batches[:1], 0.2, mixed, tokens=512, ranks=RANKS)
+        assert plan.overhead.share <= 0.2
+        counted = model_overhead(llama().config, plan.config, tokens=512)
+        assert plan.overhead.share == pytest.approx(counted.share)
 
     def test_layers_of_one_input_have_one_rank(self, plan):
         for block in (0, 1):
@@ -176,6 +190,22 @@ class TestRefusals:
         with pytest.raises(ValueError, match=said):
             write_ranks(str(tmp_path / "no model"), tmp_path / "no text", **arguments)
 
+    def test_a_directory_that_is_not_to_be_written_to(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+        with pytest.raises(ValueError, match=r"x.json cannot be written; .* may be written to"):
+            write_ranks(str(tmp_path / "no model"), tmp_path / "no text", 0.6, tmp_path / "x.json")
+
+
+def test_the_table_has_one_row_for_all_experts(tmp_path, monkeypatch):
+    names = [f"model.layers.0.mlp.experts.metis_up_proj.{n}" for n in (0, 1)]
+    found = RankPlan(MetisConfig(), dict(zip(names, (4, 8))), Overhead({}, 4.5), {}, 1.0)
+    subject = Subject(llama(), *torch.zeros(2, 1, 8, dtype=torch.int64), identity=None)
+    monkeypatch.setattr(ranks_module, "open_subject", lambda *args, **options: subject)
+    monkeypatch.setattr(ranks_module, "allocate_ranks", lambda *args, **options: found)
+    console = Console(file=io.StringIO(), width=100)
+    write_ranks("m", tmp_path / "t", 0.6, tmp_path / "x.json", console=console)
+    assert re.search(r"metis_up_proj[ │]+2[ │]+4[ │]+6\.0[ │]+8 ", console.file.getvalue())
+
 
 class TestCommand:
     @pytest.mark.slow
@@ -211,6 +241,9 @@ class TestCommand:
         path = tmp_path / "metis.json"
         path.write_text('{"rank": "many"}')
         with pytest.raises(ValueError, match=r"metis.json holds no config: rank='many'"):
+            Settings("model", path, configs=(path,)).candidates()
+        path.write_bytes(b"\xff")
+        with pytest.raises(ValueError, match=r"metis.json is not UTF-8 text"):
             Settings("model", path, configs=(path,)).candidates()
         path.write_text("{}")
         with pytest.raises(ValueError, match="two rows would be called metis"):

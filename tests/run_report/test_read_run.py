@@ -132,6 +132,16 @@ class TestRead:
         named = [note for note in run.notes if "it is of an earlier run in this directory" in note]
         assert len(named) == (newer < STEPS)
 
+    @pytest.mark.parametrize("steps", [[], [9], [9, 13]], ids=str)
+    def test_a_new_run_logs_no_step_of_an_earlier_one(self, steps, copy):
+        """It has just begun, or logs its first loss after the earlier run's."""
+        entries = [{"step": step, "loss": 9.0} for step in steps]
+        (copy / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        assert json.loads((copy / "metis_run.json").read_text())["began_at"] == 0
+        run = read_run(copy)
+        assert run.series("loss") == (steps, [9.0] * len(steps))
+        assert any("it is of an earlier run in this directory" in note for note in run.notes)
+
     @pytest.mark.parametrize(
         ("rate", "seconds"),
         [(2.0, 0.5), (1.5, 1 / 1.5), (1.9996, 0.5), (0.0, None), (None, None)],
@@ -175,6 +185,16 @@ class TestRead:
         assert list(run.layers) == MEASURED
         assert run.notes == []
 
+    @pytest.mark.parametrize(
+        "text", ["{ // a comment", '["x"]', '{"sequence_length": 4096}', '{"experiment": {}}']
+    )
+    def test_settings_of_another_program(self, text, trained, tmp_path):
+        shutil.copytree(trained[0], tmp_path / "runs" / "mine")
+        (tmp_path / "settings.json").write_text(text)
+        run = read_run(tmp_path / "runs" / "mine")
+        assert run.tokens is None
+        assert run.notes == []
+
     def test_experiment_directory(self, trained, tmp_path, no_heatmaps):
         """A scheme's directory of the demo: result.json in place of Trainer's state."""
         whole = read_run(trained[0])
@@ -185,7 +205,8 @@ class TestRead:
         shutil.copy(trained[0] / "metis_run.json", directory)
         result = {"config": whole.config, "summary": whole.summary, "history": history}
         (directory / "result.json").write_text(json.dumps(result))
-        (tmp_path / "settings.json").write_text(json.dumps({"sequence_length": 24}))
+        settings = {"sequence_length": 24, "health_interval": 3}
+        (tmp_path / "settings.json").write_text(json.dumps(settings))
         run = read_run(directory)
         assert run.series("loss") == whole.series("loss")
         assert run.seconds_per_step == 0.25
@@ -197,7 +218,7 @@ class TestRead:
         """Its settings lie two directories further up, with the length under "experiment"."""
         directory = tmp_path / "out/runs/metis/seed-0"
         shutil.copytree(trained[0], directory)
-        settings = {"global_batch": 2, "experiment": {"sequence_length": 24}}
+        settings = {"global_batch": 2, "experiment": {"sequence_length": 24, "health_interval": 3}}
         (tmp_path / "out/settings.json").write_text(json.dumps(settings))
         assert read_run(directory).tokens == STEPS * 2 * 24
 
@@ -246,6 +267,14 @@ class TestErrors:
             (tmp_path / name).mkdir()
             (tmp_path / name / "result.json").write_text("{}")
         with pytest.raises(FileNotFoundError, match="holds the runs bf16, metis"):
+            read_run(tmp_path)
+
+    def test_directory_of_a_comparison_names_its_runs(self, tmp_path):
+        for name in ("bf16", "metis"):
+            folder = tmp_path / "runs" / name / "seed-0"
+            folder.mkdir(parents=True)
+            (folder / "result.json").write_text("{}")
+        with pytest.raises(FileNotFoundError, match="runs runs/bf16/seed-0, runs/metis/seed-0:"):
             read_run(tmp_path)
 
     def test_a_broken_file_and_nothing_else(self, tmp_path):

@@ -1,0 +1,65 @@
+"""Lines of Python that load an export again."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+from transformers import PreTrainedModel
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.export.compressed_tensors import weight_quantizer
+
+
+def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
+    """Return the Python that loads a directory of some kind, of the class that `model` is.
+
+    Args:
+        model: converted.
+        kind: as for `model_card`.
+        name: the directory.
+    """
+    shown = json.dumps(name, ensure_ascii=False)
+    if kind == "side-file":
+        first = "from metis_hf.export import load_low_rank"
+        return f"{first}\n\nmodel = load_low_rank({shown})"
+    if kind == "modelopt":
+        return f"from vllm import LLM\n\nmodel = LLM({shown})"
+    first = "import metis_hf  # registers the format\n" if kind == "metis" else ""
+    cls = type(model).__name__
+    if kind in ("compressed-tensors", "w4a4") and why_not_packed(model):
+        return (
+            f"from transformers import CompressedTensorsConfig, {cls}\n\n"
+            f"model = {cls}.from_pretrained(\n    {shown},\n"
+            "    quantization_config=CompressedTensorsConfig(dequantize=True),\n)"
+        )
+    return f"{first}from transformers import {cls}\n\nmodel = {cls}.from_pretrained({shown})"
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Return why transformers must decompress a packed export while it loads, or None.
+
+    Args:
+        model: converted.
+    """
+    packed = [(n, layer) for n, layer in metis_layers(model) if weight_quantizer(layer) is not None]
+    for _, layer in packed:
+        if layer.origin is not None:
+            return (
+                f"The packed layers are {layer.origin.cls.__name__}, for which transformers and "
+                "load_packed have no packed form."
+            )
+    reads = {f".{name.rpartition('.')[2]}.weight" for name, _ in packed}
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    for cls in dict.fromkeys(map(type, parts)):
+        if any(read in _initializer(cls) for read in reads):
+            return f"The initializer of {cls.__name__} reads weights that packed layers lack."
+    return None
+
+
+def _initializer(cls: type[PreTrainedModel]) -> str:
+    """Return the source of what gives a class's layers their first values; "" without one."""
+    try:
+        return inspect.getsource(cls._init_weights)
+    except (OSError, TypeError):
+        return ""
