@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 import transformers
 from conftest import VOCAB, llama
+from texts import documents
 
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import train_tokenizer
 from metis_hf.schemes import Role
 
 ALL_SPLIT = {"scheme": "metis", "decompose": ["weight", "activation", "gradient"]}
@@ -41,7 +42,7 @@ def checkpoint(path: Path, build=llama, tokenizer: bool = False, **config) -> Pa
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(path)
     if tokenizer:
-        train_tokenizer(stdlib_documents()[:3], vocab_size=VOCAB + 1).save_pretrained(path)
+        train_tokenizer(documents()[:3], vocab_size=VOCAB + 1).save_pretrained(path)
     return path
 
 

@@ -9,13 +9,14 @@ import torch
 import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
 from safetensors.torch import load_file
+from texts import documents
 from typer.testing import CliRunner
 
 from export.checkpoints import checkpoint, mixtral
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.cli import app
 from metis_hf.data.chat import first_sequences
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import train_tokenizer
 from metis_hf.experiments.finetune.ptq import Calibration, calibrated_model
 from metis_hf.export import export_checkpoint, load_metis_model
 
@@ -39,7 +40,7 @@ def known(build=llama):
 
 
 def tokenizer_of(path):
-    tokenizer = train_tokenizer(stdlib_documents()[:3], vocab_size=TOKENS)
+    tokenizer = train_tokenizer(documents()[:3], vocab_size=TOKENS)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     return tokenizer
@@ -55,7 +56,7 @@ def dense(tmp_path):
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text(stdlib_documents()[7].text[:3000], encoding="utf-8")
+    path.write_text(documents()[7].text[:3000], encoding="utf-8")
     return path
 
 
@@ -111,7 +112,7 @@ def test_a_dense_model_in_one_command(layout, dense, text, tmp_path):
 
 def test_conversations_by_the_chat_template(dense, tmp_path):
     data = tmp_path / "chat.jsonl"
-    messages = [{"role": "user", "content": each.text[:300]} for each in stdlib_documents()[:6]]
+    messages = [{"role": "user", "content": each.text[:300]} for each in documents()[:6]]
     data.write_text("".join(json.dumps({"messages": [one]}) + "\n" for one in messages))
     model = calibrated_model(dense, Calibration(data, sequences=3, length=LENGTH))
     tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
@@ -287,6 +288,6 @@ class TestRefusals:
                      "--calibrate", text, "--scheme", "w4a16", out=tmp_path / "out")  # fmt: skip
 
     def test_another_tokenizer(self, dense, text, tmp_path):
-        train_tokenizer(stdlib_documents()[:3], vocab_size=TOKENS + 100).save_pretrained(dense)
+        train_tokenizer(documents()[:3], vocab_size=TOKENS + 100).save_pretrained(dense)
         self.refused("they do not belong together", dense, *self.PACKED, "--calibrate", text,
                      out=tmp_path / "out")  # fmt: skip

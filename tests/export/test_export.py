@@ -13,6 +13,7 @@ from conftest import ARCHITECTURES, VOCAB, llama
 from conversion import architectures
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from texts import documents
 
 from export.checkpoints import ALL_SPLIT, checkpoint, logits, mixtral, relative
 from metis_hf import (
@@ -21,7 +22,6 @@ from metis_hf import (
     metis_layers,
     set_precision,
 )
-from metis_hf.data.corpus import stdlib_documents
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
 from metis_hf.export.source import copy_companions
@@ -291,7 +291,7 @@ class TestText:
     @pytest.mark.slow
     def test_held_out_loss(self, source, tmp_path):
         text = tmp_path / "held_out.txt"
-        text.write_text(stdlib_documents()[7].text[:2000])
+        text.write_text(documents()[7].text[:2000])
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         ids = tokenizer(text.read_text(), return_tensors="pt", verbose=False)["input_ids"]
         ids = ids[:, : ids.shape[1] // 128 * 128].view(-1, 128)  # the model's context
@@ -336,7 +336,7 @@ class TestText:
 
         from metis_hf.cli import app
 
-        (tmp_path / "t.txt").write_text(stdlib_documents()[7].text[:600])
+        (tmp_path / "t.txt").write_text(documents()[7].text[:600])
         (tmp_path / "r.json").write_text('{"results": {"piqa": {"acc,none": 0.625}}}')
         command = ["export", str(source), "--out", str(tmp_path / "out"), "--format",
                    "compressed-tensors", "--text", str(tmp_path / "t.txt"),

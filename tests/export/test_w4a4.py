@@ -13,10 +13,10 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
 from conftest import VOCAB, llama
 from safetensors.torch import load_file
+from texts import documents
 
 from export.checkpoints import checkpoint, logits, relative
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
-from metis_hf.data.corpus import stdlib_documents
 from metis_hf.export import export_checkpoint, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
 
@@ -193,7 +193,7 @@ class TestCompressedTensors:
 def test_the_reported_loss_is_that_of_the_scheme(tmp_path):
     source = calibrated(tmp_path / "metis", tokenizer=True)
     text = tmp_path / "text.txt"
-    text.write_text(stdlib_documents()[5].text[:3000])
+    text.write_text(documents()[5].text[:3000])
     report = export_checkpoint(
         source, tmp_path / "out", format="compressed-tensors", text=text, dtype="bfloat16"
     )

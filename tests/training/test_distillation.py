@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB
+from texts import documents
 
 from metis_hf import (
     DistillTrainer,
@@ -272,7 +273,7 @@ def test_sft_trainer(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     import datasets
 
-    from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+    from metis_hf.data.corpus import train_tokenizer
 
     class QadSFT(DistillTrainerMixin, MetisTrainerMixin, trl.SFTTrainer):
         """SFTTrainer with a teacher."""
@@ -280,7 +281,7 @@ def test_sft_trainer(tmp_path):
     class Sft(MetisTrainerMixin, trl.SFTTrainer):
         """SFTTrainer without."""
 
-    tokenizer = train_tokenizer(stdlib_documents()[:5], vocab_size=VOCAB + 64)
+    tokenizer = train_tokenizer(documents()[:5], vocab_size=VOCAB + 64)
 
     def model():
         plain = dense()

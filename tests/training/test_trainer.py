@@ -12,6 +12,7 @@ from conftest import VOCAB, llama
 from design import cases, named
 from layers.layer_tools import FP4_SCHEMES, layer_of, of_each_kind
 from schemes.test_stateful_schemes import OURS as STATEFUL
+from texts import documents
 from transformers.trainer_utils import HPSearchBackend
 
 from metis_hf import (
@@ -323,12 +324,12 @@ def test_hyperparameter_search(tmp_path):
 def test_sft_trainer(tmp_path):
     """The mixin over a subclass of Trainer with a constructor of its own."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
-    from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+    from metis_hf.data.corpus import train_tokenizer
 
     class SFT(MetisTrainerMixin, trl.SFTTrainer):
         """MetisTrainer for supervised fine-tuning."""
 
-    tokenizer = train_tokenizer(stdlib_documents()[:5], vocab_size=VOCAB + 64)
+    tokenizer = train_tokenizer(documents()[:5], vocab_size=VOCAB + 64)
     import datasets
 
     torch.manual_seed(0)

@@ -7,10 +7,11 @@ import torch
 import transformers
 from conftest import VOCAB, llama
 from peft import LoraConfig
+from texts import documents
 
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.conversion.packed import load_packed
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import train_tokenizer
 from metis_hf.export import export_checkpoint
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
@@ -21,7 +22,7 @@ KINDS = ("w4a4", "adapters over w4a4", "adapters over packed")
 
 @pytest.fixture
 def tokenizer():
-    found = train_tokenizer(stdlib_documents()[:5], vocab_size=TOKENS)
+    found = train_tokenizer(documents()[:5], vocab_size=TOKENS)
     found.padding_side = "left"
     return found
 
