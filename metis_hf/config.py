@@ -183,7 +183,7 @@ class MetisConfig:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with the keys transformers looks for in `quantization_config`."""
+        """Return it JSON-ready, with the keys transformers looks for in `quantization_config`."""
         values = {
             field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)
         }

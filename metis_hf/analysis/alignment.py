@@ -38,7 +38,7 @@ def subspace(x: Tensor, rank: int) -> Tensor:
 
 
 def mean_squared_correlation(a: Tensor, b: Tensor) -> float:
-    """Mean squared canonical correlation of two subspaces: |a^T b|_F^2 / k, 0 to 1.
+    """Return the mean squared canonical correlation of two subspaces: |a^T b|_F^2 / k, 0 to 1.
 
     Canonical correlations are the cosines of the principal angles.
 
@@ -56,7 +56,7 @@ def pick(count: int, total: int, *parts: int | str) -> Tensor:
 
 
 def alignment_data(x: Tensor, rank: int, length: int) -> dict:
-    """Alignment against sample ratio, for rows and for whole sequences.
+    """Return the alignment against the sample ratio, for rows and for whole sequences.
 
     Args:
         x: [t c], sequences of `length` rows one after the other.
@@ -97,7 +97,7 @@ def alignment_data(x: Tensor, rank: int, length: int) -> dict:
 
 
 def at_ratio(curve: dict[str, list[float]], ratio: float) -> float:
-    """Mean alignment at a sample ratio, by linear interpolation in its logarithm."""
+    """Return the mean alignment at a sample ratio, by linear interpolation in its logarithm."""
     if not curve["ratio"] or ratio < curve["ratio"][0]:
         return float("nan")
     return float(np.interp(np.log(ratio), np.log(curve["ratio"]), curve["mean"]))

@@ -115,7 +115,7 @@ class Capture:
         layers: Iterable[str],
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """Forward (and backward, where the model has a loss) over ids [n length].
+        """Run forward (and backward, where the model has a loss) over ids [n length].
 
         Args:
             layers: names of modules; those that the model lacks are left out.

@@ -26,7 +26,7 @@ def removed_components(rank: int) -> int:
 
 
 def histogram(values: Tensor, edges: np.ndarray) -> list[float]:
-    """Density of all elements of `values` over `edges`; what lies outside is left out."""
+    """Return the density of elements of `values` over `edges`; what lies outside is left out."""
     counts, _ = np.histogram(values.detach().double().numpy(), edges)
     return (counts / (values.numel() * np.diff(edges))).tolist()
 
@@ -44,7 +44,7 @@ def shown_rows(x: Tensor) -> Tensor:
 
 
 def width(values: Tensor) -> dict[str, float]:
-    """Largest magnitude, standard deviation about zero, and the 99.9 % quantile of magnitudes."""
+    """Return the largest magnitude, deviation about zero, and 99.9 % quantile of magnitudes."""
     magnitudes = values.detach().abs().flatten()
     rank = max(1, round(0.999 * magnitudes.numel()))
     return {

@@ -128,7 +128,7 @@ def _log_density(axis: Any, edges: Sequence[float], density: Sequence[float]) ->
 
 
 def residuals(data: Data) -> bytes:
-    """Left singular vectors (above) and what is left without 3 % of the components (below)."""
+    """Draw left singular vectors (above) and what is left without 3 % of the components (below)."""
     figure, axes, kinds = _panels(data, "residual", 6.2, rows=2)
     for column, kind in enumerate(kinds):
         part = data[kind]["residual"]
@@ -232,7 +232,7 @@ def binned(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def alignment(data: Data) -> bytes:
-    """Alignment of sampled subspaces with the whole batch's, against the sample ratio."""
+    """Draw the alignment of sampled subspaces with the whole batch's, against the sample ratio."""
     figure, axes, kinds = _panels(data, "alignment", 3.6)
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["alignment"]

@@ -109,7 +109,7 @@ def _values(result: Analysis, kind: str, key: str) -> list[float]:
 
 
 def _cards(result: Analysis) -> list[tuple[str, str, str]]:
-    """Key figures; medians over layers."""
+    """Add key figures; medians over layers."""
     cards = []
     for kind in KINDS:
         shares = _values(result, kind, "fraction")

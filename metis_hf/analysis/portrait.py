@@ -54,7 +54,7 @@ def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[st
 
 
 def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
-    """Everything that figures show of one tensor.
+    """Return everything that figures show of one tensor.
 
     Args:
         sample: x [t c]; a zero or non-finite one gives {"note": reason}.

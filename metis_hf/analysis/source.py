@@ -176,7 +176,7 @@ class WeightSource:
             return tensors.get_slice(key)[index].float()
 
     def _tensor_files(self) -> dict[str, Path]:
-        """Tensor name -> the file that holds it."""
+        """Return tensor name -> the file that holds it."""
         try:
             index = self.file(INDEX)
         except FileNotFoundError:

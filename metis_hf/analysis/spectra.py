@@ -52,13 +52,13 @@ class Svd:
         return cls(x, s.float(), vectors.flip(1).float())
 
     def left(self, index: list[int] | slice) -> Tensor:
-        """Left singular vectors [t n] of some components."""
+        """Return left singular vectors [t n] of some components."""
         if self.x.shape[0] <= self.x.shape[1]:
             return self.short[:, index]
         return self._unit(self.x @ self.short[:, index])
 
     def right(self, index: list[int] | slice) -> Tensor:
-        """Right singular vectors [c n] of some components."""
+        """Return right singular vectors [c n] of some components."""
         if self.x.shape[0] > self.x.shape[1]:
             return self.short[:, index]
         return self._unit(self.x.T @ self.short[:, index])
@@ -142,7 +142,7 @@ def elbow(values: Tensor | np.ndarray) -> int | None:
 
 
 def _smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Gaussian smoothing; the ends are continued by point reflection, which keeps their slope."""
+    """Smooth by a Gaussian; the ends are continued by point reflection, which keeps their slope."""
     reach = int(4 * width)
     offsets = np.arange(-reach, reach + 1)
     kernel = np.exp(-0.5 * (offsets / width) ** 2)

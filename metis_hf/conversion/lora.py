@@ -55,7 +55,7 @@ class QuantizedLoraLinear(LoraLinear):
         return module.in_features, module.out_features
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs) -> LoraVariant | None:
-        """None: plain LoRA (and rsLoRA) only.
+        """Return None: plain LoRA (and rsLoRA) only.
 
         Raises:
             ValueError: a variant or an initialization that reads or writes the base weight in
@@ -335,7 +335,7 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
 
 
 def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
-    """Full names of the modules that "all-linear" or a regular expression means."""
+    """Return the full names of the modules that "all-linear" or a regular expression means."""
     pattern = config.target_modules
     assert isinstance(pattern, str)
     if pattern.lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND:

@@ -231,7 +231,7 @@ def _suffixes(names: Iterable[str]) -> list[str]:
 
 
 def _heads(model: nn.Module) -> set[str]:
-    """Linear layers behind the base model: the output embedding, classifiers and the like."""
+    """Return linear layers behind the base model: the output embedding, classifiers, ..."""
     heads: set[str] = set()
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
@@ -244,7 +244,7 @@ def _heads(model: nn.Module) -> set[str]:
 
 
 def _routers(model: nn.Module) -> set[str]:
-    """Linear layers that choose or weigh experts.
+    """Return the linear layers that choose or weigh experts.
 
     Those inside a module whose class says so, and those beside fused experts that are as narrow as
     there are experts.

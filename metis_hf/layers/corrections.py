@@ -49,7 +49,7 @@ def correct(
 
 
 def by_rows(a: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """Low-rank part of a [n p]: [n k], lengths [k], [k p]."""
+    """Return the low-rank part of a [n p]: [n k], lengths [k], [k p]."""
     assert a.low is not None
     return a.low
 

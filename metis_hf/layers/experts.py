@@ -99,7 +99,7 @@ def layers_of(module: nn.Module, name: str) -> nn.ModuleList:
 def experts_forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward pass of converted experts, in the signature of transformers' experts interface.
+    """Run converted experts, in the signature of transformers' experts interface.
 
     Args:
         module: the experts.

@@ -53,7 +53,7 @@ class Encoded(NamedTuple):
     dense: Tensor | None = None
 
     def stored(self) -> Encoded:
-        """Without what can be made again."""
+        """Return it without what can be made again."""
         return Encoded(self.tensors)
 
 

@@ -331,7 +331,7 @@ class SplitWeight(WeightForm):
         return Quantized(w_hat, low=low)
 
     def _unpacked(self, packed, stored, operand, *, dim) -> LowRank:
-        """Packed factors of the stored ones."""
+        """Unpack the stored factors."""
         u, s, vh = stored
         u_hat, vh_hat = (
             unpack(Packed(*codes), operand.quantizer, dim=dim, shape=tuple(like.shape))

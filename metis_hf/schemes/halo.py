@@ -22,7 +22,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2501.02625 (HALO), level 2 of its released code",
 )
 def halo(config: MetisConfig, rank: int) -> Scheme:
-    """Level 2, which has the most rotations; levels 0 and 1 leave gradients as they are.
+    """Build level 2, which has the most rotations; levels 0 and 1 leave gradients as they are.
 
     With H along in_features and G along tokens, both full-width:
         fprop   y  = Q(x H) Q(w H)^T

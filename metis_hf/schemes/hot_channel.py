@@ -14,7 +14,7 @@ from metis_hf.schemes.parts import HotChannels, MetisConfig, Scheme, register_sc
     source="arXiv 2602.02047 (Hot-Channel Patch, CHON)",
 )
 def hot_channel(config: MetisConfig, rank: int) -> Scheme:
-    """Input and weight of fprop with `conditioners.hot_channels.HotChannels`; the rest as `nvidia`.
+    """Quantize fprop's operands with `conditioners.hot_channels.HotChannels`, the rest as `nvidia`.
 
     The paper's variant is S-O2-B: one GEMM with appended channels, both operands compensated. What
     it leaves open, or what differs here:

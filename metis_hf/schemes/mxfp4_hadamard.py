@@ -21,7 +21,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2605.09825; ROCm TransformerEngine MXFP4BlockScaling with its Hadamard",
 )
 def mxfp4_hadamard(config: MetisConfig, rank: int) -> Scheme:
-    """Per-GEMM operands, each cast from the high-precision tensor.
+    """Quantize the operands of each GEMM from the high-precision tensor.
 
     | GEMM  | operand     | blocks            | Hadamard | rounding |
     | fprop | input       | 1x32 along in     | yes      | nearest  |

@@ -23,7 +23,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2509.25149; TransformerEngine NVFP4BlockScaling",
 )
 def nvidia(config: MetisConfig, rank: int) -> Scheme:
-    """Per-GEMM operands, each cast from the high-precision tensor.
+    """Quantize the operands of each GEMM from the high-precision tensor.
 
     | GEMM  | operand     | blocks            | Hadamard | rounding   |
     | fprop | input       | 1x16 along in     | no       | nearest    |

@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2509.00404, extended evaluation, and its released code",
 )
 def nvidia_paper(config: MetisConfig, rank: int) -> Scheme:
-    """Hadamard and stochastic rounding as arXiv 2509.00404 has them; NVIDIA's own is `nvidia`.
+    """Rotate and round stochastically as arXiv 2509.00404 does; NVIDIA's own is `nvidia`.
 
     The paper says "a random Hadamard transform alongside SR", with SR in all its experiments. Its
     code rotates the features of input, weight and output gradient by one wide Hadamard matrix, and

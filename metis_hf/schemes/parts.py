@@ -265,7 +265,7 @@ def refuse_shared(config: MetisConfig) -> None:
 def rotated_scheme(
     config: MetisConfig, quantizers: tuple[Quantizer, Quantizer], rotation: Conditioner
 ) -> Scheme:
-    """Both operands of a GEMM rotated along the dimension that it contracts.
+    """Rotate both operands of a GEMM along the dimension that it contracts.
 
     "shared" rotates the features of all three tensors. "contraction" gives every GEMM its own
     copies, rotated and blocked along its contraction dimension, of the weight too: there the

@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2404.00456 (QuaRot)",
 )
 def quarot(config: MetisConfig, rank: int) -> Scheme:
-    """Both operands rotated along the contraction dimension, then NVFP4.
+    """Rotate both operands along the contraction dimension, then quantize to NVFP4.
 
     Meant for inference: QuaRot folds rotations into a trained model's weights where that is exact.
     In training the weights stay as they are and the rotation is applied at each use, which gives

@@ -39,7 +39,7 @@ class SharedSigns(LayerState):
     formats=("nvfp4",),
 )
 def quartet2(config: MetisConfig, rank: int) -> Scheme:
-    """Per-GEMM operands, blocks of 16 everywhere (native scales, no square tiles).
+    """Quantize each GEMM's operands, in blocks of 16 everywhere (native scales, no square tiles).
 
     | GEMM  | operand     | of   | blocks       | basis  | elements | scales      |
     | fprop | input       | x    | along in     | its own| nearest  | 4/6         |

@@ -19,7 +19,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2307.13304 (QuIP)",
 )
 def quip(config: MetisConfig, rank: int) -> Scheme:
-    """Both operands multiplied by (P_1 x P_2) and a permutation along the contraction dimension.
+    """Multiply both operands by (P_1 x P_2) and a permutation along the contraction dimension.
 
     Meant for inference, and for weights alone, rotated from both sides; only the side that the GEMM
     contracts has to be, since the other does not meet the second operand. Inputs and gradients get

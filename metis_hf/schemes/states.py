@@ -348,7 +348,7 @@ class Oscillation(LayerState):
         return {"oscillation_reset": shares} if shares else {}
 
     def ratio(self, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Path of the quantized weight over that of the weight, [o i]; 0 where neither moved."""
+        """Return the quantized weight's path over the weight's, [o i]; 0 where neither moved."""
         ratio = buffers["quantized_path"] / buffers["weight_path"]
         return ratio.masked_fill_(buffers["weight_path"] == 0, 0.0)
 

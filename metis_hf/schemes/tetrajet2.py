@@ -23,7 +23,7 @@ from metis_hf.schemes.parts import (
     formats=("nvfp4",),
 )
 def tetrajet2(config: MetisConfig, rank: int) -> Scheme:
-    """Per-GEMM operands; blocks of 16, scales to nearest E4M3.
+    """Quantize the operands of each GEMM, in blocks of 16, scales to nearest E4M3.
 
     | GEMM  | operand     | of   | blocks       | Hadamard | rounding   |
     | fprop | input       | x    | along in     | no       | nearest    |

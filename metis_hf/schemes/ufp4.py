@@ -22,7 +22,7 @@ from metis_hf.schemes.parts import (
     source="arXiv 2606.20381 (UFP4)",
 )
 def ufp4(config: MetisConfig, rank: int) -> Scheme:
-    """Per-GEMM operands, each cast from the high-precision tensor.
+    """Quantize the operands of each GEMM from the high-precision tensor.
 
     | GEMM  | operand     | blocks            | Hadamard | rounding   |
     | fprop | input       | 1x16 along in     | yes      | nearest    |

@@ -25,7 +25,7 @@ _FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDiction
 
 @contextlib.contextmanager
 def reuse_weights(model: nn.Module) -> Iterator[None]:
-    """Inside the block no parameter of the model may change: it is for micro-batches.
+    """Reuse quantized weights in the block, in which no parameter may change: for micro-batches.
 
         with reuse_weights(model):
             for batch in micro_batches:
@@ -69,5 +69,5 @@ def _forget(model: nn.Module | None) -> None:
 
 
 def _is_sharded(param: nn.Parameter) -> bool:
-    """By FSDP2 (a DTensor) or by ZeRO-3."""
+    """Return whether FSDP2 (a DTensor) or ZeRO-3 shards it."""
     return hasattr(param, "full_tensor") or hasattr(param, "ds_id")

@@ -23,7 +23,7 @@ def group_size(n: int) -> int:
 
 
 def rotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
-    """H D x for every group along `dim` of x [t c], zero-padded to blocks.
+    """Return H D x for every group along `dim` of x [t c], zero-padded to blocks.
 
     Args:
         x: fp32 or fp64.

@@ -52,7 +52,7 @@ def rotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
 
 
 def unrotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
-    """Inverse of `rotate`, padding included: what is added to x in between reaches it."""
+    """Invert `rotate`, padding included: what is added to x in between reaches it."""
     return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype).T, dim)
 
 

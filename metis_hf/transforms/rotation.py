@@ -56,7 +56,7 @@ def random_orthogonal(size: int, seed: int) -> Tensor:
 def sylvester(
     size: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Hadamard's matrix of a power of two / sqrt(size), [size size]: symmetric, orthogonal.
+    """Return Hadamard's matrix of a power of two / sqrt(size), [size size]: symmetric, orthogonal.
 
     It is made where it will be used: torch.compile would trace a copy from the CPU into the GPU's
     graph. The one number in it is rounded to `dtype` once, on any device.
@@ -68,7 +68,7 @@ def sylvester(
 
 
 def randomized_hadamard(n: int, seed: int) -> Rotation:
-    """Random signs, then Hadamard of the largest power of two in n, times a random orthogonal rest.
+    """Make random signs, then Hadamard of n's largest power of two, times a random orthogonal rest.
 
     n = 2^p m with m odd: H x Q_m. QuaRot (arXiv 2404.00456) has a Hadamard matrix of size m 2^q
     instead, which is known for the widths of its models only.

@@ -119,7 +119,7 @@ def dominant_subspace(
     rotations: int = ROTATIONS,
     key: Key = _DEFAULT_KEY,
 ) -> Tensor:
-    """Orthonormal basis of the leading right singular vectors (randomized range finder).
+    """Return an orthonormal basis of the leading right singular vectors (randomized range finder).
 
     Halko, Martinsson, Tropp (arXiv 0909.4061), algorithms 4.4 and 5.1, by means that never wait
     for the device (`orthogonal`). Non-finite entries count as zero here: they show in the

@@ -121,7 +121,7 @@ class Spectral(Conditioner):
         )
 
     def work(self, shape, *, dim) -> Work:
-        """Range finder on rows or their sums (`transforms.spectral`), then the projection of all.
+        """Count the range finder on rows or sums (`transforms.spectral`), then the projection.
 
         n sampled rows or sums of rows (a sign and an addition for each element), sketch width w,
         rank k, p power iterations (Halko, Martinsson, Tropp, arXiv 0909.4061, algorithms 4.4 and
@@ -156,7 +156,7 @@ class Spectral(Conditioner):
 
     @staticmethod
     def _low(packed, quantizer, *, dim, shape) -> LowRank:
-        """From the packed factors of a matrix of that shape."""
+        """Read the packed factors of a matrix of that shape."""
         lam = packed[6]
         (t, c), k = shape, lam.shape[0]
         a_hat = unpack(Packed(*packed[:3]), quantizer, dim=dim, shape=(t, k))
