@@ -200,6 +200,19 @@ def test_constants_that_may_be_many_are_forgotten_but_for_the_last_used():
     assert made(2) is not second
 
 
+def test_constants_that_a_graph_was_recorded_with_stay(monkeypatch):
+    """It reads their memory whenever it is played."""
+    made = functools.partial(noise.constant, most=2)(lambda size: torch.ones(size))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    recorded = made(1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    other = made(2)
+    made(3), made(4)
+    assert made(1) is recorded
+    assert made(2) is not other
+
+
 def test_threads_may_share_constants():
     """Those of a model that several threads run, more of them than are kept."""
     made = functools.partial(noise.constant, most=4)(lambda size: torch.ones(size))

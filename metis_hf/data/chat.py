@@ -60,7 +60,7 @@ def _refuse_objects(path: Path, content: str) -> None:
     """Refuse JSON lines in a file whose name says that it is a text."""
     try:
         found = json.loads(content.lstrip().split("\n", 1)[0])
-    except json.JSONDecodeError:
+    except ValueError:
         return
     if isinstance(found, dict) and any(key in found for key in _KEYS):
         raise ValueError(
@@ -72,11 +72,15 @@ def _refuse_objects(path: Path, content: str) -> None:
 def _document(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}, is not JSON: {error}") from None
+    except ValueError as error:  # an integer of more digits than Python reads too
+        raise ValueError(
+            f"{path}, line {number}, is not JSON: {error}. Each line is one whole object"
+        ) from None
     if isinstance(found, dict) and isinstance(found.get("text"), str):
         return {"text": found["text"]}
     messages = found.get("messages") if isinstance(found, dict) else None
+    if messages == []:
+        raise ValueError(f"{path}, line {number}: no messages; remove the line, or give it one")
     if isinstance(messages, list) and all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
         for each in messages

@@ -6,7 +6,6 @@ int32, and `meta.json`, which is written last: a directory that has it is finish
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from metis_hf.shared.records import write_atomically
+from metis_hf.shared.records import read_json, write_atomically
 
 if TYPE_CHECKING:
     import datasets
@@ -27,7 +26,7 @@ _ROW_GROUP = 1024  # sequences: what a streaming reader holds at a time
 
 
 def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> datasets.Dataset:
-    """Chunked sequences that `prepare` wrote.
+    """Return the chunked sequences that `prepare` wrote.
 
     The first load converts the shards to datasets' Arrow cache, which needs their size again
     (`HF_DATASETS_CACHE` says where); later loads map that cache.
@@ -52,7 +51,7 @@ def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> dat
 
 
 def load_tokens(directory: str | Path, *, vocab_size: int | None = None) -> torch.Tensor:
-    """Chunked sequences in memory, without the package datasets: int32 `[n, seq_len]`.
+    """Return chunked sequences in memory, without the package datasets: int32 `[n, seq_len]`.
 
     Args and errors are those of `load_chunked`.
     """
@@ -66,7 +65,7 @@ def load_tokens(directory: str | Path, *, vocab_size: int | None = None) -> torc
 
 
 def causal_batch(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Chunked sequences as a batch; labels are the inputs, which causal models shift themselves."""
+    """Return sequences as a batch; labels are the inputs, which causal models shift themselves."""
     ids = torch.stack([row["input_ids"] for row in rows]).long()
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -85,9 +84,9 @@ def read_meta(directory: Path) -> dict[str, Any]:
             "recipes/prepare_data.py"
         )
     try:
-        meta = json.loads(path.read_text())
+        meta = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); prepare the data again") from error
+        raise ValueError(f"{error}; prepare the data again") from None
     missing = [key for key in _REQUIRED if not isinstance(meta, dict) or key not in meta]
     if missing:
         raise ValueError(

@@ -50,7 +50,7 @@ def is_clean_unicode(text: str) -> bool:
 
 
 def language(text: str) -> str:
-    """ISO 639 code of the most likely language of the first `LANGUAGE_CHARACTERS` characters."""
+    """Return the likeliest language (ISO 639) of the first `LANGUAGE_CHARACTERS` characters."""
     return detector()(text[:LANGUAGE_CHARACTERS])[0]
 
 

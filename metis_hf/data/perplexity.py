@@ -44,7 +44,7 @@ class Scorer:
         self.model = model.to(self.device).eval()
 
     def score(self, texts: Sequence[str], progress: Callable[[int], Any]) -> np.ndarray:
-        """Mean negative log-likelihood per token, in nats; its exponential is the perplexity.
+        """Return nats per token, the mean negative log-likelihood; perplexity is its exponential.
 
         Args:
             texts: Any number of documents.

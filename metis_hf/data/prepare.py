@@ -321,7 +321,8 @@ def _check_not_empty(report: dict[str, Any], arguments: PrepareArguments) -> Non
         raise ValueError(
             f"{report['read']['documents']} documents were read and {tokens} training tokens are "
             f"left, less than one sequence of seq_len={arguments.seq_len}; documents dropped: "
-            f"{shown}. Give more text, or a smaller seq_len"
+            f"{shown}. Give more text, or a smaller seq_len, and delete {arguments.output_dir} or "
+            "choose another --output-dir"
         )
 
 

@@ -30,7 +30,7 @@ def read_sequences(
     Raises:
         ValueError: the text is not UTF-8.
     """
-    content = utf8_text(text)[: _CHARACTERS * sequences * length]
+    content = utf8_text(text, "utf-8-sig")[: _CHARACTERS * sequences * length]
     tokens: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     count = min(sequences, len(tokens) // length)
     ids = torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)

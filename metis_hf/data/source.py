@@ -44,7 +44,7 @@ class Opened:
     is_table: bool
 
     def batches(self, size: int) -> Iterator[list[bytes | None]]:
-        """Raw documents, `size` at a time; after each, `dataset.state_dict()` is where to go on."""
+        """Yield raw documents, `size` at a time; `dataset.state_dict()` then is where to go on."""
         import pyarrow as pa
 
         for batch in self.dataset.iter(batch_size=size):
@@ -99,7 +99,7 @@ def open_source(arguments: PrepareArguments) -> Opened:
     kind = _kind(paths[0])
     if kind == "parquet":
         return _open_table(
-            arguments.text_column, "parquet", data_files={"train": paths}, split="train"
+            arguments.text_column, "parquet", data_files={"train": _with_rows(paths)}, split="train"
         )
     if any(path.endswith(".zst") for path in paths) and not importlib.util.find_spec("zstandard"):
         raise ImportError(
@@ -118,6 +118,24 @@ def _kind(path: str) -> str:
             f"(optionally with {', '.join(COMPRESSED)}) or in .parquet"
         )
     return kind
+
+
+def _with_rows(paths: list[str]) -> list[str]:
+    """Return patterns that match the parquet files with rows: datasets reads none without."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = []
+    for path in paths:
+        try:
+            rows = pq.read_metadata(path).num_rows
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"--files {path} is not parquet ({error})") from None
+        if rows:
+            found.append(glob.escape(path))
+    if not found:
+        raise ValueError(f"--files {' '.join(paths)}: no file has rows; give files with documents")
+    return found
 
 
 def _open_table(text_column: str, *args: Any, **kwargs: Any) -> Opened:
@@ -155,10 +173,11 @@ def _open_bytes(text_column: str, paths: list[str], by_line: bool) -> Opened:
 
 
 def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
-    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
+    local = LocalFileSystem()  # `fsspec.open` would read a URL out of a path with "::"
     for path in paths:
-        with fsspec.open(path, "rb", compression="infer") as opened:
+        with local.open(path, "rb", compression="infer") as opened:
             # zstandard's own reader cannot be read by line.
             file = io.BufferedReader(opened) if path.endswith(".zst") else opened
             if by_line:

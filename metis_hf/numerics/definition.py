@@ -6,9 +6,9 @@ The arithmetic is TransformerEngine's for NVFP4 (fp32, in this order; S is the e
     code  = e2m1(clamp(x * min(1 / (scale * (1/S)), FLT_MAX), -6, 6))
     value = (code * scale) * (1/S)                             code * scale is exact
 amax_tensor may be given: a block that needs a larger scale than 448 is then clipped. A block whose
-scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, or its block where there
-is no tensor scale or a given one. Nothing finite in fp32 gives NaN, unless a given amax is some
-1e35 times too small for it.
+scale rounds to zero becomes zero. A NaN or inf makes the whole tensor NaN, its row where each row
+has an outer scale, its block where there is none above or amax_tensor is given. Nothing finite in
+fp32 gives NaN, unless a given amax is some 1e35 times too small for it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class SpacedFormat(Protocol):
     @property
     def grid(self) -> tuple[float, ...]: ...
     def encode(self, values: Tensor) -> Tensor:
-        """Bit patterns (uint8) of fp32 values on the grid; those of NaN are arbitrary."""
+        """Return bit patterns (uint8) of fp32 values on the grid; those of NaN are arbitrary."""
         ...
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class FloatFormat:
         return tuple(values)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Sign bit, exponent, mantissa from the high bit down, in the low bits of a uint8."""
+        """Return sign bit, exponent, mantissa, from the high bit down, in a uint8's low bits."""
         magnitude = torch.bucketize(
             values.abs().contiguous(), on_device(self.grid, values.dtype, values.device)
         )
@@ -160,7 +160,7 @@ class IntFormat:
         return tuple(float(value) for value in range(2 ** (self.bits - 1)))
 
     def encode(self, values: Tensor) -> Tensor:
-        """Two's complement in the low bits of a uint8. The sign of a zero is lost."""
+        """Return the two's complement in the low bits of a uint8. The sign of a zero is lost."""
         return values.nan_to_num().to(torch.int16).bitwise_and_(2**self.bits - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sqnr_db(x: Tensor, x_hat: Tensor) -> Tensor:
-    """Signal-to-quantization-noise ratio, 10 log10(|x|^2 / |x - x_hat|^2), in dB; 0-dim.
+    """Return the SQNR, 10 log10(|x|^2 / |x - x_hat|^2), in dB; 0-dim.
 
     Infinite where they are equal; NaN where both are zero, or `x` is not finite.
     """

@@ -198,7 +198,7 @@ def call_gemm(
 
 @contextlib.contextmanager
 def use_gemm(gemm: Gemm) -> Iterator[None]:
-    """Inside the block another function stands in for `scaled_mm`, on every device.
+    """Let another function stand in for `scaled_mm` in the block, on every device.
 
     For tests without FP4 units. It is called as torch's is, with the very same tensors.
     """

@@ -21,6 +21,9 @@ from metis_hf.numerics.scaling import OuterScale
 class Quantizer(QuantizerDefinition):
     """The choices of a quantizer, and the call that quantizes a tensor.
 
+    Layers call it at each use, so it checks no tensors: that `x` is floating point, `dim` one of
+    its dimensions and `amax` one number is the caller's to see to. `fake_quantize` does.
+
     Args:
         fmt: the block format, or its name.
         rounding: of elements.
@@ -46,7 +49,7 @@ class Quantizer(QuantizerDefinition):
         plus: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> Tensor:
-        """Fake-quantizes: the shape of `x`, rounded from fp32 to `dtype` at the end.
+        """Fake-quantize: the shape of `x`, rounded from fp32 to `dtype` at the end.
 
         With `minus` and `plus` it is plus + Q(x - minus), in the same passes over memory.
 
@@ -57,8 +60,9 @@ class Quantizer(QuantizerDefinition):
             dtype: of the result.
             minus: of the shape of `x`, fp32 (fp64): taken off before.
             plus: the same, added after.
-            amax: 0-dim, finite and >= 0: the tensor scale is made of it instead of the largest
-                magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
+            amax: 0-dim, finite and >= 0, on any device: the tensor scale is made of it instead of
+                the largest magnitude of `x`. Blocks that need a larger scale than the largest are
+                clipped.
         """
         if x.numel() == 0:
             return x.to(dtype)
@@ -75,7 +79,7 @@ class Quantizer(QuantizerDefinition):
         dtype: torch.dtype = torch.float32,
         amax: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `__call__`, with the outer scale apart: (code * block scale, global scale).
+        """Quantize with the outer scale apart: (code * block scale, global scale).
 
         The global scale is 0-dim, or [.. 1] where each row has one.
 
@@ -147,8 +151,8 @@ def fake_quantize(
         outer_scale: what has one fp32 scale of the two-level kind: "tensor", or "token": each row,
             where row blocks run along the last dimension.
         generator: source of the stochastic noise; None draws from torch's default generator.
-        amax: 0-dim, finite and >= 0: the tensor scale is made of it; None takes the largest
-            magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
+        amax: 0-dim, finite and >= 0, on any device: the tensor scale is made of it; None takes the
+            largest magnitude of `x`. Blocks that need a larger scale than the largest are clipped.
 
     Returns:
         Tensor of the shape and dtype of `x`. NaN or inf in `x` shows up as NaN.

@@ -127,7 +127,8 @@ def block_scale(
     """
     if fmt.scale == SCALE_FP32:
         encode = encode_scale(amax, fmt.element.max)
-        return encode.reciprocal().masked_fill_(~amax.isfinite(), torch.nan), encode
+        scale = encode.reciprocal().clamp_(max=FLT_MAX)
+        return scale.masked_fill_(~amax.isfinite(), torch.nan), encode
     if fmt.scale == SCALE_E8M0:
         scale = power_below(amax).mul_(1 / fmt.element.max_power).clamp_(min=_SMALLEST_E8M0)
         scale.masked_fill_(~amax.isfinite(), torch.nan)
@@ -136,6 +137,7 @@ def block_scale(
         elif rounding is ScaleRounding.EVEN:
             assert not isinstance(fmt.element, CodebookFormat | MixedFormat)
             scale = torch.where(amax >= scale * next_binade(fmt.element), scale * 2, scale)
+        scale.clamp_(max=fmt.scale.max)  # near FLT_MAX, of a codebook that ends at 1 or below
         return scale, scale.reciprocal()
     scale = _scale_to(largest_code(fmt, rule), amax, fmt, rounding, tensor)
     return scale, inverse_scale(scale, tensor)
@@ -350,7 +352,7 @@ def clipping_scale(
 def corrected_scale(
     scale: Tensor, y: Tensor, codes: Tensor, dims: tuple[int, ...], fmt: ScaleFormat, noise: Tensor
 ) -> Tensor:
-    """MS-EDEN (arXiv 2601.22813, algorithm 1): scale * <y, y> / <y, codes>, rounded stochastically.
+    """Return MS-EDEN's scale (arXiv 2601.22813, algorithm 1): scale * <y, y> / <y, codes>, rounded.
 
     With that factor the projection of codes * scale on y is y itself. In a basis that is random
     enough, what is orthogonal to y averages to zero, and the quantized block is right in

@@ -6,7 +6,6 @@ cut short. Only what is cheap is looked at: names, sizes, headers, JSON; no tens
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import zipfile
@@ -15,9 +14,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from metis_hf.shared.records import read_json
+
 STATE_FILE = "trainer_state.json"  # written last, when everything else of a checkpoint is on disk
 _PREFIX = "checkpoint-"
 _ARGUMENTS = "training_args.bin"
+# In the name of a file (optimizer.pt, optimizer.bin under FSDP) or of a directory of parts.
+_OPTIMIZER = "optimizer"
+_DEEPSPEED = "global_step"  # begins the name of a directory
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _ZIP = b"PK"  # begins what torch.save writes
@@ -69,10 +73,13 @@ def checkpoint_damage(directory: Path) -> str | None:
     reason = state_damage(directory) or model_damage(directory) or _file_damage(entries)
     if reason is not None:
         return reason
-    together = {"optimizer.pt", "scheduler.pt"}
-    missing = together - {path.name for path in entries}
-    sharded = any(path.is_dir() for path in entries)  # FSDP, DeepSpeed: the optimizer is in there
-    return f"no {missing.pop()}" if len(missing) == 1 and not sharded else None
+    if any(path.name.startswith(_DEEPSPEED) for path in entries):  # its engine's state, all of it
+        return None
+    optimizer = any(_OPTIMIZER in path.name for path in entries)
+    scheduler = (directory / "scheduler.pt").is_file()
+    if optimizer == scheduler:  # neither, where only the model was to be saved
+        return None
+    return "no scheduler.pt" if optimizer else "no optimizer.pt"
 
 
 def state_damage(directory: Path) -> str | None:
@@ -104,7 +111,7 @@ def _missing_shard(directory: Path) -> str | None:
         return "no index of its weights"
     wanted: set[str] = set()
     for name in indices:
-        wanted |= set(json.loads((directory / name).read_text()).get("weight_map", {}).values())
+        wanted |= set(read_json(directory / name).get("weight_map", {}).values())
     missing = sorted(wanted - names)
     return f"no {missing[0]}" if missing else None
 
@@ -116,7 +123,7 @@ def file_damage(path: Path) -> str | None:
             with safe_open(path, framework="pt"):  # compares the header with the file's length
                 return None
         if path.suffix == ".json":
-            json.loads(path.read_text())
+            read_json(path)
         if path.suffix in _TORCH_FILES:
             return _torch_file_damage(path)
     except (SafetensorError, ValueError):
@@ -136,6 +143,8 @@ def _torch_file_damage(path: Path) -> str | None:
 
 def _may_hold_weights(path: Path) -> bool:
     """Return whether an entry of a checkpoint may hold weights, sharded ones in a directory too."""
+    if _OPTIMIZER in path.name:
+        return False
     if path.is_dir():
         return True
     return path.suffix == ".safetensors" or (path.suffix == ".bin" and path.name != _ARGUMENTS)

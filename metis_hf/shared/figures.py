@@ -62,7 +62,7 @@ def scheme_styles(names: Sequence[str], control: str) -> dict[str, Style]:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Centred moving average over at most `span` values, shorter at the ends."""
+    """Return the centred moving average over at most `span` values, shorter at the ends."""
     half = span // 2
     windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]

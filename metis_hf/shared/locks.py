@@ -59,10 +59,7 @@ def hold_directory(directory: str | Path, option: str = "--out") -> Iterator[Non
     _held.add(descriptor)
     try:
         if not _take(descriptor, path):
-            raise ValueError(
-                f"{directory} is in use by {_described(_holder(path))}. Wait for that process or "
-                f"end it, or choose another {option}"
-            )
+            raise ValueError(_refusal(directory, _holder(path), option))
         _write(descriptor, json.dumps(_self()))
         try:
             yield
@@ -115,10 +112,20 @@ def _self() -> dict[str, Any]:
 def _holder(path: Path) -> dict[str, Any]:
     """Return what a lock file says about its process; empty if it says nothing."""
     with suppress(OSError, ValueError):
-        holder = json.loads(path.read_text())
+        holder = json.loads(path.read_text("utf-8"))
         if isinstance(holder, dict):
             return holder
     return {}
+
+
+def _refusal(directory: Path, holder: dict[str, Any], option: str) -> str:
+    message = (
+        f"{directory} is in use by {_described(holder)}. Wait for that process or end it, or "
+        f"choose another {option}"
+    )
+    if holder.get("host", socket.gethostname()) == socket.gethostname():
+        return message
+    return f"{message}; if it has ended, delete {directory / LOCK_FILE}"
 
 
 def _described(holder: dict[str, Any]) -> str:

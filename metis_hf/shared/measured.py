@@ -35,7 +35,8 @@ def code_digest() -> str:
     """Return a digest of this package's code and of torch's version, which figures depend on."""
     assert metis_hf.__file__ is not None
     root = Path(metis_hf.__file__).parent
-    files = [(str(path.relative_to(root)), path.read_text()) for path in sorted(root.rglob("*.py"))]
+    paths = sorted(root.rglob("*.py"))
+    files = [(str(path.relative_to(root)), path.read_text("utf-8")) for path in paths]
     return digest(files, torch.__version__)
 
 

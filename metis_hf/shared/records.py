@@ -22,17 +22,23 @@ PACKAGES = ("metis-hf", "torch", "transformers", "accelerate", "datasets", "lm_e
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file under a temporary name and rename it: it exists whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except Exception:  # a process that is killed leaves it, and the next one writes over it
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
     """Write a JSON file whole or not at all."""
     text = json.dumps(data, indent=indent, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    # Half a surrogate pair, as in a file's name that is not UTF-8, becomes its escape in JSON.
+    content = text.encode(errors="backslashreplace")
+    write_atomically(path, lambda file: file.write(content))
 
 
 def read_json(path: Path) -> Any:
@@ -48,7 +54,7 @@ def read_json(path: Path) -> Any:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with names like "training.max_steps"."""
+    """Return nested dicts as one, with names like "training.max_steps"."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"

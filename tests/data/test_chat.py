@@ -61,6 +61,20 @@ def test_a_file_that_is_not_utf8_is_named(read, name, tmp_path):
         read(tmp_path / name)
 
 
+def test_sequences_of_a_text(tokenizer, tmp_path):
+    """Without the byte order mark; at most so many, and none of a text that is too short."""
+    text = "one two three four five six seven"
+    (tmp_path / "a.txt").write_text(f"\ufeff{text}", encoding="utf-8")
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for most, length in ((2, 3), (100, 4), (1, 1000)):
+        found, count = read_sequences(tokenizer, tmp_path / "a.txt", most, length)
+        rows = min(most, len(wanted) // length)
+        assert found.shape == (rows, length)
+        assert found.dtype == torch.int64
+        assert found.flatten().tolist() == wanted[: rows * length]
+        assert count == len(wanted)
+
+
 def test_a_text_without_blank_lines_is_cut_by_lines(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {i} of a text\n" for i in range(60)))
@@ -113,6 +127,9 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
     [
         ("", "is empty"),
         ('{"text": "a"}\n{"text": ', "line 2, is not JSON"),
+        ('[\n  {"text": "a"}\n]', r"line 1, is not JSON: .*\. Each line is one whole object"),
+        (f'{{"text": "a", "id": {"1" * 5000}}}', "a.jsonl, line 1, is not JSON: .*4300 digits"),
+        ('{"text": "a"}\n{"messages": []}', "a.jsonl, line 2: no messages"),
         ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
         ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),
         ('{"text": "short"}', "at least one to train on are needed.*eval_sequences"),

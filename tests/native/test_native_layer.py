@@ -13,6 +13,7 @@ from layers.layer_tools import layer_of
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, set_precision
 from metis_hf.conversion.hub import MetisConfigLoader
+from metis_hf.layers import native as layer_native
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.make import convert_linear
 from metis_hf.layers.native import obstacle
@@ -241,6 +242,27 @@ class TestWhatCannotRun:
         assert (reason is None) is runs
         if not runs:
             assert reason.startswith("GPU of a test has compute capability")
+
+    def test_a_model_is_converted_for_the_gpu_that_it_will_be_moved_to(self, monkeypatch):
+        """On the CPU, or before there is storage."""
+        for device in ("cpu", "meta"):
+            assert native.device_to_be(torch.device(device)).type == "cpu"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        for device, wanted in (("cpu", "cuda:3"), ("meta", "cuda:3"), ("cuda:1", "cuda:1")):
+            assert native.device_to_be(torch.device(device)) == torch.device(wanted)
+        asked = []
+        monkeypatch.setattr(layer_native, "obstacle_of_device", lambda *of: asked.append(of))
+        scheme = build_scheme(config := MetisConfig(scheme="nvidia", backend="auto"), 64, 64)
+        assert layer_native.why_emulated(config, scheme, torch.device("cpu")) is None
+        assert asked == [(torch.device("cuda:3"), "nvfp4")]
+
+    def test_a_torch_without_the_gemm(self, monkeypatch):
+        monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+        report = get_metis_model(llama(), MetisConfig(scheme="nvidia", backend="auto")).metis_report
+        assert "GEMMs emulated in 14 layers: torch 2." in str(report)
+        with pytest.raises(ValueError, match=r"has no torch.nn.functional.scaled_mm; 2.13 has it"):
+            get_metis_model(llama(), MetisConfig(scheme="nvidia", backend="native"))
 
     def test_a_copy_shared_between_gemms(self):
         """Square tiles let a weight be shared, and no other tensor."""

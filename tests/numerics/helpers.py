@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import reference as ref
 import torch
 from torch import Tensor
 
 from metis_hf.numerics import NVFP4, fake_quantize
+from metis_hf.numerics.kernels import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SCALE_ROUNDINGS = ["nearest", "up"]
@@ -15,6 +17,22 @@ SCALE_ROUNDINGS = ["nearest", "up"]
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def note_tracing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows each time a quantizer's formulation is traced into a caller's graph."""
+    traced, noted = compiled.traced, []
+
+    @torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
+    def note(task: str) -> None:
+        noted.append(task)
+
+    def noting(variant, *rest):
+        note(variant.task)
+        return traced(variant, *rest)
+
+    monkeypatch.setattr(compiled, "traced", noting)
+    return noted
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from metis_hf.numerics import (
+    SCALE_E8M0,
     SCALE_FP32,
     BlockFormat,
     CodebookFormat,
@@ -65,6 +66,21 @@ def test_ties_go_to_the_even_place(fmt):
     ties = (values[1:] + values[:-1]) / 2
     places = torch.bucketize(round_nearest(ties, fmt), values)
     assert (places % 2 == 0).all()
+
+
+@pytest.mark.parametrize("rounding", ["floor", "up", "nearest"])
+@pytest.mark.parametrize("values", [(-1, -0.5, 0, 0.5, 1), (-0.25, 0, 0.25), NF4_VALUES])
+def test_nothing_finite_gives_nan(values, rounding):
+    """Of a codebook that ends at 1 or below, the largest scale cannot bring FLT_MAX to the end."""
+    scale = SCALE_FP32 if rounding == "nearest" else SCALE_E8M0
+    fmt = BlockFormat("small", CodebookFormat("small", values), scale, 32)
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([0.0, 1.0, largest / 2, largest]).repeat(8)[None]
+    for sign in (1, -1):
+        found = fake_quantize(sign * x, fmt, scale_rounding=rounding)
+        assert found.isfinite().all()
+        assert (found[:, 3::4] * sign >= largest / 8).all()
+        assert torch.equal(quantize(sign * x, fmt, scale_rounding=rounding).dequantize(), found)
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_values():

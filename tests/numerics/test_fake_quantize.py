@@ -320,30 +320,3 @@ def test_without_grad_there_is_no_graph() -> None:
     x = normal(2, 16).requires_grad_()
     with torch.no_grad():
         assert not fake_quantize(x).requires_grad
-
-
-@pytest.mark.parametrize(
-    ("options", "choices"),
-    [
-        ({"rounding": "floor"}, ["floor", "nearest", "stochastic"]),
-        ({"scale_rounding": "down"}, ["down", "nearest", "up"]),
-        ({"tile": "hexagon"}, ["hexagon", "row", "square"]),
-    ],
-    ids=str,
-)
-def test_unknown_choice_is_refused_by_name(options, choices) -> None:
-    with pytest.raises(ValueError, match=choices[0]) as error:
-        fake_quantize(torch.ones(2, 16), **options)
-    for choice in choices[1:]:
-        assert choice in str(error.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
-def test_integers_are_refused(dtype) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        fake_quantize(torch.ones(2, 16, dtype=dtype))
-
-
-def test_square_tiles_need_a_matrix() -> None:
-    with pytest.raises(ValueError, match="square"):
-        fake_quantize(torch.ones(16), tile="square")

@@ -1,7 +1,7 @@
 """Properties of fake_quantize in every format, searched with hypothesis; no expected values needed.
 
-`test_properties` has those of NVFP4 in more depth; here each holds for all formats, scales and
-tiles, or the condition under which it does is named and the counterexample beyond it is shown.
+Each holds for all formats, scales and tiles, or the condition under which it does is named and the
+counterexample beyond it is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numerics.cases import OPTIONS, ROW_OPTIONS, Options, label
 from numerics.helpers import seeded
 from numerics.test_properties import assert_equal, matrices
 
-# Derandomized: the same examples each run. Enough for each of the 46 options to come up.
+# Derandomized: the same examples each run. Enough for each of the options to come up.
 bounded = settings(max_examples=200, deadline=None, derandomize=True)
 
 FLT_MAX = torch.finfo(torch.float32).max

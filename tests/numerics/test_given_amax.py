@@ -44,6 +44,7 @@ def test_its_own_amax_changes_nothing(rule):
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["absmax", "search"])
 def test_compiled_kernels(rule):
     quantizer, x = Quantizer(scale_rule=rule), matrix(33, 160)
@@ -96,6 +97,14 @@ def test_the_gradient_is_straight_through():
     x = matrix().requires_grad_()
     fake_quantize(x, amax=torch.tensor(0.1)).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_it_may_be_on_another_device():
+    """As `torch.tensor(1.0)` is for a tensor on a GPU; meta tensors show a move without one."""
+    x = torch.zeros(4, 32, device="meta")
+    _, scale = Quantizer().unscaled(x, amax=torch.tensor(1.0))
+    assert scale.device == kernels.pack(x, Quantizer(), amax=torch.tensor(1.0)).global_scale.device
+    assert scale.device == x.device
 
 
 def test_a_nan_spoils_its_block_alone():

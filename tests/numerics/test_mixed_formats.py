@@ -24,12 +24,13 @@ from metis_hf.numerics import (
     MixedFormat,
     Quantizer,
     fake_quantize,
+    kernels,
     quantize,
 )
 from metis_hf.numerics.kernels import pack, unpack, use_kernels
 from metis_hf.numerics.storage import unpack as unpacked
 from numerics.cases import assert_same_bits, fp32
-from numerics.helpers import seeded
+from numerics.helpers import note_tracing, seeded
 
 FORMATS = {"if4": IF4, "mixfp4": MIXFP4}
 INT4 = IntFormat("int4", 4)
@@ -169,14 +170,19 @@ def test_saturation_is_of_either_grid(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_kernels_give_way_to_the_definition(fmt):
+def test_kernels_give_way_to_the_definition(fmt, monkeypatch):
     """No kernel covers them: what is asked for makes no difference."""
     x, quantizer = tensor(64, 64), Quantizer(fmt, "stochastic")
     with use_kernels("reference"):
         wanted = quantizer(x, key=7)
-    assert_same_bits(quantizer(x, key=7), wanted)
+    noted = note_tracing(monkeypatch)
+    monkeypatch.setattr(kernels.compiled, "run", lambda *args: pytest.fail("a kernel ran"))
+    with use_kernels("compiled"):
+        assert_same_bits(quantizer(x, key=7), wanted)
     compiled = torch.compile(lambda t: quantizer(t, key=7), backend="eager")
-    assert_same_bits(compiled(x), wanted)
+    with use_kernels(None):
+        assert_same_bits(compiled(x), wanted)
+    assert not noted
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -12,7 +12,7 @@ from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer, fake_quantize, quantize
 from metis_hf.numerics.kernels import pack, unpack, use_kernels
 from numerics.cases import assert_same_bits, fp32
-from numerics.helpers import seeded
+from numerics.helpers import note_tracing, seeded
 from numerics.kernels.test_kernels import needs_compiler
 
 FORMATS = ["nvfp4", "nvint4", "if4", "mixfp4"]  # those with a second level
@@ -132,12 +132,15 @@ def test_packed(quantizer, kernels):
 
 
 @pytest.mark.parametrize("rule", ["absmax", "eden"])
-def test_inside_a_compiled_function(rule):
+def test_inside_a_compiled_function(rule, monkeypatch):
     x, quantizer = matrix(), Quantizer(outer_scale="token", scale_rule=rule)
     with use_kernels("reference"):
         wanted = quantizer(x, key=5)
     compiled = torch.compile(lambda t: quantizer(t, key=5), backend="aot_eager", fullgraph=True)
-    assert_same_bits(compiled(x), wanted)
+    noted = note_tracing(monkeypatch)
+    with use_kernels(None):
+        assert_same_bits(compiled(x), wanted)
+    assert noted == ["quantize"]
 
 
 class TestRefusals:

@@ -91,6 +91,51 @@ def test_a_shard_is_missing(copied):
     assert checkpoint_damage(checkpoint) == "no model-00002-of-00002.safetensors"
 
 
+@pytest.fixture(params=["whole", "sharded", "zero"])
+def of_several_processes(request, copied):
+    """The newest checkpoint laid out as accelerate and Trainer write it under FSDP, or ZeRO-2."""
+    checkpoint = copied / "checkpoint-4"
+    optimizer = checkpoint / "optimizer.pt"
+    if request.param == "whole":  # FULL_STATE_DICT
+        shutil.copy(optimizer, checkpoint / "pytorch_model_fsdp.bin")
+        optimizer.rename(checkpoint / "optimizer.bin")
+    elif request.param == "sharded":
+        for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+            (checkpoint / name).mkdir()
+            shutil.copy(optimizer, checkpoint / name / "__0_0.distcp")
+        (checkpoint / "model.safetensors").unlink()
+        optimizer.unlink()
+    else:
+        (checkpoint / "global_step4").mkdir()
+        optimizer.rename(checkpoint / "global_step4" / "zero_pp_rank_0_optim_states.pt")
+    return checkpoint
+
+
+def test_checkpoints_of_several_processes_are_whole(of_several_processes):
+    assert last_checkpoint(of_several_processes.parent) == str(of_several_processes)
+
+
+@pytest.mark.parametrize("of_several_processes", ["whole", "sharded"], indirect=True)
+@pytest.mark.parametrize("what", ["optimizer", "model"])
+def test_fsdp_left_its_optimizer_or_its_model_out(what, of_several_processes):
+    """The directory or the file of the one does not pass for the other."""
+    for path in of_several_processes.iterdir():
+        if what in path.name:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    wanted = {"optimizer": "no optimizer.pt", "model": "no weights"}[what]
+    assert checkpoint_damage(of_several_processes) == wanted
+
+
+def test_json_is_utf8_wherever_it_is_read(copied, monkeypatch):
+    """Also where the locale's encoding is another: Windows, LANG=C."""
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": read(path, encoding))
+    (copied / "checkpoint-4" / "tokenizer.json").write_text('{"é": 1}', encoding="utf-8")
+    index = '{"weight_map": {"é": "model.safetensors"}}'
+    (copied / "checkpoint-4" / "m.index.json").write_text(index, encoding="utf-8")
+    assert checkpoint_damage(copied / "checkpoint-4") is None
+
+
 def test_files_of_other_kinds_are_taken_as_they_are(tmp_path):
     """A pickle of old PyTorch has no length to compare with."""
     for name, content in (("merges.txt", b""), ("old.bin", b"\x80\x02legacy"), ("a.json", b"{}")):

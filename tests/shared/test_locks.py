@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -137,7 +138,8 @@ class TestWithoutLocks:
 
     def test_a_running_process(self, tmp_path):
         self.write(tmp_path)
-        assert self.refused(tmp_path)
+        with pytest.raises(ValueError, match=r"choose another --out$"), hold_directory(tmp_path):
+            pass
 
     def test_a_process_that_is_gone(self, tmp_path):
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
@@ -151,8 +153,13 @@ class TestWithoutLocks:
         assert not self.refused(tmp_path)
 
     def test_another_host_cannot_be_asked(self, tmp_path):
+        """A process there may have been killed: the message says what lets go of its directory."""
         self.write(tmp_path, host="elsewhere")
-        assert self.refused(tmp_path)
+        said = re.escape(f"; if it has ended, delete {tmp_path / LOCK_FILE}") + "$"
+        with pytest.raises(ValueError, match=said), hold_directory(tmp_path):
+            pass
+        (tmp_path / LOCK_FILE).unlink()
+        assert not self.refused(tmp_path)
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}'])
     def test_a_file_that_names_nobody(self, text, tmp_path):

@@ -6,20 +6,51 @@ import importlib.util
 import sys
 
 import datasets
+import pytest
 from transformers.utils import logging
 
 from metis_hf.shared.quiet import quiet
 
 
-def test_bars_are_silent_in_the_block_and_as_before_after_it():
-    before = datasets.are_progress_bars_disabled()
+@pytest.fixture(autouse=True)
+def loud():
+    """Let the libraries speak, which conftest silences, and leave them as they were."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    of_datasets = not datasets.are_progress_bars_disabled()
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
     datasets.enable_progress_bars()
+    yield
+    logging.set_verbosity(verbosity)
+    if not bars:
+        logging.disable_progress_bar()
+    if not of_datasets:
+        datasets.disable_progress_bars()
+
+
+def fail_silently():
     with quiet():
         assert datasets.are_progress_bars_disabled()
         assert not logging.is_progress_bar_enabled()
+        assert logging.get_verbosity() == logging.ERROR
+        raise KeyError
+
+
+def test_silent_in_the_block_and_as_before_after_it():
+    with pytest.raises(KeyError):
+        fail_silently()
     assert not datasets.are_progress_bars_disabled()
-    if before:
-        datasets.disable_progress_bars()
+    assert logging.is_progress_bar_enabled()
+    assert logging.get_verbosity() == logging.INFO
+
+
+def test_silence_inside_silence_stays():
+    with quiet():
+        with quiet():
+            pass
+        assert datasets.are_progress_bars_disabled()
+        assert not logging.is_progress_bar_enabled()
+        assert logging.get_verbosity() == logging.ERROR
 
 
 def test_without_datasets(monkeypatch):

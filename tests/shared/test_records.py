@@ -55,6 +55,27 @@ def test_other_accelerators_are_named(accelerator, functions, name):
     assert records.bf16_units()
 
 
+def test_json_holds_a_file_name_that_is_not_utf8(tmp_path):
+    path, data = tmp_path / "a.json", {"caf\udce9": ["é", "\ud83d", "\U0001f600"]}
+    records.write_json(path, data)
+    assert records.read_json(path) == data
+    assert "é" in path.read_text("utf-8")
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
+    path = tmp_path / "a.json"
+    records.write_json(path, [1])
+
+    def fail(file):
+        file.write(b"[")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        records.write_atomically(path, fail)
+    assert list(tmp_path.iterdir()) == [path]
+    assert records.read_json(path) == [1]
+
+
 class TestCommit:
     @pytest.fixture
     def git(self, tmp_path):

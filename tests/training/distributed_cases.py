@@ -20,6 +20,7 @@ from metis_hf import (
     set_precision,
 )
 from metis_hf.layers.linear import full_tensor
+from metis_hf.shared.checkpoints import checkpoint_damage
 from training.distributed_run import (
     NEAREST,
     RANKS,
@@ -187,7 +188,10 @@ def _save_and_resume(engine, out, **options):
             save_steps=2,
             **options,
         )
-        trainer.train(str(out / "whole" / "checkpoint-2") if name == "resumed" else None)
+        checkpoint = out / "whole" / "checkpoint-2"
+        if name == "resumed":
+            assert checkpoint_damage(checkpoint) is None
+        trainer.train(str(checkpoint) if name == "resumed" else None)
         with torch.no_grad():
             logits = trainer.model.eval()(input_ids=Rows()[range(2)]["input_ids"]).logits
         seen[name] = {"loss": history(trainer), "state": full_state(trainer.model)}

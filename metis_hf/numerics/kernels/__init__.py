@@ -83,7 +83,7 @@ def fake_quantize(
         (values of the shape of `x`, the tensor scale that they still lack or None).
     """
     same = minus is not None and minus is plus
-    x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer)
+    x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer, x)
     plus = minus if same else _detached(plus)
     options: dict[str, Any] = {
         "dim": dim,
@@ -142,7 +142,7 @@ def pack(
         x: [t c], not empty.
         quantizer, dim, key, minus, amax: as in `fake_quantize`.
     """
-    x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer)
+    x, minus, amax = x.detach(), _detached(minus), _given(amax, quantizer, x)
     tile = quantizer.tile
     if _covers(x, quantizer, dim, torch.float32, minus, None) and packs(x.shape, tile, dim):
         kernels = kernels_for(*(t for t in (x, minus) if t is not None))
@@ -273,7 +273,7 @@ def _covers(
 
 
 def _covers_rule(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:
-    """MS-EDEN numbers its blocks for their noise: no padding may come between them."""
+    """Return whether kernels have the rule here: MS-EDEN numbers blocks, without padding."""
     if quantizer.scale_rule is not ScaleRule.EDEN:
         return True
     along_rows = quantizer.tile is Tile.ROW and dim % max(x.dim(), 1) == x.dim() - 1
@@ -327,6 +327,8 @@ def _detached(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
 
-def _given(amax: Tensor | None, quantizer: QuantizerDefinition) -> Tensor | None:
-    """Return the largest magnitude that was given, fp32, where a tensor scale is made of it."""
-    return None if amax is None or not quantizer.two_level else amax.detach().float()
+def _given(amax: Tensor | None, quantizer: QuantizerDefinition, x: Tensor) -> Tensor | None:
+    """Return the given largest magnitude, fp32 beside x, where a tensor scale is made of it."""
+    if amax is None or not quantizer.two_level:
+        return None
+    return amax.detach().to(x.device, torch.float32)

@@ -78,10 +78,13 @@ def kernels_for(*tensors: Tensor) -> str:
     if torch.compiler.is_compiling():
         return "traced"
     _check(_chosen)
-    # Tensors that only stand for tensors: fake ones, distributed ones, those of a tracing mode.
-    if any(type(x) is not Tensor for x in tensors) or _get_current_dispatch_mode() is not None:
-        return "reference"
+    # Tensors that only stand for tensors: fake ones, distributed ones, those of a tracing mode or
+    # without storage.
     x = tensors[0]
+    if any(type(t) is not Tensor for t in tensors) or _get_current_dispatch_mode() is not None:
+        return "reference"
+    if x.is_meta:
+        return "reference"
     if _chosen is None:
         return _automatic(x)
     lacks = _missing(_chosen, x.device)
@@ -156,7 +159,7 @@ def worth_it(program: compiled.Program, x: Tensor) -> bool:
 
 
 def fall_back(x: Tensor, error: compiled.CompilationError) -> None:
-    """From now on the reference runs on this type of device, unless compiled code was asked for.
+    """Let the reference run on this type of device, unless compiled code was asked for.
 
     Raises:
         CompilationError: it was.

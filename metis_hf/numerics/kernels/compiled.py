@@ -232,7 +232,7 @@ def _announced_build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def announce(what: str) -> None:
-    """Log, once in a process, what is being compiled, and where it is kept."""
+    """Announce, once in a process, what is being compiled, and where it is kept."""
     global _noticed
     if not _noticed:
         _noticed = True
@@ -367,7 +367,7 @@ def _examples(program: Program) -> list[Tensor]:
 
 
 def _refuse_fixed_sizes(shapes: ShapeEnv) -> None:
-    """Tracing must not have taken a size for a constant: nothing checks sizes at a call."""
+    """Check that tracing took no size for a constant: nothing checks sizes at a call."""
     import sympy
 
     fixed = [str(guard.expr) for guard in shapes.guards if isinstance(guard.expr, sympy.Eq)]

@@ -202,7 +202,7 @@ def _code(scaled: Tensor, uniform: Tensor | None) -> Tensor:
 
 
 def _decoded(code: Tensor) -> Tensor:
-    """E2M1 codes 0 to 15, as fp32 numbers -> fp32 values."""
+    """Return the values, fp32, of E2M1 codes 0 to 15, fp32 numbers."""
     negative = code >= 8
     code = torch.where(negative, code - 8, code)
     value = torch.where(code < 4, code * 0.5, torch.where(code < 6, code - 2, code * 2 - 8))

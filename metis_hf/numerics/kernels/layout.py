@@ -179,7 +179,7 @@ def packs(shape: Sequence[int], tile: Tile, dim: int) -> bool:
 def packed_form(
     codes: Tensor, scale: Tensor, shape: tuple[int, int], tile: Tile, dim: int
 ) -> tuple[Form, Tensor]:
-    """Packed codes and block scales as kernels take them; for matrices that `packs`."""
+    """Return packed codes and block scales as kernels take them; for matrices that `packs`."""
     down, across = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
     if in_row_blocks(tile, dim):
         padded = torch.Size((shape[0], across * BLOCK))

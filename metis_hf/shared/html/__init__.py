@@ -55,28 +55,28 @@ class Page:
     _blocks: list[dict[str, Any]] = field(default_factory=list)
 
     def section(self, title: str, *paragraphs: str) -> Page:
-        """Return a heading, which the table of contents lists, and plain-text paragraphs."""
+        """Append a heading, which the table of contents lists, and plain-text paragraphs."""
         anchor = f"s{sum(block['kind'] == 'section' for block in self._blocks)}"
         self._blocks.append({"kind": "section", "title": title, "anchor": anchor})
         return self.text(*paragraphs)
 
     def text(self, *paragraphs: str) -> Page:
-        """Return paragraphs of plain text."""
+        """Append paragraphs of plain text."""
         self._blocks += [{"kind": "text", "text": text} for text in paragraphs]
         return self
 
     def notice(self, text: str) -> Page:
-        """Return a line that must not be overlooked: something is missing or broken."""
+        """Append a line that must not be overlooked: something is missing or broken."""
         self._blocks.append({"kind": "notice", "text": text})
         return self
 
     def cards(self, *cards: tuple[str, str, str]) -> Page:
-        """Key figures side by side: (label, value, note) each."""
+        """Append key figures side by side: (label, value, note) each."""
         self._blocks.append({"kind": "cards", "cards": cards})
         return self
 
     def figure(self, picture: bytes | Path, caption: str, *, wide: bool = True) -> Page:
-        """Return a PNG picture, as bytes or as a file; `wide=False` lets two share a line."""
+        """Append a PNG picture, as bytes or as a file; `wide=False` lets two share a line."""
         data = picture if isinstance(picture, bytes) else picture.read_bytes()
         encoded = base64.b64encode(data).decode()
         self._blocks.append({"kind": "figure", "data": encoded, "caption": caption, "wide": wide})
@@ -85,7 +85,7 @@ class Page:
     def table(
         self, header: Sequence[str], rows: Sequence[Sequence[Cell | str]], caption: str = ""
     ) -> Page:
-        """Return a table that sorts by a click on a column's head."""
+        """Append a table that sorts by a click on a column's head."""
         cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
         for row in cells:
             if len(row) != len(header):
@@ -108,7 +108,8 @@ class Page:
         environment = jinja2.Environment(
             autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
         )
-        template = environment.from_string(files(__package__).joinpath("page.html").read_text())
+        source = files(__package__).joinpath("page.html").read_text("utf-8")
+        template = environment.from_string(source)
         return template.render(title=self.title, subtitle=self.subtitle, blocks=self._blocks)
 
     def save(self, path: Path) -> None:

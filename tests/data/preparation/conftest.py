@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -15,6 +16,7 @@ from data.preparation.sources import (
     SCORED,
     SEQ_LEN,
     VOCAB,
+    contents,
     english_texts,
     write_source,
 )
@@ -57,44 +59,42 @@ def source(tmp_path_factory, raw) -> list[str]:
     return write_source("jsonl", tmp_path_factory.mktemp("source") / "files", raw)
 
 
+def arguments_of(output: Path, source: list[str], reference: str, **changes) -> PrepareArguments:
+    """The arguments of a small preparation."""
+    defaults = {
+        "output_dir": str(output),
+        "tokenizer": reference,
+        "files": source,
+        "seq_len": SEQ_LEN,
+        "validation_share": 0.2,
+        "reference_model": reference,
+        "perplexity_tokens": SCORED,
+        "documents_per_part": 20,
+        "sequences_per_shard": 60,
+    }
+    return PrepareArguments(**{**defaults, **changes})
+
+
 @pytest.fixture
 def arguments(tmp_path, source, reference):
     """A function that gives arguments with changes."""
+    return partial(arguments_of, tmp_path / "out", source, reference)
 
-    def build(**changes) -> PrepareArguments:
-        defaults = {
-            "output_dir": str(tmp_path / "out"),
-            "tokenizer": reference,
-            "files": source,
-            "seq_len": SEQ_LEN,
-            "validation_share": 0.2,
-            "reference_model": reference,
-            "perplexity_tokens": SCORED,
-            "documents_per_part": 20,
-            "sequences_per_shard": 60,
-        }
-        return PrepareArguments(**{**defaults, **changes})
 
-    return build
+@pytest.fixture(scope="session")
+def filtered(tmp_path_factory, source, reference) -> dict[str, bytes]:
+    """The files that one run with all filters and a validation split writes."""
+    output = tmp_path_factory.mktemp("filtered") / "out"
+    prepare(arguments_of(output, source, reference))
+    return contents(output)
 
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory, source, reference) -> tuple[Path, dict]:
     """Output and report of one run without the perplexity filter and validation split."""
     output = tmp_path_factory.mktemp("plain") / "out"
-    report = prepare(
-        PrepareArguments(
-            output_dir=str(output),
-            tokenizer=reference,
-            files=source,
-            seq_len=SEQ_LEN,
-            validation_share=0,
-            perplexity_filter=False,
-            documents_per_part=20,
-            sequences_per_shard=60,
-        )
-    )
-    return output, report
+    changes = {"validation_share": 0, "perplexity_filter": False}
+    return output, prepare(arguments_of(output, source, reference, **changes))
 
 
 @pytest.fixture(scope="module", autouse=True)

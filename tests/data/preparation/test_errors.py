@@ -6,6 +6,8 @@ import math
 import runpy
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from paths import ROOT
@@ -56,9 +58,20 @@ def test_error_for_an_unknown_or_numeric_parquet_column(tmp_path, raw, arguments
         prepare(arguments(files=files, text_column="id", output_dir=output))
 
 
+def test_error_for_parquet_without_rows_or_cut_short(tmp_path, arguments):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    with pytest.raises(ValueError, match=r"a\.parquet: no file has rows"):
+        prepare(arguments(files=[str(path)]))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"a\.parquet is not parquet"):
+        prepare(arguments(files=[str(path)]))
+
+
 def test_error_when_nothing_is_left(tmp_path, arguments):
     (tmp_path / "a.txt").write_text(FOREIGN[1])
-    with pytest.raises(ValueError, match=r"1 documents were read and 0 training.*language 1"):
+    said = r"1 documents were read and 0 training.*language 1.*delete .*out or choose another --o"
+    with pytest.raises(ValueError, match=said):
         prepare(arguments(files=[str(tmp_path / "a.txt")]))
     (tmp_path / "b.jsonl").write_text("")
     output = str(tmp_path / "other")

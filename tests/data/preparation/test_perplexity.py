@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,22 +21,27 @@ from metis_hf.data import prepare
 from metis_hf.data.perplexity import Outliers, Scorer
 
 
-def independent_perplexity(text: str, reference: str) -> float:
+@pytest.fixture(scope="module")
+def independent_perplexity(reference) -> Callable[[str], float]:
     """One text, no batch, no padding, float64."""
     tokenizer = AutoTokenizer.from_pretrained(reference)
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64).eval()
-    ids = tokenizer(text)["input_ids"][:SCORED]
-    with torch.no_grad():
-        logits = model(torch.tensor([[tokenizer.bos_token_id, *ids]])).logits[0, :-1]
-    chosen = logits.log_softmax(-1)[range(len(ids)), ids]
-    return math.exp(-float(chosen.mean()))
+
+    def perplexity(text: str) -> float:
+        ids = tokenizer(text)["input_ids"][:SCORED]
+        with torch.no_grad():
+            logits = model(torch.tensor([[tokenizer.bos_token_id, *ids]])).logits[0, :-1]
+        chosen = logits.log_softmax(-1)[range(len(ids)), ids]
+        return math.exp(-float(chosen.mean()))
+
+    return perplexity
 
 
 def test_perplexity_filter_decides_as_an_independent_computation(
-    tmp_path, raw, reference, arguments
+    tmp_path, raw, reference, arguments, independent_perplexity
 ):
     texts = expected_texts(raw)
-    values = np.array([independent_perplexity(text, reference) for text in texts])
+    values = np.array([independent_perplexity(text) for text in texts])
     mean, std = values.mean(), values.std()
     kept = [text for text, v in zip(texts, values) if abs(v - mean) <= 2 * std]
     assert 0 < len(texts) - len(kept) < len(texts) / 4  # Chebyshev's bound for two deviations
@@ -53,10 +59,10 @@ def test_perplexity_filter_decides_as_an_independent_computation(
     assert are_chunks_of(documents_of(tmp_path / "out", tokenizer), kept)
 
 
-def test_a_score_does_not_depend_on_the_rest_of_its_batch(reference):
+def test_a_score_does_not_depend_on_the_rest_of_its_batch(reference, independent_perplexity):
     texts = [text[:size] for text, size in zip(english_texts(), (5, 300, 40, 120))]
     scores = Scorer(reference, SCORED, 3).score([*texts, ""], lambda n: None)
-    alone = [math.log(independent_perplexity(text, reference)) for text in texts]
+    alone = [math.log(independent_perplexity(text)) for text in texts]
     assert scores[:-1] == pytest.approx(alone, rel=1e-5)
     assert np.isnan(scores[-1])
 

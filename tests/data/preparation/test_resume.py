@@ -20,14 +20,25 @@ from data.preparation.sources import contents, json_line, write_source
 from metis_hf.data import load_chunked, prepare
 from metis_hf.shared import records
 
+preparation = sys.modules[prepare.__module__]  # the function hides the module of its name
+
 
 class Killed(BaseException):
     """Nothing in the package catches it."""
 
 
-def test_stopped_before_and_in_the_middle_of_any_write(tmp_path, arguments, monkeypatch):
-    prepare(arguments())
-    wanted = contents(tmp_path / "out")
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_stopped_before_and_in_the_middle_of_any_write(
+    kind, tmp_path, raw, arguments, filtered, monkeypatch
+):
+    """Parquet up to `max_tokens`, which are there in the middle of the fourth part."""
+    wanted, changes = filtered, {}
+    if kind == "parquet":
+        files = write_source(kind, tmp_path / "files", raw)
+        changes = {"files": files, "max_tokens": 5000, "perplexity_filter": False}
+        changes |= {"documents_per_part": 7}
+        assert 21 < prepare(arguments(**changes))["read"]["documents"] < 28
+        wanted = contents(tmp_path / "out")
     complete = os.replace
     renames: list[str] = []
 
@@ -37,9 +48,9 @@ def test_stopped_before_and_in_the_middle_of_any_write(tmp_path, arguments, monk
 
     output = tmp_path / "again"
     monkeypatch.setattr(records.os, "replace", counted)
-    prepare(arguments(output_dir=str(output)))
+    prepare(arguments(output_dir=str(output), **changes))
     writes = len(renames)
-    assert writes > 15
+    assert writes > 10
     shutil.rmtree(output)
     renames.clear()
 
@@ -54,7 +65,7 @@ def test_stopped_before_and_in_the_middle_of_any_write(tmp_path, arguments, monk
     stops = 0
     for _ in range(writes + 1):
         try:
-            prepare(arguments(output_dir=str(output)))
+            prepare(arguments(output_dir=str(output), **changes))
             break
         except Killed:
             stops += 1
@@ -77,10 +88,8 @@ runpy.run_path(recipe, run_name="__main__")
 
 
 @pytest.mark.slow
-def test_killed_processes_leave_nothing_wrong(tmp_path, arguments, source):
+def test_killed_processes_leave_nothing_wrong(tmp_path, arguments, source, filtered):
     """SIGKILL in each stage; the next run with the same command goes on."""
-    prepare(arguments())
-    wanted = contents(tmp_path / "out")
     output = tmp_path / "killed"
     options = ["--files", *source, "--output-dir", str(output), "--num-proc", "2"]
     for name, value in arguments().in_result().items():
@@ -95,16 +104,15 @@ def test_killed_processes_leave_nothing_wrong(tmp_path, arguments, source):
             load_chunked(output)
     command = [sys.executable, recipe, *options]
     assert "perplexity   dropped" in subprocess.check_output(command, text=True)
-    assert contents(output) == wanted
+    assert contents(output) == filtered
     report = prepare(arguments(output_dir=str(output)))  # finished: nothing happens any more
-    assert report == json.loads(wanted["report.json"])
-    assert contents(output) == wanted
+    assert report == json.loads(filtered["report.json"])
+    assert contents(output) == filtered
 
 
-def test_processes_change_no_byte(tmp_path, arguments):
-    prepare(arguments())
-    prepare(arguments(num_proc=2, output_dir=str(tmp_path / "two")))
-    assert contents(tmp_path / "two") == contents(tmp_path / "out")
+def test_processes_change_no_byte(tmp_path, arguments, filtered):
+    prepare(arguments(num_proc=2))
+    assert contents(tmp_path / "out") == filtered
 
 
 def test_other_arguments_are_refused_by_name(tmp_path, arguments, source):
@@ -114,6 +122,20 @@ def test_other_arguments_are_refused_by_name(tmp_path, arguments, source):
         prepare(arguments(perplexity_filter=False, seq_len=32))
     prepare(arguments(perplexity_filter=False, num_proc=2))  # not part of the result
     assert contents(tmp_path / "out") == before
+
+
+def test_another_device_of_the_reference_model_is_refused(tmp_path, arguments, monkeypatch):
+    """Perplexities differ from device to device, and with them the documents."""
+
+    def killed(*args):
+        raise Killed
+
+    monkeypatch.setattr(preparation, "_read_stage", killed)  # the directory is claimed before
+    with pytest.raises(Killed):
+        prepare(arguments())
+    monkeypatch.setattr(preparation, "device_type", lambda: "tpu")
+    with pytest.raises(ValueError, match=r"reference_device was '.*', now 'tpu'"):
+        prepare(arguments())
 
 
 def test_a_changed_source_is_refused(tmp_path, raw, arguments, monkeypatch):

@@ -100,6 +100,18 @@ def test_small_tensors_are_compiled_after_many_calls(monkeypatch) -> None:
     assert not any(choice.worth_it(program, elsewhere) for _ in range(5))
 
 
+def test_tensors_without_storage_are_none_to_compile_for(monkeypatch) -> None:
+    """Nor is there anything slow to warn of."""
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(choice, "_warned", set())
+    x = torch.zeros(1024, 1024, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Quantizer()(x).is_meta
+    with use_kernels("compiled"):
+        assert Quantizer()(x).is_meta
+
+
 def test_without_a_compiler_the_reference_runs_and_says_so_once(monkeypatch) -> None:
     monkeypatch.setattr(choice, "_chosen", None)
     monkeypatch.setattr(choice, "_warned", set())

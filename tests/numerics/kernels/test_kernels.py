@@ -18,7 +18,7 @@ from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import form_of, has_form, readable
 from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRule
 from numerics.cases import assert_same_bits
-from numerics.helpers import seeded
+from numerics.helpers import note_tracing, seeded
 
 FP32_MAX = torch.finfo(torch.float32).max
 needs_compiler = pytest.mark.skipif(
@@ -310,7 +310,7 @@ def test_gradients_threads_and_checkpointing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_inside_a_compiled_function(rounding) -> None:
+def test_inside_a_compiled_function(rounding, monkeypatch) -> None:
     """One graph, the formulation in it: no kernel of its own, and no break for the key."""
     quantizer = Quantizer(rounding=rounding)
     layer = noise.key_of("layer")
@@ -319,14 +319,16 @@ def test_inside_a_compiled_function(rounding) -> None:
         key = layer.with_data(noise.fingerprint(x))
         return quantizer(x, key=key) @ quantizer(x.t(), dim=0, key=key)
 
-    count = len(compiled.compile_seconds())
+    count, noted = len(compiled.compile_seconds()), note_tracing(monkeypatch)
     whole = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (32, 48, 64):
         x = torch.randn(rows, 64, generator=seeded(rows))
         with use_kernels("reference"):
             wanted = call(x)
-        assert torch.equal(whole(x), wanted)
+        with use_kernels(None):
+            assert torch.equal(whole(x), wanted)
     assert len(compiled.compile_seconds()) == count
+    assert set(noted) == {"quantize"}
 
 
 # --- layouts -------------------------------------------------------------------------------------

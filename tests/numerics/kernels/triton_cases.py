@@ -242,6 +242,9 @@ class Cases:
                 (Quantizer(tile=SQUARE), -1),
             ):
                 check(self.kernels, x, quantizer, dim=dim, amax=amax)
+                with use_kernels(self.kernels):  # as `torch.tensor(1.0)`, on the CPU
+                    found = quantizer(x, dim=dim, key=KEY, amax=amax.cpu())
+                    assert_same_bits(found, quantizer(x, dim=dim, key=KEY, amax=amax))
 
     def test_keys_of_every_kind(self) -> None:
         x = TENSORS["normal"].to(self.device)
