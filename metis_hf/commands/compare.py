@@ -135,7 +135,7 @@ def compare(
     from metis_hf.experiments.compare.progress import RunProgress
     from metis_hf.experiments.compare.run import (
         RunsFailed,
-        default_jobs,
+        jobs_of,
         load_results,
         remembered_imports,
         run_plan,
@@ -180,11 +180,10 @@ def compare(
         except RunsFailed as error:
             failure, results = error, load_results(plan, out)
     if results:
-        used = 1 if launcher else jobs or default_jobs(len(plan.runs()))
         with hold_directory(out), quiet():
             if times:
                 measure_times(plan, out)
-            write_outputs(plan, results, out, jobs=used, console=console)
+            write_outputs(plan, results, out, jobs=jobs_of(plan, out), console=console)
     if failure is not None:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1)

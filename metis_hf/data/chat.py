@@ -43,7 +43,7 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
     content = utf8_text(path, "utf-8-sig")
     if not is_json_lines(path):
-        _refuse_objects(path, content)
+        refuse_objects(path, content)
         end = "\n\n" if "\n\n" in content.strip() else "\n"
         parts = [part for part in content.split(end) if part.strip()]
         documents = [{"text": f"{part}{end}", "goes_on": True} for part in parts]
@@ -56,7 +56,7 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def _refuse_objects(path: Path, content: str) -> None:
+def refuse_objects(path: Path, content: str) -> None:
     """Refuse JSON lines in a file whose name says that it is a text."""
     try:
         found = json.loads(content.lstrip().split("\n", 1)[0])

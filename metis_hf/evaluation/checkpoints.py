@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format wi
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.packed import load_packed
-from metis_hf.schemes import scheme_info
+from metis_hf.schemes import CONTROL, scheme_info
 from metis_hf.shared.checkpoints import file_damage
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Checkpoint:
         quantization: `quantization_config` of its `config.json`; empty for a dense model.
         conversion: what a dense model is converted to once it is loaded; None leaves it dense.
         adapter: the directory of the PEFT adapter on top of it; None where there is none.
+        trained: whether the conversion is that of the adapter's training, and not one that was
+            asked for.
     """
 
     path: Path
@@ -48,43 +51,52 @@ class Checkpoint:
     quantization: dict[str, Any]
     conversion: MetisConfig | None = None
     adapter: Path | None = None
+    trained: bool = False
 
     @property
     def place(self) -> Path:
         """The directory that stands for it: its adapter's if it has one."""
         return self.adapter or self.path
 
-    @property
-    def metis(self) -> dict[str, Any]:
-        """The fields of the MetisConfig that it is evaluated under; empty where there is none."""
-        if self.conversion is not None:
-            return self.conversion.to_dict()
-        method = self.quantization.get("quant_method")
-        return self.quantization if method == MetisConfig.quant_method else {}
+    @cached_property
+    def metis(self) -> MetisConfig | None:
+        """The config that it is evaluated under; None where there is none.
+
+        Raises:
+            ValueError: that of its `config.json` is none.
+        """
+        if self.quantization.get("quant_method") != MetisConfig.quant_method:
+            return self.conversion
+        try:
+            return self.conversion or MetisConfig.from_dict(self.quantization)
+        except ValueError as error:
+            raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
 
     @property
-    def schemes(self) -> list[str]:
+    def schemes(self) -> tuple[str, ...]:
         """The names of its Metis schemes, that of most layers first."""
-        if not self.metis:
-            return []
-        others = set(self.metis.get("scheme_pattern", {}).values())
-        return [self.metis["scheme"], *sorted(others)]
+        return () if self.metis is None else self.metis.schemes
 
     @property
     def scheme(self) -> str:
-        """Metis's scheme, "dense" without quantization, else the name of the method."""
-        return "+".join(self.schemes) or self.quantization.get("quant_method", DENSE)
+        """Metis's schemes, "dense" without quantization, else the name of the method."""
+        if self.metis is None:
+            return self.quantization.get("quant_method", DENSE)
+        of_layers = dict.fromkeys([self.metis.scheme, *self.metis.scheme_pattern.values()])
+        attention = self.metis.attention
+        shown = "" if attention in (None, CONTROL) else f", attention {attention}"
+        return "+".join(of_layers) + shown
 
     @property
     def quantized(self) -> bool:
         """Return whether the trained scheme and dense evaluation can differ at all."""
-        return self.scheme not in (DENSE, "bf16")
+        return self.scheme not in (DENSE, CONTROL)
 
     def precisions(self, asked: str) -> tuple[str, ...]:
         """Return the evaluations that "scheme", "dense" or "both" ask for."""
         if not self.quantized:
             return ("dense",)
-        if self.conversion is not None:
+        if self.conversion is not None and not self.trained:  # the dense model has its own row
             return ("scheme",)
         if asked == "both":
             return ("scheme",) if self.scheme == COMPRESSED else ("scheme", "dense")
@@ -227,7 +239,7 @@ class Checkpoint:
         ]
 
     def fingerprint(self) -> str:
-        """SHA-256 over config and weights: names, sizes and contents."""
+        """Return the SHA-256 over config and weights: names, sizes and contents."""
         digest = hashlib.sha256()
         configs = [self.path / CONFIG_FILE]
         if self.adapter is not None:

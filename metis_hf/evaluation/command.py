@@ -24,7 +24,7 @@ from metis_hf.evaluation.plan import (
     make_plan,
     probe_batch_size,
 )
-from metis_hf.evaluation.run import task_manager
+from metis_hf.evaluation.run import check_tasks
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
 from metis_hf.schemes import scheme_info
 from metis_hf.shared.devices import device_of
@@ -110,7 +110,7 @@ def evaluate_checkpoints(
     """
     device = device_of(options.device)
     plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
-    task_manager(plan.specs, plan.include_path)  # an unknown name is refused now
+    check_tasks(plan.specs, plan.include_path)
     jobs = _jobs(checkpoints, options, plan, console)
     store.make_folder(out)
     batch_size = _batch_size(jobs, options, device)
@@ -265,7 +265,7 @@ def _evaluate(
 
 
 def _context(model: PreTrainedModel) -> int:
-    """Longest sequence in tokens, as HFLM finds it."""
+    """Return the longest sequence in tokens, as HFLM finds it."""
     config = model.config.get_text_config()
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     return next((getattr(config, name) for name in names if hasattr(config, name)), 2048)

@@ -33,7 +33,7 @@ def error(score: Score | None, column: str) -> str:
 
 
 def terminal(comparison: Comparison) -> Table:
-    """For `Console.print`: the error below its value, the best in bold, NaN in red."""
+    """Return a table for `Console.print`: errors below values, the best in bold, NaN in red."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(FIRST, max_width=34, overflow="fold")
     for column in comparison.columns:

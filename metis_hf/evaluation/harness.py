@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
 from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.evaluation.checkpoints import COMPRESSED
 from metis_hf.evaluation.opening import open_checkpoint
 from metis_hf.schemes import import_schemes
 
@@ -69,7 +70,7 @@ class MetisLM(HFLM):
             checkpoint.check(precision)
             own = checkpoint.tokenizer(tokenizer if isinstance(tokenizer, str) else None)
             pretrained = str(checkpoint.path)
-            if checkpoint.adapter is not None:
+            if checkpoint.adapter is not None or checkpoint.scheme == COMPRESSED:
                 tokenizer = own
                 found = torch.accelerator.current_accelerator(check_available=True)
                 device = torch.device(kwargs.get("device") or found or "cpu")

@@ -48,7 +48,7 @@ class Job:
     def name(self) -> str:
         """For messages."""
         how = self.precision
-        if self.checkpoint.conversion is not None:
+        if self.checkpoint.conversion is not None and self.precision == "scheme":
             how = f"converted to {self.checkpoint.scheme}"
         return f"{self.checkpoint.label} ({how})"
 
@@ -169,7 +169,7 @@ def plan_steps(
         path = store.result_path(out, job.file_name, settings)
         finished = None if overwrite else store.load_result(path, settings)
         if finished is not None:
-            finished["metis"]["label"] = job.checkpoint.label
+            finished["metis"] |= {"label": job.checkpoint.label, "scheme": job.checkpoint.scheme}
         steps.append(Step(job, task, settings, path, finished))
     return steps
 
@@ -193,7 +193,7 @@ def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) 
 
 
 def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the whole tokenizer, wherever it came from."""
+    """Return the SHA-256 of the whole tokenizer, wherever it came from."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     special = sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())

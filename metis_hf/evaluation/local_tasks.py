@@ -39,7 +39,8 @@ def _binary(value: Any) -> bool:
 
 
 def _cloze(value: Any) -> bool:
-    return _text(value) and " " in value.strip()
+    # lm-eval asks for what follows the last space.
+    return _text(value) and " " in value.strip() and value == value.rstrip()
 
 
 def _choices(value: Any) -> bool:
@@ -132,7 +133,11 @@ LOCAL_TASKS = {
     ),
     "lambada_openai": LocalTask(
         "test",
-        {"text": Field("text of at least two words; the last one is asked for", _cloze)},
+        {
+            "text": Field(
+                "text of at least two words, the last one, which is asked for, at its end", _cloze
+            )
+        },
         {"text": "He put the key into the lock, turned it, and opened the door"},
     ),
     "piqa": LocalTask(

@@ -103,8 +103,7 @@ def choose_models(
 
 def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:
     """Return name -> SHA-256 of the source for a checkpoint's schemes from outside this package."""
-    attention = checkpoint.metis.get("attention")
-    return source_digests([*checkpoint.schemes, *([attention] if attention else [])])
+    return source_digests(checkpoint.schemes)
 
 
 def _converted(

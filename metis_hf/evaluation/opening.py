@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory: itself, its `model/`, or its last `checkpoint-<step>`.
 
-    A PEFT adapter stands for the model that it names, with the adapter on top of it. A `model/` or
+    A PEFT adapter, there too, stands for the model that it names with it on top. A `model/` or
     a `checkpoint-<step>` that is not whole is passed over with a warning: the run was interrupted
     while it saved.
 
@@ -42,10 +42,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "run that holds model/ or checkpoint-<step>"
         )
     place = _place(path)
-    if place is None and (path / ADAPTER_FILE).is_file():
-        return _open_adapter(path)
     if place is None:
         raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
+    if not (place / CONFIG_FILE).is_file():
+        return _open_adapter(place)
     config = read_json(place / CONFIG_FILE)
     checkpoint = Checkpoint(place, _label(place, 0), config.get("quantization_config") or {})
     if not checkpoint.weight_files():
@@ -80,20 +80,18 @@ def _open_adapter(path: Path) -> Checkpoint:
             f"{path} is a PEFT adapter, and its model is not there: {error}. Correct "
             f"base_model_name_or_path in {path / ADAPTER_FILE}"
         ) from None
-    file = path / ADAPTER_WEIGHTS
-    reason = file_damage(file) if file.is_file() else f"no {ADAPTER_WEIGHTS}"
-    if reason is not None:
+    if (reason := _damage(path)) is not None:
         raise ValueError(f"{path} is a PEFT adapter without whole weights: {reason}; save it again")
     recorded = getattr(kind, "metis_config", None)
     if recorded is not None and base.scheme == DENSE:
-        base = replace(base, conversion=MetisConfig.from_dict(recorded))
+        base = replace(base, conversion=MetisConfig.from_dict(recorded), trained=True)
     return replace(base, label=_label(path, 0), adapter=path)
 
 
 def _place(path: Path) -> Path | None:
     """Return which directory of a run is its checkpoint, or None."""
-    saved = [p for p in (path, path / "model") if (p / CONFIG_FILE).is_file()]
-    damage = {place: model_damage(place) for place in saved}
+    saved = [place for place in (path, path / "model") if _holds(place)]
+    damage = {place: _damage(place) for place in saved}
     for place, reason in damage.items():
         if reason is None:
             return place
@@ -105,10 +103,19 @@ def _place(path: Path) -> Path | None:
     return Path(last)
 
 
+def _holds(directory: Path) -> bool:
+    """Return whether there is a model in a directory, or a PEFT adapter, whole or not."""
+    return any((directory / name).is_file() for name in (CONFIG_FILE, ADAPTER_FILE))
+
+
 def _damage(directory: Path) -> str | None:
-    if not (directory / CONFIG_FILE).is_file():
+    """Return what a model or an adapter lacks; None if it is whole."""
+    if not _holds(directory):
         return f"no {CONFIG_FILE}"
-    return model_damage(directory)
+    if (directory / CONFIG_FILE).is_file():
+        return model_damage(directory)
+    file = directory / ADAPTER_WEIGHTS
+    return file_damage(file) if file.is_file() else f"no {ADAPTER_WEIGHTS}"
 
 
 def download(name: str) -> Path:
@@ -157,25 +164,28 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
         FileNotFoundError, ValueError: as `open_model`; or one is named twice.
     """
     found = [open_model(name) for name in names]
-    times = Counter(checkpoint.place.resolve() for checkpoint in found)
-    twice = [str(path) for path, count in times.items() if count > 1]
+    places = Counter(checkpoint.place.resolve() for checkpoint in found)
+    twice = [str(path) for path, count in places.items() if count > 1]
     if twice:
         raise ValueError(f"named twice: {', '.join(twice)}")
     more = 0
     while len({checkpoint.label for checkpoint in found}) < len(found):
         more += 1
         found = [
-            replace(one, label=_label(one.place, more)) if Path(name).is_dir() else one
+            replace(one, label=_label(one.place, more, places)) if Path(name).is_dir() else one
             for one, name in zip(found, names)
         ]
     return found
 
 
-def _label(path: Path, more: int) -> str:
-    """Return the run's name, with `more` of the directories above it."""
+def _label(path: Path, more: int, beside: Container[Path] = ()) -> str:
+    """Return the run's name, with `more` of the directories above it.
+
+    The name does not say `model`, unless the run's own directory is one of those `beside` it.
+    """
     parts = list(path.resolve().parts[1:])
     own = 1
-    if parts[-1] == "model" and len(parts) > 1:
+    if parts[-1] == "model" and len(parts) > 1 and path.resolve().parent not in beside:
         parts.pop()
     elif re.fullmatch(r"checkpoint-\d+", parts[-1]):
         own = 2
@@ -183,9 +193,5 @@ def _label(path: Path, more: int) -> str:
 
 
 def _hint(path: Path) -> str:
-    below = sorted(
-        str(p)
-        for p in path.iterdir()
-        if p.is_dir() and ((p / "config.json").is_file() or (p / "model/config.json").is_file())
-    )
+    below = sorted(str(p) for p in path.iterdir() if _holds(p) or _holds(p / "model"))
     return f"; there are some below it: {' '.join(below)}" if below else ""

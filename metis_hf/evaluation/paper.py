@@ -45,7 +45,7 @@ def paper_tables() -> dict[str, Any]:
 def published_method(quantization: dict[str, Any]) -> str | None:
     """Return the paper's name for a checkpoint's `quantization_config`; None if it has none."""
     scheme = quantization.get("scheme")
-    if scheme is None or quantization.get("scheme_pattern"):
+    if scheme is None or quantization.get("scheme_pattern") or quantization.get("attention"):
         return None
     method = METHODS.get(scheme)
     if method == "FP4-Metis":

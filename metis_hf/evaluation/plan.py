@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from metis_hf.data.chat import is_json_lines
+from metis_hf.data.chat import is_json_lines, refuse_objects
 from metis_hf.evaluation.local_tasks import (
     LOCAL_TASKS,
     json_lines,
@@ -80,7 +80,8 @@ def read_text(path: Path) -> HeldOutText:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is empty, or a line of JSON has no text.
+        ValueError: it is empty, a line of JSON has no text, or there are JSON lines in a file that
+            is a text by its name.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -98,9 +99,10 @@ def read_text(path: Path) -> HeldOutText:
             documents.append(row["text"])
     else:
         try:
-            documents = [content.decode()]
+            documents = [content.decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+        refuse_objects(path, documents[0])
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise ValueError(f"{path} is empty; give held-out text of some thousand tokens")

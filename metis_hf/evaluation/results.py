@@ -112,5 +112,5 @@ class EvalResult:
 
 
 def _as_float(value: Any) -> float:
-    """NaN for what is not a number: lm-eval writes "N/A" where there is no standard error."""
+    """Return NaN for what is no number: lm-eval writes "N/A" where there is no standard error."""
     return float(value) if isinstance(value, int | float) else math.nan

@@ -136,7 +136,7 @@ def held_out_loss(
     tokenizer: PreTrainedTokenizerBase,
     documents: Iterable[Document | str] | str | Path,
 ) -> float:
-    """Cross entropy in nats per token of a rolling log-likelihood task.
+    """Return the cross entropy in nats per token of a rolling log-likelihood task.
 
     lm-eval reports bits per byte; the total over all bytes divided by the number of tokens that
     HFLM scored is the loss that training reports, each document being preceded by one prefix token.
@@ -180,7 +180,7 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def _items(samples: Mapping[str, list[dict]], nonfinite: Mapping[str, int]) -> dict:
-    """Task -> metric -> one digit per document, for metrics that are 0 or 1.
+    """Return task -> metric -> one digit per document, for metrics that are 0 or 1.
 
     lm-eval logs a document once for each filter of its task; scores are those of the first.
     """
@@ -245,6 +245,29 @@ def task_manager(
             f"nor below include_path={[str(path) for path in own]}"
         )
     return manager
+
+
+def check_tasks(
+    tasks: Sequence[TaskSpec], include_path: str | Path | Sequence[str | Path] | None
+) -> None:
+    """Refuse names that lm-eval gives no score: unknown ones, and those that stand for several.
+
+    Raises:
+        ImportError, ValueError: as `task_manager`; or a tag, or a group without a score of its own.
+    """
+    index = task_manager(tasks, include_path).task_index
+    for name in (spec for spec in tasks if isinstance(spec, str) and spec in index):
+        kind, config = index[name].kind.name, index[name].cfg or {}
+        if kind == "TAG":
+            members = sorted(index[name].tags)
+        elif kind == "GROUP" and not config.get("aggregate_metric_list"):
+            members = list(_names(config))
+        else:
+            continue
+        raise ValueError(
+            f"{name} has no score of its own: it stands for {', '.join(members)}; name some of "
+            "these instead"
+        )
 
 
 def _import_harness() -> ModuleType:

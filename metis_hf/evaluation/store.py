@@ -35,7 +35,7 @@ def settings_of(
     conversion: MetisConfig | None = None,
     own_schemes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Everything that decides the numbers of an evaluation.
+    """Return everything that decides the numbers of an evaluation.
 
     Args:
         weights: SHA-256 of config and weights.

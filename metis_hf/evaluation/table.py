@@ -177,7 +177,7 @@ def compare(
 
 
 def average(scores: Sequence[Score]) -> Score | None:
-    """Mean over the tasks, NaN if one is; errors of different tasks are independent."""
+    """Return the mean over the tasks, NaN if one is; errors of different tasks are independent."""
     if not scores:
         return None
     count = len(scores)

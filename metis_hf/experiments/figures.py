@@ -148,7 +148,7 @@ def health_series(result: SchemeResult, tensor: str, stat: str) -> tuple[list[in
 
 
 def plot_spectra(results: Sequence[SchemeResult], path: Path, title: str) -> None:
-    """Spectral health over training: a row per tensor, a column per statistic."""
+    """Draw spectral health over training: a row per tensor, a column per statistic."""
     figure, axes = figure_axes(len(TENSORS), len(HEALTH_PANELS), (16, 8), sharex=True)
     styles = scheme_styles([r.scheme for r in results], CONTROL)
     for row, tensor in zip(axes, TENSORS):

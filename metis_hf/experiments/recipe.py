@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.recipe_arguments import RecipeArguments
-from metis_hf.experiments.runner import new_model
+from metis_hf.experiments.runner import new_model, whole_batches
 from metis_hf.planning.plan import Plan, plan_run
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.locks import hold_directory
@@ -58,7 +58,7 @@ def dry_run(
 def load_data(
     arguments: RecipeArguments, training: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase | None]:
-    """Chunked sequences to train on and to hold out, and the tokenizer if it is at hand.
+    """Return sequences to train on and to hold out, and the tokenizer if it is at hand.
 
     `--data` wins; without it, `--smoke` chunks text of the standard library.
 
@@ -154,7 +154,7 @@ def build_trainer(
     evaluation: datasets.Dataset,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> MetisTrainer:
-    """MetisTrainer with the number of steps and the accumulation that the arguments ask for.
+    """Return a MetisTrainer with the steps and the accumulation that the arguments ask for.
 
     Raises:
         ValueError: a global batch that the processes cannot divide, or an accumulation that

@@ -111,6 +111,7 @@ def run_variant(
     """
     done = load_result(run)
     if done is not None:
+        drop_checkpoints(run)
         return done
     trained = train(experiment, variant, dataset, tokenizer, run, on_step)
     on_evaluate()
@@ -119,9 +120,14 @@ def run_variant(
         return None
     result = _finished(experiment, variant, trained, evaluated)
     save_result(run, result)
-    for checkpoint in run.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    drop_checkpoints(run)
     return result
+
+
+def drop_checkpoints(run: Path) -> None:
+    """Remove the checkpoints of a run that has its result."""
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint, ignore_errors=True)  # other processes of the run do so too
 
 
 def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
@@ -149,11 +155,11 @@ def training_arguments(experiment: Experiment, run: Path) -> transformers.Traini
     """Return what every run shares, and over it what the experiment says.
 
     Raises:
-        ValueError: the experiment's training arguments are not those of transformers.
+        ValueError: transformers does not take the experiment's training arguments.
     """
     shared = {
         "output_dir": str(run),
-        "bf16": bf16_units(),
+        "bf16": bf16_units() and not experiment.training.get("fp16"),
         "use_cpu": not torch.accelerator.is_available(),
         "seed": experiment.seed,
         "logging_steps": 1,
@@ -167,10 +173,8 @@ def training_arguments(experiment: Experiment, run: Path) -> transformers.Traini
         # A run that ends before its first log entry would have no loss and no times to show.
         given["logging_steps"] = min(given["logging_steps"], experiment.steps)
         return transformers.TrainingArguments(**given)
-    except TypeError as error:
-        raise ValueError(
-            f"the experiment's training arguments are not those of transformers: {error}"
-        ) from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"training: {error}") from None
 
 
 def train(

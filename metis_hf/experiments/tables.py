@@ -20,18 +20,18 @@ def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, 
 
 
 def gap_percent(result: SchemeResult, control: SchemeResult | None) -> float:
-    """Held-out loss above the control's, in percent of it; NaN without a control."""
+    """Return the held-out loss above the control's, in percent of it; NaN without a control."""
     return 100 * (result.loss / control.loss - 1) if control is not None else math.nan
 
 
 def average(result: SchemeResult) -> float:
-    """Mean of the task values, in percent; NaN if one is."""
+    """Return the mean of the task values, in percent; NaN if one is."""
     values = [100 * task["value"] for task in result.tasks.values()]
     return sum(values) / len(values) if values else math.nan
 
 
 def header(results: Sequence[SchemeResult]) -> list[str]:
-    """Column titles."""
+    """Return the column titles."""
     tasks = [TASK_TITLES.get(task, task) for task in results[0].tasks]
     return ["Scheme", "Loss", f"Gap to {CONTROL}", *tasks, "Avg", "s/step"]
 

@@ -22,7 +22,7 @@ from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.models import own_schemes
 from metis_hf.experiments.compare.plan import SPEC_FILE
-from metis_hf.experiments.compare.run import Run, _check_source
+from metis_hf.experiments.compare.run import Run, _check_begun
 from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
@@ -159,10 +159,10 @@ def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
     assert source_digests(MetisConfig(**config).schemes) == digests
     run = Run(Variant("mine", config), 0, tmp_path)
     write_json(tmp_path / SPEC_FILE, {"sources": run.sources})
-    _check_source(run)
+    _check_begun(run)
     write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})
     with pytest.raises(ValueError, match=f"holds a run of scheme '{NAME}' as its file was before"):
-        _check_source(run)
+        _check_begun(run)
     checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
     assert own_schemes(checkpoint) == digests
 

@@ -22,7 +22,7 @@ def make_tokenizer():
     return train_tokenizer(stdlib_documents()[:40], vocab_size=VOCAB)
 
 
-def make_model(scheme: str | None = None, seed: int = 0):
+def make_model(scheme: str | None = None, seed: int = 0, **options):
     """A Llama far from uniform, so that scores differ; converted if a scheme is given."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
@@ -37,11 +37,13 @@ def make_model(scheme: str | None = None, seed: int = 0):
         eos_token_id=0,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    return model if scheme is None else get_metis_model(model, MetisConfig(scheme=scheme))
+    return (
+        model if scheme is None else get_metis_model(model, MetisConfig(scheme=scheme, **options))
+    )
 
 
-def save(path: Path, scheme: str | None, tokenizer=None, seed: int = 0) -> Path:
-    make_model(scheme, seed).save_pretrained(path)
+def save(path: Path, scheme: str | None, tokenizer=None, seed: int = 0, **options) -> Path:
+    make_model(scheme, seed, **options).save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     return path

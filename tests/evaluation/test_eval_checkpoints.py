@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from metis_hf import (
     metis_layers,
     to_dense,
 )
+from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.command import _check_vocabulary
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.opening import open_checkpoint, open_checkpoints
+from metis_hf.evaluation.paper import published_method
 from metis_hf.export import export_checkpoint
 
 CPU = torch.device("cpu")
@@ -55,6 +58,10 @@ def test_labels_tell_apart(tmp_path):
     assert [c.label for c in open_checkpoints(paths)] == ["bf16/seed-0", "nvfp4/seed-0"]
     with pytest.raises(ValueError, match=r"named twice: .*seed-0/model"):
         open_checkpoints([paths[0], paths[0].parent])
+    run = save(tmp_path / "run", "nvfp4")  # a run that holds two, under one name
+    save(run / "model", "bf16")
+    found = open_checkpoints([run, run / "model"])
+    assert [c.label for c in found] == [f"{tmp_path.name}/run", "run/model"]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +78,24 @@ def test_precisions(scheme, precisions, tmp_path):
     assert {asked: checkpoint.precisions(asked) for asked in precisions} == precisions
 
 
-def test_both_precisions_are_what_they_say(tmp_path, ids):
-    checkpoint = open_checkpoint(save(tmp_path, "metis"))
-    trained = make_model("metis")
+@pytest.mark.parametrize(
+    ("scheme", "options", "name", "method"),
+    [
+        ("metis", {}, "metis", "FP4-Metis"),
+        ("bf16", {"attention": "nvfp4-rne"}, "bf16, attention nvfp4-rne", None),
+        ("nvfp4", {"attention": "nvfp4"}, "nvfp4, attention nvfp4", None),
+    ],
+)
+def test_both_precisions_are_what_they_say(scheme, options, name, method, tmp_path, ids):
+    checkpoint = open_checkpoint(save(tmp_path, scheme, **options))
+    assert checkpoint.scheme == name
+    assert checkpoint.precisions("both") == ("scheme", "dense")
+    assert published_method(checkpoint.quantization) == method
+    converted = replace(
+        open_checkpoint(save(tmp_path / "dense", None)), conversion=checkpoint.metis
+    )
+    assert (converted.scheme, converted.precisions("both")) == (name, ("scheme",))
+    trained = make_model(scheme, **options)
     with torch.no_grad():
         quantized = checkpoint.load("scheme", "auto", CPU)(ids).logits
         dense_model = checkpoint.load("dense", "auto", CPU)
@@ -163,7 +185,8 @@ def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, i
     model.save_pretrained(tmp_path / "adapter")
     checkpoint = open_checkpoint(tmp_path / "adapter")
     assert checkpoint.scheme == "nvfp4"
-    assert checkpoint.precisions("both") == ("scheme",)
+    assert checkpoint.precisions("both") == ("scheme", "dense")
+    assert checkpoint.precisions("dense") == ("dense",)
     with torch.no_grad():
         found = checkpoint.load("scheme", "auto", CPU)
         assert torch.equal(found(ids).logits, model.eval()(ids).logits)
@@ -173,6 +196,24 @@ def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, i
     (tmp_path / "adapter/adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"without whole weights: no adapter_model\.safetensors"):
         open_checkpoint(tmp_path / "adapter")
+
+
+def test_adapters_in_the_output_directory_of_a_trainer(tmp_path, tokenizer, caplog):
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear"))
+    model.base_model.model.name_or_path = str(save(tmp_path / "base", None, tokenizer))
+    run = tmp_path / "run"
+    for step in (2, 10):
+        model.save_pretrained(run / f"checkpoint-{step}")
+    assert open_checkpoint(run).place == run / "checkpoint-10"
+    assert not caplog.text
+    weights = run / "checkpoint-10/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert open_checkpoint(run).place == run / "checkpoint-2"
+    assert "checkpoint-10 is not whole (adapter_model.safetensors is cut short)" in caplog.text
+    model.save_pretrained(run / "model")
+    assert (open_checkpoint(run).place, open_checkpoint(run).label) == (run / "model", "run")
+    with pytest.raises(ValueError, match=r"no checkpoint .* below it: .*/base .*/run"):
+        open_checkpoint(tmp_path)
 
 
 def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
@@ -192,6 +233,8 @@ def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
         found = checkpoint.load("scheme", "float32", CPU)(ids).logits
         expected = model.eval()(ids).logits
     assert (found - expected).norm() < 1e-3 * expected.norm()
+    lm = MetisLM(str(tmp_path / "packed"), device="cpu", dtype="float32")
+    assert torch.equal(lm._model_call(ids), found)
     config = json.loads((tmp_path / "packed/config.json").read_text())
     config["quantization_config"]["format"] = "int-quantized"
     (tmp_path / "packed/config.json").write_text(json.dumps(config))
@@ -199,6 +242,17 @@ def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
         ValueError, match=r"quantizes inputs \(int-quantized\), which .* bfloat16 alone"
     ):
         open_checkpoint(tmp_path / "packed").load("scheme", "float32", CPU)
+
+
+def test_schemes_that_nobody_knows_are_named(tmp_path):
+    known = {"quant_method": "metis", "scheme": "bf16"}
+    for options, message in (
+        ({"attention": "mine"}, "scheme 'mine' is not registered"),
+        ({"scheme_pattern": {"down_proj": "mine"}}, "scheme 'mine' is not registered"),
+        ({"atention": "nvfp4"}, r"config\.json: unknown key 'atention'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Checkpoint(tmp_path, "one", known | options).check("scheme")
 
 
 def test_fingerprint_is_of_weights_and_config(tmp_path):

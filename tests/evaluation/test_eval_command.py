@@ -12,7 +12,7 @@ import torch
 import transformers
 from lm_eval.utils import make_table
 
-from evaluation.eval_tools import CONTEXT, DATA, make_model, make_tokenizer, run, save
+from evaluation.eval_tools import CONTEXT, DATA, VOCAB, make_model, make_tokenizer, run, save
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.evaluation import jobs, plan
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
@@ -143,6 +143,12 @@ def test_finished_results_are_used_again_and_said_so(evaluated, runs, text, monk
     assert "finished before, taken from" in done.output.replace("\n", " ")
     for changed in (["--overwrite"], ["--limit", 2], ["--batch-size", 4], ["--dtype", "float32"]):
         assert isinstance(run(*arguments, *changed).exception, AssertionError)
+    documents = stdlib_documents()[40:80]
+    train_tokenizer(documents, vocab_size=VOCAB).save_pretrained(tmp_path / "tokenizer")
+    changed = ["--tokenizer", tmp_path / "tokenizer"]
+    assert isinstance(run(*arguments, *changed).exception, AssertionError)
+    retrained = save(tmp_path / "metis" / "model", "metis", make_tokenizer(), seed=1)
+    assert isinstance(run(retrained, *arguments[1:]).exception, AssertionError)
     other = shutil.copytree(DATA, tmp_path / "data")
     (other / "piqa.jsonl").write_text((DATA / "piqa.jsonl").read_text() * 2)
     arguments[2] = other
@@ -334,6 +340,7 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
         ("empty.txt", b"  \n", "is empty; give held-out text"),
         ("short.txt", b"Nine words are too few to measure a loss.", "needs at least 100"),
         ("binary.txt", b"\xff\xfe", "is not UTF-8"),
+        ("named.txt", b'\xef\xbb\xbf{"text": "x"}\n', "read as one text; name it named.jsonl"),
         ("rows.jsonl", b'{"text": "x"}\n{"txt": "x"}\n', 'line 2: field "text" is missing'),
         ("cut.jsonl", b'{"text": "x"}\n{"te', "line 2 is not JSON"),
     ],
@@ -368,13 +375,25 @@ def test_loss_alone_of_json_lines(runs, tokenizer, tmp_path):
     assert 0 < ours["held_out_loss"] < 20
 
 
-def test_largest_batch_that_fits():
-    tried = []
+def test_options_of_the_table(evaluated, runs, text, tmp_path):
+    """They need finished results only."""
+    out = tmp_path / "out"
+    shutil.copytree(evaluated[0] / "results", out / "results")
+    done = run(
+        runs / "bf16", runs / "metis", "--precision", "both", "--tasks-dir", DATA, "--loss-text",
+        text, "--out", out, "--metric", "acc", "--control", "metis, dense", "--paper", "gpt2-130m",
+        "--format", "csv",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in out.iterdir()} == {"results", "table.csv"}
+    assert "Difference to metis, dense" in done.output
+    assert "Shown: acc of ARC-C, ARC-E" in done.output
+    assert "FP4-Metis (published)" in done.output
+    assert "took" not in done.output  # nothing was evaluated
 
-    def fits(size):
-        tried.append(size)
-        return size <= 40
 
-    assert plan.largest_batch_size(fits, start=256) == 32
-    assert tried == [256, 128, 64, 32]
-    assert plan.largest_batch_size(lambda size: False) == 1
+def test_weights_in_the_dtype_that_was_asked_for(runs, text, tmp_path):
+    done = run(runs / "bf16", "--tasks", "none", "--loss-text", text, "--out", tmp_path,
+               "--dtype", "bfloat16")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert results(tmp_path)["bf16.dense"][plan.LOSS_TASK]["metis"]["parameter_dtype"] == "bfloat16"

@@ -19,7 +19,7 @@ from evaluation.eval_tools import DATA, make_model, make_tokenizer
 from metis_hf.evaluation import evaluate_model
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS, local_group, read_task
-from metis_hf.evaluation.run import TASK_FOLDERS, task_manager
+from metis_hf.evaluation.run import TASK_FOLDERS, check_tasks, task_manager
 
 SOURCE = {
     "dataset_path",
@@ -170,20 +170,21 @@ def test_missing_data_names_file_fields_and_an_example(task, tmp_path):
     assert read_task(task, tmp_path).rows == [example]  # the example is a valid line
 
 
-WRONG = {
-    "arc_easy": ("answerKey", "E", "not one of the labels"),
-    "arc_challenge": ("choices", {"text": ["a"], "label": ["A"]}, "of one length"),
-    "boolq": ("label", True, "0 for no, 1 for yes"),
-    "lambada_openai": ("text", "word", "at least two words"),
-    "piqa": ("label", "0", "0 for sol1, 1 for sol2"),
-    "race": ("problems", [{"question": "q"}], "repr, as a string"),
-    "hellaswag": ("label", 0, '"0" to "3", a string'),
-}
+WRONG = [
+    ("arc_easy", "answerKey", "E", "not one of the labels"),
+    ("arc_challenge", "choices", {"text": ["a"], "label": ["A"]}, "of one length"),
+    ("boolq", "label", True, "0 for no, 1 for yes"),
+    ("lambada_openai", "text", "word", "at least two words"),
+    ("lambada_openai", "text", "a last word ", "which is asked for, at its end"),
+    ("lambada_openai", "text", "a last word\n", "which is asked for, at its end"),
+    ("piqa", "label", "0", "0 for sol1, 1 for sol2"),
+    ("race", "problems", [{"question": "q"}], "repr, as a string"),
+    ("hellaswag", "label", 0, '"0" to "3", a string'),
+]
 
 
-@pytest.mark.parametrize("task", WRONG)
-def test_wrong_field_is_named_with_its_line(task, tmp_path):
-    name, value, expected = WRONG[task]
+@pytest.mark.parametrize(("task", "name", "value", "expected"), WRONG)
+def test_wrong_field_is_named_with_its_line(task, name, value, expected, tmp_path):
     lines = [json.dumps(row) for row in [*rows(task)[:2], {**rows(task)[2], name: value}]]
     (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=rf'{task}.jsonl, line 3: field "{name}" is') as caught:
@@ -200,8 +201,8 @@ def test_wrong_field_is_named_with_its_line(task, tmp_path):
     [
         (b"", "is empty"),
         (b'{"text": "cut sh', "line 1 is not JSON"),
-        (b"[1]\n", "no"),
-        (b"\xff", ""),
+        (b"[1]\n", "line 1 is not a JSON object: [1]"),
+        (b"\xff", "line 1 is not JSON ('utf-8' codec can't decode"),
     ],
 )
 def test_broken_files_are_named(content, message, tmp_path):
@@ -210,6 +211,20 @@ def test_broken_files_are_named(content, message, tmp_path):
     with pytest.raises(ValueError, match=r"lambada_openai\.jsonl") as caught:
         read_task("lambada_openai", tmp_path)
     assert message in str(caught.value)
+
+
+def test_names_without_a_score_of_their_own(tmp_path):
+    """A tag, or a group that averages nothing: results are their members' alone."""
+    (tmp_path / "one.yaml").write_text("task: one\ntag: several\n")
+    (tmp_path / "two.yaml").write_text("task: two\ntag: several\n")
+    (tmp_path / "bare.yaml").write_text("group: bare\ntask: [one, {task: two, num_fewshot: 1}]\n")
+    (tmp_path / "mean.yaml").write_text(
+        "group: mean\ntask: [one, two]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    check_tasks(["one", "mean"], tmp_path)
+    for name in ("several", "bare"):
+        with pytest.raises(ValueError, match=f"{name} has no score of its own: .* for one, two;"):
+            check_tasks(["one", name], tmp_path)
 
 
 def test_replaced_file_of_same_name_size_and_date_is_read_anew(tokenizer, tmp_path, monkeypatch):

@@ -78,9 +78,16 @@ def stay_in_evaluation(file: str) -> None:
     transformers.Trainer.evaluate = partial(_stay, file)
 
 
-def stay_in_save(file: str) -> None:
-    """Keep this process busy where it begins to save an optimizer."""
-    transformers.Trainer._save_optimizer_and_scheduler = partial(_stay, file)
+def stay_in_save(file: str, step: int = 4) -> None:
+    """Keep this process busy where it begins to save the optimizer of that step."""
+    whole = transformers.Trainer._save_optimizer_and_scheduler
+
+    def save(self, *args, **kwargs):
+        return (partial(_stay, file) if self.state.global_step == step else whole)(
+            self, *args, **kwargs
+        )
+
+    transformers.Trainer._save_optimizer_and_scheduler = save
 
 
 def small_demo(out: Path) -> SchemeResult:

@@ -102,19 +102,22 @@ class TestRefused:
             plan(place, checkpoint=str(tmp_path))
 
 
-def test_a_changed_checkpoint_or_text_is_refused(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("changed", ["model", "data", "validation"])
+def test_a_changed_checkpoint_or_text_is_refused(changed, place, tmp_path, monkeypatch):
     """Its path is the same; results of either would stand side by side."""
     monkeypatch.setattr(compare_run, "_train_all", lambda *_: [])
-    for name in ("model", "data"):
-        shutil.copytree(place / name, tmp_path / name)
-    asked = plan(tmp_path, sequence_length=LENGTH, seeds=[0], schemes=["bf16"])
+    for name, source in (("model", "model"), ("data", "data"), ("validation", "data")):
+        shutil.copytree(place / source, tmp_path / name)
+    options = {"sequence_length": LENGTH, "seeds": [0], "schemes": ["bf16"]}
+    asked = plan(tmp_path, validation=str(tmp_path / "validation"), **options)
     compare_run.run_plan(asked, tmp_path / "out")
     compare_run.run_plan(asked, tmp_path / "out")
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(small_model().config)
-    torch.nn.init.normal_(model.lm_head.weight)
-    model.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"model changed after .*out was begun.*another --out"):
+    file = max((tmp_path / changed).rglob("*.*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 15] ^= 1  # the digest reads 16 blocks of a large file
+    file.write_bytes(content)
+    message = rf"{changed} changed after .*out was begun.*another --out"
+    with pytest.raises(ValueError, match=message):
         compare_run.run_plan(asked, tmp_path / "out")
 
 

@@ -10,8 +10,10 @@ import yaml
 
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.commands import compare as command
+from metis_hf.experiments import runner
 from metis_hf.experiments.compare.plan import directory_name, make_plan, with_accumulation
 from metis_hf.experiments.compare.presets import PRESETS
+from metis_hf.experiments.runner import training_arguments
 from metis_hf.experiments.sizes import SIZES
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import build_scheme
@@ -121,6 +123,19 @@ class TestPlan:
         with pytest.raises(ValueError, match=r"'learning_rte'.*did you mean 'learning_rate'"):
             make_plan(training={"learning_rte": 1.0})
 
+    def test_keys_of_a_model_by_any_name_that_transformers_knows(self):
+        names = {"hidden_size": 192, "n_head": 3, "attn_implementation": "eager"}
+        model = make_plan(size="130m", model=names, needs_data=False).experiment.model
+        assert names.items() <= model.items()
+        make_plan(model={"rope_theta": 1e6, "num_attention_heads": 2})
+
+    def test_half_precision_of_another_kind_is_taken(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(runner, "bf16_units", lambda: True)
+        for training, expected in (({}, True), ({"fp16": True}, False)):
+            experiment = make_plan(training=training).experiment
+            assert training_arguments(experiment, tmp_path / "run").bf16 is expected
+        assert not (tmp_path / "run").exists()
+
     def test_variant_without_a_scheme(self):
         with pytest.raises(ValueError, match="'mine' names no scheme"):
             make_plan(variants={"mine": {"rank": 2}})
@@ -173,6 +188,20 @@ class TestPlan:
             ({"seeds": 3}, "seeds: 3 is not a list; write seeds:"),
             ({"schemes": "bf16"}, "schemes: 'bf16' is not a list"),
             ({"training": [1]}, r"training: \[1\] is not a mapping"),
+            ({"training": {"lr_scheduler_type": "cosin"}}, "training: cosin is not a valid"),
+            ({"training": {"save_strategy": False}}, "training: False is not a valid"),
+            ({"preset": ["main"]}, r"preset: \['main'\]; expected a text"),
+            ({"size": ["tiny"]}, r"size: \['tiny'\]; expected a text"),
+            ({"checkpoint": ["x"]}, r"checkpoint: \['x'\]; expected a text"),
+            ({"tasks_dir": ["x"]}, r"tasks_dir: \['x'\]; expected a text"),
+            ({"schemes": [1]}, "schemes: 1; expected a text"),
+            (
+                {"model": {"hiden_size": 192}},
+                "llama has no 'hiden_size'; did you mean 'hidden_size'",
+            ),
+            ({"model": {"hidden_size": "x"}}, "model: .* 'hidden_size' expected int, got str"),
+            ({"model": {"num_attention_heads": 5}}, "model: .* not a multiple of the number of"),
+            ({"model": {"model_type": "lama"}}, "model: Unrecognized model identifier: lama"),
             ({"variants": {"a": None}}, "variants: a: None is not a mapping"),
             ({"variants": {"a": {"scheme": "metis", "seed": 5}}}, "variant 'a' sets seed, which"),
             (

@@ -16,6 +16,7 @@ from conftest import hear_interrupts
 from design import full, full_only
 from paths import ROOT
 
+from experiments import kills
 from metis_hf.cli import main
 from metis_hf.experiments import tables
 from metis_hf.experiments.demo import QUICK_TIME
@@ -103,19 +104,23 @@ def test_interrupted_demo_resumes_to_the_same_result(quick, tmp_path):
     """Killed in the middle of a scheme and run again: the numbers of an undisturbed run."""
     out, _ = quick
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    command = [*METIS_HF, "demo", "--quick", "--schemes", "metis", "--out", str(tmp_path)]
+    command = ["demo", "--quick", "--schemes", "metis", "--out", str(tmp_path)]
+    file = tmp_path / "pid"
+    held = [sys.executable, kills.__file__, "stay_in_save", str(file), *METIS_HF[1:], *command]
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts
+        held, env=environment, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts
     )
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("metis/checkpoint-*/trainer_state.json")):
+    while not file.exists():
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    assert not (tmp_path / "metis" / "result.json").exists()
-    resumed = run(*command[3:])
+    assert sorted(path.name for path in tmp_path.glob("metis/checkpoint-*")) == [
+        "checkpoint-2", "checkpoint-4"
+    ]  # fmt: skip
+    resumed = run(*command)
     assert resumed.returncode == 0, resumed.stderr
     mine, whole = (json.loads((d / "metis" / "result.json").read_text()) for d in (tmp_path, out))
     assert [e["loss"] for e in mine["history"]] == [e["loss"] for e in whole["history"]]
@@ -146,6 +151,7 @@ def test_other_settings_in_the_same_directory_are_refused(quick, monkeypatch, ca
         (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
         (["--steps", "0"], "steps=0; expected at least 1"),
         (["--schemes", ","], "no scheme"),
+        (["--schemes", "bf16,nvfp4,nvfp4"], "scheme named twice: nvfp4"),
     ],
 )
 def test_bad_input_is_one_line(args, message, tmp_path, monkeypatch, capsys):

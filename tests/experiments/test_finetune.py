@@ -279,6 +279,23 @@ def outcomes(ptq, qad):
     ]
 
 
+def test_a_step_beyond_the_first_epoch_has_a_whole_batch(source, tmp_path):
+    run = finetuning(source, tmp_path)
+    seen = []
+
+    class Trained:
+        def __init__(self, train_dataset, **_):
+            seen.append(len(train_dataset))
+
+        def train(self):
+            pass
+
+    for count in (10, 12):
+        run.train = run.train[:1].repeat(count, 1)
+        run._fit(Trained, "qat", None)
+    assert seen == [8, 12]  # 3 steps of 4
+
+
 def test_the_table_says_how_much_was_recovered():
     rows = rows_of([outcomes(2.2, 2.05)], "a")
     assert rows[0] == ("exact", "", "", "2.0000", "", "", "", "")

@@ -19,6 +19,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from conftest import hear_interrupts
 from rich.console import Console
 
 from experiments import kills
@@ -102,6 +103,8 @@ class TestRecipe:
         assert loss == whole[1]
         for name, value in whole[0].state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
+        steps = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
+        assert steps == [1, 2, 3, 4]  # the first two from the checkpoint
 
 
 def launcher(hook, argument=""):
@@ -123,6 +126,14 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole_comparison(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare")
+    shutil.copytree(data, out / "data")
+    (result,) = run_plan(plan(), out)
+    return numbers(result)
+
+
 @pytest.fixture
 def out(data, tmp_path):
     """The directory of a comparison that has its data."""
@@ -131,20 +142,13 @@ def out(data, tmp_path):
 
 
 class TestWorker:
-    @pytest.fixture(scope="class")
-    def whole(self, data, tmp_path_factory):
-        out = tmp_path_factory.mktemp("compare")
-        shutil.copytree(data, out / "data")
-        (result,) = run_plan(plan(), out)
-        return numbers(result)
-
     @pytest.mark.parametrize(("hook", "argument"), [(IN_SAVE, "optimizer"), (IN_EVALUATION, "")])
-    def test_goes_on(self, hook, argument, whole, out):
+    def test_goes_on(self, hook, argument, whole_comparison, out):
         with pytest.raises(RunsFailed, match=r"exit code -9"):
             run_plan(plan(), out, launcher=launcher(hook, argument))
         console = Console(file=io.StringIO())
         (result,) = run_plan(plan(), out, progress=RunProgress(console))
-        assert numbers(result) == whole
+        assert numbers(result) == whole_comparison
         log = (out / "runs/nvfp4/seed-0" / LOG_FILE).read_text()
         for text in (log, console.file.getvalue()):
             assert ("checkpoint-2 is taken instead" in text) == (hook == IN_SAVE)
@@ -159,7 +163,9 @@ class TestParent:
         command = [*METIS_HF, "compare", "--config", str(config), "--out", str(out)]
         command += ["--launcher", launcher(request.param, file)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts
+        ) as process:
             try:
                 wait_for(lambda: file.exists() or process.poll() is not None)
                 assert process.poll() is None
@@ -187,6 +193,15 @@ class TestParent:
         assert process.wait(60) == 128 + signal.SIGTERM
         wait_for(lambda: ended(worker))
         assert not (run / "result.json").exists()
+
+    @pytest.mark.parametrize("at_work", ["stay_in_save"], indirect=True)
+    def test_an_interrupted_one_goes_on_to_the_same_numbers(self, at_work, whole_comparison, out):
+        process, worker = at_work
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+        wait_for(lambda: ended(worker))
+        (result,) = run_plan(plan(), out)
+        assert numbers(result) == whole_comparison
 
     @pytest.mark.parametrize("at_work", ["stay_in_save"], indirect=True)
     def test_a_worker_does_not_outlive_a_killed_comparison(self, at_work):

@@ -54,7 +54,7 @@ def plot_costs(
 
 
 def _compress(axis) -> None:
-    """Linear to 1 %, logarithmic beyond: one far point leaves room for others."""
+    """Map linearly to 1 %, by logarithms beyond: one far point leaves room for others."""
     from matplotlib.ticker import NullLocator
 
     axis.set_yscale("symlog", linthresh=1.0)

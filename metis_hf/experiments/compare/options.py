@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, TrainingArguments
 
 from metis_hf.experiments.compare.presets import PRESETS
 from metis_hf.experiments.sizes import SIZES
 from metis_hf.shared.yaml_file import read_yaml
 
 DEFAULT_SEEDS = (0, 1, 2)
+_TEXTS = {"preset", "reference", "size", "checkpoint", "data", "validation", "tasks_dir"}
 _LARGEST_SEED = 2**32 - 1  # that numpy takes
 # Arguments of TrainingArguments that a comparison sets for every run, and what sets them.
 OWN_ARGUMENTS = {
@@ -75,6 +77,9 @@ class Options:
                 raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
         if self.schemes is not None and not self.schemes:
             raise ValueError("schemes: the list is empty; name some, or leave schemes out")
+        for name in ("schemes", "tasks"):
+            for each in getattr(self, name) or ():
+                _text(name, each)
         for name in ("variants", "model", "training"):
             _mapping(name, getattr(self, name))
         for name, fields in self.variants.items():
@@ -94,9 +99,37 @@ class Options:
 
 
 def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
-    """Return the keys of a YAML file and options, which win over it; None means not given."""
+    """Return the keys of a YAML file and options, which win over it; None means not given.
+
+    Raises:
+        ValueError: as `_in_file`; or a list or a number where a name or a path belongs.
+    """
     values = _in_file(file) if file is not None else {}
-    return {**values, **{key: value for key, value in options.items() if value is not None}}
+    values |= {key: value for key, value in options.items() if value is not None}
+    for name in _TEXTS & values.keys():
+        _text(name, values[name])
+    return values
+
+
+def check_model(given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse keys of `model` that its config has not, which transformers would take silently.
+
+    Args:
+        given: those that were asked for.
+        model: all of them, with the `model_type`.
+
+    Raises:
+        ValueError: such a key, an unknown `model_type`, or values that make no model.
+    """
+    try:
+        made = vars(AutoConfig.for_model(**model))
+        plain = AutoConfig.for_model(model["model_type"])
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"model: {' '.join(str(error).split())}") from None
+    for key in given:
+        if key in made and key not in vars(plain):
+            near = _near(key, [*vars(plain), *plain.attribute_map])
+            raise ValueError(f"model: a config of {plain.model_type} has no {key!r}{near}")
 
 
 def _in_file(path: Path) -> dict[str, Any]:
@@ -138,6 +171,11 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
 def _one_of(what: str, name: Any, known: Collection[str]) -> None:
     if name not in known:
         raise ValueError(f"{what} {name!r} is not known; choose from {', '.join(known)}")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{name}: {value!r}; expected a text")
 
 
 def _mapping(name: str, value: Any) -> None:

@@ -37,7 +37,12 @@ FILES = (
 
 
 def write_outputs(
-    plan: ComparisonPlan, results: Sequence[SchemeResult], out: Path, *, jobs: int, console: Console
+    plan: ComparisonPlan,
+    results: Sequence[SchemeResult],
+    out: Path,
+    *,
+    jobs: int | None,
+    console: Console,
 ) -> list[Summary]:
     """Write FILES into `out`, prints table and findings, and returns the summaries.
 
@@ -46,7 +51,7 @@ def write_outputs(
         results: of its runs; step times that `timing` has measured side by side, of all their
             variants, go before theirs.
         out: the comparison's directory.
-        jobs: runs side by side, which the times depend on.
+        jobs: runs side by side, which the times depend on; None where it is not known.
         console: where the table goes.
     """
     times = load_times(out, [result.scheme for result in results])

@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoTokenizer
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.evaluation.plan import EvaluationPlan
 from metis_hf.evaluation.plan import make_plan as make_evaluation_plan
-from metis_hf.evaluation.run import task_manager
-from metis_hf.experiments.compare.options import Options, given_values
+from metis_hf.evaluation.run import check_tasks
+from metis_hf.experiments.compare.options import Options, check_model, given_values
 from metis_hf.experiments.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
+from metis_hf.experiments.runner import training_arguments
 from metis_hf.experiments.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
@@ -110,6 +111,7 @@ def make_plan(
         size_name = given.size or "tiny"
         size = SIZES[size_name]
         model = {"model_type": size.model_type, **size.config, **given.model}
+        check_model(given.model, model)
     else:
         size_name, size = CHECKPOINT, CONTINUED
         model = _model_of(Path(given.checkpoint))
@@ -257,11 +259,12 @@ def _check(plan: ComparisonPlan) -> None:
             "--validation out for those that data/validation holds"
         )
     _check_length(plan.experiment)
+    training_arguments(plan.experiment, Path("unused"))
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
     if plan.tasks:  # now, and not when a model is trained
         evaluation = task_plan(plan.tasks, plan.tasks_dir)
-        task_manager(evaluation.specs, evaluation.include_path)
+        check_tasks(evaluation.specs, evaluation.include_path)
 
 
 def _check_length(experiment: Experiment) -> None:

@@ -40,7 +40,7 @@ class RunProgress:
 
     @contextmanager
     def running(self, runs: Sequence[Any], steps: int, slots: int) -> Iterator[None]:
-        """While the runs are trained, `slots` at a time, `steps` steps each."""
+        """Show the bars while runs are trained, `slots` at a time, `steps` steps each."""
         if not runs:
             yield
             return

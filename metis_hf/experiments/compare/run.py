@@ -26,6 +26,7 @@ from metis_hf.experiments.compare.plan import (
 )
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
+from metis_hf.experiments.runner import drop_checkpoints
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
@@ -132,11 +133,11 @@ def _run_plan(
         )
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
     for run in runs:
-        _check_source(run)
+        _check_begun(run)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
-    slots = 1 if launcher else jobs or default_jobs(len(waiting))
+    slots = 1 if launcher else jobs or _default_jobs(len(waiting))
     for run in waiting:
-        _write_spec(run, plan, data, imports)
+        _write_spec(run, plan, data, imports, slots)
     with progress.running(waiting, plan.experiment.steps, slots):
         failed = _train_all(waiting, slots, shlex.split(launcher), progress)
     if failed:
@@ -172,6 +173,13 @@ def load_results(plan: ComparisonPlan, out: Path) -> list[SchemeResult]:
     return [result for result in found if result is not None]
 
 
+def jobs_of(plan: ComparisonPlan, out: Path) -> int | None:
+    """Return how many runs of a plan were side by side at most; None if no run says so."""
+    specs = [_run_directory(out, v, s) / SPEC_FILE for v, s in plan.runs()]
+    jobs = [read_json(path).get("jobs") for path in specs if path.is_file()]
+    return max((each for each in jobs if each is not None), default=None)
+
+
 def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
     return out / "runs" / directory_name(variant.name) / f"seed-{seed}"
 
@@ -192,21 +200,33 @@ def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
     result = load_result(run.directory)
     if result is None:
         return False
-    config, schedule = run.variant.metis_config(run.seed), run.variant.precision_schedule
-    if (result.config, result.precision_schedule) != (config.to_dict(), schedule):
+    _check_variant(run, result.config, result.precision_schedule)
+    drop_checkpoints(run.directory)  # its process may have ended before it did so
+    return True
+
+
+def _check_variant(
+    run: Run, config: dict[str, Any], precision_schedule: dict[str, Any] | None
+) -> None:
+    """Refuse a run that another variant of the same name has trained."""
+    own = run.variant.metis_config(run.seed).to_dict(), run.variant.precision_schedule
+    if (config, precision_schedule) != own:
         raise ValueError(
             f"{run.directory} holds a run of another variant of the name {run.variant.name!r}; "
             "choose another name or another --out"
         )
-    return True
 
 
-def _check_source(run: Run) -> None:
-    """Refuse to go on with a run whose scheme was another when it began."""
+def _check_begun(run: Run) -> None:
+    """Refuse to go on with a run whose variant or scheme was another when it began."""
     path = run.directory / SPEC_FILE
     if not path.is_file():
         return
-    there, now = read_json(path).get("sources", {}), run.sources
+    spec = read_json(path)
+    if any(run.directory.glob("checkpoint-*")):
+        begun = Variant(**spec["variant"])
+        _check_variant(run, begun.metis_config(run.seed).to_dict(), begun.precision_schedule)
+    there, now = spec.get("sources", {}), run.sources
     changed = [name for name in now if there.get(name) != now[name]]
     if changed:
         raise ValueError(
@@ -215,7 +235,9 @@ def _check_source(run: Run) -> None:
         )
 
 
-def _write_spec(run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[str]) -> None:
+def _write_spec(
+    run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[str], slots: int
+) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
     spec = {
         "experiment": asdict(with_seed(plan.experiment, run.seed)),
@@ -228,11 +250,12 @@ def _write_spec(run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[st
         "tasks_dir": plan.tasks_dir,
         "imports": list(imports),
         "sources": run.sources,
+        "jobs": slots,
     }
     write_json(run.directory / SPEC_FILE, spec)
 
 
-def default_jobs(runs: int) -> int:
+def _default_jobs(runs: int) -> int:
     """Return runs side by side where nothing else is asked for."""
     return max(1, min(_devices(), runs))
 

@@ -41,7 +41,7 @@ class Interval:
 
 
 def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Student's t interval of the mean of independent normal values."""
+    """Return Student's t interval of the mean of independent normal values."""
     from scipy.stats import t
 
     count = len(values)
@@ -127,7 +127,7 @@ def summarize(
 
 
 def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
-    """Percent of `base` by which `losses` lie above, on the seeds of both; None without any."""
+    """Return by how many percent of `base` `losses` lie above, on the seeds of both, or None."""
     gaps = gaps_percent(losses, base)
     return t_interval(list(gaps.values())) if gaps else None
 

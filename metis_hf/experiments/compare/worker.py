@@ -86,7 +86,7 @@ def run(directory: Path) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Train the run that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, metavar="RUN_DIR")
     parser.add_argument("--with-parent", action="store_true")

@@ -85,14 +85,17 @@ def run_demo(
         console: where progress and table are shown.
 
     Raises:
-        ValueError: an unknown scheme, or `out` holds a run with other settings or is in use by
-            another process.
+        ValueError: an unknown scheme, or one named twice; or `out` holds a run with other settings
+            or is in use by another process.
     """
     console = console or Console()
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}; expected at least 1")
     if not schemes:
         raise ValueError("no scheme to run; name at least one, as in --schemes bf16,metis")
+    twice = sorted({name for name in schemes if list(schemes).count(name) > 1})
+    if twice:
+        raise ValueError(f"scheme named twice: {', '.join(twice)}")
     for scheme in schemes:
         scheme_info(scheme)
     experiment = demo_experiment(steps, seed, quick)

@@ -222,7 +222,7 @@ def cloze_items(
 
 
 def _following_words(reference: Sequence[Document]) -> dict[tuple[str, ...], Counter[str]]:
-    """For each pair of words, which word comes next how often, in the first documents."""
+    """Count which word follows each pair of words how often, in the first documents."""
     following: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     characters = 0
     for document in reference:
@@ -291,7 +291,7 @@ class _Passage:
 
 
 def _passages(document: Document) -> list[_Passage]:
-    """Non-overlapping contexts with the few lines that follow each."""
+    """Yield non-overlapping contexts with the few lines that follow each."""
     lines = document.text.split("\n")
     passages: list[_Passage] = []
     first_free = 0  # line where the next passage may begin
@@ -337,7 +337,7 @@ def _lines_after(lines: list[str], index: int) -> str | None:
 def _distractors(
     entries: list[tuple[str, str]], path: str, right: str, rng: random.Random
 ) -> list[str] | None:
-    """Three continuations from three other files, or `None`.
+    """Return three continuations from three other files, or `None`.
 
     Args:
         entries: (path, text) of all continuations of the right one's length class.

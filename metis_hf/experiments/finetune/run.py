@@ -39,6 +39,7 @@ from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.experiments.finetune.measure import HeldOut
 from metis_hf.experiments.finetune.report import Outcome, markdown_tables, trainable
+from metis_hf.experiments.runner import whole_batches
 from metis_hf.export import export_checkpoint
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
@@ -306,7 +307,7 @@ class Finetuning:
         trainer(
             model=model,
             args=arguments,
-            train_dataset=rows,  # type: ignore[arg-type]
+            train_dataset=whole_batches(rows, arguments),  # type: ignore[arg-type]
             data_collator=causal_batch,
             **options,
         ).train()
