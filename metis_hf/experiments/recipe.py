@@ -179,7 +179,7 @@ def build_trainer(
     return MetisTrainer(
         model=model,
         args=training,
-        train_dataset=train,  # type: ignore[arg-type]
+        train_dataset=whole_batches(train, training),  # type: ignore[arg-type]
         eval_dataset=evaluation,  # type: ignore[arg-type]
         processing_class=tokenizer,
         data_collator=causal_batch,

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 import transformers
 from paths import TESTS
+from texts import documents
 from typer.testing import CliRunner
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli import app
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import train_tokenizer
 
 DATA = TESTS / "fixtures" / "eval"
 CONTEXT = 512
@@ -19,7 +20,7 @@ VOCAB = 512
 
 
 def make_tokenizer():
-    return train_tokenizer(stdlib_documents()[:40], vocab_size=VOCAB)
+    return train_tokenizer(documents()[:40], vocab_size=VOCAB)
 
 
 def make_model(scheme: str | None = None, seed: int = 0, **options):

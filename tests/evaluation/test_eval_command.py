@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 from lm_eval.utils import make_table
+from texts import documents
 
 from evaluation.eval_tools import CONTEXT, DATA, VOCAB, make_model, make_tokenizer, run, save
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import train_tokenizer
 from metis_hf.evaluation import jobs, plan
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
 
@@ -143,8 +144,7 @@ def test_finished_results_are_used_again_and_said_so(evaluated, runs, text, monk
     assert "finished before, taken from" in done.output.replace("\n", " ")
     for changed in (["--overwrite"], ["--limit", 2], ["--batch-size", 4], ["--dtype", "float32"]):
         assert isinstance(run(*arguments, *changed).exception, AssertionError)
-    documents = stdlib_documents()[40:80]
-    train_tokenizer(documents, vocab_size=VOCAB).save_pretrained(tmp_path / "tokenizer")
+    train_tokenizer(documents()[40:80], vocab_size=VOCAB).save_pretrained(tmp_path / "tokenizer")
     changed = ["--tokenizer", tmp_path / "tokenizer"]
     assert isinstance(run(*arguments, *changed).exception, AssertionError)
     retrained = save(tmp_path / "metis" / "model", "metis", make_tokenizer(), seed=1)
@@ -324,8 +324,7 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
     assert "none of the evaluated schemes (dense) has a row" in refused(
         dense, "--paper", "gpt2-130m"
     )
-    documents = stdlib_documents()[:40]
-    train_tokenizer(documents, vocab_size=600).save_pretrained(tmp_path / "other")
+    train_tokenizer(documents()[:40], vocab_size=600).save_pretrained(tmp_path / "other")
     said = refused(good, "--tokenizer", tmp_path / "other")
     assert "other) gives tokens up to 599, and the model knows 512" in said
     assert not out.exists()

@@ -12,10 +12,11 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
+from texts import documents
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from metis_hf.data.corpus import split_documents, stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import split_documents, train_tokenizer
 from metis_hf.evaluation import EvalResult, evaluate_model, held_out_loss, run
 from metis_hf.experiments.demo.tasks import TASK_NAMES, write_tasks
 
@@ -34,7 +35,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def splits():
-    return split_documents(stdlib_documents())
+    return split_documents(documents())
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from texts import documents
 
 from experiments.test_compare import run
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli import main
 from metis_hf.data import corpus
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import train_tokenizer
 from metis_hf.experiments.compare import run as compare_run
 from metis_hf.experiments.compare.data import embed
 from metis_hf.experiments.compare.plan import make_plan
@@ -39,7 +40,7 @@ def small_model(**changes):
 def place(tmp_path_factory):
     """A directory with a checkpoint and chunked tokens of its tokenizer."""
     folder = tmp_path_factory.mktemp("continued")
-    few = stdlib_documents()[:200]
+    few = list(documents()[:200])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "stdlib_documents", lambda: few)
         embed(folder / "data", vocab_size=VOCAB, sequence_length=LENGTH)
@@ -97,7 +98,7 @@ class TestRefused:
 
     def test_tokens_of_another_vocabulary(self, place, tmp_path):
         small_model(vocab_size=400).save_pretrained(tmp_path)
-        train_tokenizer(stdlib_documents()[:3], vocab_size=400).save_pretrained(tmp_path)
+        train_tokenizer(documents()[:3], vocab_size=400).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="are of another vocabulary than"):
             plan(place, checkpoint=str(tmp_path))
 

@@ -8,9 +8,9 @@ import re
 
 import pytest
 from paths import ROOT
+from texts import documents
 
 from metis_hf.data.chat import read_documents
-from metis_hf.data.corpus import stdlib_documents
 
 PARAGRAPH = (
     "The {n} valley lies between two hills. A river runs through it from north to south! "
@@ -67,7 +67,7 @@ def test_files_are_conversations_and_always_the_same(study, paragraphs, tmp_path
 
 def test_text_without_paragraphs_is_refused(study, tmp_path):
     source = tmp_path / "short.jsonl"
-    source.write_text(json.dumps({"text": stdlib_documents()[0].text[:100]}) + "\n")
+    source.write_text(json.dumps({"text": documents()[0].text[:100]}) + "\n")
     with pytest.raises(ValueError, match="no paragraph of 3 to 8 sentences and 240 to 1200"):
         study.write(source, tmp_path / "out.jsonl")
     assert not list(tmp_path.glob("out.jsonl"))

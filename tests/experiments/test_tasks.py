@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 import yaml
+from texts import documents
 
-from metis_hf.data.corpus import Document, split_documents, stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import Document, split_documents, train_tokenizer
 from metis_hf.experiments.demo import tasks
 from metis_hf.experiments.demo.tasks import TASK_NAMES, write_tasks
 
@@ -17,7 +18,7 @@ ITEMS = 250
 
 @pytest.fixture(scope="module")
 def splits():
-    return split_documents(stdlib_documents())
+    return split_documents(documents())
 
 
 @pytest.fixture(scope="module")
