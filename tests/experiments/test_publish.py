@@ -41,16 +41,11 @@ PICTURED = thinned(NAMES, ("methods-tiny", "real-model/continued").__contains__)
 UNSHOWN = {
     "methods-tiny-split",
     "tiny-ablations",
-    "width-96",
-    "width-96-quarter",
-    "width-96-searched",
     "width-192",
-    "width-384-quarter",
-    "width-384-switch",
-    "width-96-lr-4e-3",
-    "width-96-lr-16e-3",
     "quartet2-scaled",
     "real-model/continued-300k",
+    *(f"width-96{end}" for end in ("", "-quarter", "-searched", "-lr-4e-3", "-lr-16e-3")),
+    *(f"width-384{end}" for end in ("-quarter", "-switch")),
     *(f"tokens-{count}" for count in (5, 10, 20, 40)),
 }
 
