@@ -27,10 +27,13 @@ from metis_hf.layers.evaluation_weight import EvaluationWeight
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.saved_input import SavedInput, encode_once
 from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
+from metis_hf.numerics.kernels.epilogue import finish_product
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.operands.held_weight import HeldWeight
 from metis_hf.operands.weight_forms import WeightForm
 from metis_hf.schemes.base import Role, Scheme
+
+_OF_FPROP = frozenset({Role.FPROP_INPUT, Role.FPROP_WEIGHT})
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,24 @@ class GemmPlan:
         return self.weight.quantize(params, operand, **options)
 
     def fprop(
-        self, x: Tensor, x_hat: Quantized, params: Sequence[Tensor], w_hat: Quantized
+        self,
+        x: Tensor,
+        x_hat: Quantized,
+        params: Sequence[Tensor],
+        w_hat: Quantized,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Return y [t o] without bias."""
-        y = self.multiply(x_hat, w_hat.transposed())
+        """Return y [t o]."""
         corrected = self._corrected(x)
+        last = None if corrected & _OF_FPROP else bias  # what the GEMM ends with
+        y = self.multiply(x_hat, w_hat.transposed(), last)
         if Role.FPROP_INPUT in corrected:
             self._correct(y, Role.FPROP_INPUT, x_hat.error(x), by_columns(w_hat))
         if Role.FPROP_WEIGHT in corrected:
             error = w_hat.error(self._exact_weight(params))
             self._correct(y.T, Role.FPROP_WEIGHT, error, by_columns(x_hat))
+        if last is None:
+            finish_product(y, bias=bias)
         return y
 
     def dgrad(
@@ -98,9 +109,9 @@ class GemmPlan:
             self._correct(dw, Role.WGRAD_GRAD_OUTPUT, d_hat.error(dy).T, by_rows(x_hat))
         return dw
 
-    def multiply(self, a: Quantized, b: Quantized) -> Tensor:
+    def multiply(self, a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
         """Run `scaled_product`; a plan for other units overrides it."""
-        return scaled_product(a, b)
+        return scaled_product(a, b, bias)
 
     def _corrected(self, x: Tensor) -> frozenset[Role]:
         return self.scheme.corrected if x.numel() > 0 else frozenset()
@@ -171,16 +182,12 @@ def contracted_dim(role: Role) -> int:
     return 0 if role in (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT) else -1
 
 
-def scaled_product(a: Quantized, b: Quantized) -> Tensor:
-    """Run `contract`, with the operands' outer scales applied in fp32 and once."""
+def scaled_product(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """Run `contract`, with the operands' outer scales applied in fp32 and once, then add a bias."""
     a, b = a.factored(-1), b.factored(-2)
     out = contract(a.values, b.values)
-    given = [scale for scale in (a.scale, b.scale) if scale is not None]
-    if not given:
-        return out
-    scale = given[0] if len(given) == 1 else given[0] * given[1]
-    # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not.
-    return out.mul_(scale.reshape(1, 1) if scale.dim() == 0 and out.is_cuda else scale)
+    finish_product(out, [scale for scale in (a.scale, b.scale) if scale is not None], bias)
+    return out
 
 
 def contract(a: Tensor, b: Tensor) -> Tensor:
@@ -202,9 +209,7 @@ class QuantizedGemm(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x_hat, saved = plan.input_operand(x)
             w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
-            y = plan.fprop(x, x_hat, params, w_hat)
-            if bias is not None:
-                y += bias.to(plan.dtype)
+            y = plan.fprop(x, x_hat, params, w_hat, bias)
         ctx.save_for_backward(*params, *saved.tensors)
         ctx.plan, ctx.saved_kind, ctx.x_dtype = plan, saved.kind, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

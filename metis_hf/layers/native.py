@@ -19,6 +19,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.layers.gemm import GemmPlan, contracted_dim
 from metis_hf.layers.saved_input import SavedInput
 from metis_hf.numerics import Tile
+from metis_hf.numerics.kernels.epilogue import finish_product
 from metis_hf.numerics.native import DTYPES, device_to_be, obstacle_of_device
 from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Encoded, Operand
@@ -87,8 +88,12 @@ class NativePlan(GemmPlan):
             encoded, operand, dim=dim, shape=shape, contracted=dim, dtype=self.dtype
         )
 
-    def multiply(self, a: Any, b: Any) -> Tensor:
-        return product(a, b) if isinstance(a, NativeOperand) else super().multiply(a, b)
+    def multiply(self, a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(a, NativeOperand):
+            return super().multiply(a, b, bias)
+        out = product(a, b)
+        finish_product(out, bias=bias)
+        return out
 
 
 def obstacle(scheme: Scheme) -> str | None:

@@ -18,6 +18,7 @@ from metis_hf.numerics import Quantizer, kernels
 from metis_hf.numerics.kernels import choice, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import note_tracing, seeded
+from numerics.kernels.epilogue_cases import EpilogueCases
 from numerics.kernels.test_kernels import COMPILED, TENSORS
 from numerics.kernels.test_kernels_packing import COMPILED as PACKED
 from numerics.kernels.test_kernels_packing import check as check_packed
@@ -47,12 +48,12 @@ AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=full_only)])
 def test_in_the_interpreter(full) -> None:
-    """triton_cases.py, in a process of its own: the choice is made when triton is imported."""
+    """Cases, in a process of their own: the choice is made when triton is imported."""
     root = ROOT
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
     command += [] if full else ["-k", SOME]
     run = subprocess.run(
-        [*command, "tests/numerics/kernels/triton_cases.py"],
+        [*command, *(f"tests/numerics/kernels/{name}_cases.py" for name in ("triton", "epilogue"))],
         cwd=root,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -222,6 +223,29 @@ def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
         assert_ieee(recorder.compiled[0].asm["ptx"])
 
 
+@needs_triton
+@needs_compiler
+@pytest.mark.slow
+def test_the_epilogue_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """It reads what it multiplies as vectors, and rounds before it adds."""
+    from metis_hf.numerics.kernels import triton_epilogue
+
+    compile_for(HOPPER)
+    recorder = Recorder(triton_epilogue.finish)
+    monkeypatch.setattr(triton_epilogue, "finish", recorder)
+    for rows in (64, 48):  # and is not compiled again
+        out = torch.zeros(rows, 48, dtype=torch.bfloat16)
+        scale, bias = torch.ones(()), torch.zeros(48)
+        triton_epilogue.finish_product(out, [scale], None)
+        triton_epilogue.finish_product(out, [scale, torch.ones(rows, 1)], bias)
+        triton_epilogue.finish_product(out, [], bias.bfloat16())
+    assert len({id(kernel) for kernel in recorder.compiled}) == 3
+    for kernel in recorder.compiled:
+        assert_ieee(kernel.asm["ptx"])
+        assert vector_loads(kernel) >= 2  # 16 bf16 elements of a thread
+    assert "fma" not in "".join(kernel.asm["ptx"] for kernel in recorder.compiled)
+
+
 # --- when they run -------------------------------------------------------------------------------
 
 
@@ -318,6 +342,22 @@ class TestNoiseOnGpu(NoiseCases):
                 assert torch.equal(noise.fingerprint(x.cuda()).cpu(), noise.fingerprint(x))
                 drawn = noise.uniform((30, 50), on("cuda", key), torch.device("cuda"))
                 assert torch.equal(drawn.cpu(), noise.uniform((30, 50), key))
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestEpilogueOnGpu(EpilogueCases):
+    kernels = "triton"
+    device = "cuda"
+
+
+@needs_gpu
+@pytest.mark.slow
+class TestEpilogueInTorchOnGpu(EpilogueCases):
+    kernels = "reference"
+    device = "cuda"
 
 
 @needs_triton

@@ -1,0 +1,53 @@
+"""The epilogue of a GEMM: outer scales of its operands, and a bias.
+
+Each is applied in place, in fp32, and rounded once. On CUDA devices one Triton kernel does it in
+one pass over the output, where torch takes a pass for each, and slow ones: it promotes each element
+by itself. Results are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from metis_hf.numerics.kernels.choice import kernels_for
+from metis_hf.numerics.kernels.layout import DTYPES
+
+_MAX_ELEMENTS = 2**31 - 2**13  # places are counted in 32 bits, to the end of the last program
+
+
+def finish_product(out: Tensor, scales: Sequence[Tensor] = (), bias: Tensor | None = None) -> None:
+    """Multiply the output of a GEMM by outer scales, then add a bias, in place.
+
+    Args:
+        out: [.. m p]
+        scales: two at most, fp32: 0-dim, one for each row [.. m 1] or one for each column
+            [.. 1 p]. They are multiplied with each other first.
+        bias: [p], rounded to the dtype of `out` first.
+    """
+    if not scales and bias is None:
+        return
+    bias = None if bias is None else bias.detach()
+    given = [*scales, *([] if bias is None else [bias])]
+    if _has_kernel(out, given) and kernels_for(out, *given) == "triton":
+        from metis_hf.numerics.kernels import triton_epilogue
+
+        triton_epilogue.finish_product(out, scales, bias)
+        return
+    if scales:
+        scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
+        # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not
+        out.mul_(scale.reshape(1, 1) if scale.dim() == 0 and out.is_cuda else scale)
+    if bias is not None:
+        out += bias.to(out.dtype)
+
+
+def _has_kernel(out: Tensor, given: Sequence[Tensor]) -> bool:
+    return (
+        out.dim() == 2
+        and out.is_contiguous()
+        and out.dtype in DTYPES
+        and 0 < out.numel() <= _MAX_ELEMENTS
+        and all(each.dtype in DTYPES and each.device == out.device for each in given)
+    )

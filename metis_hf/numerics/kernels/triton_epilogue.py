@@ -1,0 +1,93 @@
+"""The epilogue of a GEMM in one launch, for CUDA devices; see `epilogue`.
+
+This module imports triton, so it is imported where it is used only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from metis_hf.numerics.kernels.triton_numbers import bits_of, cast
+
+_TILE = 4096  # elements of a program
+
+
+@triton.jit
+def _fp32(x):
+    return bits_of(x).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finish(
+    out_ptr,
+    first_ptr,
+    second_ptr,
+    bias_ptr,
+    count,
+    columns,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Multiply `count` elements, in rows of `columns`, by scales and add a bias; in place.
+
+    FIRST and SECOND say what a scale is one of: "rows", "columns" or the "matrix".
+    """
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    row, column = at // columns, at % columns
+    value = _fp32(tl.load(out_ptr + at, mask=inside, other=0.0))
+    if first_ptr is not None:
+        scale = _scale(first_ptr, row, column, inside, FIRST)
+        if second_ptr is not None:
+            scale = scale * _scale(second_ptr, row, column, inside, SECOND)
+        value = value * scale
+    if bias_ptr is not None:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        bias = _fp32(tl.load(bias_ptr + column, mask=inside, other=0.0))
+        if first_ptr is not None:
+            value = _fp32(cast(value, dtype))
+        value = value + _fp32(cast(bias, dtype))
+    tl.store(out_ptr + at, cast(value, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale(ptr, row, column, inside, OF: tl.constexpr):
+    if OF == "rows":
+        scale = tl.load(ptr + row, mask=inside, other=0.0)
+    elif OF == "columns":
+        scale = tl.load(ptr + column, mask=inside, other=0.0)
+    else:
+        scale = tl.load(ptr)
+    return scale
+
+
+def finish_product(out: Tensor, scales: Sequence[Tensor], bias: Tensor | None) -> None:
+    """See `epilogue.finish_product`; `out` is a contiguous matrix, not empty."""
+    first, second = (*scales, None, None)[:2]
+    count, columns = out.numel(), out.shape[1]
+    with torch.cuda.device_of(out):
+        finish[(triton.cdiv(count, _TILE),)](
+            out,
+            None if first is None else first.contiguous(),
+            None if second is None else second.contiguous(),
+            None if bias is None else bias.contiguous(),
+            count,
+            columns,
+            FIRST=_kind(first),
+            SECOND=_kind(second),
+            TILE=_TILE,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
+
+def _kind(scale: Tensor | None) -> str:
+    if scale is None or scale.numel() == 1:
+        return "matrix"
+    return "rows" if scale.shape[-1] == 1 else "columns"

@@ -1,0 +1,96 @@
+"""The epilogue of a GEMM: what it must give, on any device.
+
+test_kernels_triton.py runs `EpilogueCases` on GPUs, and this file in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.kernels import use_kernels
+from metis_hf.numerics.kernels.epilogue import finish_product
+from numerics.cases import assert_same_bits
+from numerics.helpers import seeded
+
+SHAPES = [(1, 1), (1, 40), (40, 1), (37, 48), (130, 33)]
+SCALES = {
+    "no scale": (),
+    "tensor": ("tensor",),
+    "rows": ("rows",),
+    "columns": ("columns",),
+    "both": ("rows", "columns"),
+    "tensor and rows": ("tensor", "rows"),
+}
+
+
+def scale_of(kind: str, shape: tuple[int, int], seed: int) -> Tensor:
+    rows, columns = shape
+    size = {"tensor": (), "rows": (rows, 1), "columns": (1, columns)}[kind]
+    return torch.rand(size, generator=seeded(seed)) * 3e-4 + 1e-5
+
+
+def by_hand(out: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
+    """Each element in fp32, rounded after the scale and after the sum."""
+    if scales:
+        whole = torch.ones(out.shape)
+        for scale in scales:
+            whole = whole * scale.expand(out.shape)
+        out = (out.float() * whole).to(out.dtype)
+    if bias is not None:
+        out = (out.float() + bias.to(out.dtype).float()).to(out.dtype)
+    return out
+
+
+class EpilogueCases:
+    kernels: str
+    device: str
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("kinds", SCALES.values(), ids=SCALES)
+    @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+    def test_normal_products_are_those_by_hand(self, kinds, with_bias, dtype) -> None:
+        for shape in SHAPES:
+            out = (torch.randn(shape, generator=seeded(0)) * 300).to(dtype)
+            out[0, 0] = float("inf")
+            scales = [scale_of(kind, shape, place) for place, kind in enumerate(kinds)]
+            bias = torch.randn(shape[1], generator=seeded(9)) * 0.1 if with_bias else None
+            found = out.clone().to(self.device)
+            with use_kernels(self.kernels):
+                finish_product(
+                    found,
+                    [scale.to(self.device) for scale in scales],
+                    None if bias is None else bias.to(self.device),
+                )
+            assert_same_bits(found.cpu(), by_hand(out, scales, bias))
+
+    def test_normal_numbers_beyond_one_program(self) -> None:
+        out = torch.randn(70, 203, generator=seeded(0)).bfloat16()
+        scale, bias = scale_of("columns", (70, 203), 1), torch.randn(203, generator=seeded(2))
+        found = out.clone().to(self.device)
+        with use_kernels(self.kernels):
+            finish_product(found, [scale.to(self.device)], bias.to(self.device))
+        assert_same_bits(found.cpu(), by_hand(out, [scale], bias))
+
+    @pytest.mark.parametrize("form", ["transposed", "batches", "fp64", "empty"])
+    def test_normal_operations_take_what_the_kernel_does_not(self, form) -> None:
+        out = torch.randn(3, 16, 32, generator=seeded(0))
+        out = {
+            "transposed": lambda: out[0].T,
+            "batches": lambda: out,
+            "fp64": lambda: out[0].double(),
+            "empty": lambda: out[0, :0],
+        }[form]()
+        scale, bias = scale_of("tensor", (1, 1), 1), torch.randn(out.shape[-1], generator=seeded(2))
+        found = out.clone(memory_format=torch.preserve_format).to(self.device)
+        with use_kernels(self.kernels):
+            finish_product(found, [scale.to(self.device)], bias.to(self.device))
+        assert found.dtype is out.dtype
+        wanted = out * scale + bias.to(out.dtype)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
+
+
+class TestInInterpreter(EpilogueCases):
+    kernels = "triton"
+    device = "cpu"
