@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "shared": set(),
     "data": {"shared"},
     "numerics": {"noise"},
-    "transforms": {"noise"},
+    "transforms": {"noise", "numerics"},
     "operands": {"noise", "numerics", "transforms"},
     "schemes": {"config", "noise", "numerics", "transforms", "operands"},
     "layers": {*SPINE},

@@ -15,6 +15,8 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import embedding_bag
 
 from metis_hf.noise import Key, uniform
+from metis_hf.numerics.kernels.choice import kernels_for
+from metis_hf.numerics.kernels.layout import DTYPES
 from metis_hf.transforms.orthogonal import eigenvectors, gram_factor, next_basis
 
 ROTATIONS = 10  # after which only vectors of equal eigenvalues are still mixed
@@ -90,6 +92,11 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
     sums = sum_count(t, count)
     if sums == t:
         return x if mask is None else torch.where(mask[:, None], x, torch.zeros_like(x))
+    x = x.detach()
+    if x.dtype in DTYPES and sums * (t // count + 1) < 2**31 and kernels_for(x) == "triton":
+        from metis_hf.numerics.kernels import triton_sums
+
+        return triton_sums.sum_rows(x, sums, t // count, key.fold(1), key, mask)
     stretch = torch.arange(t // count, device=x.device)  # [g]
     shift = (uniform(stretch.shape, key.fold(1), x.device) * sums).long()
     row = (torch.arange(sums, device=x.device)[:, None] + shift) % sums + stretch * sums  # [n g]
@@ -100,7 +107,7 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
         taken = taken & mask[row.clamp(max=t - 1)]
         other = mask.int().argmax()  # 0 x NaN is NaN: padding is not even multiplied
     sign, row = torch.where(taken, sign, 0.0), torch.where(taken, row, other)
-    x = x.detach() if x.dtype is not torch.float16 else x.detach().float()  # sums leave its range
+    x = x.float() if x.dtype is torch.float16 else x  # sums leave its range
     return embedding_bag(row, x, mode="sum", per_sample_weights=sign.to(x.dtype))
 
 

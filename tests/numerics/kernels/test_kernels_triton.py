@@ -23,6 +23,7 @@ from numerics.kernels.test_kernels import COMPILED, TENSORS
 from numerics.kernels.test_kernels_packing import COMPILED as PACKED
 from numerics.kernels.test_kernels_packing import check as check_packed
 from numerics.kernels.test_kernels_packing import low_rank
+from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.triton_cases import (
     BY_ROW,
     STOCHASTIC,
@@ -40,7 +41,8 @@ needs_compiler = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET=1: triton compiles nothing"
 )
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-SOME = "(normal or nan or wide) and not subnormal"  # of triton_cases.py, where not all of it runs
+CASES = ("triton", "epilogue", "sums")  # NAME_cases.py
+SOME = "(normal or nan or wide) and not subnormal"  # of the cases, where not all run
 AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 
@@ -53,7 +55,7 @@ def test_in_the_interpreter(full) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
     command += [] if full else ["-k", SOME]
     run = subprocess.run(
-        [*command, *(f"tests/numerics/kernels/{name}_cases.py" for name in ("triton", "epilogue"))],
+        [*command, *(f"tests/numerics/kernels/{name}_cases.py" for name in CASES)],
         cwd=root,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -246,6 +248,25 @@ def test_the_epilogue_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     assert "fma" not in "".join(kernel.asm["ptx"] for kernel in recorder.compiled)
 
 
+@needs_triton
+@needs_compiler
+@pytest.mark.slow
+def test_sums_of_rows_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
+    """Rows are read as vectors, whatever their number."""
+    from metis_hf.numerics.kernels import triton_sums
+
+    compile_for(HOPPER)
+    recorder = Recorder(triton_sums.add_rows)
+    monkeypatch.setattr(triton_sums, "add_rows", recorder)
+    key = noise.Key(3, torch.tensor(3, dtype=torch.int32))
+    for sums, stretches in ((16, 4), (17, 3), (1, 70)):
+        x = torch.zeros(sums * stretches, 256, dtype=torch.bfloat16)
+        triton_sums.sum_rows(x, sums, stretches, key.fold(1), key, None)
+    assert len({id(kernel) for kernel in recorder.compiled}) == 1
+    assert_ieee(recorder.compiled[0].asm["ptx"])
+    assert vector_loads(recorder.compiled[0]) == 2  # 16 bf16 elements of a thread
+
+
 # --- when they run -------------------------------------------------------------------------------
 
 
@@ -350,6 +371,14 @@ class TestNoiseOnGpu(NoiseCases):
 @pytest.mark.slow
 class TestEpilogueOnGpu(EpilogueCases):
     kernels = "triton"
+    device = "cuda"
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestSumsOnGpu(SumsCases):
     device = "cuda"
 
 
