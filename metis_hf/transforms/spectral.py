@@ -18,6 +18,7 @@ from metis_hf.noise import Key, uniform
 from metis_hf.numerics.kernels.choice import kernels_for
 from metis_hf.numerics.kernels.layout import DTYPES
 from metis_hf.transforms.orthogonal import eigenvectors, gram_factor, next_basis
+from metis_hf.transforms.products import thin_product
 
 ROTATIONS = 10  # after which only vectors of equal eigenvalues are still mixed
 _DEFAULT_KEY = Key(0)
@@ -259,8 +260,11 @@ def spectral_split(
 
 
 def project(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coordinates of x [t c] in the basis v [c k]: unit columns [t k], lengths [k]."""
-    p = x @ v  # [t c] @ [c k] -> [t k]
+    """Return coordinates of x [t c] in the basis v [c k]: unit columns [t k], lengths [k].
+
+    In the dtype of `v`.
+    """
+    p = thin_product(x, v)  # [t c] @ [c k] -> [t k]
     # In units of each column's largest entry, whose square stays in the fp32 range.
     largest = p.abs().amax(0)
     p = p / torch.where(largest == 0, torch.ones_like(largest), largest)

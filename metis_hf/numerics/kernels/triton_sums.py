@@ -23,9 +23,7 @@ _ROWS = 16  # that it reads at once
 _LANES = tl.constexpr(noise._LANES)
 
 
-@triton.jit(
-    do_not_specialize=["shift0", "shift1", "sign0", "sign1", "rows", "sums", "stretches"]
-)
+@triton.jit(do_not_specialize=["shift0", "shift1", "sign0", "sign1", "rows", "sums", "stretches"])
 def add_rows(
     x_ptr,
     mask_ptr,

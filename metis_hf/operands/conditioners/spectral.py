@@ -193,7 +193,7 @@ class Spectral(Conditioner):
             row_mask=row_mask,
             summed=self.summed,
         )  # [c k]
-        a, lam = project(x.to(v.dtype), v)  # [t k] [k]
+        a, lam = project(x, v)  # [t k] [k]
         return a, lam, v
 
 

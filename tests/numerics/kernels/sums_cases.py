@@ -30,7 +30,7 @@ class SumsCases:
             )
         return found.cpu()
 
-    @pytest.mark.parametrize("t, count", SIZES)
+    @pytest.mark.parametrize(("t", "count"), SIZES)
     def test_normal_rows_and_signs(self, t, count) -> None:
         """Of an identity matrix they can be read off the sums."""
         x, mask = torch.eye(t), torch.arange(t) % 3 > 0

@@ -19,11 +19,11 @@ from metis_hf.numerics.kernels import choice, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import note_tracing, seeded
 from numerics.kernels.epilogue_cases import EpilogueCases
+from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.test_kernels import COMPILED, TENSORS
 from numerics.kernels.test_kernels_packing import COMPILED as PACKED
 from numerics.kernels.test_kernels_packing import check as check_packed
 from numerics.kernels.test_kernels_packing import low_rank
-from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.triton_cases import (
     BY_ROW,
     STOCHASTIC,
