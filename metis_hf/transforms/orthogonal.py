@@ -2,20 +2,16 @@
 
 Householder QR and `eigh` read a status back from CUDA devices. Here are a fixed number of products
 and Cholesky factorizations, the same on every device. Gram matrices, and all that is small, are
-fp64. On CUDA devices Triton kernels compute what is small, in one launch each.
+fp64.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.linalg import cholesky_ex, solve_triangular, vector_norm
-
-from metis_hf.numerics.kernels.choice import kernels_for
 
 # Share by which the diagonal of a Gram matrix grows: more than rounding takes off its smallest
 # eigenvalue, so that it has a Cholesky factor.
@@ -29,33 +25,6 @@ _TIE = 2.0**-40
 _LARGEST_TANGENT = 0.5
 
 
-@dataclass(frozen=True)
-class GramFactor:
-    """The Cholesky factor L [w w] of a Gram matrix, fp64, by which vectors are divided.
-
-    Attributes:
-        lower: L; None where its inverse was found directly.
-        inverse: L^-1; else None.
-    """
-
-    lower: Tensor | None = None
-    inverse: Tensor | None = None
-
-    def divide(self, y: Tensor) -> Tensor:
-        """Return L^-1 @ y for y [w c], in its dtype."""
-        if self.inverse is not None:
-            return self.inverse.to(y.dtype) @ y
-        assert self.lower is not None
-        return solve_triangular(self.lower.to(y.dtype), y, upper=False)
-
-    def divide_from_right(self, y: Tensor) -> Tensor:
-        """Return y @ L^-1 for y [k w], fp64."""
-        if self.inverse is not None:
-            return y @ self.inverse
-        assert self.lower is not None
-        return solve_triangular(self.lower, y, upper=False, left=False)
-
-
 def next_basis(y: Tensor, basis: Tensor) -> Tensor:
     """Return a nearly orthonormal basis [w c] of the rows of y = basis @ (some matrix).
 
@@ -67,11 +36,11 @@ def next_basis(y: Tensor, basis: Tensor) -> Tensor:
     """
     y = y / vector_norm(y, dim=1, keepdim=True).clamp_min_(_ZERO)
     y.add_(basis, alpha=_TRACE[y.dtype])
-    return gram_factor(y).divide(y)
+    return solve_triangular(gram_factor(y).to(y.dtype), y, upper=False)
 
 
-def gram_factor(y: Tensor) -> GramFactor:
-    """Return the Cholesky factor L of y y^T for y [w c]: L^-1 y has orthonormal rows.
+def gram_factor(y: Tensor) -> Tensor:
+    """Return the Cholesky factor L [w w], fp64, of y y^T for y [w c]: L^-1 y has orthonormal rows.
 
     A pass of shifted Cholesky QR (Fukaya et al., SIAM J. Sci. Comput. 42, A477, 2020), with its
     Gram matrix in fp64 (Yamazaki, Tomov, Dongarra, SIAM J. Sci. Comput. 37, C307, 2015). Off
@@ -80,11 +49,8 @@ def gram_factor(y: Tensor) -> GramFactor:
     """
     y = y.double()
     gram = y @ y.T
-    kernels = _kernels(gram)
-    if kernels is not None:
-        return GramFactor(inverse=kernels.inverse_factor(gram, _SHIFT))
     gram.diagonal().mul_(1 + _SHIFT)
-    return GramFactor(cholesky_ex(gram).L)
+    return cholesky_ex(gram).L
 
 
 def eigenvectors(matrix: Tensor, rotations: int) -> Tensor:
@@ -102,11 +68,6 @@ def eigenvectors(matrix: Tensor, rotations: int) -> Tensor:
     Returns:
         [w w] fp64, a vector in each row; orthonormal, whatever the matrix.
     """
-    kernels = _kernels(matrix)
-    if kernels is not None:
-        constants = {"growth": _SHIFT, "trace": _TRACE[matrix.dtype], "least": _ZERO}
-        constants |= {"tie": _TIE, "largest": _LARGEST_TANGENT}
-        return kernels.eigenvectors(matrix, rotations, **constants)
     width = len(matrix)
     options: dict[str, Any] = {"dtype": matrix.dtype, "device": matrix.device}
     vectors = next_basis(matrix, torch.eye(width, **options))
@@ -123,12 +84,3 @@ def eigenvectors(matrix: Tensor, rotations: int) -> Tensor:
         vectors = solve_triangular(factor, turned, upper=False)
     values = (vectors @ matrix).mul_(vectors).sum(1)
     return vectors.index_select(0, values.argsort(descending=True, stable=True))
-
-
-def _kernels(matrix: Tensor) -> ModuleType | None:
-    """Import the Triton kernels for a small matrix, if Triton's are in force where it is."""
-    if kernels_for(matrix) != "triton":
-        return None
-    from metis_hf.numerics.kernels import triton_orthogonal
-
-    return triton_orthogonal if len(matrix) <= triton_orthogonal.WIDEST else None

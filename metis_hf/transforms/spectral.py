@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 from torch.nn.functional import embedding_bag
 
 from metis_hf.noise import Key, uniform
@@ -159,9 +160,9 @@ def dominant_subspace(
         basis = next_basis(basis @ sample.T @ sample, basis)
     # What is missing to orthonormality goes into the small eigenvalue problem.
     factor = gram_factor(basis)
-    thin = factor.divide((basis @ sample.T).double())  # [w n]
+    thin = solve_triangular(factor, (basis @ sample.T).double(), upper=False)  # [w n]
     vectors = eigenvectors(thin @ thin.T, rotations)[:rank]
-    rotation = factor.divide_from_right(vectors)  # [k w]
+    rotation = solve_triangular(factor, vectors, upper=False, left=False)  # [k w]
     return (rotation.to(dtype) @ basis).T
 
 

@@ -19,7 +19,6 @@ from metis_hf.numerics.kernels import choice, use_kernels
 from numerics.cases import assert_same_bits
 from numerics.helpers import note_tracing, seeded
 from numerics.kernels.epilogue_cases import EpilogueCases
-from numerics.kernels.orthogonal_cases import OrthogonalCases
 from numerics.kernels.sums_cases import SumsCases
 from numerics.kernels.test_kernels import COMPILED, TENSORS
 from numerics.kernels.test_kernels_packing import COMPILED as PACKED
@@ -42,9 +41,8 @@ needs_compiler = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET=1: triton compiles nothing"
 )
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-CASES = ("triton", "epilogue", "orthogonal", "sums")  # NAME_cases.py
-# Of the cases, where not all run.
-SOME = "(normal or nan or wide) and not subnormal or epilogue or orthogonal or sums"
+CASES = ("triton", "epilogue", "sums")  # NAME_cases.py
+SOME = "(normal or nan or wide) and not subnormal"  # of the cases, where not all run
 AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # compute capability
 
 
@@ -269,29 +267,6 @@ def test_sums_of_rows_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
     assert vector_loads(recorder.compiled[0]) == 2  # 16 bf16 elements of a thread
 
 
-@needs_triton
-@needs_compiler
-@pytest.mark.slow
-def test_small_matrices_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
-    """Once for a tile, whatever the width in it; products by the units for fp64."""
-    from metis_hf.numerics.kernels import triton_orthogonal as kernels
-
-    compile_for(HOPPER)
-    invert = Recorder(kernels.invert_factor)
-    find = Recorder(kernels.find_eigenvectors)
-    monkeypatch.setattr(kernels, "invert_factor", invert)
-    monkeypatch.setattr(kernels, "find_eigenvectors", find)
-    constants = dict.fromkeys(("growth", "trace", "least", "tie", "largest"), 1e-9)
-    for width in (1, 16, 12):
-        matrix = torch.eye(width).double()
-        kernels.inverse_factor(matrix, 1e-9)
-        kernels.eigenvectors(matrix, 5, **constants)
-    for recorder in (invert, find):
-        assert len({id(kernel) for kernel in recorder.compiled}) == 1
-        assert "approx" not in recorder.compiled[0].asm["ptx"]
-    assert "mma.sync" in find.compiled[0].asm["ptx"]
-
-
 # --- when they run -------------------------------------------------------------------------------
 
 
@@ -404,15 +379,6 @@ class TestEpilogueOnGpu(EpilogueCases):
 @needs_gpu
 @pytest.mark.slow
 class TestSumsOnGpu(SumsCases):
-    device = "cuda"
-
-
-@needs_triton
-@needs_compiler
-@needs_gpu
-@pytest.mark.slow
-class TestOrthogonalOnGpu(OrthogonalCases):
-    kernels = "triton"
     device = "cuda"
 
 
