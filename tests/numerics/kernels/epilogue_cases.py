@@ -50,7 +50,7 @@ class EpilogueCases:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("kinds", SCALES.values(), ids=SCALES)
     @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-    def test_normal_products_are_those_by_hand(self, kinds, with_bias, dtype) -> None:
+    def test_products_are_those_by_hand(self, kinds, with_bias, dtype) -> None:
         for shape in SHAPES:
             out = (torch.randn(shape, generator=seeded(0)) * 300).to(dtype)
             out[0, 0] = float("inf")
@@ -65,7 +65,7 @@ class EpilogueCases:
                 )
             assert_same_bits(found.cpu(), by_hand(out, scales, bias))
 
-    def test_normal_numbers_beyond_one_program(self) -> None:
+    def test_numbers_beyond_one_program(self) -> None:
         out = torch.randn(70, 203, generator=seeded(0)).bfloat16()
         scale, bias = scale_of("columns", (70, 203), 1), torch.randn(203, generator=seeded(2))
         found = out.clone().to(self.device)
@@ -74,7 +74,7 @@ class EpilogueCases:
         assert_same_bits(found.cpu(), by_hand(out, [scale], bias))
 
     @pytest.mark.parametrize("form", ["transposed", "batches", "fp64", "empty"])
-    def test_normal_operations_take_what_the_kernel_does_not(self, form) -> None:
+    def test_operations_take_what_the_kernel_does_not(self, form) -> None:
         out = torch.randn(3, 16, 32, generator=seeded(0))
         out = {
             "transposed": lambda: out[0].T,

@@ -31,7 +31,7 @@ class SumsCases:
         return found.cpu()
 
     @pytest.mark.parametrize(("t", "count"), SIZES)
-    def test_normal_rows_and_signs(self, t, count) -> None:
+    def test_rows_and_signs(self, t, count) -> None:
         """Of an identity matrix they can be read off the sums."""
         x, mask = torch.eye(t), torch.arange(t) % 3 > 0
         for key in (Key(1), Key(2, torch.tensor(-77, dtype=torch.int32))):
@@ -42,7 +42,7 @@ class SumsCases:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("form", ["whole", "transposed", "part"])
-    def test_normal_sums(self, form, dtype) -> None:
+    def test_sums_are_those_in_fp64(self, form, dtype) -> None:
         x = {
             "whole": lambda: torch.randn(300, 137, generator=seeded(0)),
             "transposed": lambda: torch.randn(137, 300, generator=seeded(0)).T,
@@ -55,14 +55,14 @@ class SumsCases:
         eps = torch.finfo(found.dtype).eps
         torch.testing.assert_close(found.double(), wanted, rtol=eps, atol=1e-5)
 
-    def test_normal_sums_without_what_is_masked(self) -> None:
+    def test_sums_without_what_is_masked(self) -> None:
         x, mask = torch.randn(90, 20, generator=seeded(0)), torch.arange(90) % 4 != 1
         clean = torch.where(mask[:, None], x, 0.0)
         for value in (float("nan"), float("inf"), 1e30):
             x[~mask] = value
             assert torch.equal(self.sums(x, 9, Key(5), mask), self.sums(clean, 9, Key(5)))
 
-    def test_normal_tensors_of_other_kinds_go_the_other_way(self) -> None:
+    def test_tensors_of_other_kinds_go_the_other_way(self) -> None:
         x = torch.randn(40, 6, generator=seeded(0))
         assert self.sums(x.double(), 4, Key(1)).dtype is torch.float64
         assert not self.sums(x.requires_grad_(), 4, Key(1)).requires_grad
