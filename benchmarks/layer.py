@@ -75,8 +75,13 @@ def cases(
     device: torch.device,
     paper: Path | None,
     kernels: Sequence[str] | None = None,
+    other_dtype: bool = True,
 ) -> list[tuple[Row, Callable[[], None]]]:
-    """(row, step) of nn.Linear, then of each scheme with each of the kernels (None: all)."""
+    """(row, step) of nn.Linear, then of each scheme with each of the kernels (None: all).
+
+    Last `metis` with the last kernels, and nn.Linear, in bf16 on a CPU and in fp32 on a GPU, if
+    `other_dtype`.
+    """
     chosen = available(device) if kernels is None else list(kernels)
     tokens, inputs, outputs = shape
     x, dy = realistic(tokens, inputs, 0, device), realistic(tokens, outputs, 1, device) * 1e-3
@@ -98,10 +103,11 @@ def cases(
             config = MetisConfig(scheme=scheme)
             layer = convert_linear(linear(), config, name="layer").train()
             add(scheme, layer, base, kernel)
-    other = torch.bfloat16 if base is torch.float32 else torch.float32
-    add(NN_LINEAR, linear(), other)
-    metis = convert_linear(linear(), MetisConfig(), name="layer").train()
-    add("metis", metis, other, chosen[-1])
+    if other_dtype:
+        other = torch.bfloat16 if base is torch.float32 else torch.float32
+        add(NN_LINEAR, linear(), other)
+        metis = convert_linear(linear(), MetisConfig(), name="layer").train()
+        add("metis", metis, other, chosen[-1])
     if paper is not None:
         rank = max(1, round(MetisConfig().rank_frac * min(inputs, outputs)))
         peer = peers.PaperLayer(paper, linear(), rank)
@@ -119,13 +125,14 @@ def measure(
     device: torch.device,
     paper: Path | None,
     kernels: Sequence[str] | None = None,
+    other_dtype: bool = True,
 ) -> list[Row]:
-    """Times and parts of each case.
+    """Times and parts of each case; `kernels` and `other_dtype` as in `cases`.
 
     On a GPU also the most memory that a step takes, and the time of its CUDA graph: without what
     Python takes to start each operation.
     """
-    found = cases(shape, device, paper, kernels)
+    found = cases(shape, device, paper, kernels, other_dtype)
     times = interleave([step for _, step in found], rounds, budget=budget, device=device)
     rows = []
     for (case, step), seconds in zip(found, times):

@@ -59,8 +59,8 @@ def driver() -> str:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of a checkout, or None."""
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    """The commit of a checkout, with "-dirty" where files differ from it; or None."""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:  # no git

@@ -22,12 +22,14 @@ from on_gpu.record import FAILURES, Item, Skipped, free_memory
 TOKENS = 8192  # of a layer's input
 KERNEL_SHAPES = [(16384, 8192), (8192, 4096)]
 QUICK_KERNEL_SHAPES = [(256, 256)]
+DIRECTIONS = 46  # of an input of width 768 under `metis`
 LARGE_LAYERS = [(TOKENS, 4096, 4096), (2 * TOKENS, 4096, 4096)]
 MODEL_SIZES = ("130m", "1b1")  # whose layers are timed, names in metis_hf.experiments.sizes
 STEP_SIZE, STEP_BATCHES = "130m", (16, 8, 4)  # sequences of a step, the first that fits
 FIDELITY_SCHEMES = ("metis", "nvfp4-rne", "nvidia", "quartet2", "four-over-six")
 # docs/native.md: each quantizes along the dimension that is contracted, or is made to.
 NATIVE_SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "four-over-six", "mxfp4", "metis")
+Case = tuple[Row, Callable[[], object]]
 _BURST = 10e-3  # seconds: as many calls in a row hide what Python takes before each
 
 
@@ -44,6 +46,8 @@ def kernels(context: Context) -> Iterator[Item]:
         for dtype in quantizers.DTYPES:
             key = f"{shape[0]} x {shape[1]}, {_name(dtype)}"
             yield Item(key, partial(bandwidth, names, shape, dtype, context))
+    shape = QUICK_KERNEL_SHAPES[0] if context.quick else (2 * TOKENS, 3072)
+    yield Item("around GEMMs", partial(around_gemms, shape, context))
 
 
 def hard_tensors() -> dict[str, Tensor]:
@@ -98,17 +102,58 @@ def bandwidth(
     """Times of quantizers over a copy's, and the rate at which x is read and written once."""
     import quantizers
 
-    device = context.device
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    target = torch.empty_like(x)
-    row = {"name": quantizers.COPY, "kernels": "torch", "dtype": _name(dtype)}
-    cases: list[tuple[Row, Callable[[], object]]] = [(row, lambda: target.copy_(x))]
-    cases += quantizers.own_cases(x, names, quantizers.available(device))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(context.device, dtype)
+    return over_copy(x, quantizers.own_cases(x, names, quantizers.available(x.device)), context)
+
+
+def around_gemms(shape: tuple[int, int], context: Context) -> Row:
+    """Times of what a layer does to x before and after its GEMMs, but for quantizing."""
+    import quantizers
+
+    from metis_hf.noise import Key
+    from metis_hf.numerics.kernels import use_kernels
+    from metis_hf.numerics.kernels.epilogue import finish_product
+    from metis_hf.transforms.products import thin_product
+    from metis_hf.transforms.spectral import sum_rows
+
+    device, generator = context.device, torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+    scale, bias = torch.ones((), device=device), torch.zeros(shape[1], device=device)
+    directions = torch.randn(shape[1], DIRECTIONS, generator=generator).to(device)
+    key = Key(3, torch.ones((), dtype=torch.int32, device=device))
+    calls: dict[str, Callable[[], object]] = {
+        "outer scale": lambda: finish_product(x, [scale]),
+        "bias": lambda: finish_product(x, [], bias),
+        "outer scale and bias": lambda: finish_product(x, [scale], bias),
+        "sums of rows": lambda: sum_rows(x, max(2, shape[0] // 64), key),
+        f"projection on {DIRECTIONS} directions": lambda: thin_product(x, directions),
+    }
+
+    def run(call: Callable[[], object], kernels: str) -> None:
+        with use_kernels(kernels):
+            call()
+
+    chosen = [name for name in quantizers.available(device) if name != "compiled"]
+    cases = [
+        ({"name": name, "kernels": kernels, "dtype": "bfloat16"}, partial(run, call, kernels))
+        for name, call in calls.items()
+        for kernels in chosen
+    ]
+    return over_copy(x, cases, context)
+
+
+def over_copy(
+    x: Tensor, cases: Sequence[tuple[Row, Callable[[], object]]], context: Context
+) -> Row:
+    """Times of some calls that read x, over those of its copy."""
+    device, target = context.device, torch.empty_like(x)
+    row = {"name": "copy", "kernels": "torch", "dtype": _name(x.dtype)}
+    everything = [(row, lambda: target.copy_(x)), *cases]
     kept, calls, lengths = [], [], []
     without: list[Row] = []
     wrong: list[str] = []
     with torch.no_grad():
-        for row, call in cases:
+        for row, call in everything:
             try:
                 first, length = _first_calls(call, device)
             except torch.OutOfMemoryError:
@@ -118,7 +163,7 @@ def bandwidth(
             except Exception as error:  # the others go on
                 wrong.append(f"{row['name']}, {row['kernels']}: {_text(error)}")
                 continue
-            kept.append({**row, "shape": list(shape), "first_call_s": first})
+            kept.append({**row, "shape": list(x.shape), "first_call_s": first})
             calls.append(partial(_repeat, call, length))
             lengths.append(length)
         times = interleave(calls, context.rounds, budget=context.budget, device=device, cold=True)
@@ -168,18 +213,21 @@ def _synchronize(device: torch.device) -> None:
 
 
 def layers(context: Context) -> Iterator[Item]:
+    """Each shape with the fastest kernels first, so that a short call ends with those of all."""
     import layer
     import quantizers
 
-    everything = quantizers.available(context.device)
-    fast = [name for name in everything if name != "reference"] or everything
-    for title, shape in layer_shapes(context.quick):
-        # The reference is slow and the same everywhere: one shape is enough.
-        chosen = everything if shape == LARGE_LAYERS[0] else fast
-        measure = partial(
-            layer.measure, shape, context.rounds, context.budget, context.device, None, chosen
-        )
-        yield Item(f"{title}{' x '.join(map(str, shape))}", lambda run=measure: {"rows": run()})
+    fastest, *others = reversed(quantizers.available(context.device))
+    shapes = layer_shapes(context.quick)
+    for kernels in (fastest, *others):
+        # The reference is slow, and the same everywhere: one shape is enough.
+        for title, shape in shapes[:1] if kernels == "reference" and others else shapes:
+            measure = partial(
+                layer.measure, shape, context.rounds, context.budget, context.device, None,
+                [kernels], other_dtype=kernels == fastest,
+            )  # fmt: skip
+            key = f"{title}{' x '.join(map(str, shape))}, {kernels}"
+            yield Item(key, lambda run=measure: {"rows": run()})
 
 
 def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:

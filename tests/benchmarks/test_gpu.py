@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
 import report
+from on_gpu import machine
 from on_gpu import record as records
 from on_gpu.page import page
 from on_gpu.record import Clock, CutOff, Entry, Item, OutOfTime, Record, Skipped
@@ -207,6 +209,24 @@ def test_the_page_tells_of_every_part(tmp_path):
     assert "| step | to come |  |  |" in text
     assert "| torch.backends.cuda.matmul.allow_tf32 | False |" in text
     assert "1 calls, of commit abc1234." in text
+
+
+def test_a_checkout_with_changes_is_no_commit(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True)
+
+    assert machine.commit(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "One")
+    git("tag", "-a", "v1", "-m", "one")
+    name = machine.commit(tmp_path)
+    assert name is not None
+    assert re.fullmatch("[0-9a-f]{7,}", name)
+    (tmp_path / "file").write_text("two")
+    assert machine.commit(tmp_path) == f"{name}-dirty"
 
 
 def test_results_of_several_commits_are_named(tmp_path):

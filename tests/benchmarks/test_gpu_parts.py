@@ -80,6 +80,31 @@ def test_bandwidth_leaves_out_what_does_not_fit(monkeypatch):
     assert copy["gb_per_s"] == pytest.approx(2 * 64 * 64 * 4 / (copy["ms"] / 1e3) / 1e9)
 
 
+def test_what_is_around_gemms_is_timed_as_operations_and_in_one_launch(monkeypatch):
+    """In a CPU's operations here: Triton's kernels are refused, by name, and the others go on."""
+    monkeypatch.setattr(quantizers, "available", lambda d: ["reference", "compiled", "triton"])
+    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
+    found = parts.around_gemms((128, 64), context)
+    names = [row["name"] for row in found["rows"] if row["kernels"] == "reference"]
+    assert names[:3] == ["outer scale", "bias", "outer scale and bias"]
+    assert names[3:] == ["sums of rows", "projection on 46 directions"]
+    assert len(found[records.FAILURES]) == len(names)
+    assert all(", triton: RuntimeError: " in error for error in found[records.FAILURES])
+
+
+def test_layers_are_timed_with_the_fastest_kernels_first(monkeypatch):
+    monkeypatch.setattr(quantizers, "available", lambda d: ["reference", "compiled", "triton"])
+    context = gpu.Context(torch.device("cpu"), False, Clock(None), lambda name: Entry(), ROOT)
+    keys = [item.key for item in parts.layers(context)]
+    shapes = len(parts.layer_shapes(quick=False))
+    assert [key.split(", ")[-1] for key in keys] == (
+        ["triton"] * shapes + ["compiled"] * shapes + ["reference"]
+    )
+    assert keys[0] == "8192 x 4096 x 4096, triton"
+    assert keys[-1] == "8192 x 4096 x 4096, reference"
+    assert len(set(keys)) == len(keys)
+
+
 def test_native_gemms_are_skipped_with_the_reason(monkeypatch):
     assert parts.native_obstacle(torch.device("cpu")) == "a cpu has no FP4 units"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
