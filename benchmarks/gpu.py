@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from on_gpu import machine, page, parts, suite
+from on_gpu import kernels, machine, page, parts, suite
 from on_gpu.context import ROOT, Context
 from on_gpu.record import (
     DONE,
@@ -56,7 +56,7 @@ def compare(context: Context) -> Iterator[Item]:
 # In the order of their worth, should time not suffice for all.
 PARTS: dict[str, Part] = {
     "tests": suite.tests,
-    "kernels": parts.kernels,
+    "kernels": kernels.kernels,
     "layer": parts.layers,
     "step": parts.steps,
     "fidelity": parts.fidelity,

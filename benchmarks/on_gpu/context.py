@@ -11,6 +11,7 @@ from timing import Row
 
 from on_gpu.record import Clock, Entry
 
+TOKENS = 8192  # of a layer's input
 ROOT = Path(__file__).resolve().parents[2]
 
 

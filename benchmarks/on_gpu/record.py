@@ -292,3 +292,9 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def text_of(error: Exception) -> str:
+    """The kind and the text of an error, and of what caused it."""
+    causes = [error, *filter(None, [error.__cause__])]
+    return "; from ".join(f"{type(one).__name__}: {one}" for one in causes)

@@ -1,8 +1,8 @@
 """Operands: how one tensor enters one GEMM, and how a layer stores its weight.
 
 `operand` has the operand itself, `conditioner` the base class of what a method does around the
-quantizer, `conditioners` the published ones, a family per file, and `weight_forms` the ways to
-store a weight. Schemes choose which operand a GEMM takes.
+quantizer, `conditioners` the published ones, a family per file, `weight_forms` and `split_weight`
+the ways to store a weight. Schemes choose which operand a GEMM takes.
 """
 
 from metis_hf.operands.conditioner import (
@@ -26,7 +26,8 @@ from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
 from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.operands.conditioners.static_scale import GivenScale, StaticScale, TensorAmax
 from metis_hf.operands.operand import HIGH_PRECISION, Operand, Quantized
-from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, SplitWeight, WeightForm
+from metis_hf.operands.split_weight import SplitWeight
+from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, WeightForm
 
 __all__ = [
     "HIGH_PRECISION",

@@ -24,7 +24,7 @@ from metis_hf.cli import app
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.noise_keys import CallKeys
-from metis_hf.operands.weight_forms import SplitWeight
+from metis_hf.operands.split_weight import SplitWeight
 from metis_hf.schemes import Role
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
 import quantizers
-from on_gpu import parts, suite
+from on_gpu import kernels, parts, suite
 from on_gpu import record as records
 from on_gpu.record import Clock, CutOff, Entry
 
@@ -31,7 +31,7 @@ def test_kernels_with_other_bits_are_named(monkeypatch):
 
     monkeypatch.setattr(quantizers, "ours", wrong)
     monkeypatch.setattr(quantizers, "available", lambda device: ["reference", "compiled"])
-    found = parts.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
+    found = kernels.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
     assert [row["kernels"] for row in found["rows"] if row["differing"]] == ["compiled"]
     assert "zeros" not in found["rows"][1]["differing"]
     assert found[records.FAILURES][0].startswith("nvfp4, compiled: elements with other bits")
@@ -49,17 +49,17 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_go_on(monkeypatc
     monkeypatch.setattr(quantizers, "ours", broken)
     monkeypatch.setattr(quantizers, "available", lambda device: ["compiled", "reference"])
     said = "nvfp4, compiled: RuntimeError: no code; from OSError: no compiler"
-    found = parts.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
+    found = kernels.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
     assert found[records.FAILURES] == [said]
     assert [row["kernels"] for row in found["rows"]] == ["reference"]
     context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
+    found = kernels.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
     assert found[records.FAILURES] == [said]
     assert [row["kernels"] for row in found["rows"]] == ["torch", "reference"]
 
 
 def test_bits_are_compared_on_tensors_that_round_in_every_way():
-    tensors = parts.hard_tensors()
+    tensors = kernels.hard_tensors()
     assert any(0 < x.abs().max() < torch.finfo(x.dtype).tiny for x in tensors.values())
     magnitudes = tensors["rows from 2^-40 to 2^40"].abs().amax(1).log2()
     assert magnitudes.max() - magnitudes.min() > 70
@@ -73,7 +73,7 @@ def test_bandwidth_leaves_out_what_does_not_fit(monkeypatch):
     row = {"name": "nvfp4", "kernels": "reference", "dtype": "float32"}
     monkeypatch.setattr(quantizers, "own_cases", lambda *_: [(row, large)])
     context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
+    found = kernels.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
     assert [row["name"] for row in found["rows"]] == ["copy"]
     assert found["without"] == [row | {"reason": "memory is too small"}]
     copy = found["rows"][0]
@@ -84,7 +84,7 @@ def test_what_is_around_gemms_is_timed_as_operations_and_in_one_launch(monkeypat
     """In a CPU's operations here: Triton's kernels are refused, by name, and the others go on."""
     monkeypatch.setattr(quantizers, "available", lambda d: ["reference", "compiled", "triton"])
     context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.around_gemms((128, 64), context)
+    found = kernels.around_gemms((128, 64), context)
     names = [row["name"] for row in found["rows"] if row["kernels"] == "reference"]
     assert names[:3] == ["outer scale", "bias", "outer scale and bias"]
     assert names[3:] == ["sums of rows", "projection on 46 directions"]

@@ -13,7 +13,8 @@ from transformers import Trainer, TrainingArguments
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight, SplitWeight
+from metis_hf.operands.split_weight import SplitWeight
+from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.training import weight_reuse
 

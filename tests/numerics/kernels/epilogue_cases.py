@@ -1,6 +1,6 @@
 """The epilogue of a GEMM: what it must give, on any device.
 
-test_kernels_triton.py runs `EpilogueCases` on GPUs, and this file in Triton's interpreter.
+test_kernels_on_gpu.py runs `EpilogueCases` on GPUs, and this file in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sums of rows with random signs in one launch: the rows and signs of torch's operations.
 
-test_kernels_triton.py runs `SumsCases` on GPUs, and this file in Triton's interpreter.
+test_kernels_on_gpu.py runs `SumsCases` on GPUs, and this file in Triton's interpreter.
 """
 
 from __future__ import annotations

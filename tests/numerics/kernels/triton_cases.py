@@ -1,6 +1,6 @@
 """What kernels written by hand must give, on any device: the reference's bits.
 
-test_kernels_triton.py runs `Cases` on GPUs, and this file in a process of its own, in Triton's
+test_kernels_on_gpu.py runs `Cases` on GPUs, and this file in a process of its own, in Triton's
 interpreter: that one is chosen when triton is imported first (TRITON_INTERPRET=1), for the whole
 process.
 """

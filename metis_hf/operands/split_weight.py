@@ -1,0 +1,175 @@
+"""A weight stored as a low-rank part and a residual.
+
+u [o k], s [k], vh [k i], residual [o i], all trainable, with w = gain * (u * s) @ vh + residual.
+The gradients are the chain rule through w_hat with straight-through quantizers; written out they
+are the paper's five equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from metis_hf.numerics.kernels import Packed, pack, unpack
+from metis_hf.operands.conditioner import Encoded, LowRank
+from metis_hf.operands.operand import Quantized
+from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS, WeightForm, WeightWork
+from metis_hf.transforms import decompose_weight
+
+
+@dataclass(frozen=True)
+class SplitWeight(WeightForm):
+    """u, s, vh and residual: w = gain * (u * s) @ vh + residual.
+
+    Args:
+        rank: k
+        compensated: w_hat = low + Q(residual + (u * s) @ vh - low) with low = Q(u) * s @ Q(vh);
+            the correction is a constant to autograd. The paper has w_hat = low + Q(residual).
+        unit_rms: u and vh have entries of unit RMS rather than being orthonormal: orthonormal ones
+            times sqrt(out_features) and sqrt(in_features). Adam moves every entry by about the
+            learning rate, so entries of 1/sqrt(n) turn by a share sqrt(n) times as large, and the
+            split would train the dominant part at a much higher rate than the same weight stored
+            densely.
+        exact_factors: the factors stay in high precision (arXiv 2411.05007), so that there is
+            nothing to compensate: w_hat = (u * s) @ vh + Q(residual), with the operand's
+            conditioner around Q.
+        gain: 1 for orthonormal factors, as published. With `unit_rms`, which `sized` turns into
+            it, 1 / sqrt(out_features in_features).
+    """
+
+    rank: int
+    compensated: bool = True
+    unit_rms: bool = False
+    exact_factors: bool = False
+    gain: float = 1.0
+
+    names: ClassVar[tuple[str, ...]] = ("u", "s", "vh", "weight_residual")
+    undecayed: ClassVar[tuple[str, ...]] = ("u", "vh")
+    is_split: ClassVar[bool] = True
+
+    def sized(self, out_features, in_features):
+        gain = (out_features * in_features) ** -0.5 if self.unit_rms else 1.0
+        return replace(self, gain=gain)
+
+    def shapes(self, out_features, in_features):
+        o, i, k = out_features, in_features, self.rank
+        return (o, k), (k,), (k, i), (o, i)
+
+    def dense(self, params):
+        u, s, vh, residual = params
+        return torch.addmm(residual, u * (s * self.gain), vh)
+
+    def quantize(self, params, operand, *, dim, key, dtype):
+        if operand.quantizer is None:
+            return Quantized(self.dense(tuple(p.detach() for p in params)).to(dtype))
+        u, s, vh, residual = (p.detach() for p in params)
+        u_hat, vh_hat = self._factors(u, vh, operand, dim=dim, key=key)
+        low = LowRank(u_hat, s * self.gain, vh_hat)
+        dense = self._product(low)
+        if self.exact_factors:
+            w_hat = operand(residual, dim=dim, key=key.fold(3), dtype=dense.dtype).values
+            return Quantized((w_hat + dense).to(dtype), low=low)
+        x, minus = self._outside(u, s, vh, residual, dense)
+        w_hat = operand.quantizer(x, dim=dim, key=key.fold(3), dtype=dtype, minus=minus, plus=dense)
+        return Quantized(w_hat, low=low)
+
+    def encodes(self, params, operand):
+        return super().encodes(params, operand) and not self.exact_factors
+
+    def encode(self, params, operand, *, dim, key):
+        u, s, vh, residual = (p.detach() for p in params)
+        factors = (
+            *pack(u, operand.quantizer, dim=dim, key=key.fold(1)),
+            *pack(vh, operand.quantizer, dim=dim, key=key.fold(2)),
+        )
+        low = self._unpacked(factors, (u, s, vh), operand, dim=dim)
+        dense = self._product(low)
+        x, minus = self._outside(u, s, vh, residual, dense)
+        rest = pack(x, operand.quantizer, dim=dim, key=key.fold(3), minus=minus)
+        return Encoded((*rest, *factors), low, dense)
+
+    def decode(self, params, encoded, operand, *, dim, dtype):
+        low, dense = encoded.low, encoded.dense
+        if low is None:
+            stored = tuple(p.detach() for p in params[:3])
+            low = self._unpacked(encoded.tensors[3:], stored, operand, dim=dim)
+        if dense is None:
+            dense = self._product(low)
+        options = {"dim": dim, "shape": tuple(params[-1].shape), "dtype": dtype, "plus": dense}
+        w_hat = unpack(Packed(*encoded.tensors[:3]), operand.quantizer, **options)
+        return Quantized(w_hat, low=low)
+
+    def _unpacked(self, packed, stored, operand, *, dim) -> LowRank:
+        """Unpack the stored factors."""
+        u, s, vh = stored
+        u_hat, vh_hat = (
+            unpack(Packed(*codes), operand.quantizer, dim=dim, shape=tuple(like.shape))
+            for codes, like in ((packed[:3], u), (packed[3:], vh))
+        )
+        return LowRank(u_hat.to(u.dtype), s * self.gain, vh_hat.to(vh.dtype))
+
+    @staticmethod
+    def _product(low: LowRank) -> Tensor:
+        """Return gain * (u_hat * s) @ vh_hat [o i], fp32 or fp64."""
+        dense = low.dense()
+        return dense if dense.dtype is torch.float64 else dense.float()
+
+    def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
+        """Return what is quantized outside the factors: (matrix, what is taken off it or None)."""
+        return (self.dense((u, s, vh, residual)), low) if self.compensated else (residual, None)
+
+    def gradients(self, params, dw, operand, *, key):
+        # low = g u_hat diag(s) vh_hat and dL/dlow = dw:
+        #   du = g dw vh_hat^T diag(s), ds = g diag(u_hat^T dw vh_hat^T), dvh = g diag(s) u_hat^T dw
+        u, s, vh, residual = (p.detach() for p in params)
+        dw = dw.to(residual.dtype)
+        u_hat, vh_hat = self._factors(u, vh, operand, dim=-1, key=key)
+        dw_v = dw @ (vh_hat.T * self.gain)  # [o i] @ [i k] -> [o k]
+        u_dw = (u_hat.T * self.gain) @ dw  # [k o] @ [o i] -> [k i]
+        return [dw_v * s, (u_hat * dw_v).sum(0), s[:, None] * u_dw, dw]
+
+    def decompose(self, w, key):
+        u, s, vh, residual = decompose_weight(w, self.rank, key=key)
+        if self.gain != 1:
+            # The root of the size, not the size of the root: exact where it is a power of two.
+            u, vh = u * w.shape[0] ** 0.5, vh * w.shape[1] ** 0.5
+            residual = w.to(u.dtype) - (u * (s * self.gain)) @ vh
+        return u, s, vh, residual
+
+    def factor_bits(self, shape, bits):
+        (o, i), k = shape, self.rank
+        factors = (HIGH_PRECISION_BITS if self.exact_factors else bits) * (o + i) * k
+        return (factors + 32 * k) / (o * i)
+
+    def work(self, shape, *, quantized):
+        (o, i), k = shape, self.rank
+        product = {"weight_factors": 2.0 * o * i * k}
+        factors = () if self.exact_factors else ((o, k), (k, i))
+        # Compensated, the low-rank part is made of quantized and of exact factors.
+        both = {"weight_factors": 4.0 * o * i * k}
+        twice = quantized and self.compensated and not self.exact_factors
+        return WeightWork(
+            dense=product,
+            quantize=both if twice else product,
+            encode=both if twice else {} if quantized else product,
+            operand=self.exact_factors,
+            quantized=() if self.exact_factors else (shape, *factors),
+            gradients=both,
+            quantized_again=factors,
+        )
+
+    def orthonormal(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return u and vh in the units in which they start out orthonormal."""
+        u, _, vh, _ = params
+        return (u, vh) if self.gain == 1 else (u / u.shape[0] ** 0.5, vh / vh.shape[1] ** 0.5)
+
+    def _factors(self, u, vh, operand, *, dim, key):
+        if operand.quantizer is None or self.exact_factors:
+            return u, vh
+        u_hat = operand.quantizer(u, dim=dim, key=key.fold(1)).to(u.dtype)
+        vh_hat = operand.quantizer(vh, dim=dim, key=key.fold(2)).to(vh.dtype)
+        return u_hat, vh_hat

@@ -1,0 +1,128 @@
+"""Kernels on a CUDA device, against the reference on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from metis_hf import noise
+from metis_hf.numerics import kernels
+from metis_hf.numerics.kernels import choice, use_kernels
+from numerics.cases import assert_same_bits
+from numerics.helpers import seeded
+from numerics.kernels.epilogue_cases import EpilogueCases
+from numerics.kernels.sums_cases import SumsCases
+from numerics.kernels.test_kernels import COMPILED, TENSORS
+from numerics.kernels.test_kernels_packing import COMPILED as PACKED
+from numerics.kernels.test_kernels_packing import check as check_packed
+from numerics.kernels.test_kernels_packing import low_rank
+from numerics.kernels.triton_cases import STOCHASTIC, Cases, NoiseCases, on, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+needs_compiler = pytest.mark.skipif(
+    INTERPRETED, reason="TRITON_INTERPRET=1: triton compiles nothing"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestTritonOnGpu(Cases):
+    kernels = "triton"
+    device = "cuda"
+
+    def test_without_synchronization_and_in_a_graph(self) -> None:
+        x = torch.randn(200, 300, generator=seeded(0)) * torch.exp2(torch.linspace(-20, 20, 300))
+        low = low_rank(x.shape)
+        key = noise.Key(5, torch.tensor(7, dtype=torch.int32))
+        device, device_low, device_key = x.cuda(), low.cuda(), on("cuda", key)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            options = {"dim": 0, "key": device_key}
+            with use_kernels("triton"):
+                stored = kernels.store(device, STOCHASTIC, **options)
+                assert stored is not None
+                values = STOCHASTIC(device, minus=device_low, plus=device_low, **options)
+            return values, *(part for part in stored if part is not None)
+
+        run()  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        graph.replay()
+        wanted = reference(x, STOCHASTIC, dim=0, key=key, minus=low, plus=low)
+        assert_same_bits(results[0].cpu(), wanted)
+        for result, replayed in zip(results, captured, strict=True):
+            bytes_, others = (part.reshape(-1).view(torch.uint8) for part in (result, replayed))
+            assert torch.equal(bytes_, others)
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestNoiseOnGpu(NoiseCases):
+    device = "cuda"
+
+    def test_it_is_drawn_in_one_launch(self) -> None:
+        key = noise.Key(5, torch.tensor(7, dtype=torch.int32))
+        x = torch.randn(300, 40, generator=seeded(0))
+        for name in ("triton", "compiled"):
+            with use_kernels(name):
+                assert (choice.noise_backend(x.cuda()) is not None) == (name == "triton")
+                assert torch.equal(noise.fingerprint(x.cuda()).cpu(), noise.fingerprint(x))
+                drawn = noise.uniform((30, 50), on("cuda", key), torch.device("cuda"))
+                assert torch.equal(drawn.cpu(), noise.uniform((30, 50), key))
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestEpilogueOnGpu(EpilogueCases):
+    kernels = "triton"
+    device = "cuda"
+
+
+@needs_triton
+@needs_compiler
+@needs_gpu
+@pytest.mark.slow
+class TestSumsOnGpu(SumsCases):
+    device = "cuda"
+
+
+@needs_gpu
+@pytest.mark.slow
+class TestEpilogueInTorchOnGpu(EpilogueCases):
+    kernels = "reference"
+    device = "cuda"
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.slow
+class TestCompiledOnGpu(Cases):
+    kernels = "compiled"
+    device = "cuda"
+    # Fewer than by hand, each compiled for seconds; together they have every branch.
+    quantizers = tuple(dict.fromkeys(quantizer for quantizer, _, _ in COMPILED.values()))
+
+    @pytest.mark.parametrize("case", PACKED)
+    def test_packed_is_the_reference_to_the_bit(self, case) -> None:
+        quantizer, dim, dtype = PACKED[case]
+        for x in TENSORS.values():
+            check_packed(x.cuda(), quantizer, dim, dtype, low_rank(x.shape).cuda())
