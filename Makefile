@@ -71,7 +71,7 @@ bench: $(VENV)/.peers
 	done
 	$(BIN)/python benchmarks/report.py
 
-# In the machine's own python, which needs torch and transformers: nothing is installed or downloaded.
+# In the machine's own python, which needs torch, transformers and accelerate: nothing is installed or downloaded.
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 

@@ -5,11 +5,11 @@
     python3 benchmarks/gpu.py --minutes 9 --out DIR      # ends in time; the same command goes on
     python3 benchmarks/gpu.py --device cpu --quick       # tiny sizes, to see that it runs
 
-It needs python with torch and transformers, and installs and downloads nothing. Each result is
-written at once, to results/gpu-NAME.json and gpu-NAME.md; what is there is not measured again. A
-part that cannot run says why; one that fails has its error there, and the exit status is 1. The
-same command measures what failed anew, last. One GPU is measured, the first; CUDA_VISIBLE_DEVICES
-names another.
+It needs python with torch, transformers and accelerate, and installs and downloads nothing. Each
+result is written at once, to results/gpu-NAME.json and gpu-NAME.md; what is there is not measured
+again. A part that cannot run says why; one that fails has its error there, and the exit status is
+1. The same command measures what failed anew, last. One GPU is measured, the first;
+CUDA_VISIBLE_DEVICES names another.
 """
 
 from __future__ import annotations

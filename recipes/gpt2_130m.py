@@ -1,7 +1,7 @@
 """GPT-2 130M from scratch on 100B tokens with FP4 GEMMs, the smallest run of the Metis paper.
 
     accelerate launch recipes/gpt2_130m.py --data DIR
-    accelerate launch recipes/gpt2_130m.py --smoke
+    python recipes/gpt2_130m.py --smoke
     python recipes/gpt2_130m.py --dry-run --world-size 8
 
 From the paper (arXiv 2509.00404): the size, 100B tokens of DCLM, W4A4G4 in NVFP4, rank 1.5 %.

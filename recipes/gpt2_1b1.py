@@ -1,7 +1,7 @@
 """GPT-2 1.1B from scratch on 100B tokens with FP4 GEMMs, the middle run of the Metis paper.
 
     accelerate launch recipes/gpt2_1b1.py --data DIR
-    accelerate launch recipes/gpt2_1b1.py --smoke
+    python recipes/gpt2_1b1.py --smoke
     python recipes/gpt2_1b1.py --dry-run --world-size 8
 
 From the paper (arXiv 2509.00404): the size, at least 32 blocks (it shows layers 1, 16 and 32), 100B

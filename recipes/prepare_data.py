@@ -1,7 +1,7 @@
 """Text to chunked training sequences, filtered as in arXiv:2509.00404: see docs/data.md.
 
 python recipes/prepare_data.py --tokenizer meta-llama/Meta-Llama-3-8B --output-dir data/dclm \
-    --max-tokens 100000000000 --num-proc 32
+    --seq-len 1024 --max-tokens 100000000000 --num-proc 32
 python recipes/prepare_data.py --tokenizer path --output-dir data/mine --files 'text/*.jsonl.gz'
 """
 
