@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.shared.records import device_name, package_versions, write_json
@@ -33,27 +33,25 @@ def describe_run(
     model: nn.Module,
     config: dict[str, Any] | None,
     args: TrainingArguments,
-    max_steps: int,
-    began_at: int,
+    state: TrainerState,
 ) -> dict[str, Any]:
     """Return what `metis_run.json` holds: model, config, conversion report, software and device.
 
     Args:
         model: the converted one.
         config: its MetisConfig as a dict.
-        args: of the Trainer.
-        max_steps: optimizer steps that the run is to make.
-        began_at: steps that were made before it; 0 for a run that is not resumed.
+        args, state: of the Trainer, as a run begins.
     """
     report = getattr(model, "metis_report", None)
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    found = args.auto_find_batch_size and state.train_batch_size
+    batch = (found or args.train_batch_size) * args.gradient_accumulation_steps * args.world_size
     return {
         "model": type(model).__name__,
         "config": config,
         "summary": None if report is None else str(report),
         "conversion": None if report is None else report.to_dict(),
-        "max_steps": max_steps,
-        "began_at": began_at,
+        "max_steps": state.max_steps,
+        "began_at": state.global_step,
         "sequences_per_step": batch,
         "environment": {
             "versions": package_versions(),

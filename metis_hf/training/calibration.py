@@ -182,6 +182,13 @@ def scales_are_fixed(model: nn.Module) -> bool:
     return all(layer.get_buffer("scales_frozen").item() for layer in _static_layers(model).values())
 
 
+def scales_are_begun(model: nn.Module) -> bool:
+    """Return whether a layer with static scales has seen an input or a weight."""
+    buffers = ("input_amax", "weight_amax")
+    layers = _static_layers(model).values()
+    return any(layer.get_buffer(name).item() > 0 for layer in layers for name in buffers)
+
+
 def _static_layers(model: nn.Module) -> _Layers:
     layers = _Layers(model)
     if not layers:

@@ -44,11 +44,12 @@ from metis_hf.training.calibration import (
     UnseenLayers,
     freeze_scales,
     has_static_scales,
+    scales_are_begun,
     scales_are_fixed,
 )
 from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
-from metis_hf.training.refresh import check_engine, check_split, refresh
+from metis_hf.training.refresh import check_engine, check_moments, check_split, refresh
 from metis_hf.training.resume import ResumeGuard
 from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
 from metis_hf.training.weight_reuse import hold, release
@@ -99,6 +100,7 @@ class MetisCallback(ResumeGuard):
         self._measuring = self._due = False
         self._reuses_weights = False
         self._alarm = False  # a logged loss or gradient norm was not finite
+        self._knows_moments = False  # of the optimizer: refresh can clear them
         self._pending: dict[str, float] = {}
         self._record: dict[str, Any] = {}  # of the running step, for the health file
         self._precision: dict[str, Any] = {}
@@ -158,6 +160,9 @@ class MetisCallback(ResumeGuard):
         super().on_train_begin(args, state, control, model=model)
         release(model)  # of a run that was interrupted in the middle of a step
         self._probe.detach()
+        self._measuring = self._due = self._alarm = False
+        self._pending, self._record = {}, {}
+        self._knows_moments = False
         # With one micro-batch a weight is used twice, and putting it together twice saves nothing.
         self._reuses_weights = args.gradient_accumulation_steps > 1 or any(
             getattr(module, "gradient_checkpointing", False) for module in model.modules()
@@ -207,7 +212,7 @@ class MetisCallback(ResumeGuard):
             directory = self._directory(args)
             drop_after(directory, state.global_step or -1)  # of a new run not even step 0 stays
             config = None if self.trained_config is None else dict(self.trained_config)
-            made = describe_run(model, config, args, state.max_steps, state.global_step)
+            made = describe_run(model, config, args, state)
             write_run(directory, made)
             for entry in [] if state.global_step else self._early:
                 append_log(directory, entry)
@@ -225,6 +230,12 @@ class MetisCallback(ResumeGuard):
             )
         if wanted > state.global_step:
             return wanted
+        if not scales_are_fixed(model) and not scales_are_begun(model):
+            raise ValueError(
+                f"the run goes on from step {state.global_step}, freeze_scales={wanted} has fixed "
+                "scales before it, and the checkpoint has none: one of adapters does not hold "
+                "them. Calibrate the model before training (calibrate), or train anew"
+            )
         return None if scales_are_fixed(model) else state.global_step + 1  # a resumed run
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
@@ -246,6 +257,9 @@ class MetisCallback(ResumeGuard):
     ) -> None:
         # Here the gradients are gone, and logging, evaluation and saving come after: what they
         # see is consistent. Nothing accumulated refers to the old factors.
+        if self._refresh_every and not self._knows_moments and optimizer is not None:
+            check_moments(self._model, optimizer)  # now, rather than hours later
+            self._knows_moments = True
         if self._refresh_every and state.global_step % self._refresh_every == 0:
             self._refresh(optimizer)
         figures = after_step(self._model, state.global_step, state.max_steps)

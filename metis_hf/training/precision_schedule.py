@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from metis_hf.config import PASSES, MetisConfig
 from metis_hf.conversion.attention import attention_products, select_attention, set_attention
@@ -274,7 +274,13 @@ class PrecisionSchedule(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Warn of a place behind the last step: a switch that this run never makes."""
+        """Take up the precision of the last step, and warn of a switch that is never made.
+
+        A run that is resumed at its end makes no step more, and one with `eval_on_start` evaluates
+        before the first: both are to evaluate and save in the precision of the step before.
+        """
+        if state.global_step or args.eval_on_start:
+            self._take_up(kwargs["model"], state, max(state.global_step - 1, 0))
         if not state.is_world_process_zero:
             return
         for name, place, effect in (
@@ -298,8 +304,7 @@ class PrecisionSchedule(TrainerCallback):
         if not args.load_best_model_at_end or state.best_model_checkpoint is None:
             return
         model = kwargs["model"]
-        config = Path(state.best_model_checkpoint) / CONFIG_NAME
-        recorded = read_json(config).get("quantization_config") if config.is_file() else None
+        recorded = _recorded(Path(state.best_model_checkpoint))
         _, layer = next(metis_layers(model), (None, None))
         if layer is None or recorded is None:
             return
@@ -316,6 +321,10 @@ class PrecisionSchedule(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         assert model is not None
+        self._take_up(model, state, state.global_step)
+
+    def _take_up(self, model: nn.Module, state: Any, step: int) -> None:
+        """Compute in the precision of the optimizer step after `step` others."""
         _, layer = next(metis_layers(model), (None, None))
         if layer is None:
             raise ValueError(
@@ -323,11 +332,19 @@ class PrecisionSchedule(TrainerCallback):
             )
         now = layer.config.high_precision
         on = set(now) - set(self.high_precision)
-        if self.is_high(state.global_step, state.max_steps):
+        if self.is_high(step, state.max_steps):
             on |= set(self.high_precision)
         if on != set(now):
             wanted = tuple(name for name in PASSES if name in on)
-            _switch(model, wanted, state, f"step {state.global_step}")
+            _switch(model, wanted, state, f"step {step}")
+
+
+def _recorded(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the config of the layers of a checkpoint, which is one of a model or of adapters."""
+    for name, key in ((CONFIG_NAME, "quantization_config"), (ADAPTER_CONFIG_NAME, "metis_config")):
+        if (checkpoint / name).is_file():
+            return read_json(checkpoint / name).get(key)
+    return None
 
 
 def _switch(model: nn.Module, wanted: Sequence[str], state: Any, when: str) -> None:

@@ -41,7 +41,7 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     check_split(model, "refresh()")
     check_engine(model, "refresh()")
     if optimizer is not None:
-        _check_moments(model, optimizer)
+        check_moments(model, optimizer)
     reshard(model)
     drifts = {}
     for name, layer in metis_layers(model):
@@ -69,12 +69,13 @@ def _factors(model: nn.Module) -> list[Tensor]:
     return [param for layer in split for param in layer.weight_params()[:-1]]
 
 
-def _check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a state that is more than what gradients left behind, as an average of weights is."""
     kept = {name for param in _factors(model) for name in optimizer.state.get(param) or {}}
     if unknown := sorted(kept - _BEFORE.keys()):
+        own = getattr(optimizer, "optimizer", optimizer)  # under accelerate's
         raise NotImplementedError(
-            f"refresh with {type(optimizer).__name__}, whose state has {', '.join(unknown)}: it is "
+            f"refresh with {type(own).__name__}, whose state has {', '.join(unknown)}: it is "
             "not known what that is for new factors. Train without refresh (refresh_interval=0), "
             'or with an optimizer of torch, as optim="adamw_torch"'
         )

@@ -18,7 +18,7 @@ def converted(scheme="metis", **changes):
     return get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme, **changes))
 
 
-def trainer(directory, model, schedule=None, *, held_out=0, **changes):
+def trainer(directory, model, schedule=None, *, held_out=0, cls=transformers.Trainer, **changes):
     ids = torch.randint(0, VOCAB, (64, 24), generator=torch.Generator().manual_seed(5))
     options = {
         "max_steps": 4,
@@ -30,7 +30,7 @@ def trainer(directory, model, schedule=None, *, held_out=0, **changes):
         "use_cpu": True,
         "save_strategy": "no",
     } | changes
-    made = transformers.Trainer(
+    made = cls(
         model,
         transformers.TrainingArguments(str(directory), **options),
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],

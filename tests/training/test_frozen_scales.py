@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from metis_hf import (
     MetisCallback,
@@ -18,18 +19,33 @@ from training.test_calibration import converted, ids
 class TestTraining:
     """Quantization-aware training by the Trainer."""
 
-    def train(self, tmp_path, model, *callbacks, **arguments):
+    def train(self, tmp_path, model, *callbacks, resume=None, **arguments):
+        arguments = {"save_strategy": "no"} | arguments
         data = [{"input_ids": row, "labels": row} for batch in ids(4) for row in batch]
         trainer = MetisTrainer(
             model,
             transformers.TrainingArguments(
                 str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[],
-                learning_rate=1e-2, save_strategy="no", use_cpu=True, **arguments,
+                learning_rate=1e-2, use_cpu=True, **arguments,
             ),
             train_dataset=data,
             callbacks=list(callbacks) or [MetisCallback(health_interval=0)],
         )  # fmt: skip
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
+
+    def test_a_resumed_adapter_without_the_fixed_scales_is_refused(self, tmp_path):
+        """Its checkpoints do not hold them: they would be fixed again from one step's inputs."""
+
+        def run(checkpoint=None, freeze_at=2):
+            model = get_peft_model(converted(), LoraConfig(r=2, target_modules="all-linear"))
+            callback = MetisCallback(health_interval=0, freeze_scales=freeze_at)
+            options = {"save_strategy": "steps", "save_steps": 2, "resume": checkpoint}
+            self.train(tmp_path, model, callback, **options)
+
+        run()
+        with pytest.raises(ValueError, match="goes on from step 2, freeze_scales=2 has fixed"):
+            run(str(tmp_path / "checkpoint-2"))
+        run(str(tmp_path / "checkpoint-2"), freeze_at=3)  # what is not fixed yet can be
 
     def test_calibrated_scales_stay_while_weights_train(self, tmp_path):
         model = converted()

@@ -10,8 +10,9 @@ import torch
 import transformers
 from conftest import llama
 from design import cases
+from peft import LoraConfig, get_peft_model
 
-from metis_hf import PrecisionSchedule, metis_layers, set_precision
+from metis_hf import MetisTrainer, PrecisionSchedule, metis_layers, set_precision
 from training.precision_tools import KINDS, PASSES, converted, losses, trainer
 
 
@@ -79,17 +80,59 @@ def test_resume_across_the_switch_is_exact(scheme, passes, tmp_path):
         assert {layer.config.high_precision for _, layer in metis_layers(loaded)} == {expected}
 
 
-def test_the_best_checkpoint_has_its_precision(tmp_path):
+def test_a_run_resumed_at_its_end_has_the_precision_of_its_last_step(tmp_path):
+    """It makes no step, and what comes after the training is of the checkpoint."""
+
+    def run():
+        schedule = PrecisionSchedule(at=2)
+        options = {"cls": MetisTrainer, "save_strategy": "steps", "save_steps": 2, "held_out": 4}
+        return trainer(tmp_path, converted("nvidia"), schedule, **options)
+
+    whole, again = run(), run()
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.model.config.quantization_config.high_precision == ("forward",)
+    assert again.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+
+
+def test_evaluation_before_the_first_step_has_its_precision(tmp_path):
+    """Of a new run that of its first step, of a resumed one that of the last before it."""
+
+    def run(place, **changes):
+        options = {"save_strategy": "steps", "save_steps": 2, "held_out": 4, "eval_on_start": True}
+        return trainer(tmp_path, converted("nvidia"), place, **options, **changes)
+
+    def first(made):
+        return next(e["eval_loss"] for e in made.state.log_history if "eval_loss" in e)
+
+    new = run(PrecisionSchedule(until=3))
+    exact = trainer(tmp_path, converted("bf16"), held_out=4).evaluate()["eval_loss"]
+    new.train()
+    assert first(new) == exact
+    whole = run(PrecisionSchedule(at=3), eval_strategy="steps", eval_steps=1)
+    whole.train()
+    resumed = run(PrecisionSchedule(at=3))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    at_two = [e["eval_loss"] for e in whole.state.log_history if "eval_loss" in e][2]
+    found = [e["eval_loss"] for e in resumed.state.log_history if "eval_loss" in e]
+    assert found[-1] == at_two
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_best_checkpoint_has_its_precision(adapters, tmp_path):
     """Trainer loads its weights alone; the model would stay in the last step's precision."""
+    model = converted("nvidia")
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
     made = trainer(
-        tmp_path, converted("nvidia"), PrecisionSchedule(at=2), save_strategy="steps", save_steps=1,
+        tmp_path, model, PrecisionSchedule(at=2), save_strategy="steps", save_steps=1,
         eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True,
         held_out=4,
     )  # fmt: skip
     made.train()
     best = int(made.state.best_model_checkpoint.rpartition("-")[2])
     assert best <= 2  # as the loss falls, and the largest counts as the best
-    assert not made.model.config.quantization_config.high_precision
+    assert not next(metis_layers(model))[1].config.high_precision
     assert made.evaluate()["eval_loss"] == made.state.best_metric
 
 

@@ -24,6 +24,7 @@ from metis_hf import (
     get_metis_model,
     metis_layers,
 )
+from metis_hf.monitoring.run_record import RUN_FILE
 from metis_hf.training.callback import HEALTH_FILE
 
 FP4 = of_each_kind(FP4_SCHEMES)
@@ -241,6 +242,48 @@ def test_auto_find_batch_size(tmp_path):
     lines = (tmp_path / HEALTH_FILE).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert not any(layer._forward_hooks for _, layer in metis_layers(model))
+    assert json.loads((tmp_path / RUN_FILE).read_text())["sequences_per_step"] == tried[-1]
+
+
+def test_nothing_of_an_interrupted_run_is_in_the_next(tmp_path):
+    """Not the figures of its measured step, as those of another."""
+
+    class Interrupt(transformers.TrainerCallback):
+        raised = False
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 3 and not self.raised:
+                self.raised = True
+                raise KeyboardInterrupt
+
+    callbacks = [MetisCallback(health_interval=4), Interrupt()]
+    made = trainer(tmp_path, converted(), callbacks, save_strategy="steps", save_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lines = (tmp_path / HEALTH_FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 4]
+
+
+def test_an_unlogged_refresh_of_one_run_is_not_in_the_next(tmp_path):
+    model = converted(split_weight=True, refresh_interval=3)
+    callbacks = [MetisCallback(health_interval=0)]
+    made = trainer(tmp_path, model, callbacks, max_steps=3, logging_steps=2)
+    made.train()
+    made.train()
+    first = next(entry for entry in made.state.log_history if "loss" in entry)
+    assert first["step"] == 2
+    assert "metis/refresh_drift" not in first
+
+
+def test_an_optimizer_that_a_refresh_refuses_is_refused_after_one_step(tmp_path):
+    model = converted(split_weight=True, refresh_interval=100)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=1e-4)
+    made = trainer(tmp_path, model, [MetisCallback(health_interval=0)], max_steps=200)
+    made.optimizer = optimizer
+    with pytest.raises(NotImplementedError, match="refresh with Rprop, whose state has"):
+        made.train()
+    assert made.state.global_step == 1
 
 
 # test_stateful_schemes resumes the others, within a window of steps.
