@@ -239,6 +239,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--paper", type=Path, help="checkout of the paper's released code")
     args = parse(parser)
+    if args.paper is not None and args.device.type == "cuda":
+        parser.error("the paper's code is timed on a CPU only: leave --paper or --device cuda out")
     prepare(args.threads)
     before = machine(args.device)
     shapes = GPU_SHAPES if args.device.type == "cuda" else SHAPES

@@ -130,7 +130,8 @@ def gpu_layer_ratio(name: str) -> Callable[[], float | None]:
         wanted = {"name": name, "kernels": "triton", "dtype": "bfloat16", "shape": GPU_SHAPE}
         for record in gpu_records().values():
             items = record["parts"].get("layer", {}).get("items", {}).values()
-            row = find([row for item in items for row in item.get("rows", ())], **wanted)
+            rows = [row for item in items for row in item.get("rows", ())]
+            row = find(rows[::-1], **wanted)  # the last one is the latest
             if row is not None and re.search("H100|H200", record["machine"].get("gpu", "")):
                 return row["ratio"]
         return None

@@ -14,7 +14,10 @@ from timing import Row
 
 PACKAGES = ("transformers", "accelerate", "triton", "pytest", "datasets", "pyarrow", "numpy")
 # Another value of these is another machine, whose results do not belong into one record.
-IDENTITY = ("device", "gpu", "torch", "transformers", "triton", "quick")
+IDENTITY = (
+    "device", "gpu", "torch", "transformers", "triton", "quick",
+    "allow_tf32", "float32_matmul_precision",
+)  # fmt: skip
 # Compute capabilities of GPUs that multiply FP4: B200, B300, RTX 50.
 FP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0))
 

@@ -143,7 +143,10 @@ def _kernels(entry: Entry) -> str:
     columns = ["shape", "dtype", "quantizer", "kernels", "ms (quartiles)", "over copy"]
     if cells:
         text += table([*columns, "GB/s", "first call, s"], cells)
-        text += "\nGB/s: the tensor read once and written once; a two-level scale reads it twice.\n"
+        text += (
+            "\nGB/s: the tensor read once and written once (sums and projections: read once); "
+            "a two-level scale reads it twice.\n"
+        )
     return text
 
 

@@ -219,8 +219,10 @@ def run_part(
     """
     entry.reason, stopped = "", False
     entry.errors.pop(ITSELF, None)
+    keys: set[str] = set()
     try:
         for item in part(context):
+            keys.add(item.key)
             known = item.key in entry.items and item.key not in entry.errors
             if known or item.key in leave:
                 continue
@@ -253,11 +255,21 @@ def run_part(
     except Exception:
         entry.errors[ITSELF] = _error_text()
         say(f"{name}: FAILED: {entry.errors[ITSELF].splitlines()[-1]}")
+    else:
+        if not stopped and not keys & entry.errors.keys():
+            _keep(entry, keys)
     entry.state = FAILED if entry.errors else UNFINISHED if stopped else DONE
     if entry.errors:
         what = f"{len(entry.errors)} of its measurements failed"
         entry.reason = f"{what}; {entry.reason}" if entry.reason else what
     written()
+
+
+def _keep(entry: Entry, keys: set[str]) -> None:
+    """Drop what the entry holds of other measurements: the part has them no more."""
+    for values in (entry.items, entry.errors, entry.seconds, entry.commits):
+        for key in values.keys() - keys:
+            del values[key]
 
 
 def _measure(item: Item, entry: Entry) -> None:

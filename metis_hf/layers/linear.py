@@ -142,7 +142,7 @@ class MetisLayer(nn.Module):
             f"scheme {config.scheme!r} stores weights in another form than the one in which "
             'this model was converted. high_precision=("forward", "backward") runs the stored '
             "form unquantized, to_dense makes a plain model (split_weight=True or False at "
-            "conversion gives all schemes one form)"
+            "conversion gives nearly all schemes one form)"
         )
 
     def active_scheme(self) -> Scheme:

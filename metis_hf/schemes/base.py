@@ -204,7 +204,8 @@ class Scheme:
 
         What one pass gives up the other keeps: a quantized operand that was shared with it is then
         quantized for the other pass alone. So does a weight that is quantized in the forward pass
-        keep its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator.
+        keep its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator. That copy
+        is made for a GEMM of its own, and so in blocks along what that GEMM contracts.
         """
         scheme = self
         if "backward" in passes:

@@ -27,6 +27,7 @@ _TRIED: dict[str, tuple[Any, ...]] = {
     "backward_rounding": ("nearest", "stochastic"),
     "scale_rounding": ("nearest", "up", "floor", "even"),
     "two_level": (True, False),
+    "outer_scale": ("tensor", "token"),
 }
 
 

@@ -62,6 +62,41 @@ def test_a_part_goes_on_where_the_minutes_ended():
     assert list(entry.items) == list(entry.seconds) == ["first", "second"]
 
 
+def test_what_a_part_has_no_more_is_dropped_when_it_has_run_to_its_end():
+    """Results and errors of an item that was renamed: they would stand beside the new ones."""
+    entry, calls = Entry(), []
+    entry.items, entry.seconds = {"old": {"value": 1}}, {"old": 1.0}
+    entry.errors, entry.commits = {"tests/old.py": "1 failed"}, {"old": "abc"}
+    measure(two_items(calls), entry, Stopped(1))
+    assert "old" in entry.items
+    measure(two_items(calls), entry)
+    assert (entry.state, entry.errors) == (records.DONE, {})
+    assert set(entry.items) == set(entry.seconds) == {"first", "second"}
+    assert "old" not in entry.commits
+
+
+def test_a_part_that_breaks_off_drops_nothing():
+    def part(_context):
+        yield Item("plan", lambda: 1 / 0)
+
+    entry = Entry()
+    entry.items = {"scheme": {"value": 1}}
+    measure(part, entry)
+    assert entry.state == records.FAILED
+    assert list(entry.items) == ["scheme"]
+
+
+def test_the_latest_layer_decides(monkeypatch):
+    def row(ratio):
+        return {"name": "metis", "kernels": "triton", "dtype": "bfloat16",
+                "shape": report.GPU_SHAPE, "ratio": ratio}  # fmt: skip
+
+    items = {"old": {"rows": [row(9.0)]}, "old, triton": {"rows": [row(2.0)]}}
+    found = {"machine": {"gpu": "NVIDIA H200"}, "parts": {"layer": {"items": items}}}
+    monkeypatch.setattr(report, "gpu_records", lambda: {"gpu-nvidia-h200": found})
+    assert report.gpu_layer_ratio("metis")() == 2.0
+
+
 def test_what_is_known_to_take_longer_than_is_left_does_not_begin():
     entry = Entry()
     measure(lambda _: [Item("long", lambda: 1 / 0, seconds=61.0)], entry, Clock(1))

@@ -19,7 +19,9 @@ from on_gpu import kernels, parts, suite
 from on_gpu import record as records
 from on_gpu.record import Clock, CutOff, Entry
 
+from metis_hf import MetisConfig
 from metis_hf.numerics import native
+from metis_hf.schemes.registry import layer_rank
 
 
 def test_kernels_with_other_bits_are_named(monkeypatch):
@@ -87,8 +89,13 @@ def test_what_is_around_gemms_is_timed_as_operations_and_in_one_launch(monkeypat
     found = kernels.around_gemms((128, 64), context)
     names = [row["name"] for row in found["rows"] if row["kernels"] == "reference"]
     assert names[:3] == ["outer scale", "bias", "outer scale and bias"]
-    assert names[3:] == ["sums of rows", "projection on 46 directions"]
+    assert names[3:] == ["sums of rows", "projection on 48 directions"]
     assert len(found[records.FAILURES]) == len(names)
+    assert layer_rank(MetisConfig(), 768, 2304) == kernels.DIRECTIONS
+    rows = {row["name"]: row for row in found["rows"] if row["kernels"] == "reference"}
+    for name, passes in (("bias", 2), ("sums of rows", 1)):
+        rate = passes * 128 * 64 * 2 / (rows[name]["ms"] / 1e3) / 1e9
+        assert rows[name]["gb_per_s"] == pytest.approx(rate)
     assert all(", triton: RuntimeError: " in error for error in found[records.FAILURES])
 
 

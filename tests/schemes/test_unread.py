@@ -32,6 +32,8 @@ def test_defaults_are_no_wish(scheme):
         ({"scheme": "bf16", "format": "int4", "scheme_pattern": {"q_proj": "nvfp4"}}, []),
         ({"scheme": "w4a4", "operand_mode": "contraction"}, ["operand_mode"]),
         ({"scheme": "mxfp4", "two_level": True}, []),
+        ({"scheme": "bf16", "outer_scale": "token"}, ["outer_scale"]),
+        ({"scheme": "nvidia", "outer_scale": "token"}, []),
         ({"scheme": "metis", "high_precision": ["forward", "backward"], "n_iter": 2}, []),
     ],
     ids=str,
