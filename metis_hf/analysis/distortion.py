@@ -165,7 +165,10 @@ class Sample:
         index = row_index(self.x, rows)
         stored = None if self.stored is None else self.stored.rows(index)
         shape = self.quantizers.shape if stored is None else (rows, self.x.shape[1])
-        quantizers = Quantizers(self.quantizers.name, shape, self.quantizers.split_rank())
+        rank = self.quantizers.split_rank()
+        if stored is not None and stored.parts is not None and self.quantizers.rank is None:
+            rank = len(stored.parts[1])  # as it is stored, not as the scheme's defaults have it
+        quantizers = Quantizers(self.quantizers.name, shape, rank)
         return Sample(self.x[index], self.kind, quantizers, stored)
 
 

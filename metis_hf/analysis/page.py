@@ -241,7 +241,9 @@ def _method(result: Analysis) -> list[str]:
         "10 components if that is more. A matrix of independent normal entries has an elbow too: "
         "its share stands beside every other, and a share alone is no evidence of anisotropy; the "
         "energy that it holds is.",
-        f"Metis keeps {shown} directions apart. Quantizers are the schemes' own, in training mode.",
+        f"Metis keeps {shown} directions of inputs apart, by default a quarter of them for output "
+        "gradients and none for weights; where figures show what it leaves, as many as for inputs "
+        "are taken off each tensor. Quantizers are the schemes' own, in training mode.",
         "Histograms show about 4 million elements of a larger matrix, in whole rows.",
         "The table measures activations and gradients on the first 8 sequences, figures on at most "
         "4096 rows, alignment on all. A matrix with both sides above 4096 is row-sampled to 4096, "

@@ -77,6 +77,22 @@ def test_residual_of_a_split_that_keeps_every_direction():
     assert len(residual_spectra(stored, None, 31)["Metis: weight without its top 31"]["sigma"]) == 1
 
 
+def test_rows_of_a_split_weight_are_quantized_as_it_is_stored():
+    """With the rank that it is stored in, which is not the scheme's own."""
+    weight, noise = torch.randn(2, 96, 96, generator=torch.Generator().manual_seed(0))
+    u, s, vh = torch.linalg.svd(weight - noise / 8)
+    parts = (u[:, :32], s[:32], vh[:32], weight - (u[:, :32] * s[:32]) @ vh[:32])
+    stored = StoredWeight("layer", weight, parts, SplitWeight(32), "metis")
+    few = Sample(weight, "weight", Quantizers("layer", (96, 96)), stored).limited(80)
+    assert few.x.shape == (80, 96)
+    assert few.stored is not None
+    assert few.quantizers.rank == 32
+    wanted = Quantizers("layer", (80, 96), 32).weight(few.stored, "metis").values
+    direct = Quantizers("layer", (80, 96), 31).weight(few.stored, "metis").values
+    assert torch.equal(few.quantize("metis").values, wanted)
+    assert not torch.equal(wanted, direct)
+
+
 @pytest.mark.parametrize("build", [llama, gpt2])
 @pytest.mark.parametrize("shard", ["5GB", "100KB"])
 def test_streamed_weights_are_the_models(build, shard, tmp_path):
