@@ -344,9 +344,9 @@ class MetisLinear(MetisLayer):
         if w.is_meta:  # a checkpoint is about to be loaded into it
             factors = tuple(w.new_empty(shape) for shape in self.weight_form.shapes(*w.shape))
         else:
-            factors = self.weight_form.decompose(w, self.key)
+            factors = self.weight_form.stored(w, self.key, w.dtype)
         for name, factor in zip(self.weight_form.names, factors):
-            param = nn.Parameter(factor.to(w.dtype).contiguous(), weight.requires_grad)
+            param = nn.Parameter(factor.contiguous(), weight.requires_grad)
             self.register_parameter(name, param)
         self.bias = None if bias is None else _parameter(bias)
         self._register_state()

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Encoded, LowRank
 from metis_hf.operands.operand import Quantized
@@ -139,6 +140,19 @@ class SplitWeight(WeightForm):
             u, vh = u * w.shape[0] ** 0.5, vh * w.shape[1] ** 0.5
             residual = w.to(u.dtype) - (u * (s * self.gain)) @ vh
         return u, s, vh, residual
+
+    def stored(self, w: Tensor, key: Key, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the parameters of a weight [o i] in the dtype that they are stored in.
+
+        The residual is taken against the factors as they are stored: it holds what rounding took
+        off them.
+        """
+        *factors, residual = self.decompose(w, key)
+        factors = [factor.to(dtype) for factor in factors]
+        if dtype.itemsize < residual.dtype.itemsize:
+            wide = [factor.to(residual.dtype) for factor in factors]
+            residual = w.to(residual.dtype) - self.dense((*wide, torch.zeros_like(residual)))
+        return (*factors, residual.to(dtype))
 
     def factor_bits(self, shape, bits):
         (o, i), k = shape, self.rank

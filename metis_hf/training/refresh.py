@@ -6,6 +6,8 @@ optimizer, DDP's buckets and FSDP2's shards keep their parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.refusals import DEEPSPEED_MARKS
 from metis_hf.layers.linear import MetisLayer, full_tensor
+from metis_hf.operands import SplitWeight
 
 
 @torch.no_grad()
@@ -154,13 +157,19 @@ def is_deepspeed(model: nn.Module) -> bool:
 def refresh_layer(layer: MetisLayer) -> float:
     """Decompose one weight again, in place; return its relative drift."""
     params = [full_tensor(param) for param in layer.weight_params()]
-    before = layer.weight_form.dense(params).float()
-    factors = layer.weight_form.decompose(before, layer.key)
-    values = [_agreed(f.to(p.dtype)) for f, p in zip(factors, params)]
+    form = layer.weight_form
+    assert isinstance(form, SplitWeight)
+    before = form.dense(_in_fp32_or_more(params)).float()
+    values = [_agreed(factor) for factor in form.stored(before, layer.key, params[-1].dtype)]
     for param, value in zip(layer.weight_params(), values):
         write(param, value)
-    drift = torch.linalg.vector_norm(layer.weight_form.dense(values).float() - before)
+    after = form.dense(_in_fp32_or_more(values)).float()
+    drift = torch.linalg.vector_norm(after - before)
     return (drift / torch.linalg.vector_norm(before).clamp_min(1e-30)).item()
+
+
+def _in_fp32_or_more(params: Sequence[Tensor]) -> list[Tensor]:
+    return [p if p.dtype is torch.float64 else p.float() for p in params]
 
 
 def _agreed(value: Tensor) -> Tensor:
