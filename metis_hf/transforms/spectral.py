@@ -103,11 +103,14 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
     row = (torch.arange(sums, device=x.device)[:, None] + shift) % sums + stretch * sums  # [n g]
     chance = uniform(row.shape, key, x.device)
     sign = torch.where(chance < 0.5, -1.0, torch.ones_like(chance))
-    taken, other = row < t, torch.zeros_like(row[0, 0])
+    taken = row < t
     if mask is not None:
         taken = taken & mask[row.clamp(max=t - 1)]
-        other = mask.int().argmax()  # 0 x NaN is NaN: padding is not even multiplied
-    sign, row = torch.where(taken, sign, 0.0), torch.where(taken, row, other)
+    # 0 x NaN is NaN: padding is not even multiplied, and no sum has a row that is not its own.
+    own = row.gather(1, taken.int().argmax(1, keepdim=True))
+    if mask is not None:
+        own = torch.where(taken.any(1, keepdim=True), own, mask.int().argmax())
+    sign, row = torch.where(taken, sign, 0.0), torch.where(taken, row, own)
     x = x.float() if x.dtype is torch.float16 else x  # sums leave its range
     return embedding_bag(row, x, mode="sum", per_sample_weights=sign.to(x.dtype))
 

@@ -12,6 +12,12 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.transforms.spectral import find_subspace, sample_rows, sum_count, sum_rows
+from numerics.kernels.sums_cases import SumsCases
+
+
+class TestOperations(SumsCases):
+    kernels = "reference"
+    device = "cpu"
 
 
 def taken(t: int, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:

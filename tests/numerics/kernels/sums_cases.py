@@ -21,10 +21,11 @@ SIZES = [(2, 1), (40, 3), (37, 9), (161, 10), (150, 10), (330, 10)]
 
 class SumsCases:
     device: str
+    kernels = "triton"
 
     def sums(self, x: Tensor, count: int, key: Key, mask: Tensor | None = None) -> Tensor:
         there = key._replace(data=None if key.data is None else key.data.to(self.device))
-        with use_kernels("triton"):
+        with use_kernels(self.kernels):
             found = sum_rows(
                 x.to(self.device), count, there, None if mask is None else mask.to(self.device)
             )
@@ -61,6 +62,17 @@ class SumsCases:
         for value in (float("nan"), float("inf"), 1e30):
             x[~mask] = value
             assert torch.equal(self.sums(x, 9, Key(5), mask), self.sums(clean, 9, Key(5)))
+
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_a_row_that_is_not_finite_is_in_one_sum(self, masked) -> None:
+        """The first row too, which stands for places beyond the last."""
+        x = torch.randn(161, 20, generator=seeded(0))
+        mask = torch.arange(161) % 3 != 1 if masked else None
+        for row in (0, 159):
+            bad = x.clone()
+            bad[row, 3] = float("nan")
+            sums = self.sums(bad, 10, Key(5), mask)
+            assert sums.isnan().sum(0).tolist() == [0] * 3 + [1] + [0] * 16
 
     def test_tensors_of_other_kinds_go_the_other_way(self) -> None:
         x = torch.randn(40, 6, generator=seeded(0))
