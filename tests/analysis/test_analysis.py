@@ -16,15 +16,13 @@ from typer.testing import CliRunner
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.analysis import analyze, capture, figures
-from metis_hf.analysis.distortion import SCHEMES, Quantizers, Sample, distortion_data
-from metis_hf.analysis.portrait import residual_spectra
+from metis_hf.analysis.distortion import Quantizers
 from metis_hf.analysis.result import KINDS
-from metis_hf.analysis.source import StoredWeight, WeightSource, last_ffn, portrait_layers
+from metis_hf.analysis.source import WeightSource, last_ffn, portrait_layers
 from metis_hf.cli import app
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.noise_keys import CallKeys
-from metis_hf.operands.split_weight import SplitWeight
 from metis_hf.schemes import Role
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
@@ -66,31 +64,6 @@ def analysis(checkpoint):
         layers="layers.1.mlp|0.mlp.down",
     )
     return result, out
-
-
-def test_residual_of_a_split_that_keeps_every_direction():
-    """As in small layers, where 32 are all: no component is left to compare with."""
-    weight, noise = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
-    parts = (torch.eye(32), torch.ones(32), weight - noise / 8, noise / 8)
-    stored = StoredWeight("layer", weight, parts, SplitWeight(len(parts[1])), "metis")
-    assert list(residual_spectra(stored, None, 32)) == ["Metis: residual", "Metis: whole weight"]
-    assert len(residual_spectra(stored, None, 31)["Metis: weight without its top 31"]["sigma"]) == 1
-
-
-def test_rows_of_a_split_weight_are_quantized_as_it_is_stored():
-    """With the rank that it is stored in, which is not the scheme's own."""
-    weight, noise = torch.randn(2, 96, 96, generator=torch.Generator().manual_seed(0))
-    u, s, vh = torch.linalg.svd(weight - noise / 8)
-    parts = (u[:, :32], s[:32], vh[:32], weight - (u[:, :32] * s[:32]) @ vh[:32])
-    stored = StoredWeight("layer", weight, parts, SplitWeight(32), "metis")
-    few = Sample(weight, "weight", Quantizers("layer", (96, 96)), stored).limited(80)
-    assert few.x.shape == (80, 96)
-    assert few.stored is not None
-    assert few.quantizers.rank == 32
-    wanted = Quantizers("layer", (80, 96), 32).weight(few.stored, "metis").values
-    direct = Quantizers("layer", (80, 96), 31).weight(few.stored, "metis").values
-    assert torch.equal(few.quantize("metis").values, wanted)
-    assert not torch.equal(wanted, direct)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
@@ -181,37 +154,6 @@ def test_quantized_weight_is_what_the_layer_multiplies(split, checkpoint, tmp_pa
     if not split:
         lost = (w_hat.values == 0) & (params[0] != 0)
         assert quantized.zeroed == pytest.approx(float(lost.sum() / (params[0] != 0).sum()))
-
-
-def test_quantized_rows_are_the_schemes_operands():
-    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
-    quantizers = Quantizers("layer", (32, 48), rank=4)
-    assert quantizers.split_rank() == 4
-    sample = Sample(x, "activation", quantizers)
-    direct = sample.quantize("nvfp4")
-    assert direct.zeroed == float(((direct.values == 0) & (x != 0)).float().mean())
-    # E2M1 with 16 elements a scale: at most 15 levels in a block.
-    assert max(len(row.unique()) for row in direct.values.view(-1, 16)) <= 15
-    assert torch.equal(direct.values, sample.quantize("nvfp4").values)  # noise repeats
-    data, copies = distortion_data(sample)
-    assert list(data) == list(copies) == list(SCHEMES)
-    assert data["metis"]["sqnr_db"] > data["nvfp4"]["sqnr_db"]
-    for errors in data.values():
-        assert len(errors["sigma_error"]) == len(errors["left"]) == 48
-
-
-@pytest.mark.parametrize("scheme", ["smoothquant", "outlier-suppression-plus", "svdquant"])
-def test_operands_that_need_a_call_are_refused(scheme):
-    """By themselves they would quantize directly, and pass that off as the scheme's."""
-    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
-    quantizers = Quantizers("layer", (64, 48), rank=4)
-    stored = StoredWeight("layer", x)
-    with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
-        Sample(x, "activation", quantizers).quantize(scheme)
-    with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
-        Sample(x, "weight", quantizers, stored).quantize(scheme)
-    # What does not depend on the call is measured.
-    assert Sample(x, "gradient", quantizers).quantize(scheme).zeroed > 0
 
 
 def test_captured_rows_are_the_layers_inputs_and_gradients():
