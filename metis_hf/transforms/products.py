@@ -16,9 +16,10 @@ def thin_product(x: Tensor, v: Tensor) -> Tensor:
 
     A CUDA device multiplies `x` in BF16 by each of three matrices in BF16 whose sum is `v`, and
     adds up in FP32. Products are exact, as they are of FP32 numbers, and tensor cores compute them;
-    `x` is not written out in FP32.
+    `x` is not written out in FP32. ROCm's GEMMs give no FP32 of BF16 up to torch 2.9.
     """
-    if x.dtype is torch.bfloat16 and v.dtype is torch.float32 and kernels_for(x, v) == "triton":
+    mixed = x.dtype is torch.bfloat16 and v.dtype is torch.float32
+    if mixed and torch.version.hip is None and kernels_for(x, v) == "triton":
         (rows, columns), width = x.shape, v.shape[1]
         parts = bf16_parts(v.T, -(-width // _ALIGNED) * _ALIGNED)  # [3 k' c]
         products = torch.mm(x, parts.view(-1, columns).T, out_dtype=torch.float32)
