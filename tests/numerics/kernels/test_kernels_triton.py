@@ -71,6 +71,13 @@ class Recorder:
         return launch
 
 
+def recorded(monkeypatch, module, name: str) -> Recorder:
+    """Let a recorder stand for a kernel of a module."""
+    recorder = Recorder(getattr(module, name))
+    monkeypatch.setattr(module, name, recorder)
+    return recorder
+
+
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
     """A function that makes launches compile for a GPU of some compute capability."""
@@ -92,10 +99,8 @@ def compile_for(monkeypatch, tmp_path):
 
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
         monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-        recorders = Recorder(triton_kernels.find_amax), Recorder(triton_kernels.quantize)
-        monkeypatch.setattr(triton_kernels, "find_amax", recorders[0])
-        monkeypatch.setattr(triton_kernels, "quantize", recorders[1])
-        return recorders
+        amax = recorded(monkeypatch, triton_kernels, "find_amax")
+        return amax, recorded(monkeypatch, triton_kernels, "quantize")
 
     return use
 
@@ -174,8 +179,7 @@ def test_packing_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     from metis_hf.numerics.kernels.triton_launch import pack, unpack
 
     _, write = compile_for(HOPPER)
-    read = Recorder(triton_kernels.unpack)
-    monkeypatch.setattr(triton_kernels, "unpack", read)
+    read = recorded(monkeypatch, triton_kernels, "unpack")
     low = torch.randn(64, 256, generator=seeded(0))
     x = low.bfloat16()
     square = Quantizer(tile="square", scale_rule="four-over-six")
@@ -198,9 +202,8 @@ def test_noise_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     from metis_hf.numerics.kernels import triton_noise
 
     compile_for(HOPPER)
-    draw, samples = Recorder(triton_noise.draw), Recorder(triton_noise.hash_samples)
-    monkeypatch.setattr(triton_noise, "draw", draw)
-    monkeypatch.setattr(triton_noise, "hash_samples", samples)
+    draw = recorded(monkeypatch, triton_noise, "draw")
+    samples = recorded(monkeypatch, triton_noise, "hash_samples")
     for rows in (16, 33, 1):
         key = noise.Key(rows, torch.tensor(3, dtype=torch.int32))
         triton_noise.uniform(torch.Size((rows, 48)), key, torch.device("cpu"))
@@ -219,8 +222,7 @@ def test_the_epilogue_is_compiled_for_gpus(compile_for, monkeypatch) -> None:
     from metis_hf.numerics.kernels import triton_epilogue
 
     compile_for(HOPPER)
-    recorder = Recorder(triton_epilogue.finish)
-    monkeypatch.setattr(triton_epilogue, "finish", recorder)
+    recorder = recorded(monkeypatch, triton_epilogue, "finish")
     for rows in (64, 48):  # and is not compiled again
         out = torch.zeros(rows, 48, dtype=torch.bfloat16)
         scale, bias = torch.ones(()), torch.zeros(48)
@@ -242,8 +244,7 @@ def test_sums_of_rows_are_compiled_for_gpus(compile_for, monkeypatch) -> None:
     from metis_hf.numerics.kernels import triton_sums
 
     compile_for(HOPPER)
-    recorder = Recorder(triton_sums.add_rows)
-    monkeypatch.setattr(triton_sums, "add_rows", recorder)
+    recorder = recorded(monkeypatch, triton_sums, "add_rows")
     key = noise.Key(3, torch.tensor(3, dtype=torch.int32))
     for sums, stretches in ((16, 4), (17, 3), (1, 70)):
         x = torch.zeros(sums * stretches, 256, dtype=torch.bfloat16)
