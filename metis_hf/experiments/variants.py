@@ -99,8 +99,8 @@ class Variant:
             return [PrecisionSchedule(**self.precision_schedule)]
         except TypeError as error:
             raise ValueError(
-                f"variant {self.name!r}: precision_schedule is {{at, high_precision, until}}; "
-                f"{error}"
+                f"variant {self.name!r}: precision_schedule is {{at, between, high_precision, "
+                f"until}}; {error}"
             ) from None
 
     def metis_config(self, seed: int) -> MetisConfig:

@@ -218,7 +218,7 @@ def _check_form(name: str, layer: MetisLayer, config: MetisConfig) -> None:
 
 
 class PrecisionSchedule(TrainerCallback):
-    """Runs the first or the last part of a training, or both, in higher precision.
+    """Runs the first, the last or a middle part of a training in higher precision.
 
     NVIDIA's report on NVFP4 pretraining (arXiv 2509.25149) finds that switching the forward pass to
     BF16 towards the end closes most of the gap to BF16. Saved checkpoints carry the switch; a
@@ -231,9 +231,10 @@ class PrecisionSchedule(TrainerCallback):
             not named stays as the model's config has it.
         until: the step, or the share of all steps if below 1, before which they run unquantized
             too; None: they are quantized from the start.
+        between: two of these, from which on and before which they run unquantized too.
 
     Raises:
-        ValueError: no positive share or whole step, or no such pass.
+        ValueError: no positive share or whole step, `between` is no two of them, or no such pass.
     """
 
     def __init__(
@@ -241,35 +242,55 @@ class PrecisionSchedule(TrainerCallback):
         at: float | None = None,
         high_precision: Sequence[str] = ("forward",),
         until: float | None = None,
+        between: Sequence[float] | None = None,
     ) -> None:
-        for name, value in (("at", at), ("until", until)):
-            if value is not None and (value <= 0 or (value >= 1 and value != int(value))):
-                raise ValueError(
-                    f"{name}={value}; expected a step >= 1 or a share of the steps below 1"
-                )
-        if at is None and until is None:
+        if between is not None and (not isinstance(between, list | tuple) or len(between) != 2):
+            raise ValueError(f"between={between!r}; expected two steps, or shares of the steps")
+        for name, places in (("at", (at,)), ("until", (until,)), ("between", between or ())):
+            for value in places:
+                if value is not None and (value <= 0 or (value >= 1 and value != int(value))):
+                    raise ValueError(
+                        f"{name}={value}; expected a step >= 1 or a share of the steps below 1"
+                    )
+        if at is None and until is None and between is None:
             at = 0.9
         if isinstance(high_precision, str) or not set(high_precision) & set(PASSES):
             raise ValueError(f"high_precision={high_precision!r}; expected a list of {PASSES}")
         MetisConfig(high_precision=tuple(high_precision))  # refuses unknown names
         self.at = at
         self.until = until
+        self.between = None if between is None else tuple(between)
         self.high_precision = tuple(high_precision)
 
     def is_high(self, step: int, max_steps: int) -> bool:
         """Return whether the optimizer step after `step` others runs in higher precision.
 
         Raises:
-            ValueError: `until` is no earlier than `at`: no step of this run would be quantized.
+            ValueError: two of the parts leave no step of this run quantized between them.
         """
-        first = 0 if self.until is None else _steps(self.until, max_steps)
-        last = max_steps if self.at is None else _steps(self.at, max_steps)
-        if self.until is not None and self.at is not None and first >= last:
+        parts = self._parts(max_steps)
+        covered = 0
+        for first, last in sorted(parts.values()):
+            covered = max(covered, last) if first <= covered else covered
+        if len(parts) > 1 and covered >= max_steps:
+            said = " and ".join(f"{name}={getattr(self, name)}" for name in parts)
             raise ValueError(
-                f"until={self.until} and at={self.at} of {max_steps} steps leave no step "
+                f"{said} of {max_steps} steps leave no step "
                 "quantized; switch to four bits before switching back"
             )
-        return step < first or step >= last
+        return any(first <= step < last for first, last in parts.values())
+
+    def _parts(self, max_steps: int) -> dict[str, tuple[int, int]]:
+        """Return the first step of each part, and the first behind it."""
+        parts = {}
+        if self.until is not None:
+            parts["until"] = 0, _steps(self.until, max_steps)
+        if self.between is not None:
+            first, last = (_steps(place, max_steps) for place in self.between)
+            parts["between"] = first, last
+        if self.at is not None:
+            parts["at"] = _steps(self.at, max_steps), max_steps
+        return parts
 
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
@@ -283,19 +304,22 @@ class PrecisionSchedule(TrainerCallback):
             self._take_up(kwargs["model"], state, max(state.global_step - 1, 0))
         if not state.is_world_process_zero:
             return
-        for name, place, effect in (
-            ("at", self.at, "so it never switches to higher precision"),
-            ("until", self.until, "so that no step is quantized"),
-        ):
-            if place is not None and _steps(place, state.max_steps) >= state.max_steps:
-                logger.warning(
-                    "PrecisionSchedule(%s=%s): this run ends after %d steps, %s; choose a smaller "
-                    "step, or a share below 1",
-                    name,
-                    place,
-                    state.max_steps,
-                    effect,
-                )
+        steps = state.max_steps
+        for name, (first, last) in self._parts(steps).items():
+            if first >= min(last, steps):
+                effect = "so it never switches to higher precision"
+            elif name == "until" and last >= steps:
+                effect = "so that no step is quantized"
+            else:
+                continue
+            logger.warning(
+                "PrecisionSchedule(%s=%s): this run ends after %d steps, %s; choose other steps, "
+                "or shares below 1",
+                name,
+                getattr(self, name),
+                steps,
+                effect,
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any

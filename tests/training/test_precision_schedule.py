@@ -169,6 +169,30 @@ def test_the_switch_is_late_if_nothing_else_is_said():
     assert [schedule.is_high(step, 20) for step in range(20)] == [False] * 18 + [True] * 2
 
 
+def test_high_precision_in_the_middle(tmp_path):
+    """Only the passes of those steps change, and a run resumed inside the part goes on in it."""
+    seen = []
+
+    class Spy(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(next(metis_layers(model))[1].config.high_precision)
+
+    def run(**changes):
+        made = trainer(
+            tmp_path, converted("nvidia"), PrecisionSchedule(between=(1, 3)), **changes
+        )  # fmt: skip
+        made.add_callback(Spy)
+        return made
+
+    whole = run(save_strategy="steps", save_steps=1)
+    whole.train()
+    assert seen == [(), ("forward",), ("forward",), ()]
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen[4:] == [("forward",), ()]
+    assert losses(resumed) == losses(whole)
+
+
 @pytest.mark.parametrize(("until", "at"), [(1, None), (1, 3), (0.25, 0.75)])
 def test_high_precision_at_the_start(until, at, plain_losses, tmp_path):
     """The exact model's first loss, then four bits; a resumed run is the same to the bit."""
@@ -189,12 +213,51 @@ def test_high_precision_at_the_start(until, at, plain_losses, tmp_path):
     assert losses(resumed) == losses(whole)
 
 
+def high_steps(steps, **places):
+    schedule = PrecisionSchedule(**places)
+    return [step for step in range(steps) if schedule.is_high(step, steps)]
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ({"between": (3, 5)}, [3, 4]),
+        ({"between": [0.2, 0.5]}, [2, 3, 4]),
+        ({"between": (0.2, 5)}, [2, 3, 4]),
+        ({"between": (3, 5), "at": 0.9}, [3, 4, 9]),
+        ({"between": (3, 5), "until": 1, "at": 8}, [0, 3, 4, 8, 9]),
+        ({"between": (2, 5), "until": 3}, [0, 1, 2, 3, 4]),
+        ({"between": (8, 20)}, [8, 9]),
+        ({"between": (12, 20)}, []),
+        ({"between": (5, 3)}, []),
+    ],
+)
+def test_the_steps_of_a_middle_part(places, expected):
+    assert high_steps(10, **places) == expected
+
+
+@pytest.mark.parametrize("between", [3, (3,), (1, 2, 3), "ab"])
+def test_a_middle_part_has_two_ends(between):
+    with pytest.raises(ValueError, match=r"between=.*; expected two steps, or shares"):
+        PrecisionSchedule(between=between)
+
+
+def test_parts_that_meet_leave_no_step():
+    places = {"until": 3, "between": (2, 0.8), "at": 8}
+    with pytest.raises(ValueError, match=r"until=3 and between=\(2, 0.8\) and at=8 of 10 steps"):
+        high_steps(10, **places)
+    places["at"] = 18
+    assert high_steps(20, **places) == [*range(16), 18, 19]
+
+
 @pytest.mark.parametrize("at", [0, -1, 2.5])
 def test_schedule_at(at):
     with pytest.raises(ValueError, match=rf"at={at}; expected a step"):
         PrecisionSchedule(at=at)
     with pytest.raises(ValueError, match=rf"until={at}; expected a step"):
         PrecisionSchedule(until=at)
+    with pytest.raises(ValueError, match=rf"between={at}; expected a step"):
+        PrecisionSchedule(between=(at, 5))
 
 
 def test_schedule_without_a_quantized_step():
@@ -218,7 +281,10 @@ def test_schedule_without_a_converted_layer(tmp_path):
     [
         ({"at": 4}, "PrecisionSchedule(at=4): this run ends after 4 steps, so it never switches"),
         ({"until": 5}, "PrecisionSchedule(until=5): this run ends after 4 steps, so that no step"),
+        ({"between": (4, 9)}, "PrecisionSchedule(between=(4, 9)): this run ends after 4 steps, so"),
+        ({"between": (0.4, 0.6)}, "PrecisionSchedule(between=(0.4, 0.6)): this run ends after 4"),
         ({"at": 3, "until": 1}, None),
+        ({"between": (1, 3)}, None),
     ],
 )
 def test_a_switch_behind_the_last_step_is_named(places, message, tmp_path, caplog):
