@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -73,22 +75,26 @@ def merge_packed(
         (the base model, packed again and without adapters; the cost of each layer).
 
     Raises:
-        ValueError: `requantize=False`; no packed layer with an adapter; an adapter that is not
+        ValueError: `requantize=False`; no packed layer with such an adapter; an adapter that is not
             finite. The model is then unchanged.
     """
     layers = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, PackedLoraLinear) and isinstance(layer.get_base_layer(), PackedLinear)
+        if isinstance(layer, PackedLoraLinear)
+        and isinstance(layer.get_base_layer(), PackedLinear)
+        and layer.adapters_to_merge(adapter_names)
     }
     if not layers or not isinstance(model, PeftModel):
+        asked = "adapter" if adapter_names is None else f"adapter of {adapter_names}"
         raise ValueError(
-            f"{type(model).__name__} has no adapter over a packed layer, so there is nothing to "
+            f"{type(model).__name__} has no {asked} over a packed layer, so there is nothing to "
             "quantize again; give what get_peft_model or PeftModel.from_pretrained returned"
         )
     for layer in layers.values():
         for name in layer.adapters_to_merge(adapter_names):
             layer.check_merge(name, _base(layer).bias, safe_merge=True)
+    _check_others(model, adapter_names)
     scales = _scales(model, layers, adapter_names)
     report = MergeReport(
         tuple(_cost(layer, scales[name], adapter_names) for name, layer in layers.items())
@@ -106,6 +112,18 @@ def merge_packed(
         layer.requantize = scales[name]
     merged = model.merge_and_unload(adapter_names=adapter_names)
     return merged, report
+
+
+def _check_others(model: PeftModel, adapter_names: list[str] | None) -> None:
+    """Refuse adapters with NaN or inf over what is not packed, such as a head."""
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or isinstance(layer, PackedLoraLinear):
+            continue
+        known = {*layer.lora_A, *layer.lora_embedding_A}
+        for name in known.intersection(adapter_names or layer.active_adapters):
+            delta: Any = layer.get_delta_weight(name)
+            if not bool(torch.isfinite(delta).all()):
+                raise ValueError(f"adapter {name!r} has NaN or inf in {path}; nothing was merged")
 
 
 def _base(layer: PackedLoraLinear) -> PackedLinear:

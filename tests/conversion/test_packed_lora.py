@@ -189,6 +189,29 @@ class TestMerging:
         merged, _ = merge_packed(partial, requantize=True)
         assert all(scales(block) == {9000.0} for block in merged.model.layers)
 
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_layers_without_this_adapter_keep_their_scale(self, by_name, exported):
+        """And so do those that vLLM fuses with them; the report is of those that change."""
+        model = load_packed(exported)
+        attention = [block.self_attn for block in model.model.layers]
+        layers = [getattr(a, f"{n}_proj") for a in attention for n in "qkv"]
+        for layer in layers:
+            layer.weight_global_scale.fill_(9000.0)
+        model = lora(model, target_modules=["q_proj", "k_proj", "v_proj"])
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+        if not by_name:
+            model.set_adapter("second")
+        names = ["second"] if by_name else None
+        merged, report = merge_packed(model, requantize=True, adapter_names=names)
+        attention = [block.self_attn for block in merged.model.layers]
+        found = [getattr(a, f"{n}_proj") for a in attention for n in "qkv"]
+        assert {float(layer.weight_global_scale) for layer in found} == {9000.0}
+        assert len(report.layers) == len(attention)
+        assert all(each.name.endswith("q_proj") for each in report.layers)
+        assert not any(hasattr(layer, "base_layer") for layer in found)
+        with pytest.raises(ValueError, match=r"has no adapter of \['third'\] over a packed"):
+            merge_packed(lora(load_packed(exported)), adapter_names=["third"])
+
     def test_dense_merge_is_exact(self, exported):
         model = with_adapter(load_packed(exported, dtype=torch.float32))
         expected = model(ids()).logits
@@ -214,6 +237,17 @@ class TestMerging:
     def test_nothing_to_merge(self, exported):
         with pytest.raises(ValueError, match="has no adapter over a packed layer"):
             merge_packed(load_packed(exported), requantize=True)
+
+    @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+    def test_bad_adapter_over_what_is_not_packed(self, target, exported):
+        model = lora(load_packed(exported), target_modules=["q_proj", target])
+        before = base_bytes(model)
+        with torch.no_grad():
+            bad = next(p for n, p in model.named_parameters() if target in n and "lora_" in n)
+            bad.fill_(math.inf)
+        with pytest.raises(ValueError, match=rf"NaN or inf in .*{target}; nothing was merged"):
+            merge_packed(model, requantize=True)
+        assert same(base_bytes(model), before)
 
     def test_bad_adapter(self, exported):
         model = with_adapter(load_packed(exported))
