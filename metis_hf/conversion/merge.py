@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -121,7 +121,7 @@ def _check_others(model: PeftModel, adapter_names: list[str] | None) -> None:
             continue
         known = {*layer.lora_A, *layer.lora_embedding_A}
         for name in known.intersection(adapter_names or layer.active_adapters):
-            delta: Any = layer.get_delta_weight(name)
+            delta = cast(Any, layer).get_delta_weight(name)
             if not bool(torch.isfinite(delta).all()):
                 raise ValueError(f"adapter {name!r} has NaN or inf in {path}; nothing was merged")
 

@@ -7,7 +7,6 @@ file is a function of the source and the arguments alone.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,9 @@ from metis_hf.data.filters import KEPT, TextFilter, detector
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, local_files, open_source
+from metis_hf.shared.inputs import digest_of_path
 from metis_hf.shared.locks import LOCK_FILE, hold_directory
+from metis_hf.shared.measured import digest
 from metis_hf.shared.records import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -84,21 +85,39 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
 
 
 def _settings(arguments: PrepareArguments) -> dict[str, Any]:
-    """Return what decides the output: the arguments, the source and the device."""
+    """Return what decides the output: the arguments, what lies at their paths, the device."""
     settings: dict[str, Any] = {"arguments": arguments.in_result()}
-    if arguments.files is not None:
-        paths = local_files(arguments.files)
-        settings["file_sizes"] = {path: os.path.getsize(path) for path in paths}
+    read = local_files(arguments.files) if arguments.files is not None else []
+    models = [arguments.reference_model] if arguments.perplexity_filter else []
+    contents = {path: _digest_of_model(path) for path in [arguments.tokenizer, *models]}
+    contents |= {path: digest_of_path(Path(path)) for path in read}
+    settings["contents"] = {path: digest for path, digest in contents.items() if digest}
     if arguments.perplexity_filter:
         settings["reference_device"] = device_type()
     return settings
+
+
+def _digest_of_model(name: str) -> str | None:
+    """Return a digest of the files of a tokenizer or a model; None for those of the hub."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    kinds = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.bin")
+    files = sorted(path for kind in kinds for path in folder.glob(kind))
+    return digest(*((path.name, digest_of_path(path)) for path in files))
 
 
 def _check_owner(output: Path, settings: dict[str, Any]) -> None:
     """Refuse a directory of another preparation or of something else."""
     path = output / ARGUMENTS
     if path.exists():
-        differences = list(_differences(read_json(path), settings))
+        there = read_json(path)
+        old, new = (each.get("contents", {}) for each in (there, settings))
+        changed = [name for name in old if name in new and old[name] != new[name]]
+        differences = [
+            *_differences(there | {"contents": [*old]}, settings | {"contents": [*new]}),
+            *(f"what lies at {name} has changed" for name in changed),
+        ]
         if differences:
             raise ValueError(
                 f"{output} holds a preparation with other settings: {'; '.join(differences)}. Run "

@@ -28,7 +28,10 @@ from metis_hf.evaluation.run import check_tasks
 from metis_hf.evaluation.table import Comparison, compare, parse_metrics
 from metis_hf.schemes import scheme_info
 from metis_hf.shared.devices import device_of
+from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.measured import digest
 from metis_hf.shared.quiet import quiet
+from metis_hf.shared.records import device_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -89,31 +92,26 @@ class Options:
         return self.limits.get(task, self.limits.get(""))
 
 
-def evaluate_checkpoints(
-    checkpoints: Sequence[Checkpoint], options: Options, out: Path, console: Console
+def evaluate_jobs(
+    jobs: Sequence[Job], plan: EvaluationPlan, options: Options, out: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """Evaluate each checkpoint task by task; a task's finished result of the same settings stays.
-
-    Everything that can be refused is refused before the first evaluation begins.
+    """Evaluate each row task by task; a task's finished result of the same settings stays.
 
     Args:
-        checkpoints: as `choose_models` gives them.
+        jobs: the rows.
+        plan: the tasks and their data.
         options: how.
         out: result files go to `results/` in it.
         console: for one line a task, and progress bars if it is a terminal.
 
     Returns:
-        One record a checkpoint and precision, as `store.join_results` makes them.
+        One record a row, as `store.join_results` makes them.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint, task data, text or result file cannot be used.
+        ValueError: a result file cannot be used.
     """
     device = device_of(options.device)
-    plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
-    check_tasks(plan.specs, plan.include_path)
-    jobs = _jobs(checkpoints, options, plan, console)
-    store.make_folder(out)
-    batch_size = _batch_size(jobs, options, device)
+    batch_size = _batch_size(jobs, options, device, out)
     rows = [
         plan_steps(
             job,
@@ -122,6 +120,7 @@ def evaluate_checkpoints(
             batch_size=batch_size,
             limit_of=options.limit_of,
             dtype=options.dtype,
+            device=device.type,
             overwrite=options.overwrite,
         )
         for job in jobs
@@ -179,15 +178,22 @@ def run_eval(
     if published is not None:  # refused before the work, not after it
         methods = [(one.scheme, published_method(one.quantization)) for one in checkpoints]
         shared_methods(methods, published)
-    records = evaluate_checkpoints(checkpoints, options, out, console)
-    comparison = compare(
-        records, options.tasks, metrics=chosen, control=control, published=published
-    )
-    formats.print_terminal(comparison, console)
-    for name in formats_wanted:
-        file, writer = FORMATS[name]
-        (out / file).write_text(writer(comparison), encoding="utf-8")
-        _say(console, str(out / file))
+    # Everything that can be refused is refused before anything is written.
+    device_of(options.device)
+    plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
+    check_tasks(plan.specs, plan.include_path)
+    jobs = _jobs(checkpoints, options, plan, console)
+    store.make_folder(out)
+    with hold_directory(out):
+        records = evaluate_jobs(jobs, plan, options, out, console)
+        comparison = compare(
+            records, options.tasks, metrics=chosen, control=control, published=published
+        )
+        formats.print_terminal(comparison, console)
+        for name in formats_wanted:
+            file, writer = FORMATS[name]
+            (out / file).write_text(writer(comparison), encoding="utf-8")
+            _say(console, str(out / file))
     return comparison
 
 
@@ -224,7 +230,7 @@ def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase
         )
 
 
-def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device) -> int:
+def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device, out: Path) -> int:
     """Return the one asked for, or one that fits the largest of the models."""
     if options.batch_size is not None:
         return options.batch_size
@@ -233,9 +239,14 @@ def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device) -> 
     largest = max(
         jobs, key=lambda job: sum(f.stat().st_size for f in job.checkpoint.weight_files())
     )
-    with quiet():
-        model = largest.checkpoint.load(largest.precision, options.dtype, device)
-    return probe_batch_size(model, _context(model))
+
+    def probe() -> int:
+        with quiet():
+            model = largest.checkpoint.load(largest.precision, options.dtype, device)
+        return probe_batch_size(model, _context(model))
+
+    models = digest(largest.weights, largest.precision, options.dtype, device_name(device))
+    return store.known_batch_size(out, models, probe)
 
 
 def _evaluate(

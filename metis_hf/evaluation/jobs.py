@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable
@@ -135,6 +136,7 @@ def plan_steps(
     batch_size: int,
     limit_of: Callable[[str], int | None],
     dtype: str,
+    device: str,
     overwrite: bool,
 ) -> list[Step]:
     """Return the tasks of a job, each with its finished result if there is one.
@@ -146,6 +148,7 @@ def plan_steps(
         batch_size: sequences per forward pass.
         limit_of: task -> how many of its first items are evaluated; None for all.
         dtype: of the weights, as asked for.
+        device: its kind, such as "cuda".
         overwrite: leave finished results aside.
 
     Raises:
@@ -159,6 +162,7 @@ def plan_steps(
             tokenizer=tokenizer,
             precision=job.precision,
             dtype=dtype,
+            device=device,
             batch_size=batch_size,
             limit=limit_of(task.name),
             task=task.name,
@@ -195,6 +199,10 @@ def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) 
 def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the SHA-256 of the whole tokenizer, wherever it came from."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    if backend is None:
+        text = repr(sorted(tokenizer.get_vocab().items()))
+    else:  # each call of the tokenizer sets these two anew
+        parts = json.loads(backend.to_str())
+        text = json.dumps({k: v for k, v in parts.items() if k not in ("truncation", "padding")})
     special = sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())
     return hashlib.sha256(f"{text}\n{special}".encode()).hexdigest()

@@ -188,9 +188,60 @@ def _planned(task: str, directory: Path | None) -> PlannedTask:
             f"is known ({', '.join(LOCAL_TASKS)}), so --tasks-dir must hold its definition in "
             "lm-eval's format; without --tasks-dir lm-eval fetches its own tasks"
         )
-    files = [directory / f"{task}.yaml", directory / f"{task}.jsonl"]
-    found = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
+    found = {name: _sha256(path) for name, path in _files_of_own_task(task, directory).items()}
     return PlannedTask(task, task, dict(found), include_path=directory)
+
+
+def _files_of_own_task(task: str, directory: Path) -> dict[str, Path]:
+    """Return what the definition of a task from outside lm-eval may read, by names for settings.
+
+    All of its folder but the data of tasks whose format is known: it may include another YAML file,
+    or call functions from Python files. And what `data_files` names, wherever that is.
+    """
+    others = {f"{name}.jsonl" for name in LOCAL_TASKS}
+    files = {
+        str(path.relative_to(directory)): path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name not in others and not _hidden(path.relative_to(directory))
+    }
+    for path in [directory / f"{task}.yaml", *directory.glob("*.y*ml")]:
+        for name in _data_files(path):
+            if Path(name).is_file() and not Path(name).resolve().is_relative_to(
+                directory.resolve()
+            ):
+                files[f"data_files/{Path(name).name}"] = Path(name)
+    return files
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _data_files(path: Path) -> list[str]:
+    """Return the strings under `data_files` in a YAML file of lm-eval; none where it is no YAML."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads lm-eval's tag of Python functions as nothing."""
+
+    Loader.add_constructor("!function", lambda loader, node: None)
+    try:
+        found = yaml.load(path.read_bytes(), Loader)
+    except yaml.YAMLError:
+        return []  # lm-eval says what is wrong with it
+    arguments = found.get("dataset_kwargs") if isinstance(found, dict) else None
+    return _strings(arguments.get("data_files")) if isinstance(arguments, dict) else []
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inner for text in _strings(each)]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def parse_limits(options: Sequence[str]) -> dict[str, int]:

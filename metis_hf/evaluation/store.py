@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from metis_hf.config import MetisConfig
+from metis_hf.shared.measured import code_digest
 from metis_hf.shared.records import read_json, write_json
 
 FOLDER = "results"
+BATCH_SIZES = "batch_sizes.json"  # of an output directory
 FORMAT_VERSION = 2  # 1 held all tasks of a row in one file
 
 
@@ -28,6 +30,7 @@ def settings_of(
     tokenizer: str,
     precision: str,
     dtype: str,
+    device: str,
     batch_size: int,
     limit: int | None,
     task: str,
@@ -42,6 +45,7 @@ def settings_of(
         tokenizer: SHA-256 of what it encodes.
         precision: "scheme" or "dense".
         dtype: as asked.
+        device: its kind, such as "cuda".
         batch_size: sequences per forward pass; a tensor scale spans the batch.
         limit: documents of the task, or None for all.
         task: its name.
@@ -60,21 +64,45 @@ def settings_of(
         "tokenizer_sha256": tokenizer,
         "precision": precision,
         "dtype": dtype,
+        "device": device,
         "batch_size": batch_size,
         "limit": limit,
         "task": task,
         "data_sha256": data,
         "versions": {name: version(name) for name in ("lm_eval", "metis-hf", "transformers")},
+        "code_sha256": code_digest(),
     }
 
 
 def result_path(out: Path, label: str, settings: dict[str, Any]) -> Path:
-    """Return where the result of a task under these settings is or will be."""
+    """Return where the result of a task under these settings is or will be.
+
+    One that is there under another label is taken: labels depend on what is evaluated beside it.
+    """
     text = json.dumps(settings, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    parts = [re.sub(r"[^\w.-]+", "-", part) for part in (label, settings["task"])]
-    name = ".".join([parts[0], settings["precision"], parts[1], digest])
-    return out / FOLDER / f"{name}.json"
+    own, task = (re.sub(r"[^\w.-]+", "-", part) for part in (label, settings["task"]))
+    ending = f".{settings['precision']}.{task}.{digest}.json"
+    path = out / FOLDER / f"{own}{ending}"
+    if path.exists():
+        return path
+    others = (each for each in path.parent.glob("*.json") if each.name.endswith(ending))
+    return min(others, default=path)
+
+
+def known_batch_size(out: Path, models: str, choose: Callable[[], int]) -> int:
+    """Return the batch size that an evaluation had before, or choose one and remember it.
+
+    Args:
+        out: directory of the evaluation.
+        models: digest of what is evaluated and of its device.
+        choose: finds a size, which depends on the memory that is free now.
+    """
+    path = out / BATCH_SIZES
+    known: dict[str, int] = read_json(path) if path.is_file() else {}
+    if models not in known:
+        write_json(path, known | {models: choose()})
+    return read_json(path)[models]
 
 
 def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -200,7 +200,7 @@ def difference(row: Row, reference: Row) -> Row:
             digits=other.digits,
         )
     mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
-    if mean is not None and AVERAGE in row.scores:
+    if mean is not None and AVERAGE in row.scores and AVERAGE in reference.scores:
         scores[AVERAGE] = mean
     return Row(row.name, scores, row.label, row.scheme, row.precision, row.method)
 

@@ -17,6 +17,7 @@ from evaluation.eval_tools import CONTEXT, DATA, VOCAB, make_model, make_tokeniz
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.evaluation import jobs, plan
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
+from metis_hf.shared.locks import hold_directory
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 30
 SAME_FLOAT32 = 1e-5
@@ -149,10 +150,50 @@ def test_finished_results_are_used_again_and_said_so(evaluated, runs, text, monk
     assert isinstance(run(*arguments, *changed).exception, AssertionError)
     retrained = save(tmp_path / "metis" / "model", "metis", make_tokenizer(), seed=1)
     assert isinstance(run(retrained, *arguments[1:]).exception, AssertionError)
+    for place, other in (
+        ("metis_hf.evaluation.store.code_digest", lambda: "of other code"),
+        ("metis_hf.evaluation.command.device_of", lambda name: torch.device("meta")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, other)
+            refused = run(*arguments, "--batch-size", plan.CPU_BATCH_SIZE).exception
+        assert isinstance(refused, AssertionError)
+    assert run(*arguments).exit_code == 0
     other = shutil.copytree(DATA, tmp_path / "data")
     (other / "piqa.jsonl").write_text((DATA / "piqa.jsonl").read_text() * 2)
     arguments[2] = other
     assert isinstance(run(*arguments).exception, AssertionError)
+
+
+def test_results_are_found_whatever_stands_beside_them(runs, tmp_path, monkeypatch):
+    """A checkpoint of the same name gives both longer labels, which begin the files' names."""
+    arguments = ["--tasks-dir", DATA, "--tasks", "piqa", "--out", tmp_path / "out"]
+    assert run(runs / "bf16", *arguments).exit_code == 0
+    asked = []
+    plain = jobs.evaluate_model
+    monkeypatch.setattr(jobs, "evaluate_model", lambda *a, **o: asked.append(a) or plain(*a, **o))
+    other = save(tmp_path / "other" / "bf16", None, make_tokenizer(), seed=1)
+    done = run(runs / "bf16", other, *arguments)
+    assert done.exit_code == 0, done.output
+    assert len(asked) == 1  # the other one
+    assert f"{runs.name}/bf16 (dense): piqa finished before" in done.output.replace("\n", " ")
+    assert run(runs / "bf16", *arguments).exit_code == 0
+    assert len(asked) == 1
+
+
+def test_a_directory_in_use_is_refused(runs, tmp_path):
+    with hold_directory(tmp_path):
+        done = run(runs / "bf16", "--tasks-dir", DATA, "--tasks", "piqa", "--out", tmp_path)
+    assert "is in use by" in str(done.exception)
+
+
+def test_the_tokenizer_counts_not_what_was_called_before(tokenizer):
+    """A call leaves its truncation and padding in the tokenizer."""
+    before = jobs._tokenizer_fingerprint(tokenizer)
+    tokenizer("one two three", truncation=True, max_length=2)
+    assert tokenizer.backend_tokenizer.truncation is not None
+    assert jobs._tokenizer_fingerprint(tokenizer) == before
+    assert jobs._tokenizer_fingerprint(train_tokenizer(documents()[:9], vocab_size=300)) != before
 
 
 @pytest.mark.slow
@@ -384,7 +425,7 @@ def test_options_of_the_table(evaluated, runs, text, tmp_path):
         "--format", "csv",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert {path.name for path in out.iterdir()} == {"results", "table.csv"}
+    assert {path.name for path in out.iterdir()} == {"results", "table.csv", ".lock"}
     assert "Difference to metis, dense" in done.output
     assert "Shown: acc of ARC-C, ARC-E" in done.output
     assert "FP4-Metis (published)" in done.output

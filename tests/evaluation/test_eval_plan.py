@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metis_hf.evaluation import plan
+from metis_hf.evaluation import plan, store
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -10,6 +10,46 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         text = "Nine." if name.endswith("txt") else '{"text": "Nine."}'
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         assert plan.read_text(tmp_path / name).documents == ["Nine."]
+
+
+def test_all_that_a_task_of_ones_own_reads_counts(tmp_path):
+    """Its definition, what that includes and calls, and data that lies elsewhere."""
+    folder, elsewhere = tmp_path / "tasks", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    files = {
+        folder / "words.yaml": "task: words\ninclude: base.yaml\n",
+        folder / "base.yaml": "dataset_path: json\nprocess_docs: !function rows.clean\n"
+        f"dataset_kwargs: {{data_files: {{test: [{elsewhere}]}}}}\n",
+        folder / "rows.py": "def clean(rows):\n    return rows\n",
+        elsewhere: '{"text": "one two"}\n',
+    }
+    for path, content in files.items():
+        path.write_text(content)
+
+    def data():
+        return plan.make_plan(["words"], folder, None).tasks[0].data
+
+    before = data()
+    assert before.keys() == {"words.yaml", "base.yaml", "rows.py", "data_files/rows.jsonl"}
+    for path, content in files.items():
+        path.write_text(f"{content}\n")
+        changed = data()
+        assert sum(before[name] != changed[name] for name in before) == 1
+        before = changed
+    (folder / "piqa.jsonl").write_text("of another task")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "rows.pyc").write_text("")
+    assert data() == before
+
+
+def test_a_batch_size_that_was_chosen_is_remembered(tmp_path):
+    """Another one would change the numbers, and what is finished would not be found."""
+    sizes = iter([64, 32, 16])
+    found = [
+        store.known_batch_size(tmp_path, models, lambda: next(sizes))
+        for models in ("one", "other", "one", "other")
+    ]
+    assert found == [64, 32, 64, 32]
 
 
 def test_largest_batch_that_fits():

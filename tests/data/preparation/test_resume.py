@@ -138,10 +138,32 @@ def test_another_device_of_the_reference_model_is_refused(tmp_path, arguments, m
         prepare(arguments())
 
 
+@pytest.mark.parametrize("what", ["tokenizer", "reference_model"])
+def test_a_changed_model_is_refused(what, tmp_path, reference, arguments, monkeypatch):
+    """Half of the parts would have the ids of another tokenizer, or other outliers."""
+    own = shutil.copytree(reference, tmp_path / "own")
+    changes = {what: str(own)}
+
+    def killed(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_pack_stage", killed)
+        with pytest.raises(Killed):
+            prepare(arguments(**changes))
+    name = "tokenizer.json" if what == "tokenizer" else "config.json"
+    text = (own / name).read_text()
+    (own / name).write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=rf"what lies at {own} has changed"):
+        prepare(arguments(**changes))
+    (own / name).write_text(text)
+    prepare(arguments(**changes))
+
+
 def test_a_changed_source_is_refused(tmp_path, raw, arguments, monkeypatch):
     files = write_source("jsonl", tmp_path / "files", raw)
     prepare(arguments(files=files, perplexity_filter=False))
     with open(files[1], "ab") as file:
         file.write(json_line(b"one more document"))
-    with pytest.raises(ValueError, match=r"b\.jsonl was \d+, now \d+"):
+    with pytest.raises(ValueError, match=r"what lies at .*b\.jsonl has changed"):
         prepare(arguments(files=files, perplexity_filter=False))
