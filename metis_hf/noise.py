@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SAMPLES = 256  # of a fingerprint, about: 171 to 511 of a larger tensor
-_PLACES_KEPT = 64  # shapes of tensors that are not contiguous, most often of weights
+SAMPLES = 256  # of a fingerprint, at most
+_PLACES_KEPT = 64  # numbers of elements, and shapes of tensors that are not contiguous
 _LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
@@ -88,7 +88,7 @@ def _hash(h: Tensor) -> Tensor:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Return 32 bits that change when the tensor does: a hash of about 256 evenly spaced elements.
+    """Return 32 bits that change when the tensor does: a hash of 256 elements, or of all if fewer.
 
     Every sample is mixed with its place by itself before the sum: signs, powers of two and 16-bit
     values, which differ in few bits of their fp32 form, count in full.
@@ -108,20 +108,12 @@ def fingerprint(x: Tensor) -> Tensor:
 def samples(x: Tensor) -> Tensor:
     """Return the elements that a fingerprint is made of, in the order of a contiguous `x`.
 
-    A view of it, or a gathered few: a transposed weight is not copied.
+    A gathered few: a transposed weight is not copied.
     """
-    stride = sample_stride(x.numel())
     if x.is_contiguous() or type(x) is not Tensor or torch.compiler.is_compiling():
-        return x.reshape(-1)[::stride]
-    return x[_places(x.shape, x.device)]
-
-
-def sample_stride(count: int) -> int:
-    """Return how far apart the samples of a fingerprint are, of a tensor of `count` elements.
-
-    An odd stride does not fall in step with a power-of-two row length.
-    """
-    return count // SAMPLES | 1
+        flat = x.reshape(-1)
+        return flat if x.numel() <= SAMPLES else flat[_places(x.numel(), x.device)]
+    return x[_places_in(x.shape, x.device)]
 
 
 # Finds the module that computes noise in one launch where a tensor is; `numerics.kernels` has one.
@@ -181,17 +173,28 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
 
 
 @functools.partial(constant, most=_PLACES_KEPT)
-def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+def _places(count: int, device: torch.device) -> Tensor:
+    """Return where the samples of a fingerprint lie among `count` elements, int64 [n].
+
+    One in each of n equal parts, at a hashed place in it. Evenly spaced ones would fall in step
+    with rows: they would see the same columns of each, or the first token of every sequence.
+    """
+    n = min(count, SAMPLES)
+    part = torch.arange(n, device=device)
+    first, behind = part * count // n, (part + 1) * count // n
+    return first + (_index_hash(device)[:n].long() & _MASK32) % (behind - first)
+
+
+@functools.partial(constant, most=_PLACES_KEPT)
+def _places_in(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
     """Return the indices, for each dimension, of a fingerprint's samples."""
-    count = shape.numel()
-    flat = torch.arange(0, count, sample_stride(count), device=device)
-    return torch.unravel_index(flat, shape)
+    return torch.unravel_index(_places(shape.numel(), device), shape)
 
 
 @constant
 def _index_hash(device: torch.device) -> Tensor:
     """Return lowbias32(index), int32, for as many indices as there are samples of a fingerprint."""
-    return _hash(torch.arange(2 * SAMPLES, device=device, dtype=torch.int32))
+    return _hash(torch.arange(SAMPLES, device=device, dtype=torch.int32))
 
 
 def lane_hashes(device: torch.device) -> Tensor:

@@ -143,7 +143,7 @@ MUTANTS = [
        "bitwise_right_shift(16).float().mul_(2.0**-16)", "noise has 16 bits", STOCHASTIC, NOISE),
     _m("fold-data", "noise.py", "part * 0x9E3779B1 & _MASK32)), self.data)",
        "part * 0x9E3779B1 & _MASK32)), None)", "folded keys forget the tensors", NOISE),
-    _m("fingerprint-stride", "noise.py", "// SAMPLES | 1", "// SAMPLES",
+    _m("fingerprint-places", "noise.py", "% (behind - first)", "% 1",
        "fingerprints see one column of a matrix", NOISE),
     # --- storage
     _m("nibbles", "numerics/storage.py", "codes[..., place] << (bits * place)",

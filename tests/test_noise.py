@@ -148,6 +148,40 @@ def test_the_fingerprint_of_a_transposed_weight_copies_a_few_elements():
     assert 0 < max(made) <= 2 * noise.SAMPLES
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096), (8192, 512), (768, 768), (256, 15), (768, 1001), (1280, 127), (11008, 300)],
+    ids=str,
+)
+def test_samples_see_all_columns_and_rows(shape):
+    """No block of a sixteenth of the rows or columns is without one."""
+    places = noise._places(shape[0] * shape[1], torch.device("cpu"))
+    assert len(set(places.tolist())) == noise.SAMPLES
+    for index, size in zip(torch.unravel_index(places, shape), shape):
+        parts = min(16, size)
+        assert (index * parts // size).unique().numel() == parts
+
+
+def test_samples_of_few_elements_are_all():
+    for count in (1, 200, noise.SAMPLES):
+        assert noise._places(count, torch.device("cpu")).tolist() == [*range(count)]
+
+
+@pytest.mark.parametrize("sequences", [64, 256, 512])
+def test_micro_batches_that_begin_alike_have_their_own_fingerprints(sequences):
+    """Every sequence has the same first token, and so the same first vector."""
+    one, other = torch.randn(2, sequences, 9, 256)
+    other[:, 0] = one[:, 0] = torch.randn(256)
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_the_fingerprint_notices_a_change_of_most_columns():
+    weight = torch.randn(1024, 1024)
+    changed = weight.clone()
+    changed[:, 256:] = 0
+    assert fingerprint(changed) != fingerprint(weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_fingerprints_of_different_tensors_differ(dtype):
     """32 bits in every dtype: among 4096 random tensors hardly any two are alike.

@@ -63,6 +63,12 @@ def select_attention(
     if config.attention is None:
         return ()
     build_attention_scheme(config)
+    if config.backend == "native":
+        raise ValueError(
+            f'backend="native" with attention={config.attention!r}: FP4 units multiply linear '
+            'layers alone, the products of attention are emulated. backend="auto" does that and '
+            "says so; or leave attention unset"
+        )
     if planned(model).get("tp_size", 1) > 1:
         raise NotImplementedError(
             f"attention={config.attention!r} under tensor parallelism: each process has some of "

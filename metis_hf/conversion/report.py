@@ -153,6 +153,10 @@ class ConversionReport:
         native = sum(layer.native for layer in self.layers)
         if native:
             lines.append(f"  GEMMs on FP4 units: {native} layers")
+            if self.attention is not None:
+                lines.append(
+                    "  attention products emulated: FP4 units multiply linear layers alone"
+                )
         for reason, count in self.emulated.items():
             lines.append(f"  GEMMs emulated in {count} layers: {reason}")
         for reason, names in self.skipped_by_reason().items():

@@ -95,7 +95,7 @@ def layer_errors(
         def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
             if name in busy or not y.requires_grad:
                 return
-            x = args[0].detach()
+            x = (args[0] if args else kwargs["input"]).detach()
             mask = kwargs.get("row_mask")
             mask = layer.row_mask(x) if mask is None else mask
 

@@ -255,7 +255,7 @@ def _errors(
         def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
             if name in busy or not y.requires_grad:
                 return
-            x = args[0].detach()
+            x = (args[0] if args else kwargs["input"]).detach()
             mask = kwargs.get("row_mask")
 
             @torch.no_grad()
@@ -268,7 +268,7 @@ def _errors(
                 for place, scheme in enumerate(schemes[name]):
                     with running({name: layer}, {name: scheme}):
                         error = (layer(x, row_mask=mask) - exact).flatten(0, -2).float()
-                    found[name][place] += float((error @ rows.mT).square_().sum())
+                    found[name][place] += float(_squared_norm(error, rows))
                 layer.train()
                 busy.remove(name)
 
@@ -290,6 +290,13 @@ def _errors(
     if not count:
         raise ValueError("ranks are chosen by batches of text, and there is none")
     return found
+
+
+def _squared_norm(error: Tensor, rows: Tensor) -> Tensor:
+    """Return |error rows^T|^2 of two matrices [t o], with no [t t] where there are many tokens."""
+    if len(rows) <= rows.shape[1]:
+        return (error @ rows.mT).square_().sum()
+    return ((error.mT @ error) * (rows.mT @ rows)).sum()
 
 
 def _groups(

@@ -141,10 +141,15 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
     Raises:
         ValueError: as `get_metis_model`; the model is then unchanged.
     """
+    # One operand alone in four bits is nothing that FP4 units multiply.
+    config = config.replace(backend="emulated")
     needs_grad = {name: p.requires_grad for name, p in model.named_parameters()}
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     # Fused experts become one weight again from their layers, which stored factors round.
-    splits = build_scheme(config, 256, 256).weight.is_split
+    splits = any(
+        build_scheme(config.replace(scheme=scheme, scheme_pattern={}), 256, 256).weight.is_split
+        for scheme in {config.scheme, *config.scheme_pattern.values()}
+    )
     fused = {n: p.detach().clone() for n, p in model.named_parameters() if splits and p.dim() == 3}
     try:
         get_metis_model(model, config)

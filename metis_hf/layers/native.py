@@ -22,7 +22,7 @@ from metis_hf.numerics import Tile
 from metis_hf.numerics.kernels.epilogue import finish_product
 from metis_hf.numerics.native import DTYPES, device_to_be, obstacle_of_device
 from metis_hf.numerics.scaling import OuterScale
-from metis_hf.operands import Encoded, Operand
+from metis_hf.operands import Encoded, Identity, Operand
 from metis_hf.operands.native_operand import NativeOperand, product
 from metis_hf.schemes.base import Role, Scheme
 
@@ -127,11 +127,13 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
                 f"{gemm} takes its {name} with a scale for each token, and FP4 units are given one "
                 'for the tensor; use outer_scale="tensor"'
             )
-        # The tiles of a weight are the same for both its GEMMs.
+        # The tiles of a weight are the same for both its GEMMs, unless it is rotated for one.
         tiles = quantizer.tile is Tile.SQUARE and role is Role.DGRAD_WEIGHT
-        if (scheme.reuses(role) and not tiles) or quantizer.tile is Tile.TENSOR:
+        plain = operand.conditioner.basis(name) == Identity().basis(name)
+        if (scheme.reuses(role) and not (tiles and plain)) or quantizer.tile is Tile.TENSOR:
+            has = "is rotated" if tiles and not plain else "has blocks"
             return (
-                f"{gemm} takes the copy of its {name} that has blocks along another dimension "
+                f"{gemm} takes the copy of its {name} that {has} along another dimension "
                 'than it contracts; use operand_mode="contraction"'
             )
     bases = [operand.conditioner.basis(name) for operand, name in zip(operands, names)]

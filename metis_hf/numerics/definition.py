@@ -211,7 +211,7 @@ class QuantizerDefinition:
         tensor = None
         if self.two_level:
             if largest is not None:
-                largest = largest.detach().float()
+                largest = largest.detach().to(x.device, torch.float32)
             elif self.outer_scale is OuterScale.TOKEN and dims == (x.dim() - 1,):
                 largest = amax.amax(-2, keepdim=True)
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,13 +148,17 @@ def inputs_of(
     held: list[Tensor] = []  # so that no two tensors have one identity
 
     def note(name: str):
-        def hook(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            held.append(inputs[0])
-            found[name] = id(inputs[0])
+        def hook(_layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            held.append(x)
+            found[name] = id(x)
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    handles = [
+        layer.register_forward_pre_hook(note(name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
     try:
         with torch.no_grad():
             model(input_ids=ids)

@@ -13,13 +13,15 @@ from layers.layer_tools import layer_of
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, set_precision
 from metis_hf.conversion.hub import MetisConfigLoader
+from metis_hf.fidelity.operands import only
+from metis_hf.fidelity.subject import converted, running
 from metis_hf.layers import native as layer_native
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.make import convert_linear
 from metis_hf.layers.native import obstacle
 from metis_hf.numerics import Tile, native
 from metis_hf.numerics.native import use_gemm
-from metis_hf.operands import Operand, RandomHadamard
+from metis_hf.operands import Hadamard, Operand, RandomHadamard
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.training.weight_reuse import reuse_weights
 from native.slow_gemm import SlowGemm
@@ -272,6 +274,14 @@ class TestWhatCannotRun:
         square = replace(scheme.fprop_input.quantizer, tile=Tile.SQUARE)
         shared = replace(scheme, fprop_input=Operand(square), wgrad_input=None)
         assert "wgrad takes the copy of its input" in obstacle(shared)
+        rotated = replace(
+            scheme,
+            fprop_input=replace(scheme.fprop_input, conditioner=Hadamard()),
+            fprop_weight=replace(scheme.fprop_weight, conditioner=Hadamard()),
+            dgrad_grad_output=replace(scheme.dgrad_grad_output, conditioner=Hadamard()),
+        )
+        assert rotated.reuses(Role.DGRAD_WEIGHT)
+        assert "dgrad takes the copy of its weight that is rotated along an" in obstacle(rotated)
 
     def test_rotations_with_signs_of_their_own(self):
         """They cancel only where one operand takes the other's."""
@@ -295,6 +305,29 @@ def test_report_says_what_runs_where():
     report = get_metis_model(llama(), MetisConfig(scheme="nvidia")).metis_report
     assert "FP4 units" not in str(report)
     assert "emulated" not in str(report)
+
+
+def test_products_of_attention_are_emulated_and_said_so():
+    config = MetisConfig(scheme="nvidia", backend="auto", attention="nvidia")
+    with use_gemm(SlowGemm()):
+        lines = str(get_metis_model(llama(), config).metis_report).splitlines()
+        assert any(line.startswith("  attention products emulated: FP4 units") for line in lines)
+        with pytest.raises(ValueError, match=r'backend="native" with attention=.*are emulated'):
+            get_metis_model(llama(), config.replace(backend="native"))
+
+
+def test_one_operand_alone_is_measured_in_emulation():
+    """As `metis-hf fidelity` does: FP4 units do not multiply four bits by sixteen."""
+    model, rows = llama(), torch.arange(16).reshape(1, -1)
+    config = MetisConfig(scheme="nvidia", backend="auto")
+    with use_gemm(SlowGemm()), converted(model, config) as layers:
+        alone = {n: only(layer.scheme, "input") for n, layer in layers.items()}
+        with running(layers, alone):
+            found = model(rows).logits
+        with running(layers):
+            exact = model(rows).logits
+    assert found.isfinite().all()
+    assert not torch.equal(found, exact)
 
 
 def test_layers_in_high_precision_are_no_obstacle():

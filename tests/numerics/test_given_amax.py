@@ -105,6 +105,8 @@ def test_it_may_be_on_another_device():
     _, scale = Quantizer().unscaled(x, amax=torch.tensor(1.0))
     assert scale.device == kernels.pack(x, Quantizer(), amax=torch.tensor(1.0)).global_scale.device
     assert scale.device == x.device
+    stored = quantize(x, amax=torch.tensor(1.0))
+    assert stored.global_scale.device == stored.codes.device == x.device
 
 
 def test_a_nan_spoils_its_block_alone():

@@ -187,10 +187,11 @@ def _lanes(x: Tensor) -> Tensor:
     return noise.lane_halves(x.device) if halves else noise.lane_hashes(x.device)
 
 
-@functools.lru_cache(maxsize=_MAX_CACHED_KEYS)
+@functools.partial(noise.constant, most=_MAX_CACHED_KEYS)
 def _static_words(static: int, device: torch.device) -> tuple[Tensor, Tensor]:
     # Kept: a copy to a GPU for each call would cost more than the kernel, and break CUDA graphs.
-    words = torch.tensor(noise.static_words(noise.Key(static)), dtype=torch.int32)
+    numbers = noise.static_words(noise.Key(static))
+    words = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     return words.to(device), torch.zeros((), dtype=torch.int32, device=device)
 
 

@@ -38,7 +38,7 @@ def finish_product(out: Tensor, scales: Sequence[Tensor] = (), bias: Tensor | No
     if scales:
         scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
         # As a matrix: a GPU rounds a 0-dim factor to the dtype of the product first, a CPU does not
-        out.mul_(scale.reshape(1, 1) if scale.dim() == 0 and out.is_cuda else scale)
+        out.mul_(scale if scale.dim() or out.device.type == "cpu" else scale.reshape(1, 1))
     if bias is not None:
         out += bias.to(out.dtype)
 

@@ -32,13 +32,18 @@ def draw(out_ptr, data_ptr, word0, word1, count, width, TILE: tl.constexpr):
     tl.store(out_ptr + at, value, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["stride", "samples"])
-def hash_samples(x_ptr, out_ptr, stride, samples, TILE: tl.constexpr):
-    """Write the sum of hashes of elements `stride` apart, each mixed with its place."""
-    place = tl.arange(0, TILE)
-    inside = place < samples
-    bits = bits_of(tl.load(x_ptr + place.to(tl.int64) * stride, mask=inside, other=0.0))
-    hashes = tl.where(inside, hash_bits(bits ^ hash_bits(place)), 0)
+@triton.jit(do_not_specialize=["count"])
+def hash_samples(x_ptr, out_ptr, count, SAMPLES: tl.constexpr):
+    """Write the sum of hashes of samples of `count` elements, each mixed with its number."""
+    number = tl.arange(0, SAMPLES)
+    own = hash_bits(number)
+    samples = tl.minimum(count, SAMPLES)
+    inside = number < samples
+    part = number.to(tl.int64)
+    first, behind = part * count // samples, (part + 1) * count // samples
+    shift = (own.to(tl.int64) & 0xFFFFFFFF) % (behind - first)  # as `noise` has it
+    bits = bits_of(tl.load(x_ptr + first + shift, mask=inside, other=0.0))
+    hashes = tl.where(inside, hash_bits(bits ^ own), 0)
     tl.store(out_ptr, tl.sum(hashes.to(tl.int64), 0).to(tl.int32))  # int64: no overflow
 
 
@@ -56,8 +61,9 @@ def uniform(shape: torch.Size, key: noise.Key, device: torch.device) -> Tensor:
 
 def fingerprint(x: Tensor) -> Tensor:
     """See `noise.fingerprint`; x is not empty, of a dtype in `DTYPES`."""
-    found = noise.samples(x.detach())
+    x = x.detach()
+    given = x if x.is_contiguous() else noise.samples(x)  # so few that all of them count
     out = torch.empty((), dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(out):
-        hash_samples[(1,)](found, out, found.stride(0), found.numel(), TILE=2 * noise.SAMPLES)
+        hash_samples[(1,)](given, out, given.numel(), SAMPLES=noise.SAMPLES)
     return out

@@ -313,7 +313,7 @@ class NoiseCases:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
-        "shape", [(), (1,), (255,), (256,), (511,), (512,), (70, 41), (300, 300)]
+        "shape", [(), (1,), (255,), (256,), (257,), (511,), (512,), (70, 41), (300, 300)]
     )
     def test_fingerprints_are_those_of_operations(self, shape, dtype) -> None:
         from metis_hf.numerics.kernels import triton_noise
