@@ -1,9 +1,9 @@
 """Conversations and texts for fine-tuning: read, put into a model's chat template, chunked.
 
 One JSON object a line: {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}, in a
-file that ends in .jsonl, .ndjson or .json. Any other file is one text, of whose paragraphs the last
-are held out, or of its lines where it has no blank ones. Sequences are chunked without padding:
-documents follow each other, each with the end token behind it, and are cut at full length.
+file that ends in .jsonl, .ndjson or .json. Any other file is one text, whose last tokens are held
+out. Sequences are chunked without padding: documents follow each other, each with the end token
+behind it, and are cut at full length.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _KEYS = ("messages", "text")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PIECE = 1 << 16  # characters of a text that are tokenized at a time, or more
+_WASTE = 0.25  # of all tokens: what whole held-out documents may leave unused
 
 
 def is_json_lines(path: Path) -> bool:
@@ -44,9 +46,7 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
     content = utf8_text(path, "utf-8-sig")
     if not is_json_lines(path):
         refuse_objects(path, content)
-        end = "\n\n" if "\n\n" in content.strip() else "\n"
-        parts = [part for part in content.split(end) if part.strip()]
-        documents = [{"text": f"{part}{end}", "goes_on": True} for part in parts]
+        documents = [{"text": piece, "goes_on": True} for piece in _pieces(content)]
     else:
         # Not splitlines, which ends a line at characters that JSON strings may hold.
         lines = enumerate(content.split("\n"), 1)
@@ -54,6 +54,21 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
     if not documents:
         raise ValueError(f"{path} is empty; give JSON lines of messages or text")
     return documents
+
+
+def _pieces(text: str) -> list[str]:
+    """Cut a text behind some of its paragraphs, or of its lines where it has no blank ones.
+
+    Tokens depend on what is beside them, so pieces are as long as tokenizers take well.
+    """
+    end = "\n\n" if "\n\n" in text.strip() else "\n"
+    pieces, begin = [], 0
+    while begin < len(text):
+        behind = text.find(end, begin + _PIECE)
+        behind = len(text) if behind < 0 else behind + len(end)
+        pieces.append(text[begin:behind])
+        begin = behind
+    return [piece for piece in pieces if piece.strip()]
 
 
 def refuse_objects(path: Path, content: str) -> None:
@@ -168,7 +183,8 @@ def chunked_sequences(
 ) -> tuple[Tensor, Tensor]:
     """Return the sequences of a file: to train on, and held out.
 
-    Documents from the end of the file are held out, as many as fill `held_out` sequences.
+    Documents from the end of the file are held out whole, as many as fill `held_out` sequences; of
+    a text its last tokens.
 
     Args:
         path: see above.
@@ -181,14 +197,27 @@ def chunked_sequences(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a damaged line, conversations without a chat template, or too little text.
+        ValueError: a damaged line, conversations without a chat template, too little text, or held
+            out documents so long that much of them would be used for nothing.
     """
-    documents = [tokens_of(document, tokenizer) for document in read_documents(path)]
-    total, wanted, first = sum(map(len, documents)), held_out * length, len(documents)
+    read = read_documents(path)
+    documents = [tokens_of(document, tokenizer) for document in read]
+    total, wanted = sum(map(len, documents)), held_out * length
+    if "goes_on" in read[0]:
+        tokens = [token for document in documents for token in document]
+        documents = [tokens[: max(0, total - wanted)], tokens[max(0, total - wanted) :]]
+    first = len(documents)
     count = 0
     while first > 0 and count < wanted:
         first -= 1
         count += len(documents[first])
+    unused = count - wanted
+    if unused > _WASTE * total:
+        raise ValueError(
+            f"{path}: documents are held out whole, from the end of the file, and those that hold "
+            f"{wanted:,} tokens have {count:,}, so that {unused:,} of all {total:,} would be used "
+            "for nothing. Put shorter documents last, or cut long ones into several"
+        )
     train = list(chunk(documents[:first], length))
     held = list(chunk(documents[first:], length))[:held_out]
     if not train or len(held) < held_out:

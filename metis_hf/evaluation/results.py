@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,23 @@ class EvalResult:
     nonfinite: dict[str, int] = field(default_factory=dict)
     items: dict[str, dict[str, str]] = field(default_factory=dict)
     harness: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, results: Sequence[EvalResult]) -> EvalResult:
+        """Return results of different tasks as one; of lm-eval's own, what is told task by task."""
+
+        def both(name: str, sources: Sequence[Any]) -> dict[str, Any]:
+            return {task: value for one in sources for task, value in one.get(name, {}).items()}
+
+        each = [vars(result) for result in results]
+        harness = [result.harness for result in results]
+        return cls(
+            **{name: both(name, each) for name in ("results", "versions", "n_samples")},
+            truncated=sum(result.truncated for result in results),
+            truncated_tokens=sum(result.truncated_tokens for result in results),
+            **{name: both(name, each) for name in ("nonfinite", "items")},
+            harness={name: both(name, harness) for name in ("results", "higher_is_better")},
+        )
 
     def headline(self, task: str, metric: str | None = None) -> tuple[str, float, float]:
         """Return the metric a table shows: see `metis_hf.evaluation.results.headline`."""

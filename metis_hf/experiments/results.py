@@ -36,6 +36,8 @@ class SchemeResult:
         loss_dense: held-out loss of the same model with its quantizers off; None where it was
             not measured.
         machine: "device" and "precision" of the run; None in results of earlier versions.
+        code: what trained it: a digest of the package, of torch's version too, and "commit"; None
+            in results of earlier versions.
     """
 
     scheme: str
@@ -52,6 +54,7 @@ class SchemeResult:
     precision_schedule: dict[str, Any] | None = None
     loss_dense: float | None = None
     machine: dict[str, str] | None = None
+    code: dict[str, str | None] | None = None
 
 
 def load_result(directory: Path) -> SchemeResult | None:

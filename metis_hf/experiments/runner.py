@@ -26,7 +26,8 @@ from metis_hf.experiments.optimization import ExperimentTrainer, scale_residuals
 from metis_hf.experiments.results import SchemeResult, load_result, save_result
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
-from metis_hf.shared.records import bf16_units, device_name
+from metis_hf.shared.measured import code_digest
+from metis_hf.shared.records import bf16_units, commit, device_name
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.cuda_graph import obstacles
 
@@ -302,27 +303,29 @@ def _finished(
             "device": device_name(trained.trainer.args.device),
             "precision": "bf16" if trained.trainer.args.bf16 else "fp32",
         },
+        code={"sha256": code_digest(), "commit": commit()},
     )
 
 
 def evaluate_checkpoint(
     directory: Path, tasks: Sequence[TaskSpec], include_path: Path | None = None
 ) -> EvalResult:
-    """Load a checkpoint as anyone would and evaluate it through lm-eval.
+    """Load a checkpoint as anyone would and evaluate it through lm-eval, task by task.
+
+    Each by itself: lm-eval puts the requests of all tasks of a call into the same batches, and a
+    quantized model's likelihoods depend on what else is in their batch.
 
     Args:
         directory: of model and tokenizer.
         tasks: as `evaluation.evaluate_model` takes them.
         include_path: folder with more task YAMLs.
     """
-    from metis_hf.evaluation import evaluate_model
+    from metis_hf.evaluation import EvalResult, evaluate_model
 
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.to(device)  # type: ignore[arg-type]
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    return evaluate_model(
-        model.to(device),  # type: ignore[arg-type]
-        tokenizer,
-        tasks,
-        include_path=include_path,
+    return EvalResult.joined(
+        [evaluate_model(model, tokenizer, [task], include_path=include_path) for task in tasks]
     )

@@ -15,13 +15,20 @@ TASK_TITLES = {"demo_cloze": "Cloze", "demo_choice": "Choice"}
 
 
 def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, float]:
-    """Return how far losses lie above others, in percent of these, for each key that both have."""
-    return {key: 100 * (loss / base[key] - 1) for key, loss in losses.items() if key in base}
+    """Return how far losses lie above others, in percent of these, for each key that both have.
+
+    NaN where one of the two is not finite.
+    """
+    return {key: _above(loss, base[key]) for key, loss in losses.items() if key in base}
+
+
+def _above(loss: float, base: float) -> float:
+    return 100 * (loss / base - 1) if math.isfinite(loss) and math.isfinite(base) else math.nan
 
 
 def gap_percent(result: SchemeResult, control: SchemeResult | None) -> float:
     """Return the held-out loss above the control's, in percent of it; NaN without a control."""
-    return 100 * (result.loss / control.loss - 1) if control is not None else math.nan
+    return _above(result.loss, control.loss) if control is not None else math.nan
 
 
 def average(result: SchemeResult) -> float:

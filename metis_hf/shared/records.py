@@ -139,11 +139,11 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": device_name(device),
         "precision": "bf16" if bf16_units(device) else "fp32",
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the commit of a checkout, or None; also where the package lies in another's."""
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
     return _git("rev-parse", "--short", "HEAD") if tracked else None

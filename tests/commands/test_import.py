@@ -22,8 +22,10 @@ from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.harness import MetisLM
 from metis_hf.evaluation.models import own_schemes
 from metis_hf.experiments.compare.plan import SPEC_FILE
+from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.compare.run import Run, _check_begun
 from metis_hf.experiments.recipe_arguments import parse_arguments
+from metis_hf.experiments.results import RESULT_FILE
 from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
 from metis_hf.shared.records import write_json
@@ -158,11 +160,14 @@ def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
     assert digests.keys() == {NAME}
     assert source_digests(MetisConfig(**config).schemes) == digests
     run = Run(Variant("mine", config), 0, tmp_path)
+    silent = RunProgress(None)
     write_json(tmp_path / SPEC_FILE, {"sources": run.sources})
-    _check_begun(run)
+    _check_begun(run, silent)
     write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})
+    _check_begun(run, silent)  # nothing was trained: the file may have been mended
+    write_json(tmp_path / RESULT_FILE, {})
     with pytest.raises(ValueError, match=f"holds a run of scheme '{NAME}' as its file was before"):
-        _check_begun(run)
+        _check_begun(run, silent)
     checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
     assert own_schemes(checkpoint) == digests
 

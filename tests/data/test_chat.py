@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metis_hf.data import chat
 from metis_hf.data.chat import (
     chunk,
     chunked_sequences,
@@ -107,6 +108,38 @@ def test_a_text_is_cut_nowhere_but_at_full_length(tokenizer, tmp_path):
     shown = tokenizer.decode(train.flatten().tolist())
     assert "\n\n".join(parts).startswith(shown)
     assert tokenizer.eos_token_id not in torch.cat([train, held])
+
+
+@pytest.mark.parametrize("between", ["\n", " "])
+def test_the_last_tokens_of_a_text_are_held_out(between, tokenizer, tmp_path):
+    """And no more, however long its paragraphs are."""
+    path = tmp_path / "a.txt"
+    text = "A title\n\n" + between.join(f"line {i}" for i in range(2000))
+    path.write_text(text)
+    train, held = chunked_sequences(path, tokenizer, 16, 2)
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert held.flatten().tolist() == wanted[-32:]
+    kept = (len(wanted) - 32) // 16 * 16
+    assert train.flatten().tolist() == wanted[:kept]
+
+
+def test_a_long_text_is_tokenized_piece_by_piece(tokenizer, tmp_path, monkeypatch):
+    """Cut behind paragraphs, and nothing of it is lost."""
+    monkeypatch.setattr(chat, "_PIECE", 100)
+    text = "".join(f"paragraph {i}\nof a text\n\n" for i in range(60)) + "\n\n the end"
+    (tmp_path / "a.txt").write_text(text)
+    pieces = [document["text"] for document in read_documents(tmp_path / "a.txt")]
+    assert "".join(pieces) == text
+    assert 10 < len(pieces) < 20
+    assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+
+
+def test_long_documents_at_the_end_are_refused_not_wasted(tokenizer, tmp_path):
+    path = lines(tmp_path / "a.jsonl", {"text": "word " * 900}, {"text": "word " * 900})
+    with pytest.raises(
+        ValueError, match=r"those that hold 32 tokens have [\d,]+, so that [\d,]+ of"
+    ):
+        chunked_sequences(path, tokenizer, 16, 2)
 
 
 def test_the_last_documents_are_held_out(tokenizer, tmp_path):

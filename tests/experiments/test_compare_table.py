@@ -229,6 +229,35 @@ def test_runs_of_different_machines_are_told_apart():
     runs[1] = dataclasses.replace(runs[1], machine={"device": "NVIDIA H200", "precision": "bf16"})
     (sentence,) = outputs.different_machines(runs)
     assert sentence.endswith("x86_64 CPU in bf16: bf16; NVIDIA H200 in bf16: metis.")
+    threads = [
+        dataclasses.replace(runs[0], machine={"device": f"CPU, {n} threads", "precision": "bf16"})
+        for n in (1, 2)
+    ]
+    assert outputs.different_machines(threads) == []
+
+
+def test_runs_of_different_code_are_told_apart():
+    """Schemes are added to a directory later, when the package may be another one."""
+
+    def of(name, digest, commit=None):
+        return dataclasses.replace(result(name, 0, 2.0), code={"sha256": digest, "commit": commit})
+
+    older = result("older", 0, 2.0)
+    assert outputs.different_code([of("bf16", "a"), of("metis", "a"), older]) == []
+    (said,) = outputs.different_code([of("bf16", "a", "f0c8b0c"), of("metis", "b"), older])
+    assert said.endswith("not of schemes alone. f0c8b0c: bf16; b: metis.")
+
+
+@pytest.mark.parametrize("lost", [math.inf, math.nan])
+def test_a_control_that_diverged_leaves_no_gap(lost):
+    """A finite loss over an infinite one would be 100 % below it."""
+    runs = [result("bf16", 0, 3.0), result("bf16", 1, lost)]
+    runs += [result("x", seed, 3.1) for seed in (0, 1)]
+    control, other = summarize(runs)
+    assert control.diverged == (1,)
+    assert math.isnan(other.gap.mean)
+    assert not other.gap.excludes_zero
+    assert table.rows([control, other])[1][2] == "+nan"
 
 
 def test_extra_multiply_adds_of_fused_experts_are_not_counted():

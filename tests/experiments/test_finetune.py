@@ -340,3 +340,8 @@ def test_the_plan_counts_the_export(source, tmp_path):
 def test_bad_input(options, message, source, tmp_path):
     with pytest.raises(ValueError, match=message):
         finetuning(source, tmp_path, **options)
+
+
+def test_what_is_trained_on_is_not_held_out(source, tmp_path):
+    with pytest.raises(ValueError, match=r"is what --data trains on; leave --held_out out"):
+        finetuning(source, tmp_path, held_out=str(source[1]))

@@ -100,11 +100,11 @@ class TestCommit:
         file.parent.mkdir(parents=True)
         file.write_text("")
         monkeypatch.setattr(records, "__file__", str(file))
-        assert records._commit() is None
+        assert records.commit() is None
         git("add", "-f", ".")
         git("commit", "-q", "-m", "a checkout")
-        assert records._commit() == git("rev-parse", "--short", "HEAD")
+        assert records.commit() == git("rev-parse", "--short", "HEAD")
 
     def test_a_machine_without_git(self, monkeypatch):
         monkeypatch.setenv("PATH", "")
-        assert records._commit() is None
+        assert records.commit() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.experiments.compare import cost_figure, figures, published, table
 from metis_hf.experiments.compare.plan import ComparisonPlan
 from metis_hf.experiments.compare.statistics import Summary, summarize
-from metis_hf.experiments.compare.timing import load_times
+from metis_hf.experiments.compare.timing import TIMES_FILE, load_times
 from metis_hf.experiments.figures import plot_curves
 from metis_hf.experiments.results import SchemeResult
 from metis_hf.layers.experts import has_fused_experts
@@ -25,7 +26,7 @@ from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import scheme_styles
 from metis_hf.shared.numbers import short_number
-from metis_hf.shared.records import environment, write_json
+from metis_hf.shared.records import environment, read_json, write_json
 from metis_hf.shared.tables import terminal_table
 
 RECORD_FILE = "compare.json"
@@ -63,6 +64,8 @@ def write_outputs(
         describe(plan, results),
         *table.findings(summaries, plan.reference),
         *different_machines(results),
+        *different_code(results),
+        *unrecorded(out, times),
     ]
     record = {
         "plan": plan.settings(),
@@ -151,12 +154,39 @@ def different_machines(results: Sequence[SchemeResult]) -> list[str]:
     places: dict[str, set[str]] = {}
     for result in results:
         if result.machine is not None:
-            place = f"{result.machine['device']} in {result.machine['precision']}"
+            # Runs of one machine may have had other numbers of threads.
+            device = re.sub(r", \d+ threads$", "", result.machine["device"])
+            place = f"{device} in {result.machine['precision']}"
             places.setdefault(place, set()).add(result.scheme)
     if len(places) < 2:
         return []
     found = "; ".join(f"{place}: {', '.join(sorted(names))}" for place, names in places.items())
     return [f"Runs of different machines, whose times and gaps are not of schemes alone. {found}."]
+
+
+def different_code(results: Sequence[SchemeResult]) -> list[str]:
+    """Say what trained which runs, a sentence, if it was not the same code for all."""
+    found: dict[str, set[str]] = {}
+    names: dict[str, str] = {}
+    for result in results:
+        if result.code is not None:
+            digest = str(result.code["sha256"])
+            found.setdefault(digest, set()).add(result.scheme)
+            names[digest] = result.code.get("commit") or digest
+    if len(found) < 2:
+        return []
+    said = "; ".join(f"{names[key]}: {', '.join(sorted(runs))}" for key, runs in found.items())
+    return [f"Runs of different code or torch, whose gaps are not of schemes alone. {said}."]
+
+
+def unrecorded(out: Path, times: Mapping[str, float]) -> list[str]:
+    """Say so where steps were timed otherwise than they were trained."""
+    if not times or not read_json(out / TIMES_FILE).get("unrecorded"):
+        return []
+    return [
+        "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
+        "where schemes cost less."
+    ]
 
 
 def _compact(result: SchemeResult) -> dict[str, Any]:
@@ -173,6 +203,7 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
         "peak_memory": result.peak_memory,
         "parameters": result.parameters,
         **({"machine": result.machine} if result.machine else {}),
+        **({"code": result.code} if result.code else {}),
         "curve": {
             "step": [int(entry["step"]) for entry in result.history],
             "loss": [round(entry["loss"], 5) for entry in result.history],

@@ -31,6 +31,7 @@ from metis_hf.experiments.variants import Variant
 from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.measured import code_digest
 from metis_hf.shared.processes import Children, sigterm_raises
 from metis_hf.shared.records import claim_directory, read_json, write_json
 
@@ -120,7 +121,8 @@ def _run_plan(
     progress: RunProgress,
 ) -> list[SchemeResult]:
     claim_directory(out, plan.settings())
-    read = (plan.experiment.checkpoint, plan.data, plan.validation)
+    tasks_dir = plan.tasks_dir if plan.tasks else None
+    read = (plan.experiment.checkpoint, plan.data, plan.validation, tasks_dir)
     claim_inputs(out, {path: digest_of_path(Path(path)) for path in read if path is not None})
     if imports:
         write_json(out / IMPORTS_FILE, list(imports))
@@ -133,7 +135,7 @@ def _run_plan(
         )
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
     for run in runs:
-        _check_begun(run)
+        _check_begun(run, progress)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
     slots = 1 if launcher else jobs or _default_jobs(len(waiting))
     for run in waiting:
@@ -217,15 +219,18 @@ def _check_variant(
         )
 
 
-def _check_begun(run: Run) -> None:
+def _check_begun(run: Run, progress: RunProgress) -> None:
     """Refuse to go on with a run whose variant or scheme was another when it began."""
     path = run.directory / SPEC_FILE
-    if not path.is_file():
+    trained = any(run.directory.glob("checkpoint-*"))
+    if not path.is_file() or not (trained or (run.directory / RESULT_FILE).is_file()):
         return
     spec = read_json(path)
-    if any(run.directory.glob("checkpoint-*")):
+    if trained:
         begun = Variant(**spec["variant"])
         _check_variant(run, begun.metis_config(run.seed).to_dict(), begun.precision_schedule)
+        if spec.get("code") not in (None, code_digest()):
+            progress.note(f"{run.name} began with other code or torch, and goes on with this one")
     there, now = spec.get("sources", {}), run.sources
     changed = [name for name in now if there.get(name) != now[name]]
     if changed:
@@ -250,6 +255,7 @@ def _write_spec(
         "tasks_dir": plan.tasks_dir,
         "imports": list(imports),
         "sources": run.sources,
+        "code": code_digest(),
         "jobs": slots,
     }
     write_json(run.directory / SPEC_FILE, spec)
@@ -327,6 +333,7 @@ def _train_one(
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            errors="replace",
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"} | environment,
         )
         children.add(child)
@@ -341,7 +348,8 @@ def _train_one(
     progress.finish(run, result)
     if result is not None:
         return None
-    tail = (run.directory / LOG_FILE).read_text().splitlines()[-_LOG_LINES:]
+    log_text = (run.directory / LOG_FILE).read_text(errors="replace")
+    tail = log_text.splitlines()[-_LOG_LINES:]
     return f"{run.name} (exit code {code}):\n" + "\n".join(f"    {line}" for line in tail)
 
 
@@ -350,7 +358,7 @@ def _follow(line: str, run: Run, progress: RunProgress) -> None:
         values: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:  # something else that was printed
         return
-    if isinstance(values, dict) and "step" in values:
+    if isinstance(values, dict) and {"step", "loss"} <= values.keys():
         progress.step(run, values["step"], values["loss"])
     elif isinstance(values, dict) and "status" in values:
         progress.status(run, values["status"])

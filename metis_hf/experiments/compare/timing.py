@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,6 +23,7 @@ from metis_hf.experiments.compare.plan import ComparisonPlan, with_seed
 from metis_hf.experiments.runner import initial_model, training_arguments
 from metis_hf.experiments.variants import Variant
 from metis_hf.shared.records import environment, read_json, write_json
+from metis_hf.training.cuda_graph import obstacles
 from metis_hf.training.weight_reuse import reuse_weights
 
 TIMES_FILE = "times.json"
@@ -32,7 +34,8 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
     """Return seconds of an optimizer step of each variant, written to `out/times.json`.
 
     Medians over rounds in which every variant takes one step on the same batch: forward and
-    backward passes of the micro-batches, clipping, AdamW. All models are in memory at once.
+    backward passes of the micro-batches, clipping, the optimizer. All models are in memory at once.
+    Python starts every step: where the runs play recorded CUDA graphs, the file says so.
 
     Args:
         plan: what is compared; its first seed is taken.
@@ -48,7 +51,9 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
             _synchronize()
             rounds[name].append(time.perf_counter() - start)
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in rounds.items()}
-    write_json(out / TIMES_FILE, {"seconds": seconds, "rounds": ROUNDS, **environment()})
+    unrecorded = {"unrecorded": True} if not obstacles(_arguments(plan)) else {}
+    found = {"seconds": seconds, "rounds": ROUNDS, **unrecorded, **environment()}
+    write_json(out / TIMES_FILE, found)
     return seconds
 
 
@@ -78,13 +83,20 @@ def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
     return list(ids.split(experiment.training["per_device_train_batch_size"]))
 
 
+def _arguments(plan: ComparisonPlan) -> transformers.TrainingArguments:
+    return training_arguments(plan.experiment, Path("unused"))
+
+
 def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
     """Return one optimizer step of a variant, as a call."""
-    args = training_arguments(plan.experiment, Path("unused"))
+    args = _arguments(plan)
     model: Any = initial_model(with_seed(plan.experiment, plan.seeds[0]), args.device)
     get_metis_model(model, variant.metis_config(plan.seeds[0]))
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = kind(model.parameters(), **options)
     ids = [batch.to(args.device) for batch in batches]
 
     def micro_batches() -> None:

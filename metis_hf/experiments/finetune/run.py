@@ -101,6 +101,12 @@ class Finetuning:
                 data, self.tokenizer, a.sequence_length, a.eval_sequences
             )
             return train, {"held-out": held}
+        same = [name for name, file in files.items() if file.is_file() and file.samefile(data)]
+        if same:
+            raise ValueError(
+                f"--held_out {files[same[0]]} is what --data trains on; leave --held_out out, and "
+                "the end of the data is held out"
+            )
         texts = {
             name: first_sequences(file, self.tokenizer, a.sequence_length, a.eval_sequences)
             for name, file in files.items()
