@@ -56,6 +56,13 @@ def export(
     calibration_method: Annotated[
         Literal["mse", "amax", "percentile"], typer.Option(help="How the scales are chosen.")
     ] = "mse",
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="A module that is not quantized, by name or regular expression; repeatable.",
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help='For calibration, as "cuda".', show_default="a GPU if there is one"),
@@ -77,6 +84,8 @@ def export(
     """
     import_sources(imports)
     quantizes = calibrate is not None or scheme is not None
+    if exclude and not quantizes:
+        raise ValueError("--exclude is for models that --calibrate or --scheme quantizes")
     if quantizes and format == "dense":
         raise ValueError(
             "--calibrate and --scheme quantize the model, and --format dense does not; choose "
@@ -101,6 +110,7 @@ def export(
             length=calibration_length,
             method=calibration_method,
             device=device_or_best(device),
+            exclude=tuple(exclude or ()),
         )
         load = partial(calibrated_model, calibration=calibration, report=console.print)
     report = export_checkpoint(

@@ -34,7 +34,7 @@ from metis_hf.export.compressed_tensors import (
     split_layer,
     weight_quantizer,
 )
-from metis_hf.export.fused import scale_notes, shared_amaxes
+from metis_hf.export.fused import scale_notes, share_others, shared_amaxes
 from metis_hf.export.inputs import QuantizedInput, quantized_input, quantizing_inputs
 from metis_hf.export.loading import load_lines, why_not_packed
 from metis_hf.export.model_card import model_card, read_metrics
@@ -174,9 +174,9 @@ def export_checkpoint(
         else:
             side_file = low_rank == "side-file"
             layout = format if not side_file else "side-file"
-            shared = shared_amaxes(model) if share_scales and not side_file else {}
+            share = share_scales and not side_file
             packed, rows, notes = _write_packed(
-                model, partial, values, layout, shared, windows, held_out
+                model, partial, values, layout, share, windows, held_out
             )
         copy_companions(checkpoint, partial)
         size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
@@ -220,7 +220,7 @@ def _write_packed(
     out: Path,
     dtype: torch.dtype,
     layout: str,
-    shared: Mapping[str, Tensor],
+    share: bool,
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...], tuple[str, ...]]:
@@ -228,8 +228,9 @@ def _write_packed(
 
     Args:
         layout: "compressed-tensors", "modelopt", or "side-file" for the first with a side file.
-        shared: what tensor scales are made of that layers share, of `shared_amaxes`.
+        share: pack layers that are deployed as one under one tensor scale.
     """
+    shared = shared_amaxes(model) if share else {}
     errors = WeightErrors()
     folded: dict[str, CompressedMatrix] = {}
     residuals: dict[str, CompressedMatrix] = {}
@@ -241,16 +242,20 @@ def _write_packed(
             continue  # a layer that its scheme leaves in high precision stays so
         weight = _represented(layer)
         folded[name] = compress(layer, weight, shared.get(name))
-        errors.add("fold", name, weight, folded[name].dequantize())
         if is_split(layer):
             residuals[name], factors[name] = split_layer(layer, quantizer)
             whole = residuals[name].dequantize() + factors[name].dense()
             errors.add("side-file", name, weight, whole)
         if (quantized := quantized_input(layer)) is not None:
             inputs[name] = quantized
+    layers = dict(metis_layers(model))
+    others = share_others(model, folded, lambda n: _represented(layers[n])) if share else {}
+    folded |= others
+    for name, matrix in folded.items():
+        errors.add("fold", name, _represented(layers[name]), matrix.dequantize())
     notes: tuple[str, ...] = ()
     if layout != "side-file":
-        notes = scale_notes(model, folded, shared)
+        notes = scale_notes(model, folded, shared, bool(others), share)
     if experts := next((n for n, m in model.named_modules() if is_fused_experts(m)), None):
         notes += (
             f"{experts} has fused experts, which are not packed. transformers does not read such a "
@@ -267,11 +272,11 @@ def _write_packed(
         _round_parameters(dense, dtype)
         with quantizing_inputs(dense, inputs):
             held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
-            if factors:
-                parts = _with_weights(dense, folded | residuals, factors)
-                held_out["side-file"] = _loss(parts, windows)
+        if factors:  # `load_low_rank` gives plain layers, which do not quantize their inputs
+            parts = _with_weights(dense, folded | residuals, factors)
+            held_out["side-file"] = _loss(parts, windows)
     if layout == "side-file":
-        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, inputs, layout, dtype)
+        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, {}, layout, dtype)
         save_low_rank(out, factors)
     else:
         _save_packed(dense, out, folded, inputs, layout, dtype)

@@ -7,7 +7,7 @@ another one then decode to wrong values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,17 @@ from metis_hf.export.compressed_tensors import (
     static_scales,
     weight_quantizer,
 )
+from metis_hf.layers.packed import PackedWeight
 
 OWN_SCALES = (
     "Layers that engines run as one (query, key and value; gate and up) have tensor scales of "
     "their own here. vLLM takes one for all of them and then computes wrong values: load this "
     "checkpoint in transformers, or export it with shared scales."
+)
+NO_SHARED_SCALE = (
+    "Layers that engines run as one (query, key and value; gate and up) are packed under different "
+    "tensor scales here: the scheme of some has none. vLLM takes one for all of them and then "
+    "computes wrong values: load this checkpoint in transformers."
 )
 SHARED_SCALES = (
     "Layers that engines run as one (query, key and value; gate and up) are packed under one "
@@ -58,8 +64,51 @@ def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def share_others(
+    model: nn.Module,
+    packed: Mapping[str, CompressedMatrix],
+    represented: Callable[[str], Tensor],
+) -> dict[str, CompressedMatrix]:
+    """Return what `shared_amaxes` leaves under scales of their own, packed under one a group.
+
+    Layers deployed as one may be of schemes with other scale rules, or only some of calibrated
+    scales: one magnitude then gives several tensor scales. The smallest, an encode scale, holds all
+    weights.
+
+    Args:
+        model: still converted.
+        packed: what is to be written, by layer.
+        represented: gives a layer's weight [o i] by its name.
+    """
+    layers, found = dict(metis_layers(model)), {}
+    for group in _apart(packed):
+        quantizers = {name: weight_quantizer(layers[name]) for name in group}
+        if all(quantizer is not None and quantizer.two_level for quantizer in quantizers.values()):
+            scale = torch.stack([packed[name].global_scale for name in group]).amin(0)
+            for name, quantizer in quantizers.items():
+                if not torch.equal(packed[name].global_scale, scale):
+                    weight = represented(name)
+                    again = PackedWeight.of(weight, scale.clone(), quantizer=quantizer)  # type: ignore[arg-type]
+                    found[name] = CompressedMatrix(*again, columns=weight.shape[1])
+    return found
+
+
+def _apart(packed: Mapping[str, CompressedMatrix]) -> list[tuple[str, ...]]:
+    """Return the groups of layers deployed as one that have several tensor scales."""
+    return [
+        group
+        for group in dict.fromkeys(deployed_groups(packed).values())
+        if len({packed[name].global_scale.item() for name in group}) > 1
+    ]
+
+
 def scale_notes(
-    model: nn.Module, packed: Mapping[str, CompressedMatrix], amaxes: Mapping[str, Tensor]
+    model: nn.Module,
+    packed: Mapping[str, CompressedMatrix],
+    amaxes: Mapping[str, Tensor],
+    moved: bool,
+    shared: bool,
 ) -> tuple[str, ...]:
     """Return what to say of the tensor scales of packed layers that are deployed as one.
 
@@ -67,16 +116,17 @@ def scale_notes(
         model: still converted.
         packed: what is written, by layer.
         amaxes: those of `shared_amaxes` that were used.
+        moved: whether `share_others` gave other scales.
+        shared: whether scales were to be shared.
     """
     layers, notes = dict(metis_layers(model)), []
-    groups = set(deployed_groups(packed).values())
-    if any(len({packed[name].global_scale.item() for name in group}) > 1 for group in groups):
-        notes.append(OWN_SCALES)
+    if _apart(packed):
+        notes.append(NO_SHARED_SCALE if shared else OWN_SCALES)
 
-    def moved(name: str) -> bool:
+    def has_moved(name: str) -> bool:
         layer = layers[name]
         return not is_split(layer) and bool(layer.weight_params()[-1].abs().amax() != amaxes[name])
 
-    if any(moved(name) for name in amaxes):
+    if moved or any(has_moved(name) for name in amaxes):
         notes.append(SHARED_SCALES)
     return tuple(notes)

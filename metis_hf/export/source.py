@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -17,7 +17,8 @@ from transformers import AutoConfig, PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.export.compressed_tensors import static_scales, unsupported, weight_quantizer
-from metis_hf.layers.experts import converted_names
+from metis_hf.layers.experts import converted_names, layers_of
+from metis_hf.layers.linear import MetisLayer
 
 # What a checkpoint holds besides weights, config and trainer state; copied as it is.
 _COMPANIONS = (
@@ -97,6 +98,12 @@ def _companions(directory: Path) -> Iterator[Path]:
             yield path
 
 
+_INSTEAD = (
+    "Leave it out when the model is converted (modules_to_not_convert; --exclude where the export "
+    "quantizes it), or convert it and use format='dense'"
+)
+
+
 def check_packable(model: nn.Module) -> None:
     """Refuse what the packed layouts cannot hold, with the layer's name.
 
@@ -104,17 +111,18 @@ def check_packable(model: nn.Module) -> None:
         ValueError: fused experts, a layer that the layout cannot hold, or none to pack.
     """
     for name, module in model.named_modules():
-        if keys := converted_names(module):
-            raise ValueError(
-                f"{name}.{keys[0]}: fused experts, which transformers does not read "
-                "from the nvfp4-pack-quantized layout. Use format='dense'"
-            )
+        for key in converted_names(module):
+            experts = [cast(MetisLayer, layer) for layer in layers_of(module, key)]
+            if any(weight_quantizer(layer) is not None for layer in experts):
+                raise ValueError(
+                    f"{name}.{key}: fused experts, which transformers does not read "
+                    f"from the nvfp4-pack-quantized layout. {_INSTEAD}"
+                )
     packable = 0
     for name, layer in metis_layers(model):
         if reason := unsupported(layer):
             raise ValueError(
-                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. "
-                "Use format='dense'"
+                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. {_INSTEAD}"
             )
         packable += weight_quantizer(layer) is not None
     if not packable:

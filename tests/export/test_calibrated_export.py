@@ -263,6 +263,19 @@ class TestRefusals:
         self.refused(match, tmp_path / "dense", *self.PACKED, "--calibrate", text,
                      out=tmp_path / "out")  # fmt: skip
 
+    def test_layers_left_out(self, text, tmp_path):
+        """Experts that the layout cannot hold stay as they are; the rest is packed."""
+        known(mixtral)().save_pretrained(tmp_path / "dense")
+        tokenizer_of(tmp_path / "dense")
+        out = tmp_path / "out"
+        given = (tmp_path / "dense", *self.PACKED, "--exclude", ".*experts.*")
+        done = run(*given, "--calibrate", text, "--out", out)
+        assert "layers in NVFP4" in done
+        packed = json.loads((out / "metis_export.json").read_text())["packed"]
+        assert packed
+        assert not any("experts" in name for name in packed)
+        self.refused("--exclude is for models that --calibrate", *given, out=tmp_path / "other")
+
     def test_quantized_by_others(self, dense, text, tmp_path):
         config = json.loads((dense / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "gptq", "bits": 4}

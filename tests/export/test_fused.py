@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from export.checkpoints import ALL_SPLIT, checkpoint, w_hat
-from metis_hf import metis_layers
+from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
 from metis_hf.export import export_checkpoint, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
 from metis_hf.export.fused import OWN_SCALES, SHARED_SCALES
@@ -68,6 +68,33 @@ def test_an_engine_that_joins_layers_reads_the_weights(config, rule, tmp_path):
         )
         assert torch.equal(joined_as_vllm_does(state, [layer]), own)
     assert report.notes == (() if config is ALL_SPLIT else (SHARED_SCALES,))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scheme": "metis", "scheme_pattern": {"v_proj": "nvfp4-rne", "up_proj": "nvfp4-rne"}},
+        {"scheme": "w4a4", "split_weight": True},
+        {"scheme": "w4a4", "scheme_pattern": {"k_proj": "nvfp4-rne", "gate_proj": "metis"}},
+    ],
+    ids=["scale rules", "calibrated and split", "some calibrated"],
+)
+def test_one_scale_whatever_the_schemes(config, tmp_path):
+    """An amax gives another scale by each rule, and calibrated layers have amaxes of their own."""
+    model = get_metis_model(llama(), MetisConfig(**config))
+    if config["scheme"] == "w4a4":
+        calibrate(model, [torch.arange(32).reshape(2, 16)])
+    model.save_pretrained(tmp_path / "metis")
+    report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
+    state = load_file(tmp_path / "out/model.safetensors")
+    layers = dict(metis_layers(model))
+    for names in groups(state):
+        assert len({state[f"{name}.weight_global_scale"].item() for name in names}) == 1
+        weights = [layers[name].weight_form.dense(layers[name].weight_params()) for name in names]
+        whole = torch.cat(weights).detach()
+        found = joined_as_vllm_does(state, names)
+        assert float((found - whole).norm() / whole.norm()) < 0.12
+    assert report.notes == (SHARED_SCALES,)
 
 
 def test_own_scales_are_those_of_training_and_are_said_to_be(tmp_path):

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import CompressedTensorsConfig
 
-from metis_hf import MetisConfig, calibrate, get_metis_model, to_dense
+from export.checkpoints import mixtral
+from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed, to_dense
 from metis_hf.export import export_checkpoint, load_low_rank
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -164,3 +165,18 @@ def test_packed_beside_experts_says_who_reads_it(tmp_path):
     model.save_pretrained(tmp_path / "run")
     report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
     assert any("fused experts" in note and "load_packed does" in note for note in report.notes)
+    loaded = load_packed(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(16).reshape(1, -1)
+    with torch.no_grad():
+        found, trained = loaded(ids).logits, model.eval()(ids).logits
+    torch.testing.assert_close(found, trained, rtol=0.02, atol=0.02)  # the rest is in bf16
+
+
+def test_packed_beside_experts_in_high_precision(tmp_path):
+    model = get_metis_model(
+        mixtral(), MetisConfig(scheme="nvfp4-rne", scheme_pattern={".*experts.*": "bf16"})
+    )
+    model.save_pretrained(tmp_path / "run")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
+    assert report.packed
+    assert not any("experts" in name for name in report.packed)

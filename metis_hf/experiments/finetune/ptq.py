@@ -44,6 +44,7 @@ class Calibration:
         length: tokens of each; the model's context if that is shorter.
         method: how the scales of inputs are found; see `calibrate`.
         device: such as "cuda".
+        exclude: modules that stay as they are, as `MetisConfig.modules_to_not_convert` names them.
     """
 
     text: str | Path | None
@@ -52,6 +53,7 @@ class Calibration:
     length: int = 512
     method: str = METHODS[0]
     device: str = "cpu"
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -92,7 +94,7 @@ def calibrated_model(
             f"{checkpoint} is quantized by {method!r} already; give the model that it was made of"
         )
     model = load_model(checkpoint)
-    _convert(model, calibration.scheme, report)
+    _convert(model, calibration, report)
     check_packable(model)
     batches: list[Tensor] = []
     if _quantizes_inputs(model):
@@ -110,14 +112,18 @@ def calibrated_model(
     return model
 
 
-def _convert(model: PreTrainedModel, scheme: str | None, report: Callable[[str], None]) -> None:
+def _convert(
+    model: PreTrainedModel, calibration: Calibration, report: Callable[[str], None]
+) -> None:
     """Give the model the scheme, in place, unless it has one with static scales."""
+    scheme, exclude = calibration.scheme, calibration.exclude
     if has_static_scales(model):
-        if scheme is not None:
-            raise ValueError(
-                f"scheme={scheme!r}, and the checkpoint has static scales in scheme "
-                f"{_config(model).scheme!r} already; leave the scheme out"
-            )
+        for name, value in (("scheme", scheme), ("exclude", list(exclude))):
+            if value:
+                raise ValueError(
+                    f"{name}={value!r}, and the checkpoint has static scales in scheme "
+                    f"{_config(model).scheme!r} already; leave {name} out"
+                )
         return
     config = MetisConfig(scheme=scheme or SCHEMES[0])
     if getattr(model.config, "quantization_config", None) is not None:
@@ -130,6 +136,9 @@ def _convert(model: PreTrainedModel, scheme: str | None, report: Callable[[str],
             more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
             report(f"in high precision, as scheme_pattern had them: {kept[0]}{more}")
         to_dense(model)
+    if exclude:
+        kept_out = (*(config.modules_to_not_convert or ()), *exclude)
+        config = replace(config, modules_to_not_convert=kept_out)
     get_metis_model(model, config)
 
 
