@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,8 @@ class PackedScheme:
         layout: "compressed-tensors" or "modelopt".
         quantizes_input: whether activations are quantized too (W4A4); None: those of some layers,
             which have a scale for them.
+        kinds: where only some layers' are: (name of layers, as the config has it, whether theirs
+            are quantized).
         written: the `quantization_config` that `save_pretrained` writes; None where it has to be
             made of the layers (`compressed_config`).
         dropped: what the checkpoint asks for and is left out, for a warning.
@@ -73,6 +76,23 @@ class PackedScheme:
     quantizes_input: bool | None
     written: dict[str, Any] | None
     dropped: tuple[str, ...] = ()
+    kinds: tuple[tuple[str, bool], ...] = ()
+
+    def quantizes_input_of(self, layer: str) -> bool | None:
+        """Return whether a layer's input is quantized; None: if it has a scale for that.
+
+        Targets are names, regular expressions behind "re:", or classes of modules; the first kind
+        counts most.
+        """
+        if self.quantizes_input is not None:
+            return self.quantizes_input
+        matches: tuple[Callable[[str], bool], ...] = (
+            lambda target: target == layer,
+            lambda target: target.startswith("re:") and bool(re.match(target[3:], layer)),
+            lambda target: target == "Linear",
+        )
+        found = (each for matching in matches for t, each in self.kinds if matching(t))
+        return next(found, None)
 
     @property
     def names(self) -> Names:
@@ -115,7 +135,8 @@ def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
             f"{where} has a transform_config: its weights are rotated, and its inputs have to be "
             f"rotated in every forward pass, which is not done here; {_READS}"
         )
-    inputs = set()
+    inputs: set[bool] = set()
+    kinds: list[tuple[str, bool]] = []
     for name, group in groups.items():
         form = group.get("format") or config.get("format")
         weights, activations = group.get("weights") or {}, group.get("input_activations")
@@ -131,6 +152,7 @@ def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
                 "with inputs in NVFP4 under a static tensor scale (dynamic: local) or not quantized"
             )
         inputs.add(activations is not None)
+        kinds += [(target, activations is not None) for target in group.get("targets") or ()]
     if not inputs:
         raise ValueError(f"{where}: its quantization config has no config group; {_READS}")
     status = config.get("quantization_status", "compressed")
@@ -141,12 +163,13 @@ def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
         )
     written = copy.deepcopy(dict(config))
     dropped = _drop(written, "kv_cache_scheme")
-    return PackedScheme(COMPRESSED, _common(inputs), written, dropped)
+    return PackedScheme(COMPRESSED, _common(inputs), written, dropped, tuple(kinds))
 
 
 def _modelopt(config: Mapping[str, Any], where: str) -> PackedScheme:
     details = config.get("quantization", config)
     algorithms = {details.get("quant_algo")}
+    layers: dict[str, Any] = {}
     if algorithms == {"MIXED_PRECISION"}:
         layers = details.get("quantized_layers") or {}
         algorithms |= {layer.get("quant_algo") for layer in layers.values()}
@@ -167,9 +190,9 @@ def _modelopt(config: Mapping[str, Any], where: str) -> PackedScheme:
         for key in ("kv_cache_quant_algo", "kv_cache_scheme")
         if details.get(key)
     )
-    return PackedScheme(
-        MODELOPT, _common({_ALGORITHMS[each] for each in algorithms}), None, dropped
-    )
+    kinds = tuple((name, _ALGORITHMS[each.get("quant_algo")]) for name, each in layers.items())
+    inputs = _common({_ALGORITHMS[each] for each in algorithms})
+    return PackedScheme(MODELOPT, inputs, None, dropped, kinds)
 
 
 def _common(inputs: set[bool]) -> bool | None:

@@ -138,14 +138,10 @@ class PackedLoader(HfQuantizer):
                     dtype=linear.weight.dtype,
                     name=name,
                 )
-            check_layer(
-                name,
-                tensors,
-                scheme.names,
-                (linear.out_features, linear.in_features),
-                scheme.quantizes_input,
-            )
-            configured = scheme.quantizes_input is not False and layer.scales_input
+            quantizes = scheme.quantizes_input_of(name)
+            shape = (linear.out_features, linear.in_features)
+            check_layer(name, tensors, scheme.names, shape, quantizes)
+            configured = quantizes is not False and layer.scales_input
             layer.quantizes_input = configured and config.activations == AS_CONFIGURED
             loading = layer if scheme.layout == COMPRESSED else _ModelOptLinear(layer)
             for key in scheme.names[2:]:  # one number, of shape [] or [1]
@@ -176,7 +172,7 @@ class PackedLoader(HfQuantizer):
             if isinstance(module, _ModelOptLinear):
                 model.set_submodule(name, module.finish())
         if config.written is None:
-            config.written = _written(model, config.scheme.quantizes_input is not False)
+            config.written = _written(model, config.scheme)
         if config.scheme.dropped:
             warnings.warn(
                 f"{config.where} also has {', '.join(config.scheme.dropped)}, which is not "
@@ -197,11 +193,12 @@ class PackedLoader(HfQuantizer):
         return True
 
 
-def _written(model: nn.Module, quantizes_input: bool) -> dict[str, Any]:
+def _written(model: nn.Module, scheme: PackedScheme) -> dict[str, Any]:
     inputs, ignore = {}, []
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
-            inputs[name] = quantizes_input and module.scales_input
+            quantizes = scheme.quantizes_input_of(name) is not False
+            inputs[name] = quantizes and module.scales_input
         elif isinstance(module, nn.Linear):
             ignore.append(name)
     return compressed_config(inputs, ignore)

@@ -58,7 +58,8 @@ class _Finder(MetaPathFinder):
         if fullname not in self._waiting:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = getattr(finder, "find_spec", None)  # finders of Python 3.3 may have none
+            spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _Loader(spec.loader, self)
                 return spec

@@ -280,8 +280,9 @@ def _read_lines(run: RunRecord, file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _read_health(run: RunRecord) -> bool:
-    """Read `metis_health.jsonl`; of several processes' files the first that has a step counts."""
-    files = sorted(run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl"))
+    """Read `metis_health.jsonl`, and files of like names for the steps that it does not have."""
+    found = run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl")
+    files = sorted(found, key=lambda file: (file.name != HEALTH_FILE, file.name))
     for file in files:
         own: dict[str, dict[int, Any]] = {part: {} for part in checks.PARTS}
         faults: dict[str, str] = {}

@@ -72,13 +72,19 @@ class RunRecord:
 
     @property
     def quantized(self) -> bool:
-        """Return whether any tensor was measured on its way through a quantizer."""
-        return any(
-            "sqnr_db" in stats
+        """Return whether any tensor was measured on its way through a quantizer.
+
+        Where all had NaN or inf, which have no SQNR, the config says.
+        """
+        measured = [
+            stats
             for layers in self.layers.values()
             for tensors in layers.values()
             for stats in tensors.values()
-        )
+        ]
+        if measured and all(stats.get("nonfinite") for stats in measured):
+            return self.config.get("scheme") not in (None, CONTROL)
+        return any("sqnr_db" in stats for stats in measured)
 
     @property
     def fp4_share(self) -> float | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
 from conftest import VOCAB, llama
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +31,7 @@ from metis_hf import (
     metis_layers,
 )
 from metis_hf.conversion.packed import packed_config, packed_layers
+from metis_hf.conversion.packed_layouts import PackedScheme
 from metis_hf.export import export_checkpoint, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
 from metis_hf.layers.packed import PackedLinear, quantize_input
@@ -174,6 +176,28 @@ def deployed(tmp_path_factory):
     for layout in ("compressed-tensors", "modelopt"):
         export_checkpoint(folder / "metis", folder / layout, format=layout)
     return folder
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_a_scale_of_inputs_that_one_layer_lacks_is_missed(deployed, layout, tmp_path):
+    """Also where other layers' inputs are not quantized, and need none."""
+    folder = shutil.copytree(deployed / layout, tmp_path / "cut")
+    state = load_file(folder / "model.safetensors")
+    lost = next(key for key in state if "q_proj.input" in key)
+    del state[lost]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"the checkpoint lacks {lost}"):
+        load_packed(folder)
+
+
+def test_the_targets_of_groups_say_whose_inputs_are_quantized():
+    scheme = PackedScheme(
+        "compressed-tensors", None, None,
+        kinds=(("Linear", True), ("re:.*mlp.*", False), ("model.mlp.up", True)),
+    )  # fmt: skip
+    names = ("model.q_proj", "model.mlp.down", "model.mlp.up")
+    assert [scheme.quantizes_input_of(name) for name in names] == [True, False, True]
+    assert PackedScheme("modelopt", None, None).quantizes_input_of("model.q_proj") is None
 
 
 class TestOwnExports:

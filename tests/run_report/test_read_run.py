@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import shutil
+from pathlib import Path
 
 import pytest
 import transformers
@@ -14,6 +16,7 @@ from metis_hf.monitoring.gradient_noise import find_crossing, noise_ratios
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE
 from metis_hf.run_report.page import _cards, run_page, write_report
 from metis_hf.run_report.read import read_run
+from metis_hf.run_report.run import RunRecord
 from run_report.runs import MEASURED, REFRESHED, STEPS, train
 
 
@@ -177,11 +180,18 @@ class TestRead:
         assert "Layers by risk" not in run_page(run).render()
 
     def test_files_of_several_processes(self, copy):
-        """Each step comes from the first file that has it."""
+        """A step of the run's own file counts; others, such as a copy's, add what it lacks."""
         lines = (copy / HEALTH_FILE).read_text().splitlines(keepends=True)
+        whole = read_run(copy).layers
         (copy / HEALTH_FILE).write_text("".join(lines[:2]))
-        (copy / "metis_health.1.jsonl").write_text("".join(lines))
+        others = [json.loads(line) for line in lines]
+        for record in others[:2]:
+            for tensors in record["layers"].values():
+                for stats in tensors.values():
+                    stats["stable_rank"] = 1.0
+        (copy / "metis_health-old.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in others))
         run = read_run(copy)
+        assert whole == run.layers
         assert list(run.layers) == MEASURED
         assert run.notes == []
 
@@ -288,3 +298,12 @@ def test_ratio_of_the_record(trained):
     record = json.loads((trained[0] / HEALTH_FILE).read_text().splitlines()[0])
     assert set(record["noise"]) == set(record["layers"])
     assert noise_ratios(record["noise"])["noise/ratio"] > 1
+
+
+@pytest.mark.parametrize(("scheme", "quantized"), [("nvfp4", True), ("bf16", False)])
+def test_a_run_of_nothing_but_nan_is_quantized_as_its_config_says(scheme, quantized):
+    """What is not finite has no SQNR, by which quantized tensors are known."""
+    stats = {"absmax": math.nan, "nonfinite": 3.0}
+    run = RunRecord(Path("run"), scheme, config={"scheme": scheme})
+    run.layers = {1: {"layer": {"weight": stats}}}
+    assert run.quantized is quantized
