@@ -199,14 +199,15 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
             sizes = (module.in_features, module.out_features) if linear else (module.nx, module.nf)
             cost[name] = float(sizes[0] * sizes[1])
         elif is_fused_experts(module):
-            visited = _experts_per_token(getattr(module, "config", config))
+            visited = experts_per_token(getattr(module, "config", config))
             for key in fused_weights(module):
                 in_features, out_features = expert_shape(module, key)
                 cost[f"{name}.{key}".removeprefix(".")] = visited * in_features * out_features
     return cost
 
 
-def _experts_per_token(config: object) -> int:
+def experts_per_token(config: object) -> int:
+    """Return how many experts of a layer a token visits, by a model's config; 1 if it is silent."""
     for name in (
         "num_experts_per_tok",
         "moe_topk",

@@ -18,7 +18,7 @@ from metis_hf.config import MetisConfig
 from metis_hf.fidelity.gradients import run_batches
 from metis_hf.fidelity.subject import MIN_LENGTH, converted, open_subject, running, trainable
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.planning.overhead import TOKENS, Overhead, inputs_of, overhead
+from metis_hf.planning.overhead import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.schemes import build_scheme, most_directions, scheme_info
 from metis_hf.shared.layer_names import group_of
 from metis_hf.shared.phases import PhaseProgress
@@ -206,7 +206,8 @@ def allocate_ranks(
         few = torch.zeros(1, MIN_LENGTH, dtype=torch.int64, device=model.device)
         with running(layers):
             reads = inputs_of(model, layers, few)
-        whole, groups = _groups(layers, split, reads, ranks, tokens)
+        seen = tokens_of_layers(model, tokens)
+        whole, groups = _groups(layers, split, reads, ranks, seen)
         left = budget - whole - sum(group.costs[0] for group in groups)
         if left < 0:  # before anything is measured
             raise ValueError(
@@ -220,7 +221,7 @@ def allocate_ranks(
         chosen = {n: g.ranks[place] for g, place in zip(groups, at) for n in g.layers}
         config = config.replace(rank=None, rank_pattern=chosen)
         shapes = [_shape(layer, config.for_layer(name)) for name, layer in layers.items()]
-        found = overhead(shapes, tokens, [reads[name] for name in layers])
+        found = overhead(shapes, [seen[name] for name in layers], [reads[name] for name in layers])
     first = sum(group.errors[0] for group in groups)
     last = sum(group.errors[place] for group, place in zip(groups, at))
     return RankPlan(config, chosen, found, errors, last / first if first else 1.0)
@@ -304,15 +305,19 @@ def _groups(
     split: dict[str, MetisLayer],
     reads: Mapping[str, Hashable],
     ranks: Sequence[int],
-    tokens: int,
+    tokens: Mapping[str, int],
 ) -> tuple[float, list[_Group]]:
     """Return what layers without a split cost, and the groups of the others, without errors."""
-    gemms = sum(layer.in_features * layer.out_features for layer in layers.values())
+
+    def gemms(names: Iterable[str]) -> int:
+        return sum(tokens[n] * layers[n].in_features * layers[n].out_features for n in names)
+
+    whole = gemms(layers)
 
     def cost(names: Sequence[str], rank: int) -> float:
-        own = sum(layers[n].in_features * layers[n].out_features for n in names)
         shapes = [_shape(layers[n], layers[n].config.replace(rank=rank)) for n in names]
-        return overhead(shapes, tokens, [reads[n] for n in names]).share * own / gemms
+        found = overhead(shapes, [tokens[n] for n in names], [reads[n] for n in names])
+        return found.share * gemms(names) / whole
 
     rest = [name for name in layers if name not in split]
     together: dict[Hashable, list[str]] = {}
@@ -322,7 +327,7 @@ def _groups(
     groups = []
     for names in together.values():
         own = min((_possible(layers[n], ranks) for n in names), key=len)
-        key = tuple(str(_shape(layers[n], layers[n].config)) for n in names)
+        key = tuple(f"{_shape(layers[n], layers[n].config)} {tokens[n]}" for n in names)
         if key not in known:
             known[key] = [cost(names, rank) for rank in own]
         groups.append(_Group(names, own, known[key]))

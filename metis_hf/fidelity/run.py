@@ -38,7 +38,7 @@ from metis_hf.fidelity.subject import (
     trainable,
 )
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.planning.overhead import TOKENS, inputs_of, overhead
+from metis_hf.planning.overhead import TOKENS, inputs_of, overhead, tokens_of_layers
 from metis_hf.schemes import CONTROL, Scheme, scheme_info, scheme_names, source_digests
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.measured import Store, code_digest, digest
@@ -226,7 +226,8 @@ class _Measurements:
                 return result
             shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
             reads = [self.inputs.get(name, name) for name in layers]
-            cost = overhead(shapes, self.settings.tokens_per_step, reads)
+            seen = tokens_of_layers(self.subject.model, self.settings.tokens_per_step)
+            cost = overhead(shapes, [seen[name] for name in layers], reads)
             result.overhead, result.weight_bits = dict(cost.parts), cost.weight_bits
             weights = trainable(layers)
             for part in missing:

@@ -18,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.report import experts_per_token
+from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import make_layer
 from metis_hf.planning.plan import meta_model
@@ -59,7 +61,7 @@ class Overhead:
 
 def overhead(
     layers: Iterable[tuple[Shape, MetisConfig]],
-    tokens: int = TOKENS,
+    tokens: int | Sequence[int] = TOKENS,
     reads: Sequence[Hashable] | None = None,
 ) -> Overhead:
     """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
@@ -73,7 +75,7 @@ def overhead(
 
     Args:
         layers: (in_features, out_features) and config of each layer.
-        tokens: that the step's weights are shared by.
+        tokens: that the step's weights are shared by; of each layer, where they differ.
         reads: for each layer, a name of the tensor that it reads, as `inputs_of` finds it. Layers
             that read one tensor with equal operands (query, key and value) split it once. None: a
             tensor each.
@@ -82,16 +84,17 @@ def overhead(
     gemm = bits = elements = 0.0
     encoded: set[Hashable] = set()
     for number, ((i, o), config) in enumerate(layers):
+        t = tokens if isinstance(tokens, int) else tokens[number]
         weight = nn.Parameter(torch.empty(o, i, device="meta"))
         layer = make_layer(weight, None, config, name="layer")
-        gemm += 6.0 * tokens * i * o
+        gemm += 6.0 * t * i * o
         bits += i * o * layer.scheme.weight_bits(o, i)
         elements += i * o
         read = number if reads is None else reads[number]
         for counted in (
-            _encodings(layer, tokens, read, number, encoded),
+            _encodings(layer, t, read, number, encoded),
             _weight_factors(layer),
-            _products(layer, tokens),
+            _products(layer, t),
         ):
             for kind, count in counted.items():
                 flops[kind] += count
@@ -132,7 +135,23 @@ def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = T
     get_metis_model(model, metis)
     layers = dict(metis_layers(model))
     shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
-    return overhead(shapes, tokens, [reads.get(name, name) for name in layers])
+    each = list(tokens_of_layers(model, tokens).values())
+    return overhead(shapes, each, [reads.get(name, name) for name in layers])
+
+
+def tokens_of_layers(model: nn.Module, tokens: int) -> dict[str, int]:
+    """Return how many of a step's tokens each converted layer of a model sees, by its name.
+
+    Of experts each sees an equal share of the visits, as if the router were balanced.
+    """
+    own = getattr(model, "config", None)
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for key in converted_names(module):
+            experts = layers_of(module, key)
+            visits = tokens * experts_per_token(getattr(module, "config", own))
+            seen |= {id(layer): max(1, visits // len(experts)) for layer in experts}
+    return {name: seen.get(id(layer), tokens) for name, layer in metis_layers(model)}
 
 
 def inputs_of(

@@ -10,7 +10,7 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
 from metis_hf.layers.make import make_layer
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.planning.costs import _quantizer_cost, layer_cost
-from metis_hf.planning.overhead import inputs_of, model_overhead, overhead
+from metis_hf.planning.overhead import inputs_of, model_overhead, overhead, tokens_of_layers
 from metis_hf.transforms.rotation import rotation_of
 
 IN, OUT, T = 512, 384, 8192
@@ -206,3 +206,25 @@ def test_work_around_the_quantizers_is_counted():
         weight = torch.nn.Parameter(torch.empty(OUT, IN, device="meta"))
         layer = make_layer(weight, None, MetisConfig(scheme=scheme), name="layer")
         assert layer_cost(layer, 64).elementwise > 64 * IN, scheme
+
+
+def test_an_expert_sees_its_share_of_the_tokens():
+    """Two of eight experts a token: a quarter for each, and so work of the weight counts more."""
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    metis = MetisConfig(scheme="metis", rank=4)
+    model = get_metis_model(transformers.MixtralForCausalLM(config), metis)
+    seen = tokens_of_layers(model, 512)
+    assert {seen[name] for name in seen if "experts" in name} == {128}
+    assert {seen[name] for name in seen if "self_attn" in name} == {512}
+    # By hand: attention and every expert as layers of their own, with their own tokens.
+    layers = dict(metis_layers(model))
+    shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+    found = overhead(shapes, list(seen.values()))
+    gemms = [6 * seen[name] * i * o for name, ((i, o), _) in zip(layers, shapes)]
+    shares = [overhead([shape], seen[name]).share for name, shape in zip(layers, shapes)]
+    expected = sum(g * s for g, s in zip(gemms, shares)) / sum(gemms)
+    assert found.share == pytest.approx(expected, rel=1e-12)
+    assert found.share > overhead(shapes, 512).share

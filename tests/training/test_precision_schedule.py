@@ -126,7 +126,8 @@ def test_the_best_checkpoint_has_its_precision(adapters, tmp_path):
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
     made = trainer(
         tmp_path, model, PrecisionSchedule(at=2), save_strategy="steps", save_steps=1,
-        eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, held_out=4, learning_rate=1.0,
+        eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, held_out=4,
+        learning_rate=1.0,
     )  # fmt: skip
     made.train()
     best = int(made.state.best_model_checkpoint.rpartition("-")[2])
