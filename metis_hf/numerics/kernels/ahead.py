@@ -12,6 +12,7 @@ On a CPU alone. For GPUs Inductor has processes of its own, and most of the time
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,6 +30,8 @@ import torch
 from metis_hf.numerics.kernels import compiled, kept
 from metis_hf.numerics.kernels.compiled import Program
 from metis_hf.numerics.scaling import TRIED_SCALES
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of Linux: microseconds, of a period of so many
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +135,15 @@ def _compile_side_by_side(programs: list[Program]) -> None:
 
 
 def processes() -> int:
-    """Return how many processes compile at a time: one for each core that is this process's."""
+    """Return how many processes compile at a time: one for each core that is this process's.
+
+    A container may have the time of fewer cores than it sees; each process takes memory of its own.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        quota, period = map(int, _CPU_QUOTA.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -23,6 +23,8 @@ import torch
 
 from metis_hf.numerics.kernels import vector_units
 
+_CPU_INFO = Path("/proc/cpuinfo")
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,11 +96,22 @@ def _settings() -> bytes:
     return inductor.get_hash()
 
 
+def _instructions() -> str:
+    """Return what the processor can do: programs use all of it, and would end on another one."""
+    known = torch.backends.cpu.get_cpu_capability()
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return f"{known} {platform.processor()}"
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{known} {flags}"
+
+
 @functools.cache
 def _version() -> str:
     """Name the code that programs are made from, and the processor that they are made for."""
     numerics = Path(__file__).parents[1]
-    made_for = (torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability())
+    made_for = (torch.__version__, platform.machine(), _instructions())
     digest = hashlib.sha256(repr(made_for).encode())
     for path in [*sorted(numerics.rglob("*.py")), numerics.parent / "noise.py"]:
         digest.update(path.read_bytes())

@@ -196,3 +196,17 @@ def test_the_first_step_on_a_machine(tmp_path) -> None:
     assert "compiled them in" in said
     _, said = step()
     assert "at a time" not in said
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 8), ("", 8), (None, 8)],
+)
+def test_no_more_processes_than_a_container_has_time_for(quota, expected, tmp_path, monkeypatch):
+    """It may see all cores of its machine; each process imports torch anew."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(ahead, "_CPU_QUOTA", tmp_path / "cpu.max")
+    assert ahead.processes() == expected

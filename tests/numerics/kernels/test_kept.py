@@ -79,7 +79,20 @@ def test_nothing_is_kept_for_other_code_processors_and_settings(folder, monkeypa
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert kept._version() != version
     assert not kept.is_kept(program())
+    monkeypatch.undo()
     kept._version.cache_clear()
+    assert kept._version() == version
+
+
+@pytest.mark.parametrize("text", ["flags\t: sse2 avx512f\n", None])
+def test_processors_with_other_instructions_are_told_apart(text, tmp_path, monkeypatch) -> None:
+    """Of one family, too: what is compiled for all of one's instructions ends on another."""
+    before = kept._instructions()
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{text}")
+    monkeypatch.setattr(kept, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert kept._instructions() != before
+    assert kept._instructions().startswith(torch.backends.cpu.get_cpu_capability())
 
 
 def test_nothing_is_kept_where_inductor_keeps_nothing(folder, monkeypatch) -> None:
