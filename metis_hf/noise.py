@@ -64,7 +64,7 @@ def as_key(key: Key | int | None) -> Key:
         ValueError: None.
     """
     if key is None:
-        raise ValueError("stochastic rounding needs a noise key; pass key=...")
+        raise ValueError("this quantizer needs a noise key; pass key=...")
     return Key(key) if isinstance(key, int) else key
 
 

@@ -51,7 +51,8 @@ from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRounding, ScaleRule
 
 __all__ = ["KERNELS", "Packed", "fake_quantize", "pack", "store", "unpack", "use_kernels"]
 
-_MAX_ELEMENTS = 2**31 - 1  # kernels count in 32 bits
+# Kernels count places in 32 bits, to the end of the last program and of the last, padded blocks.
+_MAX_ELEMENTS = 2**31 - 2**13
 
 
 def fake_quantize(
@@ -265,11 +266,19 @@ def _covers(
         and _covers_rule(x, quantizer, dim)
         and dtype in DTYPES
         and has_form(x, quantizer.tile, dim)
-        and x.numel() <= _MAX_ELEMENTS
+        and _padded_count(x.shape) <= _MAX_ELEMENTS
         and all(t is None or t.dtype is torch.float32 for t in (minus, plus))
         # The difference from an fp64 tensor is one in fp64.
         and (minus is None or x.dtype in DTYPES)
     )
+
+
+def _padded_count(shape: torch.Size) -> int:
+    """Return the elements of a tensor whose last two dimensions end with whole blocks."""
+    count = 1
+    for place, size in enumerate(reversed(shape)):  # plainly: torch.compile reads it too
+        count *= -(-size // BLOCK) * BLOCK if place < 2 else size
+    return count
 
 
 def _covers_rule(x: Tensor, quantizer: QuantizerDefinition, dim: int) -> bool:

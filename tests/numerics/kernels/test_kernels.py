@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from metis_hf import noise
 from metis_hf.numerics import Quantizer, fake_quantize
-from metis_hf.numerics.kernels import compiled, use_kernels
+from metis_hf.numerics.kernels import _covers, _padded_count, compiled, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import form_of, has_form, readable
 from metis_hf.numerics.scaling import SCALE_NOISE, ScaleRule
@@ -343,3 +343,18 @@ def test_forms_cover_whole_blocks() -> None:
     matrix = form_of(x[0], Quantizer().tile, 0)
     assert matrix.x.shape == (2, BLOCK, 3, BLOCK)
     assert_same_bits(matrix.restore(matrix.x), x[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((), 1), ((5,), 16), ((3, 16), 256), ((2, 17, 1), 2 * 32 * 16), ((0, 4), 0)],
+)
+def test_padding_counts_where_places_have_32_bits(shape, count):
+    assert _padded_count(torch.Size(shape)) == count
+
+
+def test_a_tensor_that_padding_makes_too_large_is_left_to_the_reference():
+    x = torch.empty(2**27 + 1, 15, device="meta")
+    assert x.numel() < 2**31
+    assert not _covers(x, Quantizer(), -1, torch.float32, None, None)
+    assert _covers(x[: 2**20], Quantizer(), -1, torch.float32, None, None)
