@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SAMPLES = 256  # of a fingerprint, at most
-_PLACES_KEPT = 64  # numbers of elements, and shapes of tensors that are not contiguous
+_PLACES_KEPT = 512  # numbers of elements, and shapes of tensors that are not contiguous
 _LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
@@ -161,12 +161,13 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
             with lock:
                 kept[args] = made
         if most is not None:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 recorded.add(args)
             with lock:
                 kept[args] = kept.pop(args, made)  # behind all others
-                for old in [key for key in kept if key not in recorded][:-most]:
-                    kept.pop(old, None)
+                if len(kept) - len(recorded) > most:
+                    for old in [key for key in kept if key not in recorded][:-most]:
+                        kept.pop(old, None)
         return made
 
     return found

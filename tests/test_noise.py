@@ -237,7 +237,7 @@ def test_constants_that_may_be_many_are_forgotten_but_for_the_last_used():
 def test_constants_that_a_graph_was_recorded_with_stay(monkeypatch):
     """It reads their memory whenever it is played."""
     made = functools.partial(noise.constant, most=2)(lambda size: torch.ones(size))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     recorded = made(1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

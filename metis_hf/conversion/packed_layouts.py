@@ -81,15 +81,14 @@ class PackedScheme:
     def quantizes_input_of(self, layer: str) -> bool | None:
         """Return whether a layer's input is quantized; None: if it has a scale for that.
 
-        Targets are names, regular expressions behind "re:", or classes of modules; the first kind
-        counts most.
+        Targets are names, regular expressions behind "re:", or classes of modules. The first count
+        most, and the last nothing: a layer may have another name in the checkpoint.
         """
         if self.quantizes_input is not None:
             return self.quantizes_input
         matches: tuple[Callable[[str], bool], ...] = (
             lambda target: target == layer,
             lambda target: target.startswith("re:") and bool(re.match(target[3:], layer)),
-            lambda target: target == "Linear",
         )
         found = (each for matching in matches for t, each in self.kinds if matching(t))
         return next(found, None)

@@ -112,6 +112,9 @@ def _check_owner(output: Path, settings: dict[str, Any]) -> None:
     path = output / ARGUMENTS
     if path.exists():
         there = read_json(path)
+        if "contents" not in there:  # of an earlier version, which looked at sizes alone
+            there = {k: v for k, v in there.items() if k != "file_sizes"}
+            there["contents"] = settings["contents"]
         old, new = (each.get("contents", {}) for each in (there, settings))
         changed = [name for name in old if name in new and old[name] != new[name]]
         differences = [

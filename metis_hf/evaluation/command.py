@@ -111,7 +111,7 @@ def evaluate_jobs(
         ValueError: a result file cannot be used.
     """
     device = device_of(options.device)
-    batch_size = _batch_size(jobs, options, device, out)
+    batch_size = _batch_size(jobs, options, device, out, console)
     rows = [
         plan_steps(
             job,
@@ -230,7 +230,9 @@ def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase
         )
 
 
-def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device, out: Path) -> int:
+def _batch_size(
+    jobs: Sequence[Job], options: Options, device: torch.device, out: Path, console: Console
+) -> int:
     """Return the one asked for, or one that fits the largest of the models."""
     if options.batch_size is not None:
         return options.batch_size
@@ -246,7 +248,11 @@ def _batch_size(jobs: Sequence[Job], options: Options, device: torch.device, out
         return probe_batch_size(model, _context(model))
 
     models = digest(largest.weights, largest.precision, options.dtype, device_name(device))
-    return store.known_batch_size(out, models, probe)
+    size, known = store.known_batch_size(out, models, probe, again=options.overwrite)
+    if known:
+        file = out / store.BATCH_SIZES
+        _say(console, f"batch size {size}, as it was chosen before ({file}); else --batch-size N")
+    return size
 
 
 def _evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ LOSS_TASK = "held_out_loss"
 MIN_LOSS_TOKENS = 100
 # A CPU gains nothing from more, and the logits of 8 sequences of 1024 GPT-2 tokens take 1.6 GB.
 CPU_BATCH_SIZE = 8
+_DEFINITIONS = (".yaml", ".yml", ".py")  # endings of files that make up tasks of lm-eval
 MAX_BATCH_SIZE = 256
 
 
@@ -195,22 +197,27 @@ def _planned(task: str, directory: Path | None) -> PlannedTask:
 def _files_of_own_task(task: str, directory: Path) -> dict[str, Path]:
     """Return what the definition of a task from outside lm-eval may read, by names for settings.
 
-    All of its folder but the data of tasks whose format is known: it may include another YAML file,
-    or call functions from Python files. And what `data_files` names, wherever that is.
+    YAML and Python files of its folder, which it may include and call, the data beside it, and what
+    `data_files` names, wherever that is.
     """
-    others = {f"{name}.jsonl" for name in LOCAL_TASKS}
-    files = {
-        str(path.relative_to(directory)): path
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in others and not _hidden(path.relative_to(directory))
-    }
-    for path in [directory / f"{task}.yaml", *directory.glob("*.y*ml")]:
-        for name in _data_files(path):
-            if Path(name).is_file() and not Path(name).resolve().is_relative_to(
-                directory.resolve()
-            ):
-                files[f"data_files/{Path(name).name}"] = Path(name)
-    return files
+    found = (path for path in sorted(directory.rglob("*")) if path.suffix in _DEFINITIONS)
+    own = [path for path in found if path.is_file() and not _hidden(path.relative_to(directory))]
+    named = [name for path in own if path.suffix != ".py" for name in _data_files(path)]
+    data = sorted({path for name in named for path in _matching(name)})
+    if (directory / f"{task}.jsonl").is_file():
+        own.append(directory / f"{task}.jsonl")
+    files = {str(path.relative_to(directory)): path for path in own}
+    beside = {path.resolve() for path in own}
+    others = (path for path in data if path.resolve() not in beside)
+    return files | {f"data_files/{n}/{path.name}": path for n, path in enumerate(others)}
+
+
+def _matching(name: str) -> list[Path]:
+    """Return the files of this machine that an entry of `data_files` names, by a pattern too."""
+    try:
+        return [Path(path) for path in glob.glob(name, recursive=True) if Path(path).is_file()]
+    except OSError:  # no name that a file can have
+        return []
 
 
 def _hidden(path: Path) -> bool:
@@ -241,7 +248,11 @@ def _strings(value: Any) -> list[str]:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def parse_limits(options: Sequence[str]) -> dict[str, int]:

@@ -90,19 +90,27 @@ def result_path(out: Path, label: str, settings: dict[str, Any]) -> Path:
     return min(others, default=path)
 
 
-def known_batch_size(out: Path, models: str, choose: Callable[[], int]) -> int:
+def known_batch_size(
+    out: Path, models: str, choose: Callable[[], int], *, again: bool = False
+) -> tuple[int, bool]:
     """Return the batch size that an evaluation had before, or choose one and remember it.
 
     Args:
         out: directory of the evaluation.
         models: digest of what is evaluated and of its device.
         choose: finds a size, which depends on the memory that is free now.
+        again: choose whatever it was before.
+
+    Returns:
+        (sequences of a forward pass, whether that is an earlier choice).
     """
     path = out / BATCH_SIZES
     known: dict[str, int] = read_json(path) if path.is_file() else {}
-    if models not in known:
-        write_json(path, known | {models: choose()})
-    return read_json(path)[models]
+    if models in known and not again:
+        return known[models], True
+    size = choose()
+    write_json(path, known | {models: size})
+    return size, False
 
 
 def load_result(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:

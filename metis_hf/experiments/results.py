@@ -36,8 +36,8 @@ class SchemeResult:
         loss_dense: held-out loss of the same model with its quantizers off; None where it was
             not measured.
         machine: "device" and "precision" of the run; None in results of earlier versions.
-        code: what trained it: a digest of the package, of torch's version too, and "commit"; None
-            in results of earlier versions.
+        code: what trained it: "sha256" of the package and torch's version, of several joined by
+            "+", and "commit"; None in results of earlier versions.
     """
 
     scheme: str

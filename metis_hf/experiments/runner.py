@@ -91,6 +91,7 @@ def run_variant(
     *,
     on_step: OnStep = lambda step, loss: None,
     on_evaluate: Callable[[], None] = lambda: None,
+    earlier_code: Sequence[str] = (),
 ) -> SchemeResult | None:
     """Train and evaluate one variant in `run`, or return its finished result.
 
@@ -106,6 +107,7 @@ def run_variant(
         evaluate: called with the trained model on every process of the run.
         on_step: called with (step, training loss) after each log entry.
         on_evaluate: called before the evaluation.
+        earlier_code: digests of the code that has trained the run until its last checkpoint.
 
     Returns:
         The result; None on the processes of a run beside its first.
@@ -114,12 +116,15 @@ def run_variant(
     if done is not None:
         drop_checkpoints(run)
         return done
+    # Before training: files may change while it lasts.
+    digests = dict.fromkeys([*earlier_code, code_digest()])
+    code = {"sha256": "+".join(digests), "commit": commit()}
     trained = train(experiment, variant, dataset, tokenizer, run, on_step)
     on_evaluate()
     evaluated = evaluate(trained)
     if not trained.trainer.is_world_process_zero():
         return None
-    result = _finished(experiment, variant, trained, evaluated)
+    result = _finished(experiment, variant, trained, evaluated, code)
     save_result(run, result)
     drop_checkpoints(run)
     return result
@@ -282,7 +287,11 @@ def _synchronize() -> None:
 
 
 def _finished(
-    experiment: Experiment, variant: Variant, trained: Trained, evaluated: Evaluated
+    experiment: Experiment,
+    variant: Variant,
+    trained: Trained,
+    evaluated: Evaluated,
+    code: dict[str, str | None],
 ) -> SchemeResult:
     """Return the result of a run from its parts."""
     return SchemeResult(
@@ -303,7 +312,7 @@ def _finished(
             "device": device_name(trained.trainer.args.device),
             "precision": "bf16" if trained.trainer.args.bf16 else "fp32",
         },
-        code={"sha256": code_digest(), "commit": commit()},
+        code=code,
     )
 
 

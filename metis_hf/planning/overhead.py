@@ -168,7 +168,7 @@ def inputs_of(
 
     def note(name: str):
         def hook(_layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["input"]
+            x = args[0] if args else next(iter(kwargs.values()))
             held.append(x)
             found[name] = id(x)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from metis_hf.config import MetisConfig
 from metis_hf.monitoring.gradient_noise import GradientNoise, noise_ratios
 from metis_hf.monitoring.health import nonfinite_layers
 from metis_hf.run_report.checks import evaluation_losses
-from metis_hf.schemes import CONTROL
+from metis_hf.schemes import CONTROL, Role, build_scheme
 
 _RATE_ERROR = 0.5e-3  # steps a second
 LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
@@ -83,7 +84,7 @@ class RunRecord:
             for stats in tensors.values()
         ]
         if measured and all(stats.get("nonfinite") for stats in measured):
-            return self.config.get("scheme") not in (None, CONTROL)
+            return _quantizes(self.config)
         return any("sqnr_db" in stats for stats in measured)
 
     @property
@@ -166,3 +167,12 @@ def events(run: RunRecord) -> list[tuple[int, str, str]]:
             how = f"high precision in the {' and '.join(passes)} pass"
         found.append((step, "switch", f"scheme {switch.get('scheme')}, {how}"))
     return sorted(found)
+
+
+def _quantizes(config: dict[str, Any]) -> bool:
+    """Return whether a config quantizes anything; True where it cannot be read."""
+    try:
+        scheme = build_scheme(MetisConfig.from_dict(config), 256, 256)
+    except (TypeError, ValueError):
+        return bool(config)
+    return any(scheme.resolve(role)[1].quantizer is not None for role in Role)

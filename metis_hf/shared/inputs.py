@@ -20,14 +20,16 @@ def digest_of_path(path: Path) -> str:
     """Return a digest of a file, or of all files under a directory: names, sizes, samples of bytes.
 
     Of a file of more than a megabyte 16 evenly spaced blocks of 64 KiB are read, so that a model or
-    a corpus of many gigabytes takes no time. Hidden files and caches of datasets are left out.
+    a corpus of many gigabytes takes no time. Hidden files and caches, of datasets and of Python,
+    are left out.
     """
     root = path if path.is_dir() else path.parent
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in files:
         name = file.relative_to(root)
-        hidden = any(part.startswith((".", "cache-")) for part in name.parts)
+        # Python writes the last of them when something in a folder is imported.
+        hidden = any(part.startswith((".", "cache-", "__pycache__")) for part in name.parts)
         if file.is_file() and not hidden:
             size = file.stat().st_size
             digest.update(f"{name.as_posix()} {size}\n".encode())

@@ -226,7 +226,7 @@ class PrecisionSchedule(TrainerCallback):
 
     Args:
         at: the step, or the share of all steps if below 1, from which on the passes run
-            unquantized; None: they are quantized to the end. 0.9 if `until` is not given either.
+            unquantized; None: they are quantized to the end. 0.9 if nothing else is given.
         high_precision: the passes that are switched: any of "forward", "backward". A pass that is
             not named stays as the model's config has it.
         until: the step, or the share of all steps if below 1, before which they run unquantized
@@ -252,6 +252,12 @@ class PrecisionSchedule(TrainerCallback):
                     raise ValueError(
                         f"{name}={value}; expected a step >= 1 or a share of the steps below 1"
                     )
+        if (
+            between is not None
+            and between[0] >= between[1]
+            and (between[0] < 1) == (between[1] < 1)
+        ):
+            raise ValueError(f"between={between!r}; expected the earlier of the two first")
         if at is None and until is None and between is None:
             at = 0.9
         if isinstance(high_precision, str) or not set(high_precision) & set(PASSES):
@@ -272,7 +278,10 @@ class PrecisionSchedule(TrainerCallback):
         covered = 0
         for first, last in sorted(parts.values()):
             covered = max(covered, last) if first <= covered else covered
-        if len(parts) > 1 and covered >= max_steps:
+        # A first part that alone is longer than the run is warned of: shorter trials have it.
+        alone = "until" in parts and parts["until"][1] >= max_steps
+        alone = alone and ("at" not in parts or parts["until"][1] < parts["at"][0])
+        if len(parts) > 1 and covered >= max_steps and not alone:
             said = " and ".join(f"{name}={getattr(self, name)}" for name in parts)
             raise ValueError(
                 f"{said} of {max_steps} steps leave no step "
@@ -308,7 +317,7 @@ class PrecisionSchedule(TrainerCallback):
         for name, (first, last) in self._parts(steps).items():
             if first >= min(last, steps):
                 effect = "so it never switches to higher precision"
-            elif name == "until" and last >= steps:
+            elif first == 0 and last >= steps:
                 effect = "so that no step is quantized"
             else:
                 continue

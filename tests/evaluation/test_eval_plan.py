@@ -30,16 +30,35 @@ def test_all_that_a_task_of_ones_own_reads_counts(tmp_path):
         return plan.make_plan(["words"], folder, None).tasks[0].data
 
     before = data()
-    assert before.keys() == {"words.yaml", "base.yaml", "rows.py", "data_files/rows.jsonl"}
+    assert before.keys() == {"words.yaml", "base.yaml", "rows.py", "data_files/0/rows.jsonl"}
     for path, content in files.items():
         path.write_text(f"{content}\n")
         changed = data()
         assert sum(before[name] != changed[name] for name in before) == 1
         before = changed
     (folder / "piqa.jsonl").write_text("of another task")
+    (folder / "out").mkdir()
+    (folder / "out" / "results.json").write_text("{}")
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "rows.pyc").write_text("")
     assert data() == before
+
+
+def test_all_data_files_count_wherever_they_lie(tmp_path):
+    """Of one name in two folders, by a pattern, and under another task's name; no URL fails."""
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "rows.jsonl").write_text(place)
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "piqa.jsonl").write_text("{}")
+    named = [f"{tmp_path}/a/*.jsonl", f"{tmp_path}/b/rows.jsonl", f"{folder}/piqa.jsonl"]
+    named.append("https://example.org/" + "x" * 300)
+    (folder / "words.yaml").write_text(f"dataset_kwargs: {{data_files: {{test: {named}}}}}\n")
+    found = plan.make_plan(["words"], folder, None).tasks[0].data
+    names = [name.rpartition("/")[2] for name in found]
+    assert names == ["words.yaml", "rows.jsonl", "rows.jsonl", "piqa.jsonl"]
+    assert len(set(found.values())) == 4
 
 
 def test_a_batch_size_that_was_chosen_is_remembered(tmp_path):
@@ -49,7 +68,10 @@ def test_a_batch_size_that_was_chosen_is_remembered(tmp_path):
         store.known_batch_size(tmp_path, models, lambda: next(sizes))
         for models in ("one", "other", "one", "other")
     ]
-    assert found == [64, 32, 64, 32]
+    assert found == [(64, False), (32, False), (64, True), (32, True)]
+    again = store.known_batch_size(tmp_path, "one", lambda: next(sizes), again=True)
+    assert again == (16, False)
+    assert store.known_batch_size(tmp_path, "one", lambda: next(sizes)) == (16, True)
 
 
 def test_largest_batch_that_fits():

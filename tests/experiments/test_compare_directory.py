@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from evaluation.eval_tools import DATA as EVAL_DATA
 
 from experiments.test_compare import CONFIG
 from metis_hf.experiments.compare import run as comparison
@@ -98,3 +101,28 @@ def test_runs_share_the_threads_of_a_cpu(monkeypatch):
     assert _slot_environment(0, 3) == {"OMP_NUM_THREADS": "5"}
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert _slot_environment(0, 3) == {}  # of another kind than CUDA
+
+
+def test_a_run_remembers_all_code_that_trained_it(out, monkeypatch):
+    """Also of commands before the last; code that trained nothing does not count."""
+    spec = out / "runs/mine/seed-0/run.json"
+    for code, earlier in (("a", []), ("b", []), ("c", ["b"]), ("b", ["b", "c"]), ("b", ["c"])):
+        monkeypatch.setattr(comparison, "code_digest", lambda code=code: code)
+        run_plan(plan(), out)
+        found = json.loads(spec.read_text())
+        assert found["code"] == code
+        assert set(found["earlier_code"]) == set(earlier) - {code}
+        if code != "a":
+            (spec.parent / "checkpoint-2").mkdir(exist_ok=True)
+
+
+def test_task_data_that_changed_is_refused(out, tmp_path):
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name in ("piqa.jsonl", "race.jsonl"):
+        (tasks / name).write_bytes((EVAL_DATA / name).read_bytes())
+    asked = plan(tasks=["piqa"], tasks_dir=str(tasks))
+    run_plan(asked, out / "run")
+    (tasks / "piqa.jsonl").write_bytes((EVAL_DATA / "piqa.jsonl").read_bytes() * 2)
+    with pytest.raises(ValueError, match=rf"{tasks} changed after"):
+        run_plan(asked, out / "run")

@@ -244,8 +244,9 @@ def test_runs_of_different_code_are_told_apart():
 
     older = result("older", 0, 2.0)
     assert outputs.different_code([of("bf16", "a"), of("metis", "a"), older]) == []
-    (said,) = outputs.different_code([of("bf16", "a", "f0c8b0c"), of("metis", "b"), older])
-    assert said.endswith("not of schemes alone. f0c8b0c: bf16; b: metis.")
+    runs = [of("bf16", "a" * 9, "f0c8b0c"), of("metis", f"{'a' * 9}+{'b' * 9}", "f0c8b0c"), older]
+    (said,) = outputs.different_code(runs)
+    assert said.endswith("alone. f0c8b0c aaaaaa: bf16; f0c8b0c aaaaaa+bbbbbb: metis.")
 
 
 @pytest.mark.parametrize("lost", [math.inf, math.nan])

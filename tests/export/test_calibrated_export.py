@@ -172,7 +172,8 @@ def test_layers_that_a_pattern_kept_are_kept(text, tmp_path):
     model = calibrated_model(source, Calibration(text, length=LENGTH, sequences=4), said.append)
     assert "in high precision, as scheme_pattern had them: model.layers.0.mlp.down_proj" in said[1]
     schemes = {name: layer.config.scheme for name, layer in metis_layers(model)}
-    assert {s for n, s in schemes.items() if n.endswith("down_proj")} == {"bf16"}
+    assert not any(name.endswith("down_proj") for name in schemes)
+    assert isinstance(model.get_submodule("model.layers.0.mlp.down_proj"), torch.nn.Linear)
     assert {s for n, s in schemes.items() if not n.endswith("down_proj")} == {"w4a4"}
     model.save_pretrained(tmp_path / "run")
     tokenizer_of(tmp_path / "run")
@@ -262,6 +263,22 @@ class TestRefusals:
         tokenizer_of(tmp_path / "dense")
         self.refused(match, tmp_path / "dense", *self.PACKED, "--calibrate", text,
                      out=tmp_path / "out")  # fmt: skip
+
+    def test_layers_left_out_twice(self, text, tmp_path):
+        """By the checkpoint's own pattern, and again by name."""
+        source = checkpoint(tmp_path / "metis", known(), scheme_pattern={"q_proj": "bf16"})
+        tokenizer_of(source)
+        given = (source, *self.PACKED, "--calibrate", text, "--exclude", ".*q_proj")
+        assert "12 layers in NVFP4" in run(*given, "--out", tmp_path / "out")
+
+    def test_experts_that_a_pattern_kept(self, text, tmp_path):
+        pattern = {".*experts.*": "bf16"}
+        source = checkpoint(tmp_path / "metis", known(mixtral), scheme_pattern=pattern)
+        tokenizer_of(source)
+        run(source, *self.PACKED, "--calibrate", text, "--out", tmp_path / "out")
+        packed = json.loads((tmp_path / "out" / "metis_export.json").read_text())["packed"]
+        assert packed
+        assert not any("experts" in name for name in packed)
 
     def test_layers_left_out(self, text, tmp_path):
         """Experts that the layout cannot hold stay as they are; the rest is packed."""

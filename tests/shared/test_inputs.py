@@ -14,7 +14,9 @@ def test_contents_and_names_and_sizes_count(tmp_path):
     (data / "validation" / "b.parquet").write_bytes(b"two")
     found = digest_of_path(data)
     assert digest_of_path(data) == found
-    for name in (".lock", "cache-0123.arrow"):  # what reading a directory may leave there
+    # What reading a directory, or importing from it, may leave there.
+    (data / "__pycache__").mkdir()
+    for name in (".lock", "cache-0123.arrow", "__pycache__/rows.cpython-311.pyc"):
         (data / name).write_bytes(b"left")
     assert digest_of_path(data) == found
     (data / "validation" / "b.parquet").write_bytes(b"owt")

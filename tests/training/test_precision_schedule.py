@@ -229,7 +229,8 @@ def high_steps(steps, **places):
         ({"between": (2, 5), "until": 3}, [0, 1, 2, 3, 4]),
         ({"between": (8, 20)}, [8, 9]),
         ({"between": (12, 20)}, []),
-        ({"between": (5, 3)}, []),
+        ({"between": (0.5, 3)}, []),
+        ({"until": 12, "at": 15}, list(range(10))),  # of a longer run
     ],
 )
 def test_the_steps_of_a_middle_part(places, expected):
@@ -239,6 +240,12 @@ def test_the_steps_of_a_middle_part(places, expected):
 @pytest.mark.parametrize("between", [3, (3,), (1, 2, 3), "ab"])
 def test_a_middle_part_has_two_ends(between):
     with pytest.raises(ValueError, match=r"between=.*; expected two steps, or shares"):
+        PrecisionSchedule(between=between)
+
+
+@pytest.mark.parametrize("between", [(5, 3), (0.3, 0.2), (4, 4)])
+def test_a_middle_part_ends_after_it_begins(between):
+    with pytest.raises(ValueError, match="expected the earlier of the two first"):
         PrecisionSchedule(between=between)
 
 
@@ -283,6 +290,7 @@ def test_schedule_without_a_converted_layer(tmp_path):
         ({"until": 5}, "PrecisionSchedule(until=5): this run ends after 4 steps, so that no step"),
         ({"between": (4, 9)}, "PrecisionSchedule(between=(4, 9)): this run ends after 4 steps, so"),
         ({"between": (0.4, 0.6)}, "PrecisionSchedule(between=(0.4, 0.6)): this run ends after 4"),
+        ({"between": (0.1, 0.99)}, "PrecisionSchedule(between=(0.1, 0.99)): this run ends after 4"),
         ({"at": 3, "until": 1}, None),
         ({"between": (1, 3)}, None),
     ],

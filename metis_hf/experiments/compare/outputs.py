@@ -172,7 +172,8 @@ def different_code(results: Sequence[SchemeResult]) -> list[str]:
         if result.code is not None:
             digest = str(result.code["sha256"])
             found.setdefault(digest, set()).add(result.scheme)
-            names[digest] = result.code.get("commit") or digest
+            short = "+".join(each[:6] for each in digest.split("+"))
+            names[digest] = " ".join(filter(None, (result.code.get("commit"), short)))
     if len(found) < 2:
         return []
     said = "; ".join(f"{names[key]}: {', '.join(sorted(runs))}" for key, runs in found.items())

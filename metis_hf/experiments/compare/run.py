@@ -229,7 +229,7 @@ def _check_begun(run: Run, progress: RunProgress) -> None:
     if trained:
         begun = Variant(**spec["variant"])
         _check_variant(run, begun.metis_config(run.seed).to_dict(), begun.precision_schedule)
-        if spec.get("code") not in (None, code_digest()):
+        if spec.get("code", code_digest()) != code_digest():
             progress.note(f"{run.name} began with other code or torch, and goes on with this one")
     there, now = spec.get("sources", {}), run.sources
     changed = [name for name in now if there.get(name) != now[name]]
@@ -244,6 +244,11 @@ def _write_spec(
     run: Run, plan: ComparisonPlan, data: Path, imports: Sequence[str], slots: int
 ) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
+    path = run.directory / SPEC_FILE
+    earlier: list[str] = []
+    if path.is_file() and any(run.directory.glob("checkpoint-*")):
+        begun = read_json(path)
+        earlier = [*begun.get("earlier_code", ()), *([begun["code"]] if "code" in begun else ())]
     spec = {
         "experiment": asdict(with_seed(plan.experiment, run.seed)),
         "variant": asdict(run.variant),
@@ -256,9 +261,10 @@ def _write_spec(
         "imports": list(imports),
         "sources": run.sources,
         "code": code_digest(),
+        "earlier_code": [each for each in dict.fromkeys(earlier) if each != code_digest()],
         "jobs": slots,
     }
-    write_json(run.directory / SPEC_FILE, spec)
+    write_json(path, spec)
 
 
 def _default_jobs(runs: int) -> int:

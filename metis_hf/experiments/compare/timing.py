@@ -96,7 +96,7 @@ def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Call
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
-    optimizer = kind(model.parameters(), **options)
+    optimizer = kind(options.pop("params", None) or model.parameters(), **options)
     ids = [batch.to(args.device) for batch in batches]
 
     def micro_batches() -> None:

@@ -82,6 +82,7 @@ def run(directory: Path) -> None:
         evaluate,
         on_step=lambda step, loss: say(step=step, loss=loss),
         on_evaluate=lambda: say(status="evaluating"),
+        earlier_code=spec.get("earlier_code", ()),
     )
 
 

@@ -132,7 +132,10 @@ def _convert(
         config = replace(config, **{name: getattr(own, name) for name in _WHICH_LAYERS})
         kept = [name for name, layer in metis_layers(model) if _is_kept(own, layer)]
         if kept:
-            config = replace(config, scheme_pattern=dict.fromkeys(map(re.escape, kept), "bf16"))
+            # Of experts the fused weight, which their layers become again.
+            fused = (re.sub(r"\.metis_(\w+)\.\d+$", r".\1", name) for name in kept)
+            names = (*(config.modules_to_not_convert or ()), *dict.fromkeys(map(re.escape, fused)))
+            config = replace(config, modules_to_not_convert=names)
             more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
             report(f"in high precision, as scheme_pattern had them: {kept[0]}{more}")
         to_dense(model)

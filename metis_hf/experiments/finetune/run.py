@@ -52,7 +52,7 @@ from metis_hf.training.trainer import MetisTrainer
 LEARNING_RATE = 1e-5  # of weights, where --learning_rate is 0
 RESULTS_FILE, TABLE_FILE = "results.json", "table.md"
 EXPORTS_FILE = "exports.json"  # method -> the export that this output directory has made
-_RESULT_VERSION = 2
+_RESULT_VERSION = 3  # before, other tokens of a text were held out
 # How arguments of TrainingArguments begin that decide no result.
 _NOT_IN_RESULT = (
     "output_dir", "log", "report_to", "run_name", "project", "trackio", "disable_tqdm",
@@ -125,6 +125,7 @@ class Finetuning:
         settings = {k: v for k, v in asdict(self.arguments).items() if k not in free}
         given = self.training.to_dict().items()
         settings |= {k: v for k, v in given if not k.startswith(_NOT_IN_RESULT)}
+        settings["format_version"] = _RESULT_VERSION
         claim_directory(self.out, settings, "--output_dir")
         a = self.arguments
         read = (a.model, a.data, *a.held_out_files().values())

@@ -87,6 +87,8 @@ def test_nothing_is_kept_for_other_code_processors_and_settings(folder, monkeypa
 @pytest.mark.parametrize("text", ["flags\t: sse2 avx512f\n", None])
 def test_processors_with_other_instructions_are_told_apart(text, tmp_path, monkeypatch) -> None:
     """Of one family, too: what is compiled for all of one's instructions ends on another."""
+    (tmp_path / "before").write_text("flags\t: sse2 avx512f avx512_bf16\n")
+    monkeypatch.setattr(kept, "_CPU_INFO", tmp_path / "before")
     before = kept._instructions()
     if text is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{text}")
