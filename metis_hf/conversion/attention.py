@@ -99,7 +99,13 @@ def select_attention(
         )
     for name in inside:
         module = model.get_submodule(name)
-        _plain_function(name, module, _plain_config(name, module))
+        config_of = _plain_config(name, module)
+        if getattr(module, "reorder_and_upcast_attn", False):
+            raise ValueError(
+                f"{name} has reorder_and_upcast_attn=True, a way of its own to compute scores in "
+                "fp32, which quantized products do anyway; set it to False in the model's config"
+            )
+        _plain_function(name, module, config_of)
     return tuple(name for name, _ in model.named_modules() if name in inside)
 
 
@@ -207,7 +213,7 @@ def attention_forward(
         dropout: of probabilities; refused above 0 in training.
         scaling: of scores; None: 1 / sqrt(d).
         **kwargs: what else models hand over: "softcap", "s_aux" (sinks), "position_bias",
-            "is_causal". What the implementation "sdpa" ignores is ignored here too.
+            "is_causal". Others that "sdpa" ignores are ignored here too.
 
     Returns:
         (output [b q h e]; probabilities [b h q k], None under "sdpa").
@@ -220,12 +226,13 @@ def attention_forward(
         )
     config = products.plain_config
     _check_implementation(products.name, config)
+    _check_arguments(products.name, kwargs)
     if products.active_scheme().is_high_precision:
         plain = _plain_function(products.name, module, config)
         return plain(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    _check_call(products.name, module, attention_mask, dropout, kwargs)
+    _check_call(products.name, module, attention_mask, dropout)
     blocked, bias, keys = _mask(module, config, query, key, attention_mask, kwargs.get("is_causal"))
     position_bias = kwargs.get("position_bias")
     if position_bias is not None:
@@ -246,21 +253,26 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _check_call(
-    name: str, module: nn.Module, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that a model hands over only where its attention is none that it knows.
+
+    Under "eager" and "sdpa" it has put them into the mask: not even these two would heed them.
+    """
+    foreign = [each for each in _FOREIGN if kwargs.get(each) is not None]
+    if foreign:
+        raise NotImplementedError(
+            f"{name} hands {', '.join(foreign)} to its attention, which quantized products do not "
+            "know. Keep it as it is with modules_to_not_convert, or leave attention unset"
+        )
+
+
+def _check_call(name: str, module: nn.Module, mask: Tensor | None, dropout: float) -> None:
     """Refuse a call that asks for something that is not computed here."""
     if dropout > 0 and module.training:
         raise NotImplementedError(
             f"{name}: dropout={dropout} of attention probabilities, which would be dropped after "
             "they are quantized or rescaled before. Load the model without it, such as with "
             "from_pretrained(..., attention_dropout=0.0) (attn_pdrop, attention_probs_dropout_prob)"
-        )
-    foreign = [each for each in _FOREIGN if kwargs.get(each) is not None]
-    if foreign:
-        raise NotImplementedError(
-            f"{name} hands {', '.join(foreign)} to its attention, which quantized products do not "
-            "know. Keep it as it is with modules_to_not_convert, or leave attention unset"
         )
     if mask is not None and mask.dim() != 4:
         raise ValueError(

@@ -200,6 +200,11 @@ def contract(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+def _without_padding(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the corner [rows columns]: a copy that two GEMMs share may be padded."""
+    return x if x.shape == (rows, columns) else x[:rows, :columns]
+
+
 class QuantizedGemm(torch.autograd.Function):
     """y = x_hat @ w_hat.T + bias; see the module docstring."""
 
@@ -230,13 +235,14 @@ class QuantizedGemm(torch.autograd.Function):
                 d_hat = plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)
             if need_x:
                 w_hat = plan.weight_operand(Role.DGRAD_WEIGHT, params)
-                dx = plan.dgrad(dy, d_hat, params, w_hat).to(ctx.x_dtype)
+                dx = plan.dgrad(dy, d_hat, params, w_hat)
+                dx = _without_padding(dx, dx.shape[0], params[-1].shape[1]).to(ctx.x_dtype)
             if any(need_params):
                 if not plan.scheme.reuses(Role.WGRAD_GRAD_OUTPUT):
                     d_hat = plan.matrix_operand(Role.WGRAD_GRAD_OUTPUT, dy)
                 shape = (dy.shape[0], params[-1].shape[1])
                 x_hat = plan.wgrad_input(SavedInput(ctx.saved_kind, saved), shape)
-                dw = plan.wgrad(dy, d_hat, x_hat)
+                dw = _without_padding(plan.wgrad(dy, d_hat, x_hat), *params[-1].shape)
                 dparams = plan.weight.gradients(
                     params, dw, plan.scheme.fprop_weight, key=plan.keys[Role.FPROP_WEIGHT]
                 )

@@ -32,6 +32,9 @@ from metis_hf.operands import SplitWeight
 from metis_hf.operands.held_weight import HeldWeight
 from metis_hf.schemes import Scheme, build_scheme
 
+# Of the item size of a float, for a buffer that no cast is to change.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class MetisLayer(nn.Module):
     """Base of both layers: scheme, noise and the forward pass. x [... i] -> [... o].
@@ -108,9 +111,10 @@ class MetisLayer(nn.Module):
         self.evaluation_weight.forget()
         # Casts of the model (.to(torch.bfloat16), .half()) leave the state in its own precision:
         # they pass over integers, and moves between devices do not.
-        state = self.state_buffers()
+        buffers = self.state_buffers()
+        state = {name: each for name, each in buffers.items() if each.is_floating_point()}
         for name, buffer in state.items():
-            self._buffers[name] = buffer.view(torch.int32)
+            self._buffers[name] = buffer.view(_INTEGERS[buffer.itemsize])
         try:
             super()._apply(fn, recurse)
         finally:  # where a device's memory is exhausted, too

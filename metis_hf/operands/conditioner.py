@@ -210,6 +210,10 @@ class Conditioner(ABC):
         """Return the result of `decode` and its low-rank part; None where there is none."""
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
 
+    def turned(self) -> Conditioner:
+        """Return what transforms the same where blocks run along the other dimension."""
+        return self
+
     def basis(self, tensor: str) -> Hashable | None:
         """Return a name for the basis that `encode`'s codes are in; None: in none with a name.
 
@@ -276,8 +280,17 @@ class AroundQuantizer(Conditioner):
         return shape
 
     def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
-        """Return the transform of one matrix, where it depends on the matrix or its noise."""
+        """Return the transform of one matrix, where it depends on the matrix or its noise.
+
+        Codes of such a transform need a `decode` that knows it; else they are not stored.
+        """
         return self
+
+    @property
+    def has_codes(self) -> bool:
+        own = type(self)
+        fixed = own.for_matrix is AroundQuantizer.for_matrix
+        return fixed or own.decode is not AroundQuantizer.decode
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:

@@ -199,13 +199,21 @@ class Scheme:
             raise ValueError("it quantizes neither inputs nor output gradients")
         return replace(self, **changes)
 
+    def _own_copy(self, role: Role) -> Operand:
+        """Return the operand at a role, for a copy of its own if it has been another role's."""
+        used, operand = self.resolve(role)
+        if used is role:
+            return operand
+        return replace(operand, conditioner=operand.conditioner.turned())
+
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
         """Return the same with the GEMMs of some passes unquantized: any of "forward", "backward".
 
         What one pass gives up the other keeps: a quantized operand that was shared with it is then
         quantized for the other pass alone. So does a weight that is quantized in the forward pass
         keep its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator. That copy
-        is made for a GEMM of its own, and so in blocks along what that GEMM contracts.
+        is made for a GEMM of its own, and so in blocks along what that GEMM contracts; what its
+        conditioner transforms is as before.
         """
         scheme = self
         if "backward" in passes:
@@ -217,8 +225,8 @@ class Scheme:
                 scheme,
                 fprop_input=HIGH_PRECISION,
                 fprop_weight=HIGH_PRECISION,
-                dgrad_weight=scheme.resolve(Role.DGRAD_WEIGHT)[1],
-                wgrad_input=scheme.resolve(Role.WGRAD_INPUT)[1],
+                dgrad_weight=scheme._own_copy(Role.DGRAD_WEIGHT),
+                wgrad_input=scheme._own_copy(Role.WGRAD_INPUT),
                 corrected=scheme.corrected - {Role.FPROP_INPUT, Role.FPROP_WEIGHT},
             )
         return scheme

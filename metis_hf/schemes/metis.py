@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metis_hf.config import DECOMPOSABLE
 from metis_hf.schemes.parts import (
     NVFP4,
     MetisConfig,
@@ -72,7 +71,9 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
 
     tensors = config.decompose
     if tensors is None:
-        tensors = DECOMPOSABLE if config.split_weight else SPLIT
+        tensors = SPLIT
+    if config.split_weight:  # stored factors are a split, whatever else is
+        tensors = tuple({*tensors, "weight"})
 
     def operand(tensor: str, quantizer, conditioner) -> Operand:
         return Operand(quantizer, conditioner) if tensor in tensors else Operand(quantizer)

@@ -200,7 +200,7 @@ def share_of(share: float, directions: int) -> int:
 
 
 def most_directions(in_features: int, out_features: int) -> int:
-    """Return the highest rank that a split layer is converted with: half its smaller side."""
+    """Return the highest rank to ask for: half a layer's smaller side. Schemes may have a floor."""
     return (min(in_features, out_features) + 1) // 2
 
 

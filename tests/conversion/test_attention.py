@@ -211,6 +211,14 @@ class TestSelection:
         assert torch.equal(mask[0, 0], torch.ones(3, 3, dtype=torch.bool).tril())
 
 
+def test_a_way_of_its_own_to_fp32_is_refused():
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=2, reorder_and_upcast_attn=True
+    )
+    with pytest.raises(ValueError, match="attn has reorder_and_upcast_attn=True"):
+        converted(transformers.GPT2LMHeadModel(config))
+
+
 class TestCalls:
     def test_dropout_is_refused_in_training_only(self, token_ids):
         model = converted(llama(attention_dropout=0.1))
@@ -224,6 +232,10 @@ class TestCalls:
         states = torch.randn(1, 4, 64), (torch.ones(1, 4, 16),) * 2
         with pytest.raises(NotImplementedError, match=r"self_attn hands indices to its attention"):
             attention(*states, indices=torch.zeros(1))
+        exact = get_metis_model(llama(), MetisConfig(scheme="bf16", attention="bf16"))
+        exact = exact.model.layers[0].self_attn
+        with pytest.raises(NotImplementedError, match=r"self_attn hands indices to its attention"):
+            exact(*states, indices=torch.zeros(1))  # which "sdpa" would pass over
         with pytest.raises(ValueError, match=r"mask of shape \(1, 4\)"):
             attention(*states, torch.ones(1, 4))
 

@@ -30,6 +30,7 @@ from metis_hf.operands import (
 )
 from metis_hf.planning.costs import layer_cost
 from metis_hf.schemes import Scheme
+from metis_hf.schemes.parts import in_mode
 
 KEY = Key(3, torch.tensor(7, dtype=torch.int32))
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
@@ -219,3 +220,55 @@ def test_layers_of_a_conditioner_with_a_row_mask_ask_for_it():
     scheme = replace(layer.scheme, fprop_input=Operand(quantizer, Masked()))
     assert scheme.samples_rows
     assert convert_linear(linear, layer.config.replace(scheme="mean"), name="x").scheme.samples_rows
+
+
+@dataclass(frozen=True)
+class Peaked(AroundQuantizer):
+    """Divided by a number of the matrix, which only `for_matrix` knows."""
+
+    peak: torch.Tensor | float = 1.0
+
+    def for_matrix(self, x, key):
+        return replace(self, peak=x.abs().amax() + 1)
+
+    def forward(self, x, *, dim):
+        return x / self.peak
+
+    def inverse(self, x, *, dim):
+        return x * self.peak
+
+
+def test_a_transform_of_the_matrix_is_stored_in_codes_only_where_decode_knows_it():
+    """Else a call that saves its input would transform it back by other numbers."""
+    assert not Peaked().has_codes
+    assert RandomHadamard().has_codes
+    assert Hadamard().has_codes
+    scheme = Scheme(fprop_input=Operand(Quantizer(), Peaked()))
+    _, layer = layer_of("nvfp4", i=32, o=16)
+    layer.scheme = scheme
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        expected = layer(x)
+    assert torch.equal(layer(x.requires_grad_()), expected)
+
+
+@pytest.mark.parametrize("mode", ["shared", "contraction"])
+def test_a_padded_copy_that_two_gemms_share_has_gradients_of_the_layers_shape(mode):
+    """Blocks of 16 pad a width of 24, also where it is an output of dgrad and wgrad."""
+    forward = Quantizer()
+    scheme = in_mode(
+        Scheme(
+            fprop_input=Operand(forward, Hadamard()),
+            fprop_weight=Operand(forward, Hadamard()),
+            dgrad_grad_output=Operand(STOCHASTIC),
+        ),
+        mode,
+    )
+    linear, layer = layer_of("nvfp4", i=24, o=32)
+    layer.scheme = scheme
+    x, dy = torch.randn(64, 24, requires_grad=True), torch.randn(64, 32)
+    wanted = torch.autograd.grad(linear(x), [x, linear.weight], dy)
+    found = torch.autograd.grad(layer(x), [x, layer.weight], dy)
+    for own, exact in zip(found, wanted):
+        assert own.shape == exact.shape
+        assert float((own - exact).norm() / exact.norm()) < 0.35

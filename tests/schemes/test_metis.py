@@ -92,3 +92,13 @@ def test_a_weight_that_is_named_and_kept_whole_is_refused():
     with pytest.raises(ValueError, match="split_weight=False keeps weights whole"):
         build_scheme(config, 64, 64)
     assert not build_scheme(config.replace(decompose=None), 64, 64).weight.is_split
+
+
+@pytest.mark.parametrize("tensors", [("activation", "gradient"), ("activation",), None])
+def test_what_stands_beside_stored_factors_is_corrected(tensors):
+    """They are a split, whatever `decompose` names."""
+    config = MetisConfig(scheme="metis", split_weight=True, decompose=tensors)
+    assert Role.FPROP_INPUT in build_scheme(config, 64, 64).corrected
+    assert (
+        Role.FPROP_INPUT not in build_scheme(config.replace(split_weight=False), 64, 64).corrected
+    )

@@ -12,13 +12,14 @@ from layers.layer_tools import layer_of
 from reference import fake_quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from metis_hf import MetisConfig
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import IDENTITY
 from metis_hf.operands.conditioners.clamped import Clamped, thresholds
 from metis_hf.operands.conditioners.gradient_estimator import DifferentiableEstimator
 from metis_hf.operands.conditioners.hot_channels import HotChannels
-from metis_hf.schemes import Role
+from metis_hf.schemes import Role, build_scheme
 
 NEAREST = Quantizer()
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rounding="up")
@@ -288,3 +289,20 @@ class TestGradientEstimator:
         layer(matrix(40, 48)).sum().backward()
         assert layer.weight.grad.isfinite().all()
         assert layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["shared", "contraction"])
+@pytest.mark.parametrize("name", ["halo", "quarot", "quip"])
+def test_rotations_stay_where_they_are_without_a_forward_pass(name, mode):
+    """Copies that it shared get blocks along the other dimension; features stay what is rotated."""
+    dims = {Role.FPROP_INPUT: 1, Role.FPROP_WEIGHT: 1, Role.DGRAD_WEIGHT: 0, Role.WGRAD_INPUT: 0}
+
+    def axis(scheme, role):
+        used, operand = scheme.resolve(role)
+        return (dims[used] + operand.conditioner.across) % 2
+
+    scheme = build_scheme(MetisConfig(scheme=name, operand_mode=mode), 64, 32)
+    backward = scheme.in_high_precision(["forward"])
+    for role in (Role.DGRAD_WEIGHT, Role.WGRAD_INPUT):
+        assert axis(backward, role) == axis(scheme, role)
+        assert not backward.reuses(role)

@@ -44,6 +44,25 @@ def with_state(state, *, conv1d=False, **options):
     return layer
 
 
+@dataclass(frozen=True)
+class OfAllKinds(LayerState):
+    """Buffers of one number in every dtype."""
+
+    def initial(self, in_features, out_features):
+        kinds = (torch.int64, torch.uint8, torch.bool, torch.float64, torch.bfloat16)
+        return {str(kind).replace("torch.", "of_"): torch.ones((), dtype=kind) for kind in kinds}
+
+
+def test_casts_of_the_model_leave_a_state_of_any_dtype():
+    layer = with_state(OfAllKinds())
+    before = {name: buffer.clone() for name, buffer in layer.state_buffers().items()}
+    nn.Sequential(layer).to(torch.float16)
+    assert layer.weight.dtype is torch.float16
+    for name, buffer in layer.state_buffers().items():
+        assert str(buffer.dtype) == name.replace("of_", "torch.")
+        assert torch.equal(buffer, before[name])
+
+
 class TestDefaults:
     def test_nothing_happens(self):
         state = LayerState()

@@ -6,7 +6,7 @@ Blocks of 16 as in NVIDIA's recipe are in `hadamard`, groups with fresh signs in
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -40,6 +40,9 @@ class _Rotated(AroundQuantizer):
 
     def inverse(self, x: Tensor, *, dim: int) -> Tensor:
         return rotate_by(x, self.kind, self.seed, dim=self._axis(dim), inverse=True)
+
+    def turned(self) -> _Rotated:
+        return replace(self, across=not self.across)
 
     def basis(self, tensor: str) -> Hashable | None:
         return None if self.across else self
