@@ -220,7 +220,8 @@ class RunningRange(LayerState):
     change when a call is repeated, so recomputed forward passes are harmless.
 
     Each process has its own: DDP broadcasts those of rank 0 with its buffers, and `synchronize`
-    takes the maxima over all processes.
+    takes the maxima over all processes that have run the layer in this step: an expert may have no
+    tokens on one. The others get what these have.
     """
 
     def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
@@ -242,11 +243,27 @@ class RunningRange(LayerState):
         of_step.copy_(mark)
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
-        ranges = [layer.buffers["step_range"] for layer in layers.values()]
-        flat = torch.cat([each.reshape(-1) for each in ranges])
-        dist.all_reduce(flat, dist.ReduceOp.MAX)
-        for each, part in zip(ranges, flat.split([each.numel() for each in ranges])):
-            each.copy_(part.view_as(each))
+        own = [[layer.buffers[name] for name in STATE] for layer in layers.values()]
+        marks = torch.stack([mark for _, _, mark in own]).long()
+        # The mark of a layer that has run is another one than after the last time.
+        before = torch.stack([_SYNCHRONIZED.get(mark, mark - 1) for _, _, mark in own])
+        has_run = marks != before
+        ranges = torch.cat(
+            [
+                torch.stack([running, step]).masked_fill(~run, -torch.inf).flatten()
+                for (running, step, _), run in zip(own, has_run)
+            ]
+        )
+        newest = marks.masked_fill(~has_run, _NO_MARK)
+        for each in (ranges, newest):
+            dist.all_reduce(each, dist.ReduceOp.MAX)
+        parts = ranges.split([2 * step.numel() for _, step, _ in own])
+        for (running, step, mark), part, new in zip(own, parts, newest):
+            somewhere = new > _NO_MARK
+            for buffer, value in zip((running, step), part.view(2, *step.shape)):
+                buffer.copy_(torch.where(somewhere, value, buffer))
+            mark.copy_(torch.where(somewhere, new, mark))
+            _SYNCHRONIZED[mark] = mark.clone()
 
     def range(self, buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value of each channel [i], for a call with input x."""
@@ -256,6 +273,9 @@ class RunningRange(LayerState):
 
 
 STATE = ("running_range", "step_range", "step_mark")
+_NO_MARK = torch.iinfo(torch.int64).min
+# Marks as the last `synchronize` left them, by their buffers; nothing of a run that is resumed.
+_SYNCHRONIZED: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)

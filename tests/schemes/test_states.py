@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metis_hf.layers.linear import QuantLinear
-from metis_hf.schemes.states import LayerState, is_known_set
+from metis_hf.schemes.states import LayerState, RunningRange, is_known_set
 from metis_hf.training import layer_states
 from metis_hf.training.layer_states import after_step, check_states
 
@@ -167,3 +170,61 @@ class TestKnownFlag:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         assert not is_known_set(flag)
+
+
+class Process:
+    """A layer of one channel on one of two processes, with the buffers of a running range."""
+
+    def __init__(self):
+        self.buffers = RunningRange().initial(1, 1)
+
+    def call(self, largest, step):
+        """A call in training, in a step in which the weight has this mark."""
+        mark = torch.tensor(step, dtype=torch.int32)
+        RunningRange().update(self.buffers, torch.tensor([[largest], [0.0]]), mark)
+
+
+def synchronized(*processes):
+    """Let them do so together, each in a thread, with the all-reduce that they wait in."""
+    barrier, given = threading.Barrier(len(processes)), {}
+
+    def all_reduce(x, op):
+        assert op is torch.distributed.ReduceOp.MAX
+        given[threading.get_ident()] = x.clone()
+        barrier.wait()
+        largest = functools.reduce(torch.maximum, given.values())
+        barrier.wait()
+        x.copy_(largest)
+        barrier.wait()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(processes)) as pool:
+        patch.setattr(torch.distributed, "all_reduce", all_reduce)
+        state = RunningRange()
+        list(pool.map(lambda process: state.synchronize({"layer": process}), processes))
+
+
+def test_a_process_without_tokens_holds_no_range_back():
+    """An expert of which one process has seen a single batch, long ago, and the other all."""
+    seldom, always, alone = Process(), Process(), Process()
+    for step in range(60):
+        largest = 10.0 if step == 0 else 1.0
+        always.call(1.0, step)
+        alone.call(largest, step)
+        if step == 0:
+            seldom.call(10.0, step)
+        synchronized(seldom, always)
+        for name, buffer in seldom.buffers.items():
+            assert torch.equal(buffer, always.buffers[name])
+    assert torch.equal(always.buffers["running_range"], alone.buffers["running_range"])
+    assert 1.0 < float(always.buffers["running_range"][0]) < 1.1
+
+
+def test_a_layer_that_no_process_has_run_stays_as_it_is():
+    one, other = Process(), Process()
+    for process in (one, other):
+        process.call(2.0, 1)
+    synchronized(one, other)
+    before = {name: buffer.clone() for name, buffer in one.buffers.items()}
+    synchronized(one, other)
+    for name, buffer in one.buffers.items():
+        assert torch.equal(buffer, before[name])
