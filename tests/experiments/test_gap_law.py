@@ -135,7 +135,7 @@ def test_points_are_the_runs_on_record(law):
     assert (nvidia.gap, nvidia.half_width) == pytest.approx((gap["mean"], gap["half_width"]))
     # Most seeds, the control's best learning rate, and `metis` as it is, come first.
     sources = {(p.scheme, p.width, p.tokens): p.source for p in ours}
-    assert sources["nvfp4-rne", 384, 1200128] == "width-384-directions"
+    assert sources["nvfp4-rne", 384, 1200128] == "width-384-ten"
     assert sources["metis 6 %, dy 1.5 %", 96, 1200128] == "width-96-quarter"
     assert sources["metis", 96, 3194880] == "methods-tiny-metis"
     assert sources["metis, as it was", 96, 3194880] == "methods-tiny"
