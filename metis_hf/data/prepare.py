@@ -25,12 +25,11 @@ from metis_hf.data.chunked import (
     write_shards,
 )
 from metis_hf.data.filters import KEPT, TextFilter, detector
+from metis_hf.data.ownership import check_owner, settings_of
 from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
 from metis_hf.data.report import Tally, build_report
-from metis_hf.data.source import Opened, local_files, open_source
-from metis_hf.shared.inputs import digest_of_path
-from metis_hf.shared.locks import LOCK_FILE, hold_directory
-from metis_hf.shared.measured import digest
+from metis_hf.data.source import Opened, open_source
+from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.records import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -61,8 +60,8 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
             nothing is left to write.
     """
     output = Path(arguments.output_dir)
-    settings = _settings(arguments)
-    _check_owner(output, settings)
+    settings = settings_of(arguments)
+    check_owner(output, settings)
     work = output / "work"
     documents = work / "documents"
     if (output / META).exists():
@@ -74,7 +73,7 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
         check_context(arguments.reference_model, arguments.perplexity_tokens)
     opened = None if (documents / _READ).exists() else open_source(arguments)
     with hold_directory(output, "--output-dir"):
-        _check_owner(output, settings)  # as another process may have left it since
+        check_owner(output, settings)  # as another process may have left it since
         write_json(output / ARGUMENTS, settings)
         tallies = _read_stage(arguments, opened, tokenizer, documents)
         if arguments.perplexity_filter:
@@ -82,64 +81,6 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
         report = _pack_stage(arguments, tokenizer, tallies, output)
         shutil.rmtree(work)
     return report
-
-
-def _settings(arguments: PrepareArguments) -> dict[str, Any]:
-    """Return what decides the output: the arguments, what lies at their paths, the device."""
-    settings: dict[str, Any] = {"arguments": arguments.in_result()}
-    read = local_files(arguments.files) if arguments.files is not None else []
-    models = [arguments.reference_model] if arguments.perplexity_filter else []
-    contents = {path: _digest_of_model(path) for path in [arguments.tokenizer, *models]}
-    contents |= {path: digest_of_path(Path(path)) for path in read}
-    settings["contents"] = {path: digest for path, digest in contents.items() if digest}
-    if arguments.perplexity_filter:
-        settings["reference_device"] = device_type()
-    return settings
-
-
-def _digest_of_model(name: str) -> str | None:
-    """Return a digest of the files of a tokenizer or a model; None for those of the hub."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return None
-    kinds = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.bin")
-    files = sorted(path for kind in kinds for path in folder.glob(kind))
-    return digest(*((path.name, digest_of_path(path)) for path in files))
-
-
-def _check_owner(output: Path, settings: dict[str, Any]) -> None:
-    """Refuse a directory of another preparation or of something else."""
-    path = output / ARGUMENTS
-    if path.exists():
-        there = read_json(path)
-        if "contents" not in there:  # of an earlier version, which looked at sizes alone
-            there = {k: v for k, v in there.items() if k != "file_sizes"}
-            there["contents"] = settings["contents"]
-        old, new = (each.get("contents", {}) for each in (there, settings))
-        changed = [name for name in old if name in new and old[name] != new[name]]
-        differences = [
-            *_differences(there | {"contents": [*old]}, settings | {"contents": [*new]}),
-            *(f"what lies at {name} has changed" for name in changed),
-        ]
-        if differences:
-            raise ValueError(
-                f"{output} holds a preparation with other settings: {'; '.join(differences)}. Run "
-                "it with those, delete the directory, or choose another output_dir"
-            )
-        return
-    own = {f"{ARGUMENTS}.tmp", LOCK_FILE}
-    if output.is_dir() and any(p.name not in own for p in output.iterdir()):
-        raise ValueError(
-            f"{output} is not empty and holds no preparation; choose a new directory as output_dir"
-        )
-
-
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new}):
-            yield from _differences(old.get(key), new.get(key), key)
-    elif old != new:
-        yield f"{name} was {old!r}, now {new!r}"
 
 
 def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -133,7 +133,7 @@ def test_another_device_of_the_reference_model_is_refused(tmp_path, arguments, m
     monkeypatch.setattr(preparation, "_read_stage", killed)  # the directory is claimed before
     with pytest.raises(Killed):
         prepare(arguments())
-    monkeypatch.setattr(preparation, "device_type", lambda: "tpu")
+    monkeypatch.setattr("metis_hf.data.ownership.device_type", lambda: "tpu")
     with pytest.raises(ValueError, match=r"reference_device was '.*', now 'tpu'"):
         prepare(arguments())
 
