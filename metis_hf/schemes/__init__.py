@@ -40,7 +40,7 @@ __all__ = [
 
 # Files of this folder that are no schemes; every other one registers what it has, the control
 # first: that is how lists and pictures have it.
-_TOOLS = {"base", "discovery", "listing", "parts", "registry", "states", "unread"}
+_TOOLS = {"base", "channel_ranges", "discovery", "listing", "parts", "registry", "states", "unread"}
 _files = (module.name for module in pkgutil.iter_modules(__path__))
 for _file in sorted(_files, key=lambda name: (name != CONTROL, name)):
     if _file not in _TOOLS:

@@ -78,8 +78,9 @@ from metis_hf.operands import (
     WeightForm,
 )
 from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.channel_ranges import Shifting, Smoothing
 from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme, share_of
-from metis_hf.schemes.states import LayerState, Oscillation, Shifting, Smoothing, StaticScales
+from metis_hf.schemes.states import LayerState, Oscillation, StaticScales
 
 __all__ = [
     "HIGH_PRECISION",

@@ -1,8 +1,8 @@
-"""States that schemes keep of a layer from step to step: the base class, and those there are.
+"""States that schemes keep of a layer from step to step: the base class, and two of them.
 
-Scales of whole tensors that calibration fixes, running ranges of input channels with the scales and
-shifts made of them, and the paths of weights that oscillate. A scheme names its state; layers hold
-the buffers, and call the hooks.
+Scales of whole tensors that calibration fixes, and the paths of weights that oscillate; running
+ranges of input channels are in `channel_ranges`. A scheme names its state; layers hold the buffers,
+and call the hooks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from metis_hf.operands import Channels, TensorAmax
+from metis_hf.operands import TensorAmax
 
 
 class StatefulLayer(Protocol):
@@ -203,109 +203,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor, 0-dim fp32; 0 of an empty or not finite one."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    return _finite_or(torch.linalg.vector_norm(x, torch.inf).float(), 0.0)
-
-
-DECAY = 0.9  # of the running range, for each optimizer step: a memory of about ten steps
-
-
-@dataclass(frozen=True)
-class RunningRange(LayerState):
-    """Moving average over optimizer steps of each input channel's largest x and largest -x.
-
-    A call uses the average over the steps before its own. Until there is one (the first step, or
-    a layer whose weight never changes), it uses its own extremes. Channels with NaN or infinity are
-    left out. Two buffers [2 i], the averages and the extremes of the running step, and the mark of
-    that step: as soon as the weight is another one, its extremes enter the averages. Maxima do not
-    change when a call is repeated, so recomputed forward passes are harmless.
-
-    Each process has its own: DDP broadcasts those of rank 0 with its buffers, and `synchronize`
-    takes the maxima over all processes that have run the layer in this step: an expert may have no
-    tokens on one. The others get what these have.
-    """
-
-    def initial(self, in_features: int, out_features: int) -> dict[str, Tensor]:
-        # In fp32 whatever the default dtype: from_pretrained sets that to the model's.
-        nothing = torch.full((2, in_features), -torch.inf, dtype=torch.float32)
-        return {
-            "running_range": nothing,
-            "step_range": nothing.clone(),
-            "step_mark": torch.zeros((), dtype=torch.int32),
-        }
-
-    def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
-        running, step, of_step = (buffers[name] for name in STATE)
-        new = of_step != mark
-        mixed = torch.where(running.isinf(), step, torch.lerp(step, running, DECAY))
-        running.copy_(torch.where(new & step.isfinite(), mixed, running))
-        own = _extremes(x)
-        step.copy_(torch.where(new, own, torch.maximum(step, own)))
-        of_step.copy_(mark)
-
-    def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
-        own = [[layer.buffers[name] for name in STATE] for layer in layers.values()]
-        marks = torch.stack([mark for _, _, mark in own]).long()
-        # The mark of a layer that has run is another one than after the last time.
-        before = torch.stack([_SYNCHRONIZED.get(mark, mark - 1) for _, _, mark in own])
-        has_run = marks != before
-        ranges = torch.cat(
-            [
-                torch.stack([running, step]).masked_fill(~run, -torch.inf).flatten()
-                for (running, step, _), run in zip(own, has_run)
-            ]
-        )
-        newest = marks.masked_fill(~has_run, _NO_MARK)
-        for each in (ranges, newest):
-            dist.all_reduce(each, dist.ReduceOp.MAX)
-        parts = ranges.split([2 * step.numel() for _, step, _ in own])
-        for (running, step, mark), part, new in zip(own, parts, newest):
-            somewhere = new > _NO_MARK
-            for buffer, value in zip((running, step), part.view(2, *step.shape)):
-                buffer.copy_(torch.where(somewhere, value, buffer))
-            mark.copy_(torch.where(somewhere, new, mark))
-            _SYNCHRONIZED[mark] = mark.clone()
-
-    def range(self, buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and largest value of each channel [i], for a call with input x."""
-        running = buffers["running_range"]
-        high, low = torch.where(running.isinf(), _extremes(x), running)
-        return -low, high
-
-
-STATE = ("running_range", "step_range", "step_mark")
-_NO_MARK = torch.iinfo(torch.int64).min
-# Marks as the last `synchronize` left them, by their buffers; nothing of a run that is resumed.
-_SYNCHRONIZED: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Smoothing(RunningRange):
-    """s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (arXiv 2211.10438, equation 4)."""
-
-    alpha: float = 0.5
-
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Channels:
-        low, high = self.range(buffers, x)
-        largest = torch.maximum(-low, high)
-        of_weight = weight.float().abs().amax(0)
-        return Channels(_usable(largest**self.alpha / of_weight ** (1 - self.alpha)))
-
-
-@dataclass(frozen=True)
-class Shifting(RunningRange):
-    """z = (min + max) / 2, s = max(1, r / t) with r = (max - min) / 2 (arXiv 2304.09145, eq. 3, 5).
-
-    The paper searches t on calibration data. Here t = sqrt(median(r) max(r)): channels at most that
-    wide stay as they are, and the widest gives its weight column half of its excess over the
-    median, in logarithms, as SmoothQuant's alpha of one half.
-    """
-
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Channels:
-        low, high = self.range(buffers, x)
-        shift = _finite_or((low + high) / 2, 0.0)
-        half = _finite_or((high - low) / 2, 0.0)
-        threshold = (half.median() * half.amax()).sqrt()
-        return Channels(_usable(half / threshold).clamp_min(1.0), shift)
+    return finite_or(torch.linalg.vector_norm(x, torch.inf).float(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -392,18 +290,6 @@ class Oscillation(LayerState):
         return oscillates.float().mean().item()
 
 
-def _extremes(x: Tensor) -> Tensor:
-    """Return the largest x and -x of each column of x [t i], fp32 [2 i]; -inf where not finite."""
-    if x.shape[0] == 0:
-        return x.new_full((2, x.shape[1]), -torch.inf, dtype=torch.float32)
-    extremes = torch.stack([x.amax(0), -x.amin(0)]).float()
-    return extremes.masked_fill(~extremes.isfinite().all(0), -torch.inf)
-
-
-def _usable(scale: Tensor) -> Tensor:
-    """Return scales; 1 where a channel has none: its x or its weight is zero, or not finite."""
-    return _finite_or(scale.masked_fill(scale <= 0, torch.inf), 1.0)
-
-
-def _finite_or(values: Tensor, other: float) -> Tensor:
+def finite_or(values: Tensor, other: float) -> Tensor:
+    """Return the values, and another number where they are NaN or infinite."""
     return torch.where(values.isfinite(), values, torch.full_like(values, other))

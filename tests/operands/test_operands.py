@@ -48,7 +48,7 @@ from metis_hf.operands import (
     StaticScale,
 )
 from metis_hf.schemes import Role, build_scheme
-from metis_hf.schemes.states import Shifting, Smoothing
+from metis_hf.schemes.channel_ranges import Shifting, Smoothing
 from metis_hf.transforms.hadamard import hadamard_matrix
 from operands.operand_reference import expected_results, has_rank, rank_of, run
 from operands.operand_table import (

@@ -28,7 +28,8 @@ from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import fake_quantize
 from metis_hf.schemes import Role, tetrajet2
-from metis_hf.schemes.states import DECAY, STATE, Oscillation
+from metis_hf.schemes.channel_ranges import DECAY, STATE
+from metis_hf.schemes.states import Oscillation
 from schemes import stateful_run
 
 CHANNELWISE = ["smoothquant", "outlier-suppression-plus", "svdquant"]

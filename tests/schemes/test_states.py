@@ -15,7 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metis_hf.layers.linear import QuantLinear
-from metis_hf.schemes.states import LayerState, RunningRange, is_known_set
+from metis_hf.schemes.channel_ranges import RunningRange
+from metis_hf.schemes.states import LayerState, is_known_set
 from metis_hf.training import layer_states
 from metis_hf.training.layer_states import after_step, check_states
 
