@@ -75,7 +75,8 @@ class TokenMask:
     the mask of the calling thread; where backward has threads of its own (on a GPU), the last one.
 
     A decoder whose batches have labels and no mask, as collators of transformers leave them, has
-    the rows with a label: -100 marks the others.
+    the rows with a label: -100 marks the others. Where labels do not reach the model either, since
+    Trainer smooths them, it has the rows whose token is not padding, in training.
 
     A mask may be longer than what a call is given, where keys and values of earlier tokens come
     from a cache or from prefix tuning: its last columns are those of the call.
@@ -184,9 +185,8 @@ class TokenMask:
         running = self._here.running
         mask = given.get(self.argument)
         decodes = self.argument == DECODER_MASK
-        labels = given.get("labels") if decodes else None
-        if mask is None and isinstance(labels, Tensor):
-            mask = labels != NO_LABEL
+        if mask is None and decodes:
+            mask = _decoder_mask(model, given)
         running.masks = ()
         if isinstance(mask, Tensor) and mask.dim() == 2:
             count = _positions(given, "decoder_" if decodes else "")
@@ -258,6 +258,19 @@ def _positions(given: dict[str, Any], prefix: str) -> int | None:
         if isinstance(value, Tensor) and value.dim() > 1:
             return value.shape[1]
     return None
+
+
+def _decoder_mask(model: nn.Module, given: dict[str, Any]) -> Tensor | None:
+    """Return the mask of a decoder [b s] that is given none: of its labels, or of its tokens."""
+    labels, tokens = given.get("labels"), given.get("decoder_input_ids")
+    if isinstance(labels, Tensor):
+        return labels != NO_LABEL
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if not model.training or padding is None or not isinstance(tokens, Tensor):
+        return None
+    mask = tokens != padding
+    mask[:, 0] = True  # decoders may start with the token of padding
+    return mask
 
 
 def _fitting(masks: tuple[Tensor, ...], x: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import MetisLayer, full_tensor
+from metis_hf.layers.linear import MetisLayer, whole_params
 from metis_hf.monitoring.gradient_noise import GradientNoise, weight_gradient_noise
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics import Quantizer, sqnr_db
@@ -134,7 +134,7 @@ def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
         state: what a call took from the scheme's state, of `plan_of_call`; without it a scheme with
             channel scales has the figures of the unscaled weight.
     """
-    params = _whole_params(layer)
+    params = whole_params(layer)
     weight = layer.weight_form.dense(params).float()
     finite = torch.isfinite(weight)
     stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
@@ -171,7 +171,7 @@ def split_health(layer: MetisLayer) -> Stats:
 
     Where the weight is sharded every process has to call this.
     """
-    params = _whole_params(layer)
+    params = whole_params(layer)
     weight = layer.weight_form.dense(params).float()
     assert isinstance(layer.weight_form, SplitWeight)
     stats = _stored_split_stats(layer.weight_form, params, weight)
@@ -185,16 +185,6 @@ def _stored_split_stats(
     eye = torch.eye(form.rank, device=u.device)
     drift = torch.maximum((u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax())
     return _split_stats(weight, params[-1].float()) | {"orthogonality": drift}
-
-
-def _whole_params(layer: MetisLayer) -> list[Tensor]:
-    """Return the layer's stored weight, gathered where FSDP2 or ZeRO-3 shards it."""
-    if not any(hasattr(param, "ds_id") for param in layer.parameters()):
-        return [full_tensor(param) for param in layer.weight_params()]
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(layer.parameters())):
-        return [param.detach().clone() for param in layer.weight_params()]
 
 
 class LayerProbe:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.deployed import deployed_groups
-from metis_hf.layers.linear import MetisLayer, full_tensor
+from metis_hf.layers.linear import MetisLayer, whole_params
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 from metis_hf.training.copies import by_place
@@ -133,8 +133,8 @@ def calibrate(
     with _reset_buffers(layers):
         if observed:
             share = percentile / 100 if method == "percentile" else None
-            _observe(model, batches, observed, lambda name, x: _note(seen[name], x, share))
-            _gather(seen)
+            with _together(seen):
+                _observe(model, batches, observed, lambda name, x: _note(seen[name], x, share))
             _refuse_unseen(seen)
         if observed and method == "mse":
             tops = {name: max(one.largest for one in group) for name, group in groups.items()}
@@ -142,8 +142,8 @@ def calibrate(
             def measure(name: str, x: Tensor) -> None:
                 _add_errors(seen[name], x, tops[name], _input_quantizer(layers[name]))
 
-            _observe(model, batches, observed, measure)
-            _gather(seen)
+            with _together(seen):
+                _observe(model, batches, observed, measure)
     chosen = {name: _choose(method, group) for name, group in groups.items()}
     return _fix(layers, chosen, {name: one.largest for name, one in seen.items()})
 
@@ -250,13 +250,9 @@ def _observe(
         for name, layer in layers.items():
             stack.enter_context(layer.register_forward_pre_hook(hook(name), with_kwargs=True))
         model.eval()
-        count = 0
         for batch in batches:
             values = batch if isinstance(batch, Mapping) else {"input_ids": batch}
             model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
-            count += 1
-        if not count:
-            raise ValueError("calibration got no batch; pass token ids of some text")
 
 
 def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
@@ -277,18 +273,37 @@ def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) ->
         seen.errors[index] += error.item()
 
 
-def _gather(seen: dict[str, _Seen]) -> None:
-    """Give all processes what each has noted."""
+@contextmanager
+def _together(seen: dict[str, _Seen]) -> Iterator[None]:
+    """Give all processes what a block notes; where it fails in one, raise in all, so none waits."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    others = _gather(seen, failed)
+    if failed is not None:
+        raise failed
+    if others:
+        raise RuntimeError(f"calibration failed in another process: {others[0]}")
+
+
+def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str]:
+    """Give all processes what each has noted; returns what went wrong in any of them."""
     if not (seen and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
+        return []
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, seen)
+    dist.all_gather_object(gathered, (seen, failed and f"{type(failed).__name__}: {failed}"))
+    if errors := [error for _, error in gathered if error]:
+        return errors
+    gathered = [noted for noted, _ in gathered]
     for name, mine in seen.items():
         of_all = [other[name] for other in gathered]
         mine.tokens = sum(one.tokens for one in of_all)
         mine.largest = max(one.largest for one in of_all)
         mine.percentile = max(one.percentile for one in of_all)
         mine.errors = [sum(errors) for errors in zip(*(one.errors for one in of_all))]
+    return []
 
 
 def _refuse_unseen(seen: dict[str, _Seen]) -> None:
@@ -321,7 +336,7 @@ def _fix(
     """Write scales into the layers' buffers."""
     weights = {
         name: max(
-            largest_magnitude(full_tensor(one.weight_params()[-1])).item()
+            largest_magnitude(whole_params(one)[-1]).item()
             for one in (layer, *layers.waiting[name])
         )
         for name, layer in layers.items()

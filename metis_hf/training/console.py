@@ -8,14 +8,22 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 
 def summarize(callbacks: list[TrainerCallback]) -> None:
-    """Put a `ConsoleSummary` before Trainer's printer, in place, unless there is one."""
-    if not any(isinstance(callback, ConsoleSummary) for callback in callbacks):
-        of_console = (n for n, callback in enumerate(callbacks) if _prints(callback))
-        callbacks.insert(next(of_console, len(callbacks)), ConsoleSummary())
+    """Put a `ConsoleSummary` before Trainer's printer, in place, unless there is one.
+
+    What is behind the printer gets all figures again.
+    """
+    printers = [n for n, callback in enumerate(callbacks) if _prints(callback)]
+    if printers and not any(isinstance(callback, ConsoleSummary) for callback in callbacks):
+        summarizing = ConsoleSummary()
+        callbacks.insert(printers[-1] + 1, _AllFigures(summarizing))
+        callbacks.insert(printers[0], summarizing)
 
 
 class ConsoleSummary(TrainerCallback):
     """Stands before what prints to the console, which gets a few figures, not 150."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, float] = {}  # what the console does not get
 
     def on_log(
         self,
@@ -30,6 +38,28 @@ class ConsoleSummary(TrainerCallback):
             for key in measured:
                 del logs[key]
             logs.update(summary(measured))
+        self.measured = measured
+
+
+class _AllFigures(TrainerCallback):
+    """Stands behind what prints to the console, and gives the figures back."""
+
+    def __init__(self, summarizing: ConsoleSummary) -> None:
+        self._summarizing = summarizing
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        measured, self._summarizing.measured = self._summarizing.measured, {}
+        if logs is not None and measured:
+            for key in summary(measured):
+                logs.pop(key, None)
+            logs.update(measured)
 
 
 def _prints(callback: TrainerCallback) -> bool:

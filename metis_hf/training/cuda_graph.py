@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import TrainingArguments, masking_utils
 from transformers.utils import import_utils, logging
 
@@ -35,6 +36,7 @@ Step = Callable[[Inputs, Any], Tensor]
 ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
 WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
 _MOST = 4  # recordings: each keeps the memory of a step
+_KNOWN = (Tensor, bool, int, float, str, type(None))  # of the values of a batch
 
 
 class Recorder(Protocol):
@@ -66,14 +68,15 @@ class _Recording:
     """A recorded step, and where its inputs and results lie.
 
     Attributes:
-        inputs, count: places of the batch and of `num_items_in_batch`.
+        inputs: places of the tensors of the batch, in order.
+        count: place of `num_items_in_batch`.
         play: computes loss and gradients of what is there.
         loss: 0-dim.
         gradients: with each parameter that has one.
         schemes: of the layers; kept, so that no other can take their identity.
     """
 
-    inputs: dict[str, Any]
+    inputs: list[Tensor]
     count: Tensor | None
     play: Callable[[], None]
     loss: Tensor
@@ -94,16 +97,17 @@ class StepGraphs:
         self._layers: list[MetisLayer] = [layer for _, layer in metis_layers(model)]
         self._record = CudaRecorder() if record is None else record
         self._made: dict[Hashable, _Recording] = {}
+        self._count = 0
         self._seen: dict[Hashable, int] = {}
         self._places: set[int] = set()  # of the gradients of all recordings, which keep them
-        self._refused = _reason_of_model(self._layers)
-        if self._refused:
-            logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
+        self._refused: str | None = None
+        if reason := _reason_of_model(self._layers):
+            self._refuse(reason)
 
     @property
     def recordings(self) -> int:
-        """Return how many there are."""
-        return len(self._made)
+        """Return how many were made."""
+        return self._count
 
     @property
     def refused(self) -> str | None:
@@ -124,8 +128,12 @@ class StepGraphs:
         """
         if self._refused or any(layer._forward_hooks for layer in self._layers):
             return step(inputs, count)
+        leaves, tree = tree_flatten(dict(inputs))
+        if unknown := next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None):
+            self._refuse(f"a batch holds a {type(unknown).__name__}, which cannot be copied in")
+            return step(inputs, count)
         schemes = [layer.scheme for layer in self._layers]
-        batch = tuple((name, _form(value)) for name, value in sorted(inputs.items()))
+        batch = (str(tree), *map(_form, leaves))
         counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
         trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
         key = (batch, counted, tuple(map(id, schemes)), trained, extra)
@@ -138,12 +146,26 @@ class StepGraphs:
             if found is None:
                 return step(inputs, count)
             self._made[key] = found
+            self._count += 1
             self._places |= {id(grad) for _, grad in found.gradients}
-        return self._play(found, inputs, count)
+        return self._play(found, leaves, count)
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = reason
+        logger.warning("cuda_graphs: steps run in Python: %s", reason)
+
+    def forget(self) -> None:
+        """Forget the recordings, and give back what they keep of the device's memory."""
+        self._made.clear()
+        self._places.clear()
+        if isinstance(self._record, CudaRecorder):
+            self._record = CudaRecorder()
 
     def _new(self, step: Step, inputs: Inputs, count: Any, schemes: list[Any]) -> _Recording | None:
         """Record a step; None where that is not possible."""
-        places = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        leaves, tree = tree_flatten(dict(inputs))
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        places = tree_unflatten(leaves, tree)
         device = next(self._model.parameters()).device
         place = None if count is None else torch.as_tensor(count, device=device).clone()
         parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -157,7 +179,8 @@ class StepGraphs:
                 with masks:
                     play, loss = self._record(lambda: step(places, place))
                 gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-                return _Recording(places, place, play, loss, gradients, schemes)
+                tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                return _Recording(tensors, place, play, loss, gradients, schemes)
             except RuntimeError as error:
                 cause = error.__context__ or error  # leaving the recording fails after that, too
                 reason = str(cause).strip().splitlines()[0]
@@ -165,14 +188,13 @@ class StepGraphs:
                 release(self._model)
                 for p, grad in zip(parameters, before):
                     p.grad = grad
-        self._refused = f"recording one failed: {reason}"
-        logger.warning("cuda_graphs: steps run in Python: %s", self._refused)
+        self._refuse(f"recording one failed: {reason}")
         return None
 
-    def _play(self, recording: _Recording, inputs: Inputs, count: Any) -> Tensor:
-        for name, place in recording.inputs.items():
-            if isinstance(place, Tensor):
-                place.copy_(inputs[name], non_blocking=True)
+    def _play(self, recording: _Recording, batch: list[Any], count: Any) -> Tensor:
+        tensors = (leaf for leaf in batch if isinstance(leaf, Tensor))
+        for place, tensor in zip(recording.inputs, tensors, strict=True):
+            place.copy_(tensor, non_blocking=True)
         if recording.count is not None:
             if isinstance(count, Tensor):
                 recording.count.copy_(count, non_blocking=True)

@@ -21,7 +21,9 @@ from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.native import why_emulated
 from metis_hf.schemes.states import LayerState
+from metis_hf.shared.checkpoints import STATE_FILE
 from metis_hf.shared.records import read_json
+from metis_hf.training.resume import trained_config
 
 logger = logging.get_logger(__name__)
 
@@ -339,7 +341,10 @@ class PrecisionSchedule(TrainerCallback):
         model = kwargs["model"]
         recorded = _recorded(Path(state.best_model_checkpoint))
         _, layer = next(metis_layers(model), (None, None))
-        if layer is None or recorded is None:
+        if layer is None:
+            return
+        if recorded is None:
+            self._take_up(model, state, max(state.best_global_step - 1, 0))
             return
         wanted = tuple(recorded.get("high_precision") or ())
         if wanted != layer.config.high_precision:
@@ -377,6 +382,8 @@ def _recorded(checkpoint: Path) -> dict[str, Any] | None:
     for name, key in ((CONFIG_NAME, "quantization_config"), (ADAPTER_CONFIG_NAME, "metis_config")):
         if (checkpoint / name).is_file():
             return read_json(checkpoint / name).get(key)
+    if (checkpoint / STATE_FILE).is_file():  # alone beside the shards of FSDP2
+        return trained_config(read_json(checkpoint / STATE_FILE).get("stateful_callbacks", {}))
     return None
 
 

@@ -63,11 +63,13 @@ class ResumeGuard(TrainerCallback, ExportableState):
         assert model is not None
         current = _config_of(model)
         name = type(self).__name__
-        saved = state.stateful_callbacks.get(name) or {}
-        if isinstance(saved, list):
-            saved = saved[0]
-        before = saved.get("attributes", {}).get("trained_config")
-        if state.global_step and before is not None and current is not None:
+        before = trained_config(state.stateful_callbacks, name)
+        if state.global_step and before is not None:
+            if current is None:
+                raise ValueError(
+                    f"the checkpoint is of a model in scheme {before.get('scheme')!r}, and this "
+                    f"model has no converted layer. {_ADVICE}"
+                )
             _check_configs(before, current)
         self._model, self.trained_config = model, current
         # Trainer writes into this entry, which a checkpoint of a run without this callback lacks.
@@ -78,6 +80,25 @@ class ResumeGuard(TrainerCallback, ExportableState):
         if self._model is not None:
             self.trained_config = _config_of(self._model) or self.trained_config
         return {"args": {}, "attributes": {"trained_config": self.trained_config}}
+
+
+def trained_config(
+    stateful_callbacks: Mapping[str, Any], first: str | None = None
+) -> dict[str, Any] | None:
+    """Return the config that a checkpoint was written with, whatever callback has saved it.
+
+    Args:
+        stateful_callbacks: of its trainer_state.json.
+        first: name of the callback that is asked first.
+    """
+    callbacks = [*stateful_callbacks.items()]
+    callbacks.sort(key=lambda item: item[0] != first)
+    for _, saved in callbacks:
+        saved = saved or {}
+        for one in saved if isinstance(saved, list) else [saved]:
+            if (config := one.get("attributes", {}).get("trained_config")) is not None:
+                return config
+    return None
 
 
 def guard_loading(model: nn.Module) -> None:

@@ -12,6 +12,12 @@ from metis_hf.layers.linear import MetisLayer
 
 def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that lacks trainable parameters of converted layers."""
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
+        raise NotImplementedError(
+            "this optimizer steps layer by layer inside the backward pass (optim=..._layerwise), "
+            "and quantized weights are kept until the step of all: choose the same optimizer "
+            "without _layerwise"
+        )
     groups = [group["params"] for group in optimizer.param_groups]
     # DeepSpeed's optimizers step flat copies, and keep the model's parameters in these lists.
     inner = getattr(optimizer, "optimizer", optimizer)

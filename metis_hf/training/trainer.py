@@ -67,7 +67,11 @@ class MetisTrainerMixin:
         """
         self._graphs = None
         self._bind_callbacks()
-        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self._graphs is not None:
+                self._graphs.forget()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch; none where the last step is done already.
@@ -92,6 +96,10 @@ class MetisTrainerMixin:
             self._graphs = StepGraphs(model)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        # As Trainer's own step does, which a recording leaves out; evaluation has turned them off.
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # type: ignore[attr-defined]
+            self.optimizer.train()  # type: ignore[attr-defined]
         return self._graphs.run(step, inputs, num_items_in_batch, extra=extra)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.operands.held_weight import HeldWeight
 
 _FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -44,15 +45,16 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 def hold(model: nn.Module) -> None:
     """Begin to keep what is quantized of weights, except of those that are sharded.
 
-    Their whole copies would outlive the moment for which they are gathered. Where nobody calls
-    `release`, because a step was interrupted, the next step of an optimizer ends it: fused
-    optimizers write parameters without a trace that could be seen.
+    Their whole copies would outlive the moment for which they are gathered, and a part's tensor
+    scale comes from all processes in each call. Where nobody calls `release`, because a step was
+    interrupted, the next step of an optimizer ends it: fused optimizers write parameters without a
+    trace that could be seen.
     """
     if model not in _FORGETTING:
         held = weakref.ref(model)
         _FORGETTING[model] = register_optimizer_step_post_hook(lambda *_: _forget(held()))
     for _, layer in metis_layers(model):
-        if not any(_is_sharded(param) for param in layer.parameters(recurse=False)):
+        if not _is_sharded(layer):
             layer.held_weight = HeldWeight()
 
 
@@ -68,6 +70,9 @@ def _forget(model: nn.Module | None) -> None:
         layer.held_weight = None
 
 
-def _is_sharded(param: nn.Parameter) -> bool:
-    """Return whether FSDP2 (a DTensor) or ZeRO-3 shards it."""
-    return hasattr(param, "full_tensor") or hasattr(param, "ds_id")
+def _is_sharded(layer: MetisLayer) -> bool:
+    """Return whether FSDP2 (a DTensor), ZeRO-3 or tensor parallelism shards it."""
+    if layer.shards is not None and layer.shards.cut:
+        return True  # its operands take the tensor scale of all processes, call by call
+    params = layer.parameters(recurse=False)
+    return any(hasattr(param, "full_tensor") or hasattr(param, "ds_id") for param in params)

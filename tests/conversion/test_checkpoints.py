@@ -282,6 +282,22 @@ class TestMixedSchemes:
         with pytest.raises(ValueError, match=r"split weight .*no converted layer there"):
             made.train(resume_from_checkpoint=source)
 
+    def test_dense_model_from_a_checkpoint_of_whole_weights(self, runs, tmp_path):
+        """Its tensors have the names and shapes of the dense model's."""
+        source = runs("nvfp4", lambda: converted("nvfp4"))
+        made = trainer(tmp_path, dense(), (ResumeGuard,))
+        with pytest.raises(ValueError, match=r"in scheme 'nvfp4'.*no converted layer"):
+            made.train(resume_from_checkpoint=source)
+
+    def test_a_callback_of_another_name(self, runs, tmp_path):
+        class Mine(MetisCallback):
+            """A user's own."""
+
+        source = runs("nvfp4", lambda: converted("nvfp4"))
+        made = trainer(tmp_path, converted("nvidia"), (Mine(health_interval=0),))
+        with pytest.raises(ValueError, match=r"another config .*scheme='nvfp4' -> 'nvidia'"):
+            made.train(resume_from_checkpoint=source)
+
     def test_metis_model_from_a_dense_checkpoint(self, runs, tmp_path):
         source = runs("dense", dense)
         made = trainer(tmp_path, converted())

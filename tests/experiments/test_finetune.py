@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def source(tmp_path_factory):
     return smoke_model(tmp_path_factory.mktemp("source"))
 
 
-def finetuning(source, out, **options):
+def finetuning(source, out, bf16=False, **options):
     model, data = source
     values = {
         "model": model, "data": data, "sequence_length": 64, "eval_sequences": 4,
@@ -47,7 +48,7 @@ def finetuning(source, out, **options):
     }  # fmt: skip
     training = TrainingArguments(
         str(out), max_steps=3, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        learning_rate=1e-3, save_strategy="no", report_to=[], use_cpu=True,
+        learning_rate=1e-3, save_strategy="no", report_to=[], use_cpu=True, bf16=bf16,
     )  # fmt: skip
     return Finetuning(FinetuneArguments(**values), training)
 
@@ -284,6 +285,9 @@ def test_a_step_beyond_the_first_epoch_has_a_whole_batch(source, tmp_path):
     seen = []
 
     class Trained:
+        accelerator = types.SimpleNamespace(unwrap_model=lambda *_, **__: None)
+        model_wrapped = None
+
         def __init__(self, train_dataset, **_):
             seen.append(len(train_dataset))
 
@@ -309,6 +313,27 @@ def test_the_table_of_two_seeds_has_intervals_where_they_differ():
     assert rows[1] == ("ptq", "", "", "2.2000", "+10.00", "", "0.3000", "2.2100")
     assert rows[2][3:6] == ("2.0400 ± 0.1271", "+2.00 ± 6.35", "80 ± 64")
     assert "| qad | 1,000 | 7 |" in markdown_tables(outcomes(2.2, 2.05), outcomes(2.2, 2.05)[:2])
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_sharded_models_are_refused(name, source, tmp_path, monkeypatch):
+    run = finetuning(source, tmp_path)
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match=r"FSDP and DeepSpeed have cut.*under DDP"):
+        Finetuning(run.arguments, run.training)
+
+
+def test_a_model_trained_under_autocast_is_measured_in_fp32(source, tmp_path):
+    run = finetuning(source, tmp_path, bf16=True)
+    model = run.load()
+    ids = run.train[:2]
+    run._fit(transformers.Trainer, "plain", model)
+    assert model(ids).logits.dtype is torch.float32
+    seen = set()
+    linear = model.get_submodule("model.layers.0.mlp.up_proj")
+    linear.register_forward_hook(lambda layer, args, y: seen.add(y.dtype))
+    model(ids)
+    assert seen == {torch.float32}
 
 
 def test_the_plan_counts_the_export(source, tmp_path):

@@ -247,3 +247,10 @@ def test_a_decoder_without_a_mask_has_the_rows_with_labels():
     t5(input_ids=ids, labels=labels, decoder_attention_mask=torch.ones(2, 4))
     assert seen[0].tolist() == [True] * 6 + [False] * 2
     assert seen[1].all()
+    # Trainer takes labels away where it smooths them; the last token's row is one more.
+    tokens = t5.prepare_decoder_input_ids_from_labels(labels)
+    t5(input_ids=ids, decoder_input_ids=tokens)
+    assert seen[2].tolist() == [True] * 7 + [False]
+    t5.eval()
+    t5(input_ids=ids, decoder_input_ids=tokens)
+    assert seen[3] is None

@@ -304,7 +304,7 @@ class TestCalibrate:
             ({"method": "best"}, "method='best'; choose one of mse, amax, percentile"),
             ({"percentile": 30}, "percentile=30; expected more than 50"),
             ({"batches": iter([])}, "'mse' reads the batches twice.*pass a list"),
-            ({"batches": [], "method": "amax"}, "calibration got no batch"),
+            ({"batches": [], "method": "amax"}, "saw no token"),
         ],
     )
     def test_bad_input(self, options, match):
@@ -325,6 +325,32 @@ def process(rank, folder):
     found = calibrate(converted(), [ids(2)[rank]], method="mse")
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def process_without(rank, folder):
+    """One of two processes, of which the second has no batch, or one that fails."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    found = [calibrate(converted(), [] if rank else ids(1), method="amax")]
+    try:
+        calibrate(converted(), ["no ids"] if rank else ids(1), method="mse")
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_one_that_failed(tmp_path):
+    others = [forked.start(process_without, rank, tmp_path) for rank in range(2)]
+    for other in others:
+        other.join(200)
+    (one, failed), (same, reason) = (
+        torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)
+    )
+    torch.manual_seed(0)
+    assert one == same == calibrate(converted(), ids(1), method="amax")
+    assert failed == f"RuntimeError: calibration failed in another process: {reason}"
 
 
 @pytest.mark.slow

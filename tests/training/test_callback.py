@@ -23,6 +23,7 @@ from metis_hf import (
     refresh,
 )
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE
+from metis_hf.training.start_checks import check_optimizer
 
 STATS = {
     "nonfinite",
@@ -118,7 +119,7 @@ def test_health_reaches_the_logs_and_the_file(tmp_path, scheme, split):
 
 
 class Console(transformers.TrainerCallback):
-    """What Trainer's printer, the last of the callbacks, is given."""
+    """Notes what it is given."""
 
     def __init__(self):
         self.seen = []
@@ -127,14 +128,18 @@ class Console(transformers.TrainerCallback):
         self.seen.append({key: value for key, value in logs.items() if key.startswith("metis/")})
 
 
+class Screen(Console, transformers.PrinterCallback):
+    """In the place of Trainer's printer."""
+
+
 @pytest.mark.parametrize("bound", [False, True])
 def test_console_gets_a_summary(tmp_path, bound):
     callback = MetisCallback(health_interval=3)
     made = trainer(tmp_path, get_metis_model(one_block()), [callback], max_steps=3)
+    console = Screen()
+    made.add_callback(console)
     if bound:
         callback.bind(made)
-    console = Console()
-    made.add_callback(console)
     made.train()
     names = {f"metis/{tensor}/sqnr_db" for tensor in ("weight", "activation", "gradient")}
     names |= {"metis/nonfinite_tensors"}
@@ -159,15 +164,21 @@ def test_reporters_get_all_and_the_console_a_summary(tmp_path, cls):
         train_dataset=Rows(8),
         callbacks=given,
     )  # fmt: skip
-    for callback in made.callback_handler.callbacks:
+    callbacks = made.callback_handler.callbacks
+    printer = next(
+        n for n, c in enumerate(callbacks) if isinstance(c, transformers.PrinterCallback)
+    )
+    console, later = Screen(), Console()
+    callbacks.insert(printer, console)
+    for callback in callbacks:
         if isinstance(callback, MetisCallback):
             callback.bind(made)
             break
-    console = Console()
-    made.add_callback(console)
+    made.add_callback(later)
     made.train()
     assert len(reporter.seen[0]) > 100
     assert len(console.seen[0]) == 4
+    assert later.seen[0] == reporter.seen[0]
 
 
 def test_measuring_changes_nothing(tmp_path):
@@ -278,6 +289,13 @@ class TestErrors:
         made = trainer(tmp_path, model, [MetisCallback], optimizers=(optimizer, None))
         with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
             made.train()
+
+    def test_an_optimizer_that_steps_inside_backward(self):
+        from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+        model = one_block()
+        with pytest.raises(NotImplementedError, match=r"inside the backward pass.*_layerwise"):
+            check_optimizer(dict(metis_layers(model)), LayerWiseDummyOptimizer())
 
     def test_an_optimizer_of_a_part_of_the_model(self, tmp_path):
         """What it leaves out has to be frozen: the message says that too."""

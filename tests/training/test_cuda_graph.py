@@ -88,6 +88,7 @@ def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="met
         model=model,
         args=TrainingArguments(str(tmp_path / name), **{**options, **changes}),
         train_dataset=Rows(64) if data is None else data,
+        eval_dataset=Rows(8),
         callbacks=[MetisCallback(health_interval=0), *callbacks],
         cuda_graphs=False,
     )
@@ -310,6 +311,85 @@ def test_causal_masks_are_left_to_the_kernel(mask, use_cache, monkeypatch) -> No
     assert graphs.recordings == 1
     assert masks
     assert all((found is not None) == mask for found in masks)
+
+
+def _graphs_of_sums():
+    """(recordings of a step whose loss is a weight times what the batch holds, its places)."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    graphs = StepGraphs(model, Again(model))
+
+    def run(batch):
+        def step(inputs, count):
+            (pixels,) = inputs["extra"]["pixels"]
+            loss = (model.weight * (pixels.sum() + inputs["x"].sum())).sum()
+            loss.backward()
+            return loss.detach()
+
+        return graphs.run(step, batch, None).item()
+
+    return graphs, run
+
+
+def test_tensors_inside_a_batch_are_copied_in() -> None:
+    """Of 2,000 elements: what is printed of such a tensor does not tell two of them apart."""
+    graphs, run = _graphs_of_sums()
+    for index in range(7):
+        pixels = torch.zeros(2000)
+        pixels[500] = index
+        assert run({"x": torch.tensor([10.0 * index]), "extra": {"pixels": [pixels]}}) == 11 * index
+    assert graphs.recordings == 1
+    assert graphs._record.played == 7 - cuda_graph.WARM_UP
+
+
+def test_a_batch_of_something_else_runs_in_python() -> None:
+    class Box(dict):
+        """What the flattening of batches does not know."""
+
+    graphs, run = _graphs_of_sums()
+    for index in range(7):
+        extra = Box(pixels=[torch.tensor([float(index)])])
+        assert run({"x": torch.zeros(1), "extra": extra}) == index
+    assert graphs.recordings == 0
+    assert "holds a Box" in graphs.refused
+
+
+def test_evaluation_in_between(tmp_path) -> None:
+    """Played steps turn training on again, of the model and of optimizers that have a mode."""
+    modes = []
+
+    class OfAMode(torch.optim.SGD):
+        on = True
+
+        def train(self) -> None:
+            self.on = True
+
+        def eval(self) -> None:
+            self.on = False
+
+        def step(self, *args, **kwargs):
+            modes.append(self.on)
+            return super().step(*args, **kwargs)
+
+    class Mode(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+            modes.append(model.training)
+
+    changes = {
+        "scheme": "nvfp4", "max_steps": 8, "eval_strategy": "steps", "eval_steps": 2,
+        "optim": "sgd", "callbacks": [Mode()],
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim, "SGD", OfAMode)
+        recorded = train(tmp_path, "recorded", Again, **changes)
+    assert recorded[2]._graphs._record.played == 8 - cuda_graph.WARM_UP
+    assert modes == [True] * 16
+
+
+def test_recordings_end_with_the_training(tmp_path) -> None:
+    graphs = train(tmp_path, "recorded", Again)[2]._graphs
+    assert graphs.recordings == 1
+    assert not graphs._made
 
 
 @needs_cuda

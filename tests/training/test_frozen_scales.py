@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import types
+
 import pytest
 import transformers
 from peft import LoraConfig, get_peft_model
@@ -131,3 +135,33 @@ class TestTraining:
         with pytest.raises(ValueError, match="saw no token"):
             freeze_scales(model)
         assert all(layer.scales_frozen == 0 for _, layer in metis_layers(model))
+
+
+def test_weights_that_zero_3_has_partitioned(monkeypatch):
+    """Between two steps a process holds none of their elements."""
+
+    class Gathered(contextlib.AbstractContextManager):
+        def __init__(self, params) -> None:
+            self.params = params
+
+        def __enter__(self) -> None:
+            for param in self.params:
+                param.data = whole[id(param)]
+
+        def __exit__(self, *_) -> None:
+            for param in self.params:
+                param.data = whole[id(param)].new_empty(0)
+
+    zero = types.SimpleNamespace(GatheredParameters=Gathered)
+    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(zero=zero))
+    model = converted()
+    expected = calibrate(model, ids(1))
+    whole = {}
+    for _, layer in metis_layers(model):
+        for param in layer.parameters():
+            whole[id(param)], param.ds_id = param.data, 0
+            param.data = param.data.new_empty(0)
+    found = freeze_scales(model)
+    assert {name: scale.weight_amax for name, scale in found.items()} == {
+        name: scale.weight_amax for name, scale in expected.items()
+    }

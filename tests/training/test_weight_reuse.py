@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.layers.gemm import GemmPlan
+from metis_hf.layers.tensor_parallel import COLWISE, WHOLE, Shards
 from metis_hf.operands.split_weight import SplitWeight
 from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight
 from metis_hf.schemes import Role, layer_rank
@@ -188,6 +189,15 @@ def test_sharded_weights_are_not_held():
     layer.weight.full_tensor = lambda: layer.weight
     with reuse_weights(layer):
         assert layer.held_weight is None
+
+
+@pytest.mark.parametrize(("style", "held"), [(COLWISE, False), (WHOLE, True)])
+def test_a_cut_layer_holds_nothing(style, held):
+    """Its operands take a scale that all processes agree on in each call, and never come again."""
+    _, layer = layer_of("nvfp4-rne")
+    layer.shards = Shards(style, 2)
+    with reuse_weights(layer):
+        assert (layer.held_weight is not None) == held
 
 
 def test_a_step_that_nobody_ended_is_forgotten_at_the_next_update():

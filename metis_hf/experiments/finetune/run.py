@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -72,6 +73,12 @@ class Finetuning:
             raise ValueError("no model: give a directory or hub name, or try --smoke")
         if arguments.data is None:
             raise ValueError("no data: give --data FILE, JSON lines of messages or text")
+        launched = any(os.environ.get(f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
+        if training.fsdp or training.deepspeed or launched:
+            raise ValueError(
+                "fine-tuning for deployment exports whole models from one process, which FSDP and "
+                "DeepSpeed have cut; run it in one process or under DDP (accelerate launch)"
+            )
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.model)
         self.train, texts = self._sequences()
         vocabulary = AutoConfig.from_pretrained(arguments.model).get_text_config().vocab_size
@@ -311,13 +318,16 @@ class Finetuning:
             arguments.ddp_broadcast_buffers = False
         columns = {"input_ids": self.train.tolist()}
         rows = Dataset.from_dict(columns).shuffle(seed=arguments.seed).with_format("torch")
-        trainer(
+        run = trainer(
             model=model,
             args=arguments,
             train_dataset=whole_batches(rows, arguments),  # type: ignore[arg-type]
             data_collator=causal_batch,
             **options,
-        ).train()
+        )
+        run.train()
+        # accelerate has wrapped the forward pass in autocast; losses are measured without.
+        run.accelerator.unwrap_model(run.model_wrapped, keep_fp32_wrapper=False)
 
     def _directory(self, method: str) -> Path:
         return self.exports / method
