@@ -36,6 +36,7 @@ _TUPLES = (
     "modules_to_not_convert",
     "layers_to_transform",
 )
+_MAPPINGS = ("rank_pattern", "scheme_pattern")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class MetisConfig:
             expressions, here and below, have at most 2,000 characters each and no
             backreferences, conditions, atomic groups or possessive repeats: all others are
             matched in bounded time (`metis_hf.shared.patterns`).
-        exclude_modules: what to leave out, in the same two forms. With "all-linear" or a regular
+        exclude_modules: layers to leave out, in the same two forms. With "all-linear" or a regular
             expression the output head, routers and weights tied to others stay as they are too.
         modules_to_not_convert: names of modules, or regular expressions for them, that stay as
             they are with everything inside.
@@ -98,7 +99,8 @@ class MetisConfig:
         rank_pattern: name suffix or regular expression -> rank, overriding `rank` for layers.
         scheme_pattern: the same -> scheme, overriding `scheme`: {"down_proj": "bf16"}.
         keep_first_blocks: transformer blocks at the start that stay in high precision.
-        keep_last_blocks: transformer blocks at the end that stay in high precision.
+        keep_last_blocks: transformer blocks at the end that stay in high precision. Counted is the
+            outermost list: in hierarchical models (Swin) stages.
         refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
             residual by MetisCallback; 0 never refreshes, as the paper.
         backend: what computes the GEMMs: "emulated", in the model's precision on any device;
@@ -136,8 +138,8 @@ class MetisConfig:
     modules_to_not_convert: tuple[str, ...] | None = None
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: str | None = None
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    scheme_pattern: Mapping[str, str] = field(default_factory=dict)
+    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    scheme_pattern: Mapping[str, str] = field(default_factory=dict, hash=False)
     keep_first_blocks: int = 0
     keep_last_blocks: int = 0
     refresh_interval: int = 0
@@ -155,6 +157,10 @@ class MetisConfig:
             if isinstance(value, list | set | frozenset):  # a set's order differs by process
                 values = value if isinstance(value, list) else sorted(value, key=repr)
                 object.__setattr__(self, name, tuple(values))
+        for name in _MAPPINGS:
+            value = getattr(self, name)
+            if isinstance(value, Mapping):  # what becomes of the caller's is no matter of ours
+                object.__setattr__(self, name, dict(value))
         check(self)
         if not self.two_level:
             warnings.warn(

@@ -205,8 +205,12 @@ def ending_pattern(text: str) -> Matcher:
 
 
 def containing_pattern(text: str) -> Matcher:
-    """Return the matcher of an entry of `modules_to_not_convert`, as PEFT's `modules_to_save`."""
-    return name_pattern(text, before=r"(^|.*\.)", after=r"($|\..*)")
+    """Return the matcher of an entry of `modules_to_not_convert`, as PEFT's `modules_to_save`.
+
+    But for alternatives: each is bounded on both sides, "a|b" as ["a", "b"]. PEFT leaves one side
+    of each open, and most of its second alternatives match nothing.
+    """
+    return name_pattern(text, before=r"(^|.*\.)(?:", after=r")($|\..*)")
 
 
 _MATCHERS: dict[str, Callable[[str], Matcher]] = {

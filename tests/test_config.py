@@ -1,13 +1,16 @@
 """MetisConfig: checked once, frozen, JSON both ways."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import re
 import warnings
 
 import pytest
 
 from metis_hf import MetisConfig
+from metis_hf.config import containing_pattern
 from metis_hf.schemes import kept_directions, layer_rank
 
 
@@ -39,6 +42,36 @@ def test_json_round_trip_keeps_every_field():
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MetisConfig().seed = 1
+
+
+def test_the_callers_mapping_stays_the_callers():
+    ranks, schemes = {"q_proj": 4}, {"down_proj": "bf16"}
+    config = MetisConfig(rank_pattern=ranks, scheme_pattern=schemes)
+    twin = copy.deepcopy(config)
+    ranks["q_proj"], schemes["up_proj"] = 8, "nvfp4"
+    assert config == twin
+    assert (config.rank_pattern, config.scheme_pattern) == ({"q_proj": 4}, {"down_proj": "bf16"})
+    copies = (config.replace(), pickle.loads(pickle.dumps(config)))
+    assert all(each == config for each in (*copies, MetisConfig.from_json(config.to_json())))
+
+
+def test_equal_configs_are_one_key():
+    config = MetisConfig(rank_pattern={"q_proj": 4, "k_proj": 8}, target_modules=["q_proj"])
+    other = MetisConfig(rank_pattern={"k_proj": 8, "q_proj": 4}, target_modules=["q_proj"])
+    assert len({config, other, config.replace(seed=1), config.replace(rank_pattern={})}) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["gate_proj|up_proj", "(?i)GATE_proj|up_PROJ", "gate_proj|(up_proj)"]
+)
+def test_alternatives_of_modules_to_not_convert(text):
+    """Each is bounded on both sides, as in a list of two."""
+    matcher = containing_pattern(text)
+    for name in ("gate_proj", "up_proj"):
+        for inside in (name, f"mlp.{name}", f"mlp.{name}.inner"):
+            assert matcher.match(inside), inside
+        for other in (f"my_{name}", f"{name}2", f"mlp.{name}2.inner", f"mlp.my_{name}"):
+            assert not matcher.match(other), other
 
 
 def test_unknown_key_names_the_nearest():

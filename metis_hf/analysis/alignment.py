@@ -55,22 +55,27 @@ def pick(count: int, total: int, *parts: int | str) -> Tensor:
     return noise_uniform((total,), key_of("alignment", *parts)).argsort(stable=True)[:count]
 
 
-def alignment_data(x: Tensor, rank: int, length: int) -> dict:
+def alignment_data(x: Tensor, rank: int, length: int | None) -> dict:
     """Return the alignment against the sample ratio, for rows and for whole sequences.
 
     Args:
         x: [t c], sequences of `length` rows one after the other.
         rank: k, dimension of the dominant subspace.
-        length: rows of a sequence.
+        length: rows of a sequence; None: the rows are no sequences.
 
     Returns:
-        rank, rows, sequences; under "by_row" and "by_sequence": ratio (what was really drawn),
-        count, mean, low, high over the draws. Ratios below one row or sequence are left out.
+        rank, rows; under "by_row": ratio (what was really drawn), count, mean, low, high over the
+        draws. Ratios below one row are left out. Where there are sequences, "sequences", and
+        "by_sequence" as by row.
     """
     rank = min(rank, *x.shape)
     whole = subspace(x, rank)
-    data: dict = {"rank": rank, "rows": x.shape[0], "sequences": x.shape[0] // length}
-    for unit, size in (("row", 1), ("sequence", length)):
+    data: dict = {"rank": rank, "rows": x.shape[0]}
+    units = {"row": 1}
+    if length is not None:
+        data["sequences"] = x.shape[0] // length
+        units["sequence"] = length
+    for unit, size in units.items():
         total = x.shape[0] // size
         blocks = x[: total * size].view(total, size, -1)
         curve: dict[str, list[float]] = {

@@ -128,13 +128,16 @@ class Capture:
             if name in modules
         ]
         backward = has_loss(model)
+        # Labels give a decoder its input. Where there are none, it reads the same text.
+        names = ("input_ids", "decoder_input_ids")
+        inputs = [n for n in names if n in inspect.signature(model.forward).parameters]
         if backward:  # parameters are frozen; the graph starts at the embeddings
             model.enable_input_require_grads()
         try:
             for batch in ids.to(model.device).split(MICRO_BATCH):
                 if not backward:
                     with torch.no_grad():
-                        model(input_ids=batch)
+                        model(**dict.fromkeys(inputs, batch))
                 else:
                     # A mean over its tokens: those of a smaller batch would count for more.
                     share = len(batch) / MICRO_BATCH

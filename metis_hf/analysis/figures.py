@@ -6,13 +6,13 @@ Columns are weight, activation and gradient throughout; schemes keep one colour.
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from metis_hf.analysis.distortion import SCHEMES
+from metis_hf.analysis.places import places
 from metis_hf.analysis.result import KINDS
 from metis_hf.monitoring.reference_values import RELATIVE_ERROR
 from metis_hf.shared.figures import COLORS, as_png, figure_axes
@@ -35,9 +35,13 @@ def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
     return figure, axes, kinds
 
 
-def _legend(figure: Any, axis: Any, columns: int = 6) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False,
+def _legend(figure: Any, axes: Iterable[Any], columns: int = 6) -> None:
+    """Draw one legend below the panels, of everything that any of them shows."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            found.setdefault(label, handle)
+    figure.legend(found.values(), found, loc="outside lower center", ncols=columns, frameon=False,
                   fontsize=9)  # fmt: skip
 
 
@@ -88,25 +92,21 @@ def spectra(data: Data) -> bytes:
                       transform=axis.transAxes, fontsize=9, va="bottom",
                       bbox={"fc": "white", "ec": "none", "alpha": 0.8})  # fmt: skip
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    _legend(figure, axes[0, 0])
+    _legend(figure, axes[0, :1])
     return as_png(figure)
 
 
 def components(data: Data) -> bytes:
     """Return histograms of rank-1 components over that of the full matrix."""
     figure, axes, kinds = _panels(data, "components", 3.4)
-    labels: dict[str, Any] = {}
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["components"]
         _fill(axis, part["edges"], part["full"], GREY, "full matrix")
         for color, (index, component) in zip(_RAMP, part["components"].items()):
             _step(axis, component["edges"], component["density"], color, f"component i = {index}")
         _log_density(axis, part["edges"], part["full"])
-        for handle, label in zip(*axis.get_legend_handles_labels()):
-            labels.setdefault(label, handle)
     axes[0, 0].set_ylabel("density")
-    figure.legend(labels.values(), labels, loc="outside lower center", ncols=5, frameon=False,
-                  fontsize=9)  # fmt: skip
+    _legend(figure, axes[0], columns=5)
     return as_png(figure)
 
 
@@ -148,7 +148,7 @@ def residuals(data: Data) -> bytes:
                     fontsize=8.5)  # fmt: skip
     axes[0, 0].set_ylabel("density")
     axes[1, 0].set_ylabel("density")
-    _legend(figure, axes[1, 0])
+    _legend(figure, axes[1, :1])
     return as_png(figure)
 
 
@@ -168,7 +168,7 @@ def preprocessing(data: Data) -> bytes:
                   fontsize=7.5, va="top")  # fmt: skip
         axis.set_ylim(top=axis.get_ylim()[1] * 8)
     axes[0, 0].set_ylabel("density")
-    _legend(figure, axes[0, 0])
+    _legend(figure, axes[0, :1])
     return as_png(figure)
 
 
@@ -237,7 +237,9 @@ def alignment(data: Data) -> bytes:
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["alignment"]
         for unit, color in (("row", COLORS[0]), ("sequence", COLORS[1])):
-            curve = part[f"by_{unit}"]
+            curve = part.get(f"by_{unit}")
+            if curve is None:
+                continue  # rows of experts are no sequences
             label = f"random {unit}s ({part['rows' if unit == 'row' else 'sequences']} in all)"
             axis.plot(curve["ratio"], curve["mean"], "o-", ms=3.5, color=color, label=label)
             axis.fill_between(curve["ratio"], curve["low"], curve["high"], color=color, alpha=0.2)
@@ -261,7 +263,7 @@ def universality(models: Data) -> bytes:
         share = "no elbow" if curve["elbow"] is None else f"f = {curve['fraction']:.1%}"
         _curve(axis, curve, color, f"{short_model(model)}, {curve['layer']}: {share}")
     axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    _legend(figure, axis, columns=1)
+    _legend(figure, [axis], columns=1)
     return as_png(figure)
 
 
@@ -304,15 +306,16 @@ def residual_spectra(layers: Data) -> bytes:
             _curve(axis, curve, color, label)
         axis.set_title(layer, fontsize=9)
         axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    _legend(figure, axes[0, 0], columns=4)
+    _legend(figure, axes.flat[: len(layers)], columns=4)
     return as_png(figure)
 
 
 def risk_map(lines: Data) -> bytes:
     """Share of swamped directions by block and kind of layer, direct NVFP4 above Metis."""
     kinds = [k for k in KINDS if any("nvfp4_swamped" in line.get(k, {}) for line in lines.values())]
-    blocks = list(dict.fromkeys(place(name)[0] for name in lines))
-    modules = list(dict.fromkeys(place(name)[1] for name in lines))
+    at = places(lines)
+    blocks = list(dict.fromkeys(block for block, _ in at.values()))
+    modules = list(dict.fromkeys(module for _, module in at.values()))
     height = 1.6 + 2 * (0.3 * len(blocks) + 0.5)
     if not kinds:  # all weights are zero or not finite
         figure, axes = figure_axes(1, 1, (4.3, 1.2))
@@ -324,7 +327,7 @@ def risk_map(lines: Data) -> bytes:
         for axis, kind in zip(axes[row], kinds):
             grid = np.full((len(blocks), len(modules)), np.nan)
             for name, line in lines.items():
-                block, module = place(name)
+                block, module = at[name]
                 value = line.get(kind, {}).get(f"{scheme}_swamped", np.nan)
                 grid[blocks.index(block), modules.index(module)] = value
             image = axis.imshow(grid, vmin=0, vmax=1, cmap="YlOrRd", aspect="auto")
@@ -338,22 +341,6 @@ def risk_map(lines: Data) -> bytes:
             axis.set_title(f"{kind}, {SCHEMES[scheme]}", fontsize=9.5)
     figure.colorbar(image, ax=axes, shrink=0.5, label="share of directions swamped")
     return as_png(figure)
-
-
-def place(name: str) -> tuple[str, str]:
-    """Return (block, module) of a layer's name: its first index, and what follows it.
-
-    Encoders and decoders count their blocks apart: "encoder 3", "decoder 3".
-    """
-    match = re.search(r"^(.*?)\.(\d+)\.(.+)$", name)
-    if match is None:
-        return "-", name
-    side = next((part for part in match.group(1).split(".") if part in _SIDES), "")
-    tail = [part for part in match.group(3).split(".") if part not in ("self_attn", "mlp")]
-    return f"{side} {match.group(2)}".strip(), ".".join(tail[-2:])
-
-
-_SIDES = ("encoder", "decoder")
 
 
 # What a layer's portrait consists of: file name, part of the data, figure, caption.

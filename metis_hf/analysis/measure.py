@@ -237,9 +237,12 @@ class Measurements:
         if self.store.get("portrait", name, kind, self.of_text) is not None:
             return
         assert self.ids is not None
-        length = self.ids.shape[1]
-        sample = None if rows is None else Sample(rows, kind, self.quantizers[name])
-        value = {} if sample is None else tensor_portrait(sample, length)
+        value: dict[str, Any] = {}
+        if rows is not None:
+            # An expert has rows of the tokens that it saw, of any sequence.
+            whole = len(rows) == self.ids.numel()
+            length = self.ids.shape[1] if whole else None
+            value = tensor_portrait(Sample(rows, kind, self.quantizers[name]), length)
         self.store.put("portrait", name, kind, self.of_text, value)
         self.bars.advance(PORTRAITS)
 

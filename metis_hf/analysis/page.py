@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from metis_hf.analysis import figures
 from metis_hf.analysis.alignment import at_ratio
+from metis_hf.analysis.places import places
 from metis_hf.analysis.result import KINDS, Analysis, json_text, write_csv
 from metis_hf.monitoring.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC, ZEROED
 from metis_hf.shared.html import Cell, Page, number
@@ -68,9 +69,10 @@ class ReportWriter:
         if result.lines and overview:
             _overview(page, result, self._draw)
         _comparisons(page, result, self._draw)
+        at = places([*result.lines, *result.portraits])
         for layer in result.portraits:
             if layer not in deferred:
-                _portrait(page, layer, result.portraits[layer], self._draw)
+                _portrait(page, layer, at[layer], result.portraits[layer], self._draw)
         if result.lines:
             _table(page, result)
         page.section("How it was measured", *_method(result), *result.notes)
@@ -128,19 +130,34 @@ def _cards(result: Analysis) -> list[tuple[str, str, str]]:
             others = ", ".join(f"{kind} {medians[kind]:.0%}" for kind in medians if kind != worst)
             note = f"{worst}, median of layers" + f" ({others})" * bool(others)
             cards.append((label, f"{medians[worst]:.0%}", note))
-    first = next(iter(result.portraits.values()), {})
-    curves = {k: first[k]["alignment"] for k in KINDS[1:] if "alignment" in first.get(k, {})}
-    if curves:
-        rows, sequences = (
-            [f"{at_ratio(curve[f'by_{unit}'], 0.01):.2f}" for curve in curves.values()]
-            for unit in ("row", "sequence")
-        )
-        note = f"last FFN's {', '.join(curves)}; 1 % of sequences: {', '.join(sequences)}"
-        cards.append(("alignment from 1 % of rows", ", ".join(rows), note))
+    at = {
+        name: f"block {block}, {module}" for name, (block, module) in places(result.lines).items()
+    }
+    cards += _alignment(result, at)
     riskiest = max(result.lines, key=lambda name: np.nan_to_num(result.risk(name), nan=-1.0))
-    block, module = figures.place(riskiest)
-    cards.append(("riskiest layer", f"{result.risk(riskiest):.0%}", f"block {block}, {module}"))
+    cards.append(("riskiest layer", f"{result.risk(riskiest):.0%}", at[riskiest]))
     return cards
+
+
+def _alignment(result: Analysis, at: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return the card of the first portrait's alignment; none where 1 % is less than a row."""
+    layer, portrait = next(iter(result.portraits.items()), ("", {}))
+    curves = {k: portrait[k]["alignment"] for k in KINDS[1:] if "alignment" in portrait.get(k, {})}
+    found = {
+        unit: [at_ratio(curve[key], 0.01) for curve in curves.values() if key in curve]
+        for unit, key in (("row", "by_row"), ("sequence", "by_sequence"))
+    }
+    texts = {
+        unit: ", ".join(f"{value:.2f}" for value in values)
+        for unit, values in found.items()
+        if len(values) == len(curves) and all(map(math.isfinite, values))
+    }
+    if not curves or "row" not in texts:
+        return []
+    note = f"{at[layer]}: {', '.join(curves)}"
+    if "sequence" in texts:
+        note += f"; 1 % of sequences: {texts['sequence']}"
+    return [("alignment from 1 % of rows", texts["row"], note)]
 
 
 def _overview(page: Page, result: Analysis, draw: Draw) -> None:
@@ -183,9 +200,11 @@ def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
         )
 
 
-def _portrait(page: Page, layer: str, data: dict[str, Any], draw: Draw) -> None:
+def _portrait(
+    page: Page, layer: str, at: tuple[str, str], data: dict[str, Any], draw: Draw
+) -> None:
     notes = [f"{kind}: {part['note']}" for kind, part in data.items() if "note" in part]
-    block, module = figures.place(layer)
+    block, module = at
     page.section(f"Block {block}: {module}", layer, *notes)
     for name, part, make, caption in figures.PORTRAIT:
         if any(part in tensor for tensor in data.values()):

@@ -58,15 +58,15 @@ def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
 
     Args:
         sample: x [t c]; a zero or non-finite one gives {"note": reason}.
-        length: rows of a sequence, for the alignment of an activation or gradient; None for a
-            weight.
+        length: rows of a sequence, for the alignment of an activation or gradient; None: its rows
+            are no sequences, as those of an expert.
     """
     reason = unusable(sample.x)
     if reason is not None:
         return {"shape": list(sample.x.shape), "note": reason}
     data: dict[str, Any] = {"shape": list(sample.x.shape)}
     rank = sample.quantizers.split_rank()
-    if length is not None:
+    if sample.kind != "weight":
         data["alignment"] = alignment.alignment_data(sample.x, rank, length)
         few = Sample(sample.x[:PORTRAIT_ROWS], sample.kind, sample.quantizers)
     else:

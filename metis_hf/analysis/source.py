@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
@@ -197,9 +199,12 @@ class WeightSource:
         """Return (layer, place) of every weight of a linear layer, in the order of the model."""
         skeleton = _skeleton(self.config)
         linears, known = _linear_layers(skeleton, self.metis)
+        renamed = _renaming(skeleton)
         found: dict[str, _Place] = {}
         for key in self._files:
             base, _, part = key.rpartition(".")
+            if base not in known:  # converted experts, too, which no skeleton has
+                base = renamed(key).rpartition(".")[0]
             name = _in_model(base, known, getattr(skeleton, "base_model_prefix", ""))
             if part == _SPLIT[-1]:
                 found[name] = _Place(key)
@@ -227,6 +232,22 @@ def _skeleton(config: Any) -> nn.Module | None:
         return None
     with torch.device("meta"):
         return cls(config)
+
+
+def _renaming(skeleton: Any) -> Callable[[str], str]:
+    """Return what transformers calls a tensor of a checkpoint, where it loads it as it is.
+
+    One that it merges with others keeps its name.
+    """
+    mapping = [] if skeleton is None else get_model_conversion_mapping(skeleton, None, None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+
+    def renamed(key: str) -> str:
+        name, merged = rename_source_key(key, renamings, converters)
+        return name if merged is None else key
+
+    return renamed
 
 
 def _linear_layers(

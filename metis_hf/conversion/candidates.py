@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from metis_hf.config import MetisConfig
 from metis_hf.conversion.linears import (
     is_linear,
     why_not_plain,
+    why_not_split,
     why_not_trainable,
     why_only_read,
 )
 from metis_hf.layers.experts import fused_weights, is_fused_experts
+from metis_hf.layers.make import as_linear, linear_shape
+from metis_hf.schemes import build_scheme
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def places(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def find_candidates(
-    model: nn.Module, naming: Naming = AS_THEY_ARE
+    model: nn.Module, config: MetisConfig, naming: Naming = AS_THEY_ARE
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Return (candidates by name, reasons by name of what looks as if it were one and is not)."""
     candidates: dict[str, Candidate] = {}
@@ -69,12 +73,19 @@ def find_candidates(
     for module, names in places(model).items():
         for key, reason in _parts(model, names[0], module):
             name = _join(names[0], key)
+            called = tuple(naming(_join(place, key)) for place in names)
+            reason = reason or _why_not_split(model, name, module, called, config)
             if reason is None:
-                called = tuple(naming(_join(place, key)) for place in names)
                 candidates[name] = Candidate(bool(key), called)
             else:
                 others[name] = reason
     return candidates, others
+
+
+def config_for(called: tuple[str, ...], config: MetisConfig) -> MetisConfig:
+    """Return the config of a layer that has these names, with the patterns for any applied."""
+    configs = map(config.for_layer, called)
+    return next((each for each in configs if each is not config), config)
 
 
 def _join(name: str, key: str) -> str:
@@ -91,13 +102,38 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str
         for key, weight in fused_weights(module).items():
             yield key, why_not_trainable(weight)
     else:
-        for key, param in module.named_parameters(recurse=False):
-            # One matrix for each expert; position embeddings are often [1 n d].
-            if param.dim() == 3 and min(param.shape) > 1 and not _is_convolution(module):
-                kind = type(module).__name__
-                reason = f"3-D parameter of {kind}, unknown to transformers' experts interface"
-                yield key, reason
+        for key, param in unknown_matrices(model, name, module):
+            kind = f"{param.dim()}-D parameter of {type(module).__name__}"
+            yield key, f"{kind}, unknown to transformers' experts interface"
 
 
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
+def unknown_matrices(
+    model: nn.Module, name: str, module: nn.Module
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of what may be matrices of experts in a form that nobody declares.
+
+    Args:
+        model: the whole.
+        name: of a module in it that is no linear layer and none of fused experts.
+        module: of that name.
+    """
+    owner = model.get_submodule(name.partition(".parametrizations.")[0])  # under a weight norm, say
+    if isinstance(owner, nn.modules.conv._ConvNd):
+        return
+    # One matrix for each expert; DBRX has all of them below one another.
+    dims = (2, 3) if "Expert" in type(module).__name__ else (3,)
+    for key, param in module.named_parameters(recurse=False):
+        # Position embeddings are often [1 n d].
+        if param.dim() in dims and min(param.shape) > 1 and not key.endswith("bias"):
+            yield key, param
+
+
+def _why_not_split(
+    model: nn.Module, name: str, module: nn.Module, called: tuple[str, ...], config: MetisConfig
+) -> str | None:
+    """Return why the factors that a config stores cannot take the place of a weight; None: can."""
+    path, _, child = name.rpartition(".")
+    if not is_linear(module) or (reason := why_not_split(model.get_submodule(path), child)) is None:
+        return None
+    scheme = build_scheme(config_for(called, config), *linear_shape(as_linear(module)))
+    return reason if scheme.weight.is_split else None

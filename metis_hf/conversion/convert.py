@@ -150,6 +150,7 @@ def convert(
         converted / sum(costs.values()),
         config.attention,
         attention,
+        tuple(name for name in selection.skipped if name not in costs),
     )
     masks.register(model)
     if isinstance(model, PreTrainedModel):
@@ -197,7 +198,8 @@ def to_dense(model: nn.Module) -> nn.Module:
             f"{len(adapted)} converted layers have adapters, {adapted[0]} first: call "
             "model.merge_and_unload() before to_dense, or model.unload()"
         )
-    owner = next((each for each in model.modules() if "metis_report" in vars(each)), model)
+    # Several where parts of the model were converted one by one.
+    owners = [each for each in model.modules() if "metis_report" in vars(each)] or [model]
     remove_attention(model)
     for module in model.modules():
         for key in converted_names(module):
@@ -212,12 +214,12 @@ def to_dense(model: nn.Module) -> nn.Module:
     restore_fast_path(model)
     if packed:
         _unmark_quantized(model)
-    if hasattr(owner, "metis_report"):
-        del owner.metis_report
-    TokenMask.unregister(owner)
-    forget_part(owner)
-    if isinstance(owner, PreTrainedModel) and hasattr(owner.config, "quantization_config"):
-        del owner.config.quantization_config
+    for owner in owners:
+        vars(owner).pop("metis_report", None)
+        TokenMask.unregister(owner)
+        forget_part(owner)
+        if isinstance(owner, PreTrainedModel) and hasattr(owner.config, "quantization_config"):
+            del owner.config.quantization_config
     return model
 
 
@@ -234,9 +236,28 @@ def _unmark_quantized(model: nn.Module) -> None:
                     delattr(module.config, name)
 
 
-# Of a decoder's attention to the encoder's output: T5's name, BART's and Whisper's, BERT's.
-_CROSS_ATTENTION = {"EncDecAttention", "encoder_attn", "crossattention", "cross_attn"}
-_KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
+# Of a decoder's attention to the encoder's output: T5's name, BART's, BERT's and GPT-2's, T5Gemma's
+# and ProphetNet's, NLLB-MoE's, Pix2Struct's.
+_CROSS_ATTENTION = {
+    "EncDecAttention",
+    "encoder_attn",
+    "crossattention",
+    "cross_attn",
+    "cross_attention",
+    "encoder_decoder_attention",
+}
+# The last are ProphetNet's and GPT-2's, which has keys and values in one layer.
+_KEYS_AND_VALUES = (
+    "k",
+    "v",
+    "k_proj",
+    "v_proj",
+    "key",
+    "value",
+    "key_proj",
+    "value_proj",
+    "c_attn",
+)
 
 
 class _TokenMasks:

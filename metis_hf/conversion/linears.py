@@ -25,7 +25,7 @@ _READ = {
 HOOKED = ("forward", "_old_forward", "_hf_hook")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Of whom transformers (5.23) reads the weights without a call: their owner's class, their names.
+# Whose weights transformers (5.23) reads without a call: their owner's class, their names.
 _ONLY_READ = {
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
     # dt_proj always, the others by the kernels of mamba_ssm where these are installed: a model is
@@ -50,6 +50,17 @@ _ONLY_READ = {
     "LongcatFlashTopkRouter": ("classifier",),
     "MobileBertLMPredictionHead": ("dense", "decoder"),
     "NeoMMEForMaskedLM": ("unembedding_projection",),
+    "Gemma3nTextAltUp": ("correction_coefs",),  # in training
+    "LSHSelfAttention": ("query_key", "value"),  # in generation from a cache
+}
+# Read slice by slice where the config says slow_but_exact and pretraining_tp > 1, else called.
+_READ_IN_SLICES = {"BloomAttention": "dense", "BloomMLP": "dense_4h_to_h"}
+
+# To whose weights transformers (5.23) writes in place, which does not reach factors.
+_WRITTEN = {
+    "RwkvSelfAttention": ("output",),  # RwkvModel rescales both for evaluation
+    "RwkvFeedForward": ("value",),
+    "Gemma3nTextAltUp": ("prediction_coefs",),  # clamped in training
 }
 
 
@@ -97,11 +108,24 @@ def _forward_replaced(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def why_only_read(owner: nn.Module, child: str) -> str | None:
-    """Return why an owner computes with a child's weight and does not call it; None: it calls."""
+def why_only_read(owner: Any, child: str) -> str | None:
+    """Return why an owner computes with a child's weight without calling it; None: it calls."""
+    sliced = getattr(owner, "slow_but_exact", False) and owner.pretraining_tp > 1
     for cls in type(owner).__mro__:
-        if child in _ONLY_READ.get(cls.__name__, ()):
-            return f"its owner, a {cls.__name__}, reads its weight and does not call it"
+        name = cls.__name__
+        if child in _ONLY_READ.get(name, ()) or (sliced and child == _READ_IN_SLICES.get(name)):
+            return f"its owner, a {name}, reads its weight without calling it"
+    return None
+
+
+def why_not_split(owner: nn.Module, child: str) -> str | None:
+    """Return why a child's weight cannot be stored as factors; None: it can."""
+    for cls in type(owner).__mro__:
+        if child in _WRITTEN.get(cls.__name__, ()):
+            return (
+                f"its weight, of a {cls.__name__}, is written to in place, which does not reach "
+                "the factors that the scheme stores"
+            )
     return None
 
 

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.hub import read_config
+from metis_hf.conversion.lora_checks import check_experts, check_saved
 from metis_hf.conversion.packed import packed_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedLinear, PackedWeight
@@ -264,7 +265,7 @@ class MetisLoraModel(LoraModel):
         recorded = getattr(config, "metis_config", None)
         if recorded is not None:
             _reconcile(model, read_config(recorded))
-        _check_saved(config, model)
+        check_saved(config, model)
         if _quantized_names(model):
             config = _recording(config, model)
             config._register_custom_module(_LAYERS)
@@ -275,12 +276,28 @@ class MetisLoraModel(LoraModel):
             self.peft_config[adapter_name] = config
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        """Check names of experts, which PEFT has brought into their last form by now."""
+        check_experts(peft_config, model)
+        super()._prepare_model(peft_config, model)
+
 
 def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
     """Return the adapter's config with the conversion of the base that it is trained over."""
     converted = getattr(getattr(model, "config", None), "quantization_config", None)
     trained = config.inference_mode and getattr(config, "metis_config", None) is not None
-    if trained or not isinstance(converted, MetisConfig):
+    if trained:
+        return config
+    if not isinstance(converted, MetisConfig):
+        if not config.inference_mode and any(metis_layers(model)):
+            warnings.warn(
+                "the adapter's config does not say that its base is converted, since the config of "
+                f"the {type(model).__name__} does not either: only a part of it was converted, or "
+                "it is no model of transformers. Where the adapter is loaded, convert the base in "
+                "the same way first; or convert the whole model here, and choose its layers with "
+                "target_modules",
+                stacklevel=3,
+            )
         return config
     values = {item.name: getattr(config, item.name) for item in fields(config) if item.init}
     recording = MetisLoraConfig(**{**values, "metis_config": converted.to_dict()})
@@ -348,18 +365,6 @@ def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
         for name, layer in _quantized_names(model).items()
         if layer is not head and not name.endswith(".base_layer")
     }
-
-
-def _check_saved(config: LoraConfig, model: nn.Module) -> None:
-    """Refuse packed layers in `modules_to_save`, which would be copied and never change."""
-    saved = set(config.modules_to_save or ())
-    for name in packed_layers(model):
-        if saved & {*name.split("."), name}:
-            raise ValueError(
-                f"modules_to_save={sorted(saved)} asks {name} to train in full, and its weight is "
-                "packed in NVFP4 and frozen. Name it in target_modules, which puts an adapter "
-                "beside it, or make the model dense first (metis_hf.to_dense)"
-            )
 
 
 def _quantized_names(model: nn.Module) -> dict[str, nn.Module]:

@@ -6,19 +6,21 @@ may share its config.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+# What PEFT, DDP, torch.compile and FSDP put in front of the names of a whole model.
+_WRAPPERS = re.compile(r"((base_model(\.model)?|module|_orig_mod|_fsdp_wrapped_module)\.)*")
+
 
 def watch_part(model: nn.Module) -> None:
-    """Let a converted base model warn when it is saved as a part of another model."""
-    if isinstance(model, PreTrainedModel) and not hasattr(model, model.base_model_prefix):
-        model.register_state_dict_post_hook(_warn_of_owner)
+    """Let a converted model warn when it is saved as a part of another model."""
+    model.register_state_dict_post_hook(_warn_of_owner)
 
 
 def forget_part(model: nn.Module) -> None:
@@ -28,8 +30,8 @@ def forget_part(model: nn.Module) -> None:
 
 
 def _warn_of_owner(model: Any, state: Any, prefix: str, metadata: Any) -> None:
-    if not prefix or prefix.partition(".")[0] != model.base_model_prefix:
-        return  # alone, or inside a wrapper: PEFT, DDP, torch.compile
+    if _WRAPPERS.fullmatch(prefix):
+        return
     logger.warning_once(
         "%s was converted as a part of another model, whose config does not say so: what "
         "save_pretrained writes of the whole loads without converted layers. Convert the whole "

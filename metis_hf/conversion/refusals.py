@@ -56,11 +56,12 @@ def check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped already ({type(module).__name__}): convert "
                 "before accelerator.prepare, DDP, FSDP or torch.compile sees the model"
             )
-    if type(model).__module__.startswith("peft."):
-        raise ValueError(
-            f"the model has PEFT adapters already ({type(model).__name__}), whose own layers "
-            "would be quantized too: convert the base model, then call get_peft_model"
-        )
+        if any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
+            raise ValueError(
+                f"the model has PEFT adapters already ({name or 'it'} is PEFT's "
+                f"{type(module).__name__}), whose own layers would be quantized too: convert the "
+                "base model, then add the adapters (get_peft_model or model.add_adapter)"
+            )
     if any(hasattr(p, mark) for p in model.parameters() for mark in DEEPSPEED_MARKS):
         raise ValueError(
             "DeepSpeed manages the model's parameters already (ZeRO-3 has partitioned them): build "

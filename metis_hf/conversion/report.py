@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from metis_hf.conversion.candidates import unknown_matrices
 from metis_hf.conversion.linears import is_linear
 from metis_hf.layers.experts import expert_shape, fused_weights, is_fused_experts
 
@@ -60,9 +61,11 @@ class ConversionReport:
         skipped: linear layers that stay in high precision, with the reason.
         total_params: parameters of the model before conversion; tied ones count once.
         flops_share: share of the multiplications with weights (linear layers, experts and output
-            head; attention scores not counted) that a token spends in converted layers.
+            head; attention scores not counted) that a token spends in converted layers. Those of
+            `uncounted` are in neither part of it.
         attention: the scheme of attention's products; None: they are as they were.
         attention_modules: names of the attention modules that compute them in it.
+        uncounted: names of skipped parameters of which nobody knows how a token uses them.
     """
 
     scheme: str
@@ -72,6 +75,7 @@ class ConversionReport:
     flops_share: float
     attention: str | None = None
     attention_modules: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
 
     @property
     def converted_params(self) -> int:
@@ -121,6 +125,7 @@ class ConversionReport:
             "converted_params": self.converted_params,
             "total_params": self.total_params,
             "flops_share": self.flops_share,
+            **({"uncounted": list(self.uncounted)} if self.uncounted else {}),
             "bits_per_weight": self.bits_per_weight,
             "max_error": self.max_error,
             "layers": [layer.to_dict() for layer in self.layers],
@@ -135,10 +140,12 @@ class ConversionReport:
                 moment of conversion alone.
         """
         share = self.converted_params / max(self.total_params, 1)
+        without = f" (without {len(self.uncounted)} unknown parameters)" if self.uncounted else ""
         lines = [
             f"scheme {self.scheme}: {len(self.layers)} layers converted || "
             f"{self.converted_params:,} of {self.total_params:,} params ({share:.1%}), "
-            f"{self.flops_share:.1%} of GEMM FLOPs || {self.bits_per_weight:.2f} bits per weight"
+            f"{self.flops_share:.1%} of GEMM FLOPs{without} || "
+            f"{self.bits_per_weight:.2f} bits per weight"
         ]
         for scheme, count in self.other_schemes.items():
             lines.append(f"  scheme {scheme} instead in {count} layers (scheme_pattern)")
@@ -187,8 +194,10 @@ def count_params(model: nn.Module) -> int:
 def gemm_weights(model: nn.Module) -> dict[str, float]:
     """Return the multiplications that one token costs, by module name (experts: by weight).
 
-    An expert layer counts the experts that a token visits. Modules run once; a module that is not
-    used for every token (a decoder beside an encoder) counts as if it were.
+    An expert layer counts the experts that a token visits, also where transformers' experts
+    interface does not know it but its module says that there are as many (`num_experts`). Other
+    parameters are not counted. Modules run once; a module that is not used for every token (a
+    decoder beside an encoder) counts as if it were.
     """
     cost: dict[str, float] = {}
     config = getattr(model, "config", None)
@@ -203,7 +212,23 @@ def gemm_weights(model: nn.Module) -> dict[str, float]:
             for key in fused_weights(module):
                 in_features, out_features = expert_shape(module, key)
                 cost[f"{name}.{key}".removeprefix(".")] = visited * in_features * out_features
+        else:
+            matrices = dict(unknown_matrices(model, name, module))
+            count = getattr(module, "num_experts", None)
+            # All of them: LongCat's differ, since some of its experts compute nothing.
+            if all(param.dim() == 3 and len(param) == count for param in matrices.values()):
+                for key, param in matrices.items():
+                    visited = experts_per_token(_config_around(model, name))
+                    cost[f"{name}.{key}".removeprefix(".")] = visited * param[0].numel()
     return cost
+
+
+def _config_around(model: nn.Module, name: str) -> object:
+    """Return the config of a module, or of the innermost one around it that has any."""
+    config = getattr(model.get_submodule(name), "config", None)
+    if config is None and name:
+        return _config_around(model, name.rpartition(".")[0])
+    return config
 
 
 def experts_per_token(config: object) -> int:

@@ -11,21 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig, containing_pattern, matching_pattern
-from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, find_candidates
-from metis_hf.conversion.linears import is_linear
+from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, config_for, find_candidates
+from metis_hf.conversion.heads import find_heads, find_routers
 from metis_hf.conversion.matching import EXCLUDED, NameRules, ends
-from metis_hf.layers.experts import is_fused_experts
 from metis_hf.shared.patterns import name_pattern
 
 _NO_LINEAR = (
     "only nn.Linear, transformers' Conv1D and fused experts can be converted. Name the linear "
     "layers inside it"
 )
-# MixtralTopKRouter, SwitchTransformersTop1Router, ...; the others that transformers has.
-_ROUTER_CLASS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ class Selection:
 
     def config_of(self, name: str, config: MetisConfig) -> MetisConfig:
         """Return the config of a selected layer, with the patterns for any of its names applied."""
-        configs = map(config.for_layer, self.called[name])
-        return next((each for each in configs if each is not config), config)
+        return config_for(self.called[name], config)
 
 
 def select_modules(
@@ -72,7 +67,7 @@ def select_modules(
         ValueError: nothing matched; a target is not a linear layer; a pattern or name of the config
             matches nothing.
     """
-    candidates, skipped = find_candidates(model, naming)
+    candidates, skipped = find_candidates(model, config, naming)
     if not candidates:
         why = "".join(f". {name}: {reason}" for name, reason in list(skipped.items())[:5])
         raise ValueError(
@@ -80,7 +75,7 @@ def select_modules(
             f"is nothing to convert{why}"
         )
     rules = NameRules(config)
-    heads, tied, routers = _heads(model), _tied_weights(model), _routers(model)
+    heads, tied, routers = find_heads(model), _tied_weights(model), find_routers(model)
     selected: list[str] = []
     for name, candidate in candidates.items():
         explicit = any(map(rules.names, candidate.called))
@@ -104,7 +99,11 @@ def select_modules(
                 )
     names = [name for candidate in candidates.values() for name in candidate.called]
     if check_names:
-        _check_targets(model, config, naming, names, skipped)
+        modules = {naming(name): name for name, _ in model.named_modules(remove_duplicate=False)}
+        _check_targets(model, config, modules, names, skipped)
+        converted = [each for name in selected for each in candidates[name].called]
+        layers = {*names, *map(naming, skipped)}
+        _check_excluded(model, config, set(modules), layers, converted)
         _check_layers(model, config, rules, names)
         _check_blocks(model, config, candidates)
     if not selected:
@@ -137,12 +136,19 @@ def _verdict(rules: NameRules, called: tuple[str, ...]) -> str | None:
 def _check_targets(
     model: nn.Module,
     config: MetisConfig,
-    naming: Naming,
+    modules: dict[str, str],
     candidates: list[str],
     skipped: dict[str, str],
 ) -> None:
-    """Refuse names in the config's lists that mean nothing in this model."""
-    modules = {naming(name): name for name, _ in model.named_modules(remove_duplicate=False)}
+    """Refuse names in the config's other lists that mean nothing in this model.
+
+    Args:
+        model: whose they are.
+        config: with the names.
+        modules: names of all modules, as the config has them, with those of the model.
+        candidates: names of layers that could be converted.
+        skipped: reasons of those that stay.
+    """
     if not isinstance(config.target_modules, str):
         known = _all_ends(candidates)
         for target in config.target_modules:
@@ -161,25 +167,52 @@ def _check_targets(
                 f"Its linear layers: {', '.join(_suffixes(candidates))}"
             )
     everywhere = (*modules, *candidates)
-    pattern = config.exclude_modules
-    if isinstance(pattern, str) and not any(map(name_pattern(pattern).fullmatch, everywhere)):
-        raise ValueError(
-            f"exclude_modules={pattern!r} matches the full name of no module of "
-            f"{type(model).__name__}; what it was to leave out would be converted"
-        )
-    if isinstance(pattern, tuple):
-        known = _all_ends(everywhere)
-        for name in pattern:
-            if name not in known:
-                raise ValueError(
-                    f"exclude_modules names {name!r}, which is no module of "
-                    f"{type(model).__name__}; what it was to leave out would be converted"
-                )
     for keep in config.modules_to_not_convert or ():
         if not any(map(containing_pattern(keep).match, everywhere)):
             raise ValueError(
                 f"modules_to_not_convert names {keep!r}, which is no module of "
                 f"{type(model).__name__}; what it was to keep would be converted"
+            )
+
+
+def _check_excluded(
+    model: nn.Module, config: MetisConfig, modules: set[str], layers: set[str], selected: list[str]
+) -> None:
+    """Refuse entries of exclude_modules that mean nothing, or only what holds selected layers.
+
+    Args:
+        model: for messages.
+        config: with the entries.
+        modules: names of everything in the model.
+        layers: those that an entry can leave out.
+        selected: those that are to be converted.
+    """
+    pattern = config.exclude_modules
+    named: dict[str, set[str]] = {}
+    if isinstance(pattern, str):
+        matcher = name_pattern(pattern)
+        named[pattern] = {name for name in modules | layers if matcher.fullmatch(name)}
+    elif pattern is not None:
+        named = {entry: set() for entry in pattern}
+        for name in modules | layers:
+            for entry in named.keys() & ends(name):
+                named[entry].add(name)
+    for entry, names in named.items():
+        if not names:
+            means = "matches the full name of" if isinstance(pattern, str) else "is"
+            raise ValueError(
+                f"exclude_modules has {entry!r}, which {means} no module of "
+                f"{type(model).__name__}; what it was to leave out would be converted"
+            )
+        if not names.isdisjoint(layers):
+            continue
+        inside = tuple(f"{name}." for name in names if name)
+        layer = next((name for name in selected if name.startswith(inside)), None)
+        if layer is not None:
+            raise ValueError(
+                f"exclude_modules has {entry!r}, which names no layer but what holds some, such as "
+                f"{layer}; these would be converted. To keep a module with everything inside it, "
+                "name it in modules_to_not_convert"
             )
 
 
@@ -191,14 +224,23 @@ def _check_layers(
     model: nn.Module, config: MetisConfig, rules: NameRules, candidates: list[str]
 ) -> None:
     """Refuse indices in layers_to_transform that reach no target; PEFT ignores them."""
-    reached = {rules.block(name) for name in candidates if rules.names(name)}
+    blocks = {name: rules.block(name) for name in candidates if rules.names(name)}
     for index in config.layers_to_transform or ():
-        if index not in reached and not any(map(rules.names_in_full, candidates)):
-            pattern = f" (layers_pattern={config.layers_pattern!r})" * bool(config.layers_pattern)
-            raise ValueError(
-                f"layers_to_transform has {index}{pattern}, but no block of "
-                f"{type(model).__name__} with that index holds a target module"
-            )
+        if index in blocks.values() or any(map(rules.names_in_full, candidates)):
+            continue
+        for name, block in blocks.items():
+            at_start = re.match(r"(\w+)\.\d+\.", name)
+            if block is None and at_start and not config.layers_pattern:
+                raise ValueError(
+                    f"layers_to_transform has {index}, but by PEFT's rule {name} is in no block: "
+                    "without layers_pattern something has to stand in front of the list's name. "
+                    f"Give layers_pattern={at_start[1]!r} too"
+                )
+        pattern = f" (layers_pattern={config.layers_pattern!r})" * bool(config.layers_pattern)
+        raise ValueError(
+            f"layers_to_transform has {index}{pattern}, but no block of "
+            f"{type(model).__name__} with that index holds a target module"
+        )
 
 
 def _check_blocks(model: nn.Module, config: MetisConfig, candidates: Iterable[str]) -> None:
@@ -228,38 +270,6 @@ def _check_patterns(config: MetisConfig, selected: list[str]) -> None:
 
 def _suffixes(names: Iterable[str]) -> list[str]:
     return sorted({name.rsplit(".", 1)[-1] for name in names})
-
-
-def _heads(model: nn.Module) -> set[str]:
-    """Return linear layers behind the base model: the output embedding, classifiers, ..."""
-    heads: set[str] = set()
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    body = getattr(model, "base_model", model) if isinstance(model, PreTrainedModel) else model
-    inside = set(map(id, body.modules()))
-    for name, module in model.named_modules():
-        if module is head or (is_linear(module) and id(module) not in inside):
-            heads.add(name)
-    return heads
-
-
-def _routers(model: nn.Module) -> set[str]:
-    """Return the linear layers that choose or weigh experts.
-
-    Those inside a module whose class says so, and those beside fused experts that are as narrow as
-    there are experts.
-    """
-    routers: set[str] = set()
-    for name, module in model.named_modules():
-        if _ROUTER_CLASS.search(type(module).__name__):
-            inside = (key for key, child in module.named_modules() if isinstance(child, nn.Linear))
-            routers.update(f"{name}.{key}".strip(".") for key in inside)
-        experts = [child for child in module.children() if is_fused_experts(child)]
-        widest = experts[0].num_experts if experts else 0
-        for key, child in module.named_children():
-            if isinstance(child, nn.Linear) and child.out_features <= widest:  # type: ignore[operator]
-                routers.add(f"{name}.{key}".removeprefix("."))
-    return routers
 
 
 def _tied_weights(model: nn.Module) -> dict[str, str]:
@@ -305,7 +315,7 @@ def _block(model: nn.Module, name: str) -> tuple[int, int] | None:
     The outermost ModuleList counts, and where there is none, the outermost Sequential.
     """
     for kind in (nn.ModuleList, nn.Sequential):
-        for match in re.finditer(r"\.(\d+)(?=\.)", name):
+        for match in re.finditer(r"(?:^|\.)(\d+)(?=\.)", name):
             blocks = model.get_submodule(name[: match.start()])
             if isinstance(blocks, kind):
                 return int(match.group(1)), len(blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
 COMPRESSED, NVFP4_PACKED = "compressed-tensors", "nvfp4-pack-quantized"
 DENSE = "dense"
+# Attention of these is causal whatever `is_decoder` says, which others of their kind go by.
+_ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True)
@@ -151,13 +154,19 @@ class Checkpoint:
         """Return the model's config.
 
         Raises:
-            ValueError: it is no causal language model.
+            ValueError: it is no causal language model, or an encoder that could be one.
         """
         config = transformers.AutoConfig.from_pretrained(self.path)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
                 f"{self.path} is a {config.model_type} model, not a causal language model; "
                 "the tasks need one"
+            )
+        if (field := _looking_ahead(config)) is not None:
+            raise ValueError(
+                f"{self.path} is a {config.model_type} encoder: a token sees those after "
+                f"it, and so has nothing to predict; the tasks need a causal language model, whose "
+                f"config.json has {field}: true"
             )
         return config
 
@@ -180,15 +189,34 @@ class Checkpoint:
                 options["quantization_config"] = unpack
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=kind, **options
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=kind, output_loading_info=True, **options
             )
+        model, found = loaded
+        self._check_complete(model, found["missing_keys"])
         if precision == "dense" and any(metis_layers(model)):
             to_dense(model)
         model = model.to(device)  # type: ignore[arg-type]
         if precision == "scheme" and self.conversion is not None:
             get_metis_model(model, self.conversion)
         return model
+
+    def _check_complete(self, model: nn.Module, missing: Collection[str]) -> None:
+        """Refuse a checkpoint without all parameters; transformers makes the others up.
+
+        Args:
+            model: as it was loaded.
+            missing: keys that the files lack; a tied head is not among them.
+        """
+        made_up = [name for name, _ in model.named_parameters() if name in missing]
+        if made_up:
+            shown = ", ".join(made_up[:4]) + (f", ... ({len(made_up)})" if made_up[4:] else "")
+            saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
+            raise ValueError(
+                f"{self.path} lacks {shown}, which {type(model).__name__} needs and which would "
+                f"be random: it was saved from {saved}. Name a checkpoint of the language model, "
+                "with its head"
+            )
 
     @property
     def packed_nvfp4(self) -> bool:
@@ -250,6 +278,17 @@ class Checkpoint:
                 while block := stream.read(1 << 24):
                     digest.update(block)
         return digest.hexdigest()
+
+
+def _looking_ahead(config: Any) -> str | None:
+    """Return the field by which attention of a model of this config looks ahead; None: it does not.
+
+    The config's class has to have it: what else a config.json carries means nothing to the model.
+    """
+    if config.model_type in _ALWAYS_CAUSAL or getattr(config, "is_encoder_decoder", False):
+        return None  # the decoder of two is causal
+    fields = [name for name in ("is_decoder", "causal") if hasattr(type(config), name)]
+    return next((name for name in fields if not getattr(config, name)), None)
 
 
 def _has_tokenizer(place: Path) -> bool:

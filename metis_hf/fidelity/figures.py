@@ -6,7 +6,14 @@ import math
 from collections.abc import Sequence
 
 from metis_hf.fidelity.result import SchemeResult
-from metis_hf.shared.figures import as_png, figure_axes, scheme_styles
+from metis_hf.shared.figures import (
+    MOST_STYLES,
+    Style,
+    as_png,
+    figure_axes,
+    plain_text,
+    scheme_styles,
+)
 from metis_hf.shared.labels import MARKER, name_points
 
 _LINE = "metis"  # the scheme whose ranks are joined by a line
@@ -19,8 +26,8 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
         return None
     figure, axes = figure_axes(1, 1, (9.5, 6.0))
     axis = axes[0][0]
-    styles = scheme_styles(list(dict.fromkeys(r.scheme for r in shown)), "")
-    ranks = sorted((r for r in shown if _is_on_line(r.name)), key=lambda r: r.cost)
+    styles = _styles(list(dict.fromkeys(r.scheme for r in shown)))
+    ranks = sorted((r for r in shown if _is_on_line(r)), key=lambda r: r.cost)
     if len(ranks) > 1:
         axis.plot([r.cost for r in ranks], [r.rise.mean for r in ranks], lw=1.2,
                   color=styles[_LINE].color, zorder=1)  # fmt: skip
@@ -40,13 +47,28 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.draw_without_rendering()  # settles the scales, which places are taken in
-    name_points(axis, [(r.cost, r.rise.mean, r.name) for r in shown])
+    name_points(axis, [(r.cost, r.rise.mean, plain_text(r.name)) for r in shown])
     return as_png(figure)
 
 
-def _is_on_line(name: str) -> bool:
-    """Return whether a row is the scheme at some rank, and no config given beside it."""
-    return name == _LINE or name.startswith(f"{_LINE}, rank ")
+def _styles(schemes: Sequence[str]) -> dict[str, Style]:
+    """Return a style for each scheme; of more than can be told apart the first ones come again.
+
+    Every point has its name beside it.
+    """
+    found: dict[str, Style] = {}
+    for start in range(0, len(schemes), MOST_STYLES):
+        found |= scheme_styles(schemes[start : start + MOST_STYLES], "")
+    return found
+
+
+def _is_on_line(result: SchemeResult) -> bool:
+    """Return whether a row is the scheme at some rank, and no config given beside it.
+
+    A config's file may be called as such a row is.
+    """
+    name = result.name
+    return result.scheme == _LINE and (name == _LINE or name.startswith(f"{_LINE}, rank "))
 
 
 def layers_figure(result: SchemeResult) -> bytes:

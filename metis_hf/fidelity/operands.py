@@ -84,7 +84,7 @@ def layer_errors(
 
     Returns:
         layer -> "input", "weight", "grad_output": SQNR in decibels; "y", "dx", "dw": relative
-        errors. Layers that saw no token are left out.
+        errors. In the order of `layers`; those that saw no token are left out.
     """
     schemes = {name: layer.scheme for name, layer in layers.items()}
     found: dict[str, list[dict[str, float]]] = {}
@@ -118,10 +118,12 @@ def layer_errors(
     finally:
         for handle in handles:
             handle.remove()
-    return {
-        name: {key: sum(call[key] for call in calls) / len(calls) for key in calls[0]}
-        for name, calls in found.items()
-    }
+    # Hooks of the backward pass filled it from the last layer to the first.
+    return {name: _mean(found[name]) for name in layers if name in found}
+
+
+def _mean(calls: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: sum(call[key] for call in calls) / len(calls) for key in calls[0]}
 
 
 def _layer_error(

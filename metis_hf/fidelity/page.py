@@ -158,8 +158,16 @@ def _group_rows(result: SchemeResult) -> list[list[Cell]]:
         rows.append(
             [
                 Cell(group),
-                *(number(means[key], ".1f") for key in ("input", "weight", "grad_output")),
+                *(_sqnr([m[key] for m in members]) for key in ("input", "weight", "grad_output")),
                 *(number(means[key], ".3f") for key in ("y", "dx", "dw")),
             ]
         )
     return rows
+
+
+def _sqnr(values: Sequence[float]) -> Cell:
+    """Return the mean over layers that quantize the operand; without error it is infinite."""
+    quantized = [value for value in values if value != math.inf]
+    if not quantized:
+        return Cell("exact", math.inf)
+    return number(sum(quantized) / len(quantized), ".1f")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.fidelity.gradients import run_batches
 from metis_hf.fidelity.subject import MIN_LENGTH, converted, open_subject, running, trainable
+from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.planning.overhead import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.schemes import build_scheme, most_directions, scheme_info
@@ -33,7 +34,7 @@ class RankPlan:
     """Ranks of a model's layers, and what they cost.
 
     Attributes:
-        config: with the ranks as `rank_pattern`.
+        config: with the ranks as `rank_pattern`; experts by the name of their fused weight.
         ranks: of each converted layer, by name.
         overhead: of a training step with these ranks.
         errors: of each layer at each rank tried, from the smallest: see `allocate_ranks`.
@@ -135,7 +136,7 @@ def write_ranks(
 
 @dataclass
 class _Group:
-    """Layers that read one tensor and share its split, with what each rank costs and leaves."""
+    """Layers that have one rank, with what each rank costs and leaves: see `_groups`."""
 
     layers: list[str]
     ranks: tuple[int, ...]
@@ -176,7 +177,8 @@ def allocate_ranks(
     is the error e of its output y, weighted by the second moment of the gradient of y: the sum
     over tokens s and t of (e_s . dy_t)^2, the squared change of the loss to first order where any
     token may have any token's error. Layers that read one tensor (query, key and value) share its
-    split and so have one rank. The budget is then spent where the next multiply-add removes most.
+    split and so have one rank; so have experts of one fused weight, which a config names as one.
+    The budget is then spent where the next multiply-add removes most.
 
     Args:
         model: a causal language model in dense weights; it is converted for the call, in place.
@@ -207,7 +209,8 @@ def allocate_ranks(
         with running(layers):
             reads = inputs_of(model, layers, few)
         seen = tokens_of_layers(model, tokens)
-        whole, groups = _groups(layers, split, reads, ranks, seen)
+        called = _called(model, layers)
+        whole, groups = _groups(layers, split, reads, called, ranks, seen)
         left = budget - whole - sum(group.costs[0] for group in groups)
         if left < 0:  # before anything is measured
             raise ValueError(
@@ -219,12 +222,24 @@ def allocate_ranks(
             group.errors = [sum(column) for column in zip(*(errors[n] for n in group.layers))]
         at = _spend(groups, left)
         chosen = {n: g.ranks[place] for g, place in zip(groups, at) for n in g.layers}
-        config = config.replace(rank=None, rank_pattern=chosen)
-        shapes = [_shape(layer, config.for_layer(name)) for name, layer in layers.items()]
+        pattern = {called[name]: rank for name, rank in chosen.items()}
+        config = config.replace(rank=None, rank_pattern=pattern)
+        shapes = [_shape(layer, config.for_layer(called[name])) for name, layer in layers.items()]
         found = overhead(shapes, [seen[name] for name in layers], [reads[name] for name in layers])
     first = sum(group.errors[0] for group in groups)
     last = sum(group.errors[place] for group, place in zip(groups, at))
     return RankPlan(config, chosen, found, errors, last / first if first else 1.0)
+
+
+def _called(model: PreTrainedModel, layers: Mapping[str, MetisLayer]) -> dict[str, str]:
+    """Return the names by which a config means layers: of an expert, that of the fused weight."""
+    fused = {
+        id(layer): f"{owner}.{key}"
+        for owner, module in model.named_modules()
+        for key in converted_names(module)
+        for layer in layers_of(module, key)
+    }
+    return {name: fused.get(id(layer), name) for name, layer in layers.items()}
 
 
 def _check_numbers(budget: float, tokens: int) -> None:
@@ -304,10 +319,14 @@ def _groups(
     layers: dict[str, MetisLayer],
     split: dict[str, MetisLayer],
     reads: Mapping[str, Hashable],
+    called: Mapping[str, str],
     ranks: Sequence[int],
     tokens: Mapping[str, int],
 ) -> tuple[float, list[_Group]]:
-    """Return what layers without a split cost, and the groups of the others, without errors."""
+    """Return what layers without a split cost, and the groups of the others, without errors.
+
+    A group has one rank: it is of layers that read one tensor, or that the config calls alike.
+    """
 
     def gemms(names: Iterable[str]) -> int:
         return sum(tokens[n] * layers[n].in_features * layers[n].out_features for n in names)
@@ -322,12 +341,14 @@ def _groups(
     rest = [name for name in layers if name not in split]
     together: dict[Hashable, list[str]] = {}
     for name in split:
-        together.setdefault(reads[name], []).append(name)
+        of = reads[name] if called[name] == name else called[name]
+        together.setdefault(of, []).append(name)
     known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes and configs
     groups = []
     for names in together.values():
         own = min((_possible(layers[n], ranks) for n in names), key=len)
-        key = tuple(f"{_shape(layers[n], layers[n].config)} {tokens[n]}" for n in names)
+        shapes = [f"{_shape(layers[n], layers[n].config)} {tokens[n]}" for n in names]
+        key = (*shapes, len({reads[n] for n in names}))  # experts read a tensor each
         if key not in known:
             known[key] = [cost(names, rank) for rank in own]
         groups.append(_Group(names, own, known[key]))

@@ -124,10 +124,12 @@ def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """
     count = len(ids)
     training = max(1, count // 3)
-    held_out = count - training
     if count >= 2 * batch:
         training = max(batch, training - training % batch)
         held_out = (count - training) // batch * batch
+    else:
+        held_out = min(count - training, batch)
+        training = count - held_out
     return ids[:held_out], ids[-training:]
 
 
@@ -139,8 +141,13 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
         Its converted layers by name.
 
     Raises:
-        ValueError: as `get_metis_model`; the model is then unchanged.
+        ValueError: the model is converted already; or as `get_metis_model`. It is then unchanged.
     """
+    if any(metis_layers(model)):
+        raise ValueError(
+            "the model is converted already, and schemes are measured on a model in dense weights; "
+            "call to_dense(model) first, or load the checkpoint that it was converted from"
+        )
     # One operand alone in four bits is nothing that FP4 units multiply.
     config = config.replace(backend="emulated")
     needs_grad = {name: p.requires_grad for name, p in model.named_parameters()}

@@ -22,6 +22,7 @@ from metis_hf.conversion.report import experts_per_token
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import make_layer
+from metis_hf.operands import Spectral
 from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.listing import WIDTH
@@ -221,6 +222,11 @@ def _encodings(
         tensor = kind, read if kind == "input" else number
         work = operand.conditioner.work(shape, dim=dim)
         made = {k: count for k, count in work.encode.items() if k in _PRODUCTS}
+        split = operand.conditioner
+        if isinstance(split, Spectral) and not split.compensated:
+            # Emulation puts the quantized low-rank part together beside the exact one. The residual
+            # is taken against the exact one alone.
+            made["low_rank"] -= work.decode["low_rank"]
         if work.rotated is not None:  # the same rotation may serve two ways to quantize
             if (tensor, work.rotated) in encoded:
                 made.pop("rotation")

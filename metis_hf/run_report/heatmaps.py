@@ -62,6 +62,12 @@ PANELS = (
           "independent normal values has. Bad (bright): towards 1, where a single direction "
           "carries the tensor and sets the scale of every block that it meets.",
           ((1.0, "1: a single direction"),), log=True, colors="viridis_r"),
+    Panel("energy", "Energy of the low-rank part", "of the squared norm",
+          "What the spectral split keeps apart. Where a scheme does not split a tensor, what a "
+          "split of the same rank would. Good (bright): half and more; the residual has the rest. "
+          "A few percent: no directions to speak of are kept. No harm to a tensor of high stable "
+          "rank, which has none, and bad for one of low stable rank.",
+          ((0.5, "half of it"),), share=True),
     Panel("narrowing", "Narrowing of the residual", "max |x| / max |residual|",
           "How much range the spectral split takes away. Where a scheme does not split a tensor, "
           "how much a split of the same rank would. Good (bright): 2 and more, where the split "

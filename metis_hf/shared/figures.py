@@ -14,7 +14,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0
 # Seven colors are fewer than the schemes: each round of them has its own lines and markers.
 LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v")
-_MOST_STYLES = len(COLORS) * len(LINES)
+MOST_STYLES = len(COLORS) * len(LINES)
 CROWDED = 8  # curves; more have their names outside, and none at their ends
 
 
@@ -52,9 +52,9 @@ def scheme_styles(names: Sequence[str], control: str) -> dict[str, Style]:
     """
     others = [name for name in names if name != control]
     rounds = list(zip(LINES, MARKERS))
-    if len(others) > _MOST_STYLES:
+    if len(others) > MOST_STYLES:
         raise ValueError(
-            f"{len(others)} schemes in one picture; only {_MOST_STYLES} can be told apart. Compare "
+            f"{len(others)} schemes in one picture; only {MOST_STYLES} can be told apart. Compare "
             "fewer, or in several directories"
         )
     styles = [Style(color, *round_) for round_ in rounds for color in COLORS]

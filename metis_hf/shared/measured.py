@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -32,12 +33,13 @@ def digest(*parts: Any) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Return a digest of this package's code and of torch's version, which figures depend on."""
+    """Return a digest of all that figures depend on: this package's code, torch, transformers."""
     assert metis_hf.__file__ is not None
     root = Path(metis_hf.__file__).parent
     paths = sorted(root.rglob("*.py"))
     files = [(str(path.relative_to(root)), path.read_text("utf-8")) for path in paths]
-    return digest(files, torch.__version__)
+    # The version as it is installed: the library itself takes seconds to import.
+    return digest(files, torch.__version__, importlib.metadata.version("transformers"))
 
 
 class Store:

@@ -32,7 +32,13 @@ _LATEX = str.maketrans(
 def markdown_table(header: Cells, rows: Sequence[Cells]) -> str:
     """Return a table in GitHub's dialect; all columns but the first are aligned to the right."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in (header, rule, *rows))
+    lines = [[_markdown_cell(cell) for cell in cells] for cells in (header, rule, *rows)]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def _markdown_cell(text: str) -> str:
+    """Return a text that stays in its cell, such as the name of a file."""
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.splitlines()))
 
 
 def latex_table(header: Cells, rows: Sequence[Cells]) -> str:

@@ -331,3 +331,18 @@ def test_converting_after_peft_is_refused():
     adapted = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"PEFT adapters already.*convert the base model"):
         get_metis_model(adapted)
+
+
+@pytest.mark.parametrize("form", ["added", "base of a PeftModel", "inside"])
+def test_converting_around_adapters_is_refused(form):
+    model, config = llama(1), LoraConfig(r=4, target_modules=["q_proj"])
+    if form == "added":
+        model.add_adapter(config)
+    elif form == "inside":
+        model = torch.nn.Sequential(get_peft_model(model, config))
+    else:
+        model = get_peft_model(model, config).get_base_model()
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError, match=r"PEFT adapters already \((0|.*q_proj) is PEFT's .*add"):
+        get_metis_model(model)
+    assert [name for name, _ in model.named_modules()] == names

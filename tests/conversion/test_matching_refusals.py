@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conversion.test_matching import HouseLinear, build, chosen_by_peft
+from conversion.test_matching import HouseLinear, build, chosen_by_peft, selected
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 
 
@@ -59,6 +59,21 @@ class TestRefused:
         options = {"target_modules": ["q_proj"], "layers_pattern": pattern}
         self.refused("layers_to_transform has 7", layers_to_transform=[0, 7], **options)
 
+    @pytest.mark.parametrize(
+        ("name", "target", "blocks"), [("llama", "q_proj", "layers"), ("gpt2", "c_attn", "h")]
+    )
+    def test_blocks_of_a_base_model(self, name, target, blocks):
+        """PEFT finds none either, and all with `layers_pattern`."""
+        options = {"target_modules": [target], "layers_to_transform": [1]}
+        message = rf"{blocks}\.0\..*{target} is in no block.*Give layers_pattern='{blocks}' too"
+        self.refused(message, build(name).base_model, **options)
+        with pytest.raises(ValueError, match="not found in the base model"):
+            chosen_by_peft(build(name).base_model, **options)
+        options["layers_pattern"] = blocks
+        expected = chosen_by_peft(build(name).base_model, **options)
+        assert len(expected) == 1
+        assert selected(build(name).base_model, **options) == expected
+
     def test_list_of_blocks_that_does_not_exist(self):
         options = {"target_modules": ["q_proj"], "layers_to_transform": [0]}
         self.refused(r"has 0 \(layers_pattern='h'\), but no block", layers_pattern="h", **options)
@@ -74,6 +89,24 @@ class TestRefused:
     def test_unknown_exclusion(self, names):
         """The last: a regular expression has to match the full name."""
         self.refused("exclude_modules.*no module.*would be converted", exclude_modules=names)
+
+    @pytest.mark.parametrize("names", [["mlp"], r".*\.mlp", ["q_proj", "layers.0"]])
+    def test_exclusion_of_what_holds_layers(self, names):
+        message = r"which names no layer but what holds some, such as .*\.\w+_proj; these would be"
+        self.refused(f"{message} converted.*modules_to_not_convert", exclude_modules=names)
+
+    @pytest.mark.parametrize(
+        ("names", "left"),
+        [
+            (["embed_tokens"], set()),
+            (["norm", "lm_head"], set()),
+            (r".*(mlp|up_proj)", {"up_proj"}),
+        ],
+    )
+    def test_exclusion_that_loses_nothing(self, names, left):
+        """What it names stays anyhow, or is a layer beside what holds some."""
+        fewer = selected(build()) - selected(build(), exclude_modules=names)
+        assert {name.rsplit(".", 1)[1] for name in fewer} == left
 
     def test_everything_excluded(self):
         self.refused("selects no layer", target_modules=["q_proj"], exclude_modules=["q_proj"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
+import transformers
 from conftest import gpt2, llama
 
 from conversion.architectures import ARCHITECTURES
@@ -59,3 +61,61 @@ def test_tied_parameters_count_once_on_every_device():
         empty = llama(tie_word_embeddings=True)
     for each in (model, empty):
         assert get_metis_model(each).metis_report.total_params == total
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}  # fmt: skip
+LLAMA4 = {
+    **SIZES, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "image_size": 16,
+          "num_attention_heads": 4, "patch_size": 8, "vision_output_dim": 64,
+          "projector_input_dim": 64, "projector_output_dim": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize("composite", [False, True])
+def test_share_counts_experts_that_are_not_converted(composite):
+    """Llama 4's are unknown to transformers' experts interface, and say how many they are."""
+    with torch.device("meta"):
+        if composite:
+            config = transformers.Llama4Config(text_config=LLAMA4, vision_config=VISION)
+            model = transformers.Llama4ForConditionalGeneration(config)
+        else:
+            model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**LLAMA4))
+    report = get_metis_model(model, MetisConfig(scheme="bf16")).metis_report
+    assert sum("3-D parameter of Llama4TextExperts" in why for why in report.skipped.values()) == 2
+    assert report.uncounted == ()
+    assert "uncounted" not in report.to_dict()
+    experts = 2 * (64 * 2 * 96 + 96 * 64)  # of two experts each
+    other = {name: layer for name, layer in model.named_modules() if name in report.skipped}
+    rest = sum(layer.weight.numel() for layer in other.values())
+    share = report.converted_params / (report.converted_params + rest + experts)
+    assert report.flops_share == pytest.approx(share)
+
+
+def test_share_names_what_it_leaves_out():
+    """DBRX has the matrices of all experts below one another."""
+    config = transformers.DbrxConfig(
+        d_model=64, n_heads=4, n_layers=1, vocab_size=64, max_seq_len=32,
+        attn_config={"kv_n_heads": 4, "rope_theta": 1e4, "clip_qkv": 8},
+        ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.DbrxForCausalLM(config)
+    report = get_metis_model(model, MetisConfig(scheme="bf16")).metis_report
+    experts = {name for name in report.skipped if ".experts.mlp." in name}
+    assert {name.rsplit(".", 1)[1] for name in experts} == {"w1", "v1", "w2"}
+    assert set(report.uncounted) == experts
+    assert report.to_dict()["uncounted"] == list(report.uncounted)
+    assert "of GEMM FLOPs (without 3 unknown parameters)" in str(report)
+
+
+def test_convolutions_under_a_weight_norm_are_no_experts():
+    config = transformers.Wav2Vec2Config(
+        **{**SIZES, "conv_dim": (32,), "conv_stride": (5,), "conv_kernel": (10,)},
+        num_feat_extract_layers=1, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+    report = get_metis_model(transformers.Wav2Vec2Model(config), MetisConfig()).metis_report
+    assert not any("parametrizations" in name for name in report.skipped)
+    assert report.uncounted == ()

@@ -299,6 +299,45 @@ def test_refusals(tmp_path, tokenizer):
         open_checkpoint(tmp_path / "t5").load("scheme", "auto", CPU)
 
 
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [None, "metis"])
+def test_a_checkpoint_without_a_head_is_refused(scheme, tmp_path):
+    """Its head would be random; one that is tied to the embedding is known."""
+    for tied in (False, True):
+        config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
+        model = transformers.LlamaForSequenceClassification(config)
+        if scheme is not None:
+            get_metis_model(model, MetisConfig(scheme=scheme, rank=8))
+        model.save_pretrained(tmp_path / str(tied))
+    with pytest.raises(
+        ValueError, match=r"False lacks lm_head\.weight, .* saved from LlamaForSequenceClass"
+    ):
+        open_checkpoint(tmp_path / "False").load("dense", "auto", CPU)
+    assert open_checkpoint(tmp_path / "True").load("dense", "auto", CPU).lm_head is not None
+
+
+def test_an_encoder_is_refused(tmp_path):
+    """Before it is loaded; the same model as a decoder is none."""
+    for decoder in (False, True):
+        config = transformers.BertConfig(**LLAMA, is_decoder=decoder)
+        transformers.BertLMHeadModel(config).save_pretrained(tmp_path / str(decoder))
+    encoder, decoder = (open_checkpoint(tmp_path / name) for name in ("False", "True"))
+    with pytest.raises(ValueError, match=r"a bert encoder: .*config\.json has is_decoder: true"):
+        encoder.config()
+    assert decoder.load("scheme", "auto", CPU).config.is_decoder
+    # Models whose class does not read the field are causal, whatever a config.json carries.
+    config = transformers.GPTNeoXConfig(**LLAMA)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    config = transformers.LlamaConfig(**LLAMA, is_decoder=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    for name in ("neox", "llama"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["is_decoder"] is False
+        open_checkpoint(tmp_path / name).config()
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_files_cut_short_are_named(name, tmp_path, tokenizer):
     place = save(tmp_path / "cut", None, tokenizer)

@@ -112,6 +112,10 @@ class TestNumbers:
         assert found["dx"] == relative(x.grad, taken["dy"] @ layer.weight)
         assert 15 < found["weight"] < 25  # about 20 dB: direct NVFP4 of a normal matrix
 
+    def test_layers_are_in_the_order_of_the_model(self, place, measured):
+        order = [n for n, _ in metis_layers(get_metis_model(load(place), MetisConfig()))]
+        assert list(measured[1][0].layers) == order
+
     def test_a_split_at_a_higher_rank_is_nearer(self, measured):
         _, (direct, metis, _, low) = measured
         assert low.name == "metis, rank 8"
@@ -267,3 +271,15 @@ class TestConverted:
         with converted(model, MetisConfig(scheme="metis-paper")):
             pass
         assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+    @pytest.mark.parametrize("split", [True, False])
+    def test_a_converted_model_is_refused_and_stays_as_it_is(self, place, split):
+        model = get_metis_model(load(place), MetisConfig(rank=8, split_weight=split))
+        before = dict(metis_layers(model))
+        with (
+            pytest.raises(ValueError, match=r"converted already.*call to_dense\(model\) first"),
+            converted(model, MetisConfig(scheme="nvfp4")),
+        ):
+            pass
+        assert dict(metis_layers(model)) == before
+        assert all(parameter.requires_grad for parameter in model.parameters())

@@ -22,13 +22,15 @@ from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli import main
 from metis_hf.commands.fidelity import _rows
 from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.fidelity import figures
 from metis_hf.fidelity import run as fidelity_run
 from metis_hf.fidelity.figures import _is_on_line
-from metis_hf.fidelity.result import narrow_table, table
+from metis_hf.fidelity.result import SchemeResult, narrow_table, table
 from metis_hf.fidelity.run import Settings, fidelity
 from metis_hf.fidelity.subject import open_subject
+from metis_hf.shared.figures import MOST_STYLES
 from metis_hf.shared.phases import PhaseProgress
-from metis_hf.shared.tables import terminal_table
+from metis_hf.shared.tables import markdown_table, terminal_table
 
 
 @pytest.mark.slow
@@ -70,7 +72,36 @@ def test_divergence_in_training_is_shown_where_it_differs(measured):
 
 def test_line_of_the_picture_joins_the_ranks_alone():
     joined = ["metis", "metis, rank 9", "metis-contraction", "metis-paper", "budget-4"]
-    assert [name for name in joined if _is_on_line(name)] == ["metis", "metis, rank 9"]
+    assert [name for name in joined if _is_on_line(SchemeResult(name, "metis"))] == joined[:2]
+    # Of a file of that name with another scheme.
+    assert not _is_on_line(SchemeResult("metis", "nvidia"))
+
+
+def point(name, scheme, cost):
+    batches = [{"exact": 4.0, "loss": 4.1, "kl": 0.1, "top1": 0.9}]
+    return SchemeResult(name, scheme, overhead={"projection": cost}, batches=batches)
+
+
+def test_a_picture_of_more_schemes_than_there_are_styles():
+    styles = figures._styles([f"scheme {n}" for n in range(MOST_STYLES + 2)])
+    assert styles["scheme 35"] == styles["scheme 0"] != styles["scheme 1"] == styles["scheme 36"]
+
+
+def test_files_of_configs_may_be_called_anything(monkeypatch):
+    """No formula, no line that belongs to another scheme, no column of their own."""
+    shown = []
+    monkeypatch.setattr(figures, "name_points", lambda axis, points: shown.extend(points))
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    names = ("$x_$^", "metis", "metis, rank 4")
+    results = [point(name, "nvidia", 0.1 * n) for n, name in enumerate(names)]
+    assert figures.cost_figure(results, 8192) is not None
+    assert [name for *_, name in shown] == [r"\$x_\$^", *names[1:]]
+    rows = [["a|b"], ["a\\|b"], ["a\nb"]]
+    assert markdown_table(["Scheme"], rows).splitlines()[2:] == [
+        r"| a\|b |",
+        r"| a\|b |",
+        "| a b |",
+    ]
 
 
 class TestFiles:
@@ -245,6 +276,8 @@ def test_documents_of_json_lines(suffix, place, tmp_path):
         (18, 8, 8, 8),
         (18, 2, 12, 6),
         (5, 4, 4, 1),  # no two whole batches
+        (18, 10, 10, 8),  # and of the larger side no batch and a small one
+        (3, 3, 2, 1),
     ],
 )
 def test_batches_are_whole(sequences, batch, held_out, training, place):
@@ -332,6 +365,19 @@ class TestBadInput:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
         tokenizer.save_pretrained(tmp_path / "model")
         with pytest.raises(ValueError, match="t5 model, not a causal language model"):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_a_model_of_the_wrong_class(self, place, tmp_path):
+        """A classifier opens with a head that is random, another one at each start."""
+        config = load(place).config
+        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        with pytest.raises(
+            ValueError, match=r"lacks lm_head\.weight, which LlamaForCausalLM needs"
+        ):
             fidelity(
                 Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
             )

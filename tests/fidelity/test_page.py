@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from metis_hf.fidelity.page import _alone, _cards, _group_rows
 from metis_hf.fidelity.result import SchemeResult
 from metis_hf.shared.html import Page
@@ -46,3 +48,18 @@ def test_groups_have_means():
         ["up_proj", "21.0", "22.0", "23.0", "24.000", "25.000", "26.000"],
         ["o_proj", "5.0", "6.0", "7.0", "8.000", "9.000", "10.000"],
     ]
+
+
+def test_an_operand_that_is_not_quantized_is_exact():
+    """And no alarm; where some layers quantize it, the mean is theirs."""
+    errors = {"y": 0.1, "dx": 0.1, "dw": 0.1}
+    layers = {
+        f"model.layers.{n}.mlp.up_proj": {"input": x, "weight": 20.0, "grad_output": math.inf}
+        | errors
+        for n, x in enumerate((math.inf, 18.0, 22.0))
+    }
+    layers["lm_head"] = dict.fromkeys(("input", "weight", "grad_output"), math.nan) | errors
+    up, head = _group_rows(result("x", [4.0], [1.0], layers=layers))
+    assert [cell.text for cell in up[1:4]] == ["20.0", "20.0", "exact"]
+    assert (up[3].value, up[3].shade, up[3].note) == (math.inf, 0.0, "")
+    assert [cell.note for cell in head[1:4]] == ["not finite"] * 3

@@ -22,7 +22,7 @@ from metis_hf.fidelity.ranks import RANKS as ALL_RANKS
 from metis_hf.fidelity.ranks import RankPlan, _Group, _spend, allocate_ranks, write_ranks
 from metis_hf.fidelity.run import Settings
 from metis_hf.fidelity.subject import Subject
-from metis_hf.planning.overhead import Overhead, model_overhead
+from metis_hf.planning.overhead import Overhead, model_overhead, overhead, tokens_of_layers
 
 RANKS = (2, 4, 8, 16)
 
@@ -120,6 +120,39 @@ class TestPlan:
             shared = name.endswith(("q_proj", "k_proj", "v_proj"))
             assert rank <= (16 if shared else 32), name
         assert max(plan.ranks.values()) == 32
+
+    def test_experts_of_one_weight_have_one_rank_under_its_name(self, batches):
+        """A config means the fused weight; the names of single experts it refuses."""
+
+        def mixtral():
+            torch.manual_seed(0)
+            return transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(
+                    vocab_size=97,
+                    hidden_size=32,
+                    intermediate_size=48,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_key_value_heads=2,
+                    num_local_experts=3,
+                    num_experts_per_tok=2,
+                )
+            )
+
+        plan = allocate_ranks(mixtral(), batches[:1], 3.0, tokens=512, ranks=RANKS)
+        experts = "model.layers.0.mlp.experts"
+        assert {n for n in plan.config.rank_pattern if "experts" in n} == {
+            f"{experts}.gate_up_proj", f"{experts}.down_proj"
+        }  # fmt: skip
+        model = get_metis_model(mixtral(), plan.config)
+        layers = dict(metis_layers(model))
+        assert {n: layer.scheme.rank for n, layer in layers.items()} == dict(plan.ranks)
+        assert len({plan.ranks[f"{experts}.metis_down_proj.{n}"] for n in range(3)}) == 1
+        shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+        reads = ["x" if name.endswith(("q_proj", "k_proj", "v_proj")) else name for name in layers]
+        counted = overhead(shapes, [tokens_of_layers(model, 512)[name] for name in layers], reads)
+        assert plan.overhead.share == pytest.approx(counted.share)
+        assert plan.overhead.share <= 3.0
 
 
 class TestSpending:

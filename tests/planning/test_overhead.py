@@ -66,6 +66,26 @@ def test_metis_by_hand():
     assert found.weight_bits == 4.5
 
 
+def test_the_quantized_low_rank_part_is_put_together_by_nobody():
+    """The published residual is taken against the exact part; emulation makes the other beside."""
+    k = 16
+    found = of("metis-paper", rank=k)
+    thin, elements = T * IN * k + T * OUT * k, T * IN + T * OUT
+    assert found.parts["projection"] == pytest.approx(thin / GEMM)
+    assert found.parts["low_rank"] == pytest.approx((thin + elements) / GEMM)
+    # Emulation, 2 FLOPs a multiply-add: a product more, and the input's again where it is kept
+    # as codes for the backward pass.
+    layer = make_layer(
+        torch.nn.Parameter(torch.empty(OUT, IN, device="meta")), None,
+        MetisConfig(scheme="metis-paper", rank=k), name="layer",
+    )  # fmt: skip
+    assert layer_cost(layer, T).low_rank == 2 * (2 * thin + elements + T * IN * k)
+    # Of the default width: 62 of 4096 directions of x and dy, and an element's sum and difference.
+    wide = overhead([((4096, 4096), MetisConfig(scheme="metis-paper"))], T)
+    assert wide.parts["low_rank"] == pytest.approx(2 * (62 + 1) / (3 * 4096))
+    assert wide.share == pytest.approx(0.0779, abs=1e-4)
+
+
 def test_thin_products_of_other_schemes():
     # svdquant: a split weight and nothing else, in fprop and in dgrad.
     k, t = 32, T

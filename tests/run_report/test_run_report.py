@@ -144,6 +144,13 @@ def test_rows_are_grouped_by_kind_in_model_order(trained):
     assert short_names(["a.3.experts.metis_down_proj.7"]) == ["metis_down_proj 3.7"]
 
 
+def test_every_statistic_has_a_heat_map(trained):
+    """But the share that is not finite: where it is, the others have a cross."""
+    layers = next(iter(read_run(trained[0]).layers.values()))
+    measured = {stat for layer in layers.values() for stats in layer.values() for stat in stats}
+    assert {panel.stat for panel in PANELS} == measured - {"nonfinite"}
+
+
 def test_heat_map_holds_the_file(trained):
     run = read_run(trained[0])
     values, bad = grid(run, "weight", "orthogonality")
@@ -235,7 +242,7 @@ class TestScale:
             monkeypatch.setattr(module, "as_png", lambda figure: figure)
         run = read_run(trained[0])
         panels = {panel.stat: panel for panel in PANELS}
-        for stat in ("sqnr_db", "orthogonality", "narrowing"):
+        for stat in ("sqnr_db", "orthogonality", "narrowing", "energy"):
             figure = heatmaps.heatmap(run, panels[stat])
             bars = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
             assert bars
