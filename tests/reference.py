@@ -123,9 +123,20 @@ def _codes(block: np.ndarray, encode: np.float32, element: Element) -> tuple[lis
     return codes, scaled
 
 
-def _squared_error(codes: list, scale: np.float32, wanted: list) -> float:
-    """Of code * scale against x * S_enc, in float64, where every difference is exact."""
-    return sum((float(c) * float(scale) - float(w)) ** 2 for c, w in zip(codes, wanted))
+def _squared_error(
+    codes: list, scale: np.float32, wanted: list, base: np.float32, count: int
+) -> int:
+    """Of code * scale against x * S_enc, in units of the scale that has amax on 6.
+
+    Each is cut to a multiple of 4 / 2^24 over the elements of a block, so that their sum is exact.
+    Two scales whose errors differ by less are a tie.
+    """
+    to_base = F32(1) / max(base, F32(2.0**-12))
+    total = 0
+    for code, value in zip(codes, wanted):
+        error = (F32(code) * scale - value) * to_base
+        total += int(min(error * error, F32(4)) * F32(2.0**22 / count))
+    return total
 
 
 TRIED = {
@@ -141,11 +152,12 @@ def least_error_scale(
     s_enc: np.float32,
     rounding: ScaleRounding,
     scale_rule: ScaleRule,
+    count: int,
 ) -> Scale:
     """TransformerEngine's 4over6: amax on 6 or on 4, 4 only if its squared error is smaller.
 
     "search" tries further scales in the same way. "six" always takes 6, with the same tensor scale
-    and the same two roundings.
+    and the same two roundings. `count`: elements of a whole block.
     """
     base = (_amax(block) / F32(6)) * s_enc
     if not np.isfinite(base):
@@ -155,7 +167,7 @@ def least_error_scale(
     for factor in TRIED[scale_rule]:
         scale = _e4m3_scale(base * F32(factor), F32(1) / s_enc, rounding)
         codes = _codes(block, scale.encode, fmt.element)[0]
-        error = _squared_error(codes, scale.decode, wanted)
+        error = _squared_error(codes, scale.decode, wanted, base, count)
         if best is None or error < smallest:
             best, smallest = scale, error
     assert best is not None
@@ -168,6 +180,7 @@ def mixed_scale(
     s_enc: np.float32,
     rounding: ScaleRounding,
     scale_rule: ScaleRule,
+    count: int,
 ) -> tuple[Scale, Element]:
     """What codes of a block are multiplied by, and their format: of two, the one that is nearer.
 
@@ -176,6 +189,7 @@ def mixed_scale(
     assert fmt.other is not None
     share = 16 / 17 if scale_rule == "unbiased" else 1
     wanted = [value * s_enc for value in block]
+    base = (_amax(block) / F32(fmt.element.max)) * s_enc
     found = []
     for element, unit in ((fmt.element, 1.0), fmt.other):
         exact_scale = _amax(block) * (s_enc * F32(1 / (element.max * unit * share)))
@@ -183,7 +197,8 @@ def mixed_scale(
         step = scale.decode * F32(unit)
         encode = min(F32(1) / (step * (F32(1) / s_enc)), FLT_MAX)
         codes = _codes(block, encode, element)[0]
-        found.append((_squared_error(codes, step, wanted), Scale(step, encode), element))
+        error = _squared_error(codes, step, wanted, base, count)
+        found.append((error, Scale(step, encode), element))
     first, second = found
     return (second if second[0] < first[0] else first)[1:]
 
@@ -216,15 +231,16 @@ def fake_quantize(
         inv_global = F32(1) / s_enc
         codes, scales = np.zeros_like(x), np.zeros_like(x)
         scaled, values = np.zeros_like(x), np.zeros_like(x)
+        count = (form.block or 1) ** (1 + (tile == "square"))
         for index in _blocks(x.shape, dim, tile, form.block):
             flat, shape = x[index].reshape(-1), x[index].shape
             element = form.element
             if form.other is not None:
-                scale, element = mixed_scale(flat, form, s_enc, scale_rounding, scale_rule)
+                scale, element = mixed_scale(flat, form, s_enc, scale_rounding, scale_rule, count)
             elif scale_rule in ("absmax", "unbiased"):
                 scale = absmax_scale(_amax(flat), form, s_enc, scale_rounding, scale_rule)
             else:
-                scale = least_error_scale(flat, form, s_enc, scale_rounding, scale_rule)
+                scale = least_error_scale(flat, form, s_enc, scale_rounding, scale_rule, count)
             block_codes, block_scaled = _codes(flat, scale.encode, element)
             block_values = [(code * scale.decode) * inv_global for code in block_codes]
             codes[index] = np.array(block_codes, F32).reshape(shape)
