@@ -198,10 +198,10 @@ def _items(samples: Mapping[str, list[dict]], nonfinite: Mapping[str, int]) -> d
 
 def _mark_nan(harness: dict[str, Any], nonfinite: Mapping[str, int]) -> None:
     """Make every metric NaN of tasks with NaN likelihoods, and of their groups, in place."""
-    bad = set(nonfinite)
-    for group, members in harness.get("group_subtasks", {}).items():
-        if bad & set(members):
-            bad.add(group)
+    bad, groups = set(nonfinite), harness.get("group_subtasks", {})
+    # A group may lie in another, which is listed before it.
+    while around := {name for name in groups.keys() - bad if bad & set(groups[name])}:
+        bad |= around
     for section in ("results", "groups"):
         for task, values in harness.get(section, {}).items():
             for key, value in values.items():

@@ -14,6 +14,7 @@ from metis_hf import (
     MetisCallback,
     MetisConfig,
     MetisTrainer,
+    calibrate,
     get_metis_model,
     metis_layers,
     set_precision,
@@ -125,6 +126,18 @@ class TestDamaged:
         with pytest.raises(ValueError, match=rf"lacks .*{LAYER}\.weight"):
             load(tmp_path)
 
+    @pytest.mark.parametrize("buffer", ["input_amax", "weight_amax", "scales_frozen"])
+    def test_missing_state(self, buffer, tmp_path):
+        """Of calibrated scales that stand at 0 a layer would compute zeros."""
+        model = converted("w4a4")
+        calibrate(model, [torch.arange(32)[None]])
+        model.save_pretrained(tmp_path)
+        state = load_file(tmp_path / "model.safetensors")
+        del state[f"{LAYER}.{buffer}"]
+        save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=rf"lacks .*: {LAYER}\.{buffer}\. .*restore"):
+            load(tmp_path)
+
     def test_dense_weights_under_a_metis_config(self, saved):
         directory, _, write = saved
         write(dense().state_dict())
@@ -185,7 +198,9 @@ class TestForms:
         model.save_pretrained(tmp_path)
         rounded = load(tmp_path, dtype=torch.bfloat16)
         assert_same(converted().to(torch.bfloat16), rounded)
-        for (_, layer), (_, original) in zip(metis_layers(rounded), metis_layers(model)):
+        for (_, layer), (_, original) in zip(
+            metis_layers(rounded), metis_layers(model), strict=True
+        ):
             size = original.weight.abs().max().item()
             torch.testing.assert_close(
                 layer.weight.float(), original.weight, rtol=0, atol=2 * BF16_ROUNDING * size
@@ -257,6 +272,25 @@ class TestMixedSchemes:
         with pytest.raises(ValueError, match=match):
             made.train(resume_from_checkpoint=source)
         assert made.state.global_step in (0, 2)  # no step was taken
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"format": "mxfp4"},
+            {"two_level": False},
+            {"operand_mode": "contraction"},
+            {"sample_frac": 0.5},
+            {"attention": "nvfp4-rne"},
+            {"outer_scale": "token"},
+        ],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_a_field_that_decides_what_is_trained(self, changes, runs, tmp_path):
+        source = runs("nvfp4", lambda: converted("nvfp4"))
+        made = trainer(tmp_path, converted("nvfp4", **changes))
+        (name,) = changes
+        with pytest.raises(ValueError, match=rf"another config .*{name}=.* -> .*from_pretrained"):
+            made.train(resume_from_checkpoint=source)
 
     def test_same_tensors_in_other_units(self, runs, tmp_path):
         """The names and shapes agree; a factor of 1 / sqrt(out in) does not."""

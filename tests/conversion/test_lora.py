@@ -296,6 +296,19 @@ def test_lora_bias_is_merged_too(token_ids):
     assert (merged - beside).abs().max() <= MERGED_LOGITS * beside.abs().max()
 
 
+def test_lora_bias_is_taken_out_again():
+    model, _ = adapted(gpt2(), "bf16", lora_bias=True)
+    for layer in lora_layers(model).values():
+        torch.nn.init.normal_(layer.lora_B["default"].bias)
+    before = base_state(model)
+    biases = [key for key in before if key.endswith("base_layer.bias")]
+    model.merge_adapter()
+    assert min((base_state(model)[key] - before[key]).abs().max() for key in biases) > 0.1
+    model.unmerge_adapter()
+    for key in biases:
+        torch.testing.assert_close(base_state(model)[key], before[key], rtol=0, atol=1e-5)
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("changes", "match"),

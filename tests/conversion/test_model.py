@@ -341,3 +341,13 @@ def test_two_configs_in_one_process(token_ids):
     assert torch.equal(logits(first, token_ids), expected)
     assert isinstance(next(metis_layers(first))[1], QuantLinear)
     assert next(metis_layers(second))[1].scheme.splits
+
+
+def test_frozen_split_weights_are_frozen_dense_ones():
+    model = get_metis_model(llama(), MetisConfig(split_weight=True))
+    layers = dict(metis_layers(model))
+    frozen = next(name for name in layers if name.endswith("up_proj"))
+    layers[frozen].requires_grad_(False)
+    to_dense(model)
+    for name in layers:
+        assert model.get_submodule(name).weight.requires_grad == (name != frozen), name

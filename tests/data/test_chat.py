@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from metis_hf.data import chat
 from metis_hf.data.chat import (
+    check_vocabulary,
     chunk,
     chunked_sequences,
     first_sequences,
@@ -206,3 +207,10 @@ def test_the_first_sequences(tokenizer, tmp_path):
     assert len(read) < 10
     with pytest.raises(ValueError, match=r"fewer than 10000 tokens, which is one sequence"):
         first_sequences(path, tokenizer, 10_000, 1)
+
+
+def test_the_last_token_of_a_model_is_its_own():
+    rows = torch.tensor([[0, 299]])
+    check_vocabulary(rows, 300, "model")
+    with pytest.raises(ValueError, match="gives token 299, and the model knows 299"):
+        check_vocabulary(rows, 299, "model")

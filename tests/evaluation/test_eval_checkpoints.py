@@ -356,3 +356,14 @@ def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
     tokenizer.bos_token = "<unused599>"  # what rolling likelihoods begin with
     with pytest.raises(ValueError, match=r"gives tokens up to \d+, and the model knows 512"):
         _check_vocabulary(open_checkpoint(place), tokenizer)
+
+
+def test_fingerprint_is_of_an_adapters_config_too(tmp_path):
+    """Its alpha scales what it adds, and metis_config says in what the base computes."""
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", lora_alpha=8))
+    model.base_model.model.name_or_path = str(save(tmp_path / "base", None))
+    model.save_pretrained(tmp_path / "adapter")
+    before = open_checkpoint(tmp_path / "adapter").fingerprint()
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 16}))
+    assert open_checkpoint(tmp_path / "adapter").fingerprint() != before

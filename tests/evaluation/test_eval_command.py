@@ -437,3 +437,13 @@ def test_weights_in_the_dtype_that_was_asked_for(runs, text, tmp_path):
                "--dtype", "bfloat16")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert results(tmp_path)["bf16.dense"][plan.LOSS_TASK]["metis"]["parameter_dtype"] == "bfloat16"
+
+
+def test_special_tokens_are_of_the_tokenizer_too():
+    """Rolling likelihoods begin with one of them, which the tokenizer's own file does not name."""
+    tokenizer = make_tokenizer()
+    before = jobs._tokenizer_fingerprint(tokenizer)
+    text = tokenizer.backend_tokenizer.to_str()
+    tokenizer.bos_token = "a"
+    assert tokenizer.backend_tokenizer.to_str() == text
+    assert jobs._tokenizer_fingerprint(tokenizer) != before

@@ -1,5 +1,6 @@
 """The lm-eval wrapper: same numbers as direct scoring, and no trace on the caller."""
 
+import copy
 import json
 import logging
 import math
@@ -18,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from metis_hf.data.corpus import split_documents, train_tokenizer
 from metis_hf.evaluation import EvalResult, evaluate_model, held_out_loss, run
+from metis_hf.evaluation.harness import MetisLM
+from metis_hf.evaluation.isolation import preserve_model
 from metis_hf.experiments.demo.tasks import TASK_NAMES, write_tasks
 
 CONTEXT = 512
@@ -334,3 +337,48 @@ def test_documents_that_are_logged_once_for_each_filter_count_once():
         for value in values
     ]
     assert run._items({"gsm8k": logged}, {}) == {"gsm8k": {"exact_match": "100"}}
+
+
+def test_nan_reaches_the_groups_around_a_group(model, tokenizer, tmp_path):
+    """As that of one of MMLU's subjects reaches its field, and the score of MMLU."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "2 + 2 =", "choices": ["4", "5"], "label": 0}) + "\n")
+    subject = {
+        "task": "subject",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "question",
+        "doc_to_target": "label",
+        "doc_to_choice": "choices",
+        "metric_list": [{"metric": "acc"}],
+    }
+    mean = {"aggregate_metric_list": [{"metric": "acc"}]}
+    for name, config in (
+        ("subject", subject),
+        ("field", {"group": "field", "task": ["subject"], **mean}),
+        ("whole", {"group": "whole", "task": ["field"], **mean}),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    result = evaluate_model(model, tokenizer, ["whole"], include_path=tmp_path)
+    for name in ("subject", "field", "whole"):
+        assert math.isnan(result.results[name]["acc,none"]), name
+
+
+@pytest.mark.parametrize(("tokens", "cut"), [(32, 0), (33, 0), (34, 1), (40, 7)])
+def test_a_request_that_just_fits_is_not_truncated(tokens, cut, model, tokenizer):
+    """The last token is only predicted: the context has room for one more than its length."""
+    lm = MetisLM(pretrained=model, tokenizer=tokenizer, backend="causal", max_length=32)
+    request = (("", ""), [1] * (tokens - 2), [2, 3])
+    lm._loglikelihood_tokens([request], disable_tqdm=True)
+    assert (lm.truncated, lm.truncated_tokens) == (cut > 0, cut)
+
+
+def test_the_padding_token_is_put_back(model, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = None
+    with preserve_model(model, tokenizer):
+        tokenizer.pad_token = tokenizer.eos_token  # as HFLM does
+    assert tokenizer.pad_token is None

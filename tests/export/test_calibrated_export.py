@@ -124,7 +124,7 @@ def test_conversations_by_the_chat_template(dense, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(dense), MetisConfig(scheme="w4a4")
     )
     calibrate(expected, [torch.tensor(ids[: 3 * LENGTH]).view(3, LENGTH)])
-    for (name, layer), (_, other) in zip(metis_layers(model), metis_layers(expected)):
+    for (name, layer), (_, other) in zip(metis_layers(model), metis_layers(expected), strict=True):
         assert torch.equal(layer.weight_amax, other.weight_amax), name
         torch.testing.assert_close(layer.input_amax, other.input_amax)
 

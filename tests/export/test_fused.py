@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from export.checkpoints import ALL_SPLIT, checkpoint, w_hat
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
-from metis_hf.export import export_checkpoint, load_metis_model
+from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
 from metis_hf.export.fused import OWN_SCALES, SHARED_SCALES
 from metis_hf.numerics import fake_quantize
@@ -142,3 +142,33 @@ def test_nothing_to_say(config, tmp_path):
         checkpoint(tmp_path / "metis", scheme="metis", **config)
     report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
     assert report.notes == ()
+
+
+@pytest.mark.parametrize("larger", ["k_proj", "q_proj"])
+def test_the_one_scale_holds_the_largest_weight(larger, tmp_path):
+    """Of several it is the smallest, an encode scale: another would cut weights off."""
+    model = llama()
+    getattr(model.model.layers[0].self_attn, larger).weight.data.mul_(8)
+    config = MetisConfig(scheme="w4a4", scheme_pattern={"k_proj": "nvfp4-rne"})
+    calibrate(get_metis_model(model, config), [torch.arange(32).reshape(2, 16)])
+    model.save_pretrained(tmp_path / "metis")
+    export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
+    state, layers = load_file(tmp_path / "out/model.safetensors"), dict(metis_layers(model))
+    names = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    whole = torch.cat([layers[name].weight for name in names]).detach()
+    found = joined_as_vllm_does(state, names)
+    assert float((found - whole).norm() / whole.norm()) < 0.12  # cut at an eighth: .5 and more
+
+
+def test_layers_without_a_split_keep_their_own_scales_beside_a_side_file(tmp_path):
+    """Engines, which join layers, do not read it; `load_low_rank` gives what enters the GEMMs."""
+    pattern = {"q_proj": "nvfp4-rne", "k_proj": "nvfp4-rne"}
+    source = checkpoint(tmp_path / "metis", scheme="metis-paper", scheme_pattern=pattern)
+    out = tmp_path / "out"
+    export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+    loaded = load_low_rank(out)
+    layers = dict(metis_layers(load_metis_model(source)))
+    names = [name for name in layers if name.endswith(tuple(pattern))]
+    assert len(names) == 4
+    for name in names:
+        assert torch.equal(loaded.get_submodule(name).weight, w_hat(layers[name])), name

@@ -281,6 +281,9 @@ def test_a_model_trained_in_another_scheme_is_deployed(tmp_path, token_ids):
         assert f"{name}.input_global_scale" in state
         scale = state[f"{name}.weight_global_scale"]
         assert weight.abs().max() <= 6 * 256 / scale.item() * (1 + 1e-6)
+        tensors = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)}
+        packed = CompressedMatrix.from_state(tensors, "weight", weight.shape[1])
+        assert relative(packed.dequantize(), weight) < 0.12
 
 
 def test_eval_mode_is_the_exported_model(tmp_path, token_ids):

@@ -246,6 +246,22 @@ class TestOnly:
             errors_.append(((y - x @ w.T).norm() / (x @ w.T).norm()).item())
         assert errors_[1] < 0.2 * errors_[0]
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_split_weights(self, kind):
+        """A weight that is exact has no factors of its own to correct another operand along."""
+        config = MetisConfig(scheme="metis", split_weight=True, rank=8)
+        torch.manual_seed(1)
+        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False)), config)
+        layer = model[0].train()
+        x = torch.randn(48, 64, requires_grad=True)
+        exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
+        layer.scheme = only(layer.scheme, kind)
+        y = layer(x)
+        y.square().sum().backward()
+        error = ((y - exact).norm() / exact.norm()).item()
+        assert (error > 1e-3) == (kind != "grad_output")
+        assert x.grad.isfinite().all()
+
 
 class TestConverted:
     @pytest.mark.parametrize("scheme", ["metis", "metis-paper", "omniquant", "smoothquant"])

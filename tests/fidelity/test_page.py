@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from metis_hf.fidelity.page import _alone, _cards, _group_rows
 from metis_hf.fidelity.result import SchemeResult
 from metis_hf.shared.html import Page
@@ -63,3 +65,9 @@ def test_an_operand_that_is_not_quantized_is_exact():
     assert [cell.text for cell in up[1:4]] == ["20.0", "20.0", "exact"]
     assert (up[3].value, up[3].shade, up[3].note) == (math.inf, 0.0, "")
     assert [cell.note for cell in head[1:4]] == ["not finite"] * 3
+
+
+def test_a_rise_is_in_percent_of_the_exact_mean():
+    """So that the rises of batches have the rise of the whole text as their mean."""
+    batches = [{"exact": 1.0, "loss": 1.1}, {"exact": 3.0, "loss": 3.1}]
+    assert SchemeResult("a", "a", batches=batches).rise.mean == pytest.approx(5.0)

@@ -86,6 +86,13 @@ class TestPlan:
         counted = model_overhead(llama().config, plan.config, tokens=512)
         assert plan.overhead.share == pytest.approx(counted.share)
 
+    def test_layers_without_a_split_are_paid_for_too(self, batches):
+        """Their rotations are multiply-adds of the budget as well."""
+        mixed = MetisConfig(scheme_pattern={r"model\.layers\.0\..*": "quarot"})
+        plan = allocate_ranks(llama(), batches[:1], 0.6, mixed, tokens=512, ranks=RANKS)
+        assert plan.overhead.parts["rotation"] > 0.3
+        assert plan.overhead.share <= 0.6
+
     def test_layers_of_one_input_have_one_rank(self, plan):
         for block in (0, 1):
             for module, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
@@ -180,6 +187,12 @@ class TestSpending:
         group = _Group(["layer"], (1, 2, 3), [0.0, 1.0, 2.0], [5.0, 6.0, 1.0])
         assert _spend([group], 2.0) == [2]
         assert _spend([group], 1.0) == [0]
+
+    def test_a_step_that_is_too_dear_keeps_those_behind_it(self):
+        """The budget would do for the last one alone, from a rank that was not reached."""
+        group = _Group(["layer"], (1, 2, 3), [0.0, 5.0, 6.0], [100.0, 40.0, 39.0])
+        assert _spend([group], 1.0) == [0]
+        assert _spend([group], 5.0) == [1]
 
 
 class TestRefusals:

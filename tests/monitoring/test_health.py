@@ -11,14 +11,17 @@ from conftest import llama
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.monitoring.health import (
     LayerProbe,
+    element_fates,
+    nonfinite_layers,
     operand_health,
     plan_of_call,
     spectral_norm,
+    split_health,
     stable_rank,
     weight_health,
 )
 from metis_hf.noise import Key
-from metis_hf.numerics import sqnr_db
+from metis_hf.numerics import Quantizer, sqnr_db
 from metis_hf.schemes import Role
 
 NORM_TOLERANCE = 0.05  # of twelve power iterations on normal entries, whose spectrum has no gap
@@ -120,3 +123,32 @@ def test_weight_is_measured_as_its_gemm_gets_it(scheme):
     exact = sqnr_db(weight, values[: weight.shape[0], : weight.shape[1]].float()).item()
     assert found["sqnr_db"] == pytest.approx(exact, abs=0.05)
     assert found["zeroed"] < 0.3  # of normal entries a fifteenth, scaled apart a fifth
+
+
+def test_the_likely_origin_of_nan_comes_first():
+    """Gradients run from the last layer to the first: the last one that has NaN made it."""
+    bad, good = {"nonfinite": 0.5}, {"nonfinite": 0.0}
+    measured = {
+        "first": {"activation": good, "gradient": bad, "weight": bad},
+        "second": {"activation": good, "gradient": bad, "weight": good},
+        "third": {"activation": bad, "weight": good},
+    }
+    names = ["third (activation)", "second (gradient)", "first (gradient)", "first (weight)"]
+    assert nonfinite_layers(measured) == names
+
+
+def test_zeros_are_not_lost_elements():
+    x = torch.zeros(1, 16)
+    x[0, :4] = torch.tensor([6.0, 0.1, -0.1, 1.0])  # under a scale of 1 codes are halves apart
+    zeroed, _ = element_fates(x, Quantizer())
+    assert zeroed == 0.5
+
+
+@pytest.mark.parametrize("factor", ["u", "vh"])
+def test_either_factor_may_have_drifted(factor):
+    config = MetisConfig(scheme="metis-paper", rank=8, split_weight=True)
+    model = get_metis_model(llama(num_hidden_layers=1), config)
+    layer = next(layer for _, layer in metis_layers(model))
+    assert split_health(layer)["orthogonality"] < 1e-5
+    getattr(layer, factor).data.mul_(1.1)
+    assert split_health(layer)["orthogonality"] == pytest.approx(0.21, abs=1e-3)

@@ -275,7 +275,9 @@ class TestCalibrate:
         calibrate(model, ids())
         model.save_pretrained(tmp_path)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-        for (name, layer), (_, other) in zip(metis_layers(model), metis_layers(loaded)):
+        for (name, layer), (_, other) in zip(
+            metis_layers(model), metis_layers(loaded), strict=True
+        ):
             for key, value in layer.state_buffers().items():
                 assert torch.equal(value, other.get_buffer(key)), f"{name}.{key}"
 

@@ -22,7 +22,7 @@ from metis_hf import (
     metis_layers,
     refresh,
 )
-from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE
+from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
 from metis_hf.training.start_checks import check_optimizer
 
 STATS = {
@@ -404,3 +404,39 @@ def test_log_and_description_are_written_without_measurements(tmp_path):
     assert steps[:2] == [1, 2]
     assert json.loads((tmp_path / RUN_FILE).read_text())["config"]["scheme"] == "metis"
     assert (tmp_path / HEALTH_FILE).read_text() == ""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adamax, torch.optim.AdamW])
+def test_an_optimizer_goes_on_with_new_factors_as_one_that_begins(kind, token_ids):
+    """NAdam's product of momenta is 1 before the first step; all else is zero."""
+    model = get_metis_model(one_block(), MetisConfig(scheme="bf16-split", rank=8))
+    factors = next(layer for _, layer in metis_layers(model)).weight_params()[:-1]
+    optimizer = kind(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(input_ids=token_ids, labels=token_ids).loss.backward()
+        optimizer.step()
+    refresh(model, optimizer)
+    copies = [torch.nn.Parameter(factor.detach().clone()) for factor in factors]
+    fresh = kind(copies, lr=1e-2)
+    for factor, copy in zip(factors, copies, strict=True):
+        factor.grad = torch.randn_like(factor)
+        copy.grad = factor.grad.clone()
+    optimizer.step()
+    fresh.step()
+    assert all(map(torch.equal, factors, copies))
+
+
+def test_scales_may_be_fixed_after_the_last_step(tmp_path):
+    model = get_metis_model(one_block(), MetisConfig(scheme="w4a4"))
+    callback = MetisCallback(health_interval=0, freeze_scales=2)
+    trainer(tmp_path, model, [callback], max_steps=2).train()
+    assert all(layer.scales_frozen == 1 for _, layer in metis_layers(model))
+
+
+def test_sequences_of_a_step_are_those_of_all_processes(tmp_path, monkeypatch):
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=3, use_cpu=True
+    )
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    found = describe_run(get_metis_model(one_block()), None, args, transformers.TrainerState())
+    assert found["sequences_per_step"] == 24

@@ -15,6 +15,7 @@ from metis_hf import (
     get_metis_model,
 )
 from metis_hf.training.distillation import token_mask
+from metis_hf.training.distillation_teacher import Teacher
 from training.distillation_tools import (
     collate,
     dense,
@@ -54,6 +55,21 @@ class TestOwnTeacher:
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         assert trained
         assert all("lora_" in name for name in trained)
+
+    def test_drops_nothing_while_the_student_trains(self, token_ids):
+        """Llama has no dropout that would show it, and that of adapters is off with them."""
+        config = transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=64, n_layer=1, n_head=4, n_positions=64, resid_pdrop=0.5,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config).eval()
+        with torch.no_grad():
+            expected = model(input_ids=token_ids).logits
+        get_metis_model(model, MetisConfig(scheme="nvfp4-rne"))
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).train()
+        teacher = Teacher(None, model, device=torch.device("cpu"), dtype=torch.float32)
+        assert torch.equal(teacher.logits(model, {"input_ids": token_ids}), expected)
+        assert all(module.training for module in model.modules())
 
     @pytest.mark.parametrize("share", [0.0, 0.3])
     def test_trains_as_with_a_second_copy(self, share, tmp_path):

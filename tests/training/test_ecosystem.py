@@ -55,7 +55,7 @@ def test_trains(choice, scheme, train_plain, tmp_path):
     assert len(found) == 4
     if choice == "gradient checkpointing":  # the same computation, to the bit
         assert found == plain
-        for (name, a), (_, b) in zip(metis_layers(reference), metis_layers(model)):
+        for (name, a), (_, b) in zip(metis_layers(reference), metis_layers(model), strict=True):
             assert torch.equal(a.weight, b.weight), name
     elif choice == "neftune":  # noise on the embeddings, in training alone
         assert found[0] != plain[0]

@@ -118,3 +118,9 @@ class TestOscillation:
                 transposed.weight[1, 0] = self.BORDER + (1e-2 if step % 2 else -1e-2)
             suppress(model, step, 100)
         assert transposed.weight[1, 0] == 2
+
+
+def test_settings_are_those_of_the_authors():
+    """arXiv 2510.27527, the 150M run; the tests above choose shorter windows."""
+    _, layer = layer_of("tetrajet2")
+    assert layer.scheme.state == Oscillation(period=200, window=50, threshold=8.0, start=0.6)

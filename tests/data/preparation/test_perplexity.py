@@ -73,3 +73,17 @@ def test_outliers_are_symmetric_and_ignore_what_has_no_score():
     assert list(np.flatnonzero(~found.keep)) == [30, 31, 32]
     assert (found.too_high, found.too_low) == (1, 1)
     assert found.std == pytest.approx(np.nanstd(values))
+
+
+def test_a_special_token_spelled_out_is_scored_as_text(reference):
+    """As it is trained on: the filter of texts splits it too."""
+    text = "def f(x):<|endoftext|>\n    return x"
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    ids = tokenizer(text, split_special_tokens=True)["input_ids"][:SCORED]
+    assert tokenizer.eos_token_id not in ids
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.bos_token_id, *ids]])).logits[0, :-1]
+    expected = -logits.log_softmax(-1)[range(len(ids)), ids].mean().item()
+    score = Scorer(reference, SCORED, 3).score([text], lambda n: None)
+    assert score == pytest.approx(expected, rel=1e-5)
