@@ -135,7 +135,8 @@ def _squared_error(
     total = 0
     for code, value in zip(codes, wanted):
         error = (F32(code) * scale - value) * to_base
-        total += int(min(error * error, F32(4)) * F32(2.0**22 / count))
+        square = error * error
+        total += int((square if square < 4 else F32(4)) * F32(2.0**22 / count))  # NaN: 4
     return total
 
 

@@ -257,7 +257,9 @@ def _linear_layers(
     if skeleton is None:
         return {}, {}
     modules = dict(skeleton.named_modules())
-    selections = [select_modules(skeleton, c) for c in (MetisConfig(), metis) if c is not None]
+    selections = [select_modules(skeleton, MetisConfig())]
+    if metis is not None:  # whose names were checked when the model was converted
+        selections.append(select_modules(skeleton, metis, check_names=False))
     names = [name for selection in selections for name in selection.linears]
     linears = {name: isinstance(modules[name], Conv1D) for name in names}
     for name in (name for selection in selections for name in selection.experts):

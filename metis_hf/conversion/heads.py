@@ -42,10 +42,11 @@ def _behind(model: Any, *, inner: bool) -> Iterator[nn.Module]:
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    if head is not None:
+    if isinstance(head, nn.Module):
         yield from head.modules()  # of Musicgen it is a list
-    base = model.base_model if isinstance(model, PreTrainedModel) else model
-    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        return
+    base, name = model.base_model, type(model).__name__
     if base is model:
         if _TOP_IS_HEAD.search(name):
             yield from (child for child in model.children() if is_linear(child))

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
-from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.convert import convert, metis_layers
 from metis_hf.conversion.hub import read_config
-from metis_hf.conversion.lora_checks import check_experts, check_saved
+from metis_hf.conversion.lora_checks import Asked, check_experts, check_saved
 from metis_hf.conversion.packed import packed_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedLinear, PackedWeight
@@ -274,11 +274,14 @@ class MetisLoraModel(LoraModel):
                 # it into names of fused parameters, which conversion has replaced by layers.
                 config.target_modules = _targets(config, model)
             self.peft_config[adapter_name] = config
+        self._asked = Asked.of(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Check names of experts, which PEFT has brought into their last form by now."""
-        check_experts(peft_config, model)
+        if _quantized_names(model):
+            self._asked.put_back(peft_config, model)
+            check_experts(peft_config, model)
         super()._prepare_model(peft_config, model)
 
 
@@ -336,7 +339,7 @@ def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
             stacklevel=3,
         )
         return
-    get_metis_model(model, trained)
+    convert(model, trained, check_names=False)  # they were checked when the adapter's was
     state = any(layer.state_names for _, layer in metis_layers(model))
     fresh = (
         " The state that the scheme keeps from training starts afresh, which changes results: to "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from peft import LoraConfig
 from torch import nn
 
@@ -22,6 +25,38 @@ def check_saved(config: LoraConfig, model: nn.Module) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The names of an adapter's config before PEFT turns some into those of fused experts."""
+
+    targets: frozenset[str]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> Asked:
+        """Keep the names of a config."""
+        targets = config.target_modules
+        named = ("target_parameters", "rank_pattern", "alpha_pattern")
+        values = {name: getattr(config, name) for name in named}
+        values = {name: value and type(value)(value) for name, value in values.items()}
+        listed = () if targets is None or isinstance(targets, str) else targets
+        return cls(frozenset(listed), values)
+
+    def put_back(self, config: LoraConfig, model: nn.Module) -> None:
+        """Undo what PEFT did to full names of layers, such as "all-linear" becomes.
+
+        Of a model type with fused experts it takes every `..gate_proj` for one of them, those of
+        dense layers and shared experts too.
+        """
+        if isinstance(config.target_modules, str):
+            return
+        lost = self.targets.difference(config.target_modules or ())
+        if lost and lost <= {name for name, _ in model.named_modules()}:
+            config.target_modules = set(self.targets)  # type: ignore[assignment]  # as PEFT's
+            for name, value in self.values.items():
+                setattr(config, name, value)
+
+
 def check_experts(config: LoraConfig, model: nn.Module) -> None:
     """Refuse names of fused expert weights in whose place conversion has put layers.
 
@@ -36,14 +71,18 @@ def check_experts(config: LoraConfig, model: nn.Module) -> None:
         for experts, module in model.named_modules()
         for key in converted_names(module)
     ]
+    if not replaced:
+        return
+    listed = set() if isinstance(config.target_modules, str) else {*(config.target_modules or ())}
+    layers = {f"metis_{key}" for _, key in replaced}
+    if any(layers.intersection(target.split(".")) for target in listed):
+        return  # it was made for such a base; what else it names PEFT may have added
     named = {end for experts, key in replaced for end in ends(f"{experts}.{key}")}
-    asked = {"target_parameters": named & set(config.target_parameters or ())}
-    if not isinstance(config.target_modules, str):
-        targets = named & set(config.target_modules or ())
-        modules = (
-            {end for name, _ in model.named_modules() for end in ends(name)} if targets else ()
-        )
-        asked["target_modules"] = targets.difference(modules)
+    modules = {end for name, _ in model.named_modules() for end in ends(name)}
+    asked = {
+        "target_parameters": named & {*(config.target_parameters or ())},
+        "target_modules": (named & listed) - modules,
+    }
     for option, entries in asked.items():
         for experts, key in replaced:
             if entries.isdisjoint(ends(f"{experts}.{key}")):

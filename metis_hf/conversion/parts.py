@@ -33,8 +33,8 @@ def _warn_of_owner(model: Any, state: Any, prefix: str, metadata: Any) -> None:
     if _WRAPPERS.fullmatch(prefix):
         return
     logger.warning_once(
-        "%s was converted as a part of another model, whose config does not say so: what "
-        "save_pretrained writes of the whole loads without converted layers. Convert the whole "
-        "model, and choose its layers with target_modules and exclude_modules",
+        "%s is converted, and its owner's config does not say so: if the owner is a model of "
+        "transformers, what save_pretrained writes of the whole loads without converted layers. "
+        "Convert the whole then, and choose its layers with target_modules and exclude_modules",
         prefix.removesuffix("."),
     )

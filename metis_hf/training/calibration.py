@@ -133,7 +133,7 @@ def calibrate(
     with _reset_buffers(layers):
         if observed:
             share = percentile / 100 if method == "percentile" else None
-            with _together(seen):
+            with _together(model, seen):
                 _observe(model, batches, observed, lambda name, x: _note(seen[name], x, share))
             _refuse_unseen(seen)
         if observed and method == "mse":
@@ -142,7 +142,7 @@ def calibrate(
             def measure(name: str, x: Tensor) -> None:
                 _add_errors(seen[name], x, tops[name], _input_quantizer(layers[name]))
 
-            with _together(seen):
+            with _together(model, seen):
                 _observe(model, batches, observed, measure)
     chosen = {name: _choose(method, group) for name, group in groups.items()}
     return _fix(layers, chosen, {name: one.largest for name, one in seen.items()})
@@ -250,9 +250,22 @@ def _observe(
         for name, layer in layers.items():
             stack.enter_context(layer.register_forward_pre_hook(hook(name), with_kwargs=True))
         model.eval()
+        batch = None
         for batch in batches:
             values = batch if isinstance(batch, Mapping) else {"input_ids": batch}
             model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+        if batch is None and not (_several() and _is_whole(model)):
+            raise ValueError("calibration got no batch; pass token ids of some text")
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Return whether each process holds the model whole, and runs it without the others."""
+    return not any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
@@ -274,12 +287,17 @@ def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) ->
 
 
 @contextmanager
-def _together(seen: dict[str, _Seen]) -> Iterator[None]:
-    """Give all processes what a block notes; where it fails in one, raise in all, so none waits."""
+def _together(model: nn.Module, seen: dict[str, _Seen]) -> Iterator[None]:
+    """Give all processes what a block notes; where it fails in one, raise in all, so none waits.
+
+    Of a sharded model the others are in the middle of a forward pass, where nothing reaches them.
+    """
     failed: Exception | None = None
     try:
         yield
     except Exception as error:
+        if not _is_whole(model):
+            raise
         failed = error
     others = _gather(seen, failed)
     if failed is not None:
@@ -290,7 +308,7 @@ def _together(seen: dict[str, _Seen]) -> Iterator[None]:
 
 def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str]:
     """Give all processes what each has noted; returns what went wrong in any of them."""
-    if not (seen and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (seen and _several()):
         return []
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (seen, failed and f"{type(failed).__name__}: {failed}"))

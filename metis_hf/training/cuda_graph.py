@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -36,7 +37,7 @@ Step = Callable[[Inputs, Any], Tensor]
 ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
 WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
 _MOST = 4  # recordings: each keeps the memory of a step
-_KNOWN = (Tensor, bool, int, float, str, type(None))  # of the values of a batch
+_KNOWN = (Tensor, bool, int, float, str, np.generic, type(None))  # of the values of a batch
 
 
 class Recorder(Protocol):
@@ -129,8 +130,8 @@ class StepGraphs:
         if self._refused or any(layer._forward_hooks for layer in self._layers):
             return step(inputs, count)
         leaves, tree = tree_flatten(dict(inputs))
-        if unknown := next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None):
-            self._refuse(f"a batch holds a {type(unknown).__name__}, which cannot be copied in")
+        if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
+            self._refuse(f"a batch holds a {type(unknown[0]).__name__}, which cannot be copied in")
             return step(inputs, count)
         schemes = [layer.scheme for layer in self._layers]
         batch = (str(tree), *map(_form, leaves))

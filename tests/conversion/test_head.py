@@ -192,3 +192,15 @@ def test_head_of_an_encoder_decoder_has_the_decoders_mask():
     assert isinstance(head, MetisLayer)
     assert isinstance(head.token_mask, TokenMask)
     assert head.token_mask.argument == "decoder_attention_mask"
+
+
+def test_a_class_of_ones_own_has_no_head_by_its_name():
+    """Only models of transformers are called by what they are for."""
+
+    class PairForTokenClassification(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    model = get_metis_model(PairForTokenClassification(), MetisConfig(scheme="nvfp4-rne"))
+    assert len(dict(metis_layers(model))) == 2

@@ -306,7 +306,7 @@ class TestCalibrate:
             ({"method": "best"}, "method='best'; choose one of mse, amax, percentile"),
             ({"percentile": 30}, "percentile=30; expected more than 50"),
             ({"batches": iter([])}, "'mse' reads the batches twice.*pass a list"),
-            ({"batches": [], "method": "amax"}, "saw no token"),
+            ({"batches": [], "method": "amax"}, "calibration got no batch"),
         ],
     )
     def test_bad_input(self, options, match):

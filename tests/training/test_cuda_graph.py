@@ -6,6 +6,7 @@ tensors that the recording gave: what a CUDA graph does with them.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, llama
@@ -352,6 +353,15 @@ def test_a_batch_of_something_else_runs_in_python() -> None:
         assert run({"x": torch.zeros(1), "extra": extra}) == index
     assert graphs.recordings == 0
     assert "holds a Box" in graphs.refused
+
+
+@pytest.mark.parametrize(("value", "recorded"), [(np.arange(3), 0), (np.int64(3), 1)])
+def test_what_numpy_puts_into_a_batch(value, recorded) -> None:
+    graphs, run = _graphs_of_sums()
+    for index in range(5):
+        pixels = [torch.tensor([float(index)])]
+        assert run({"x": torch.zeros(1), "extra": {"pixels": pixels, "meta": value}}) == index
+    assert graphs.recordings == recorded
 
 
 def test_evaluation_in_between(tmp_path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -73,7 +73,8 @@ class Finetuning:
             raise ValueError("no model: give a directory or hub name, or try --smoke")
         if arguments.data is None:
             raise ValueError("no data: give --data FILE, JSON lines of messages or text")
-        launched = any(os.environ.get(f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
+        engines = ("FSDP", "DEEPSPEED")
+        launched = any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in engines)
         if training.fsdp or training.deepspeed or launched:
             raise ValueError(
                 "fine-tuning for deployment exports whole models from one process, which FSDP and "
