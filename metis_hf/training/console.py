@@ -25,14 +25,7 @@ class ConsoleSummary(TrainerCallback):
     def __init__(self) -> None:
         self.measured: dict[str, float] = {}  # what the console does not get
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *event: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         measured = {key: value for key, value in (logs or {}).items() if key.startswith("metis/")}
         if logs is not None and measured:
             for key in measured:
@@ -47,14 +40,7 @@ class _AllFigures(TrainerCallback):
     def __init__(self, summarizing: ConsoleSummary) -> None:
         self._summarizing = summarizing
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *event: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         measured, self._summarizing.measured = self._summarizing.measured, {}
         if logs is not None and measured:
             for key in summary(measured):

@@ -97,7 +97,8 @@ class MetisTrainerMixin:
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         extra = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         # As Trainer's own step does, which a recording leaves out; evaluation has turned them off.
-        model.train()
+        if not model.training:
+            model.train()
         if callable(getattr(self.optimizer, "train", None)):  # type: ignore[attr-defined]
             self.optimizer.train()  # type: ignore[attr-defined]
         return self._graphs.run(step, inputs, num_items_in_batch, extra=extra)
