@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, cut off, sharded, of another dtype, or of another scheme."""
+"""Checkpoints that are damaged, cut off, sharded, or of another dtype."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from safetensors.torch import load_file, save_file
 from metis_hf import (
     MetisCallback,
     MetisConfig,
-    MetisTrainer,
     calibrate,
     get_metis_model,
     metis_layers,
-    set_precision,
 )
-from metis_hf.training.resume import ResumeGuard, last_checkpoint
+from metis_hf.training.resume import last_checkpoint
 
 FACTORS = ("u", "s", "vh", "weight_residual")
 LAYER = "model.layers.1.mlp.up_proj"
@@ -234,169 +232,6 @@ class TestTrainer:
         resumed = trainer(tmp_path / "cut", converted(seed=0))
         resumed.train(resume_from_checkpoint=str(directory))
         assert_same(whole.model, resumed.model)
-
-
-class TestMixedSchemes:
-    """Resuming from another scheme's checkpoint: never silently, never torch's own riddle."""
-
-    @pytest.fixture(scope="class")
-    def runs(self, tmp_path_factory):
-        """A directory with a finished run of each kind, made on demand."""
-        root = tmp_path_factory.mktemp("runs")
-
-        def run(name, build, **options):
-            if not (root / name).exists():
-                callbacks = (ResumeGuard,) if name.startswith("dense") else None
-                trainer(root / name, build(), callbacks, max_steps=2, **options).train()
-            return str(root / name / "checkpoint-2")
-
-        return run
-
-    @pytest.mark.parametrize(
-        ("before", "after", "match"),
-        [
-            (
-                "metis",
-                "nvfp4",
-                r"has a split weight .* for .*_proj and 13 more, .* stores it densely",
-            ),
-            ("nvfp4", "metis", r"has a dense weight for .*_proj and 13 more, .* as u, s, vh"),
-            ("metis", "metis-paper", r"q_proj.u has shape \(64, 32\) .* \(64, 1\) in .* rank 1\."),
-            ("nvfp4", "nvidia", r"another config .*scheme='nvfp4' -> 'nvidia'"),
-            ("bf16-split", "metis", r"another config .*scheme='bf16-split' -> 'metis'"),
-        ],
-    )
-    def test_schemes(self, before, after, match, runs, tmp_path):
-        source = runs(before, lambda: converted(before))
-        made = trainer(tmp_path, converted(after))
-        with pytest.raises(ValueError, match=match):
-            made.train(resume_from_checkpoint=source)
-        assert made.state.global_step in (0, 2)  # no step was taken
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"format": "mxfp4"},
-            {"two_level": False},
-            {"operand_mode": "contraction"},
-            {"sample_frac": 0.5},
-            {"attention": "nvfp4-rne"},
-            {"outer_scale": "token"},
-        ],
-        ids=lambda changes: next(iter(changes)),
-    )
-    def test_a_field_that_decides_what_is_trained(self, changes, runs, tmp_path):
-        source = runs("nvfp4", lambda: converted("nvfp4"))
-        made = trainer(tmp_path, converted("nvfp4", **changes))
-        (name,) = changes
-        with pytest.raises(ValueError, match=rf"another config .*{name}=.* -> .*from_pretrained"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_same_tensors_in_other_units(self, runs, tmp_path):
-        """The names and shapes agree; a factor of 1 / sqrt(out in) does not."""
-        source = runs("metis-8", lambda: converted("metis", rank=8))
-        made = trainer(tmp_path, converted("metis-paper", rank=8))
-        with pytest.raises(ValueError, match=r"scheme='metis' -> 'metis-paper'.*from_pretrained"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_what_a_resumed_run_may_change(self, runs, tmp_path):
-        source = runs("metis-8", lambda: converted("metis", rank=8))
-        model = converted(
-            "metis", rank=8, high_precision=["forward"], refresh_interval=3, seed=4,
-            backward_rounding="nearest",
-        )  # fmt: skip
-        made = trainer(tmp_path, model, max_steps=3)
-        made.train(resume_from_checkpoint=source)
-        assert made.state.global_step == 3
-
-    @pytest.mark.parametrize("save_only_model", [True, False])
-    def test_dense_model_from_a_metis_checkpoint(self, save_only_model, runs, tmp_path):
-        source = runs(f"metis-{save_only_model}", converted, save_only_model=save_only_model)
-        made = trainer(tmp_path, dense(), (ResumeGuard,), save_only_model=save_only_model)
-        with pytest.raises(ValueError, match=r"split weight .*no converted layer there"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_dense_model_from_a_checkpoint_of_whole_weights(self, runs, tmp_path):
-        """Its tensors have the names and shapes of the dense model's."""
-        source = runs("nvfp4", lambda: converted("nvfp4"))
-        made = trainer(tmp_path, dense(), (ResumeGuard,))
-        with pytest.raises(ValueError, match=r"in scheme 'nvfp4'.*no converted layer"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_a_callback_of_another_name(self, runs, tmp_path):
-        class Mine(MetisCallback):
-            """A user's own."""
-
-        source = runs("nvfp4", lambda: converted("nvfp4"))
-        made = trainer(tmp_path, converted("nvidia"), (Mine(health_interval=0),))
-        with pytest.raises(ValueError, match=r"another config .*scheme='nvfp4' -> 'nvidia'"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_metis_model_from_a_dense_checkpoint(self, runs, tmp_path):
-        source = runs("dense", dense)
-        made = trainer(tmp_path, converted())
-        with pytest.raises(ValueError, match=r"dense weight .*as u, s, vh"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_converted_experts(self):
-        """Fused experts are replaced by layers of another name."""
-        from metis_hf.training.resume import guard_loading
-
-        config = transformers.MixtralConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-        )  # fmt: skip
-        state = get_metis_model(
-            transformers.MixtralForCausalLM(config),
-            MetisConfig(scheme="nvfp4", target_modules=["down_proj"]),
-        ).state_dict()
-        plain = transformers.MixtralForCausalLM(config)
-        guard_loading(plain)
-        guard_loading(plain)
-        assert len(plain._load_state_dict_pre_hooks) == 1
-        with pytest.raises(ValueError, match=r"converted experts .*metis_down_proj.0.weight and 1"):
-            plain.load_state_dict(state, strict=False)
-
-    def test_a_scheme_that_was_changed_on_the_way(self, tmp_path):
-        """The checkpoint has the scheme that it was written in, and a model from it resumes."""
-
-        class Change(transformers.TrainerCallback):
-            def on_step_begin(self, args, state, control, model=None, **kwargs):
-                if state.global_step == 1:
-                    set_precision(model, scheme="nvidia")
-
-        callbacks = (*metis_callbacks(), Change())
-        whole = trainer(tmp_path, converted("nvfp4"), callbacks)
-        whole.train()
-        source = str(tmp_path / "checkpoint-2")
-        model = transformers.AutoModelForCausalLM.from_pretrained(source)
-        resumed = trainer(tmp_path / "again", model, callbacks)
-        resumed.train(resume_from_checkpoint=source)
-        for key, value in whole.model.state_dict().items():
-            assert torch.equal(value, resumed.model.state_dict()[key]), key
-        wrong = trainer(tmp_path / "wrong", converted("nvfp4"), callbacks)
-        with pytest.raises(ValueError, match=r"scheme='nvidia' -> 'nvfp4'"):
-            wrong.train(resume_from_checkpoint=source)
-
-    def test_a_model_made_by_trainer(self, runs, tmp_path):
-        source = runs("metis-init", lambda: converted("metis"))
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True
-        )
-        made = MetisTrainer(
-            args=arguments, train_dataset=Rows(), model_init=lambda: converted("nvfp4")
-        )
-        with pytest.raises(ValueError, match=r"has a split weight .* stores it densely"):
-            made.train(resume_from_checkpoint=source)
-
-    def test_a_checkpoint_of_a_run_without_the_callback(self, tmp_path):
-        """Nothing to compare with: it resumes, and its own checkpoints have the config."""
-        trainer(tmp_path, converted(), (), max_steps=2).train()
-        made = trainer(tmp_path, converted())
-        made.train(resume_from_checkpoint=True)
-        state = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
-        saved = state["stateful_callbacks"]["MetisCallback"]["attributes"]["trained_config"]
-        assert MetisConfig.from_dict(saved) == MetisConfig(split_weight=True)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "metis-paper", "w4a4"])

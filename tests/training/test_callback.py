@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, DistributedType
 from conftest import VOCAB, llama
 
 from metis_hf import (
     MetisCallback,
     MetisConfig,
-    MetisLinear,
     MetisTrainer,
     get_metis_model,
     metis_layers,
     refresh,
 )
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
-from metis_hf.training.start_checks import check_optimizer
 
 STATS = {
     "nonfinite",
@@ -275,123 +271,6 @@ def test_resume_is_exact(tmp_path):
         assert torch.equal(value, resumed_model.state_dict()[key]), key
     files = [(tmp_path / d / HEALTH_FILE).read_text() for d in ("whole", "cut")]
     assert files[0] == files[1]
-
-
-class TestErrors:
-    def test_unconverted_model(self, tmp_path):
-        with pytest.raises(ValueError, match=r"no converted layer.*get_metis_model"):
-            trainer(tmp_path, one_block(), [MetisCallback]).train()
-
-    def test_converted_after_the_optimizer(self, tmp_path):
-        model = one_block()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        get_metis_model(model, MetisConfig(split_weight=True))
-        made = trainer(tmp_path, model, [MetisCallback], optimizers=(optimizer, None))
-        with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
-            made.train()
-
-    def test_an_optimizer_that_steps_inside_backward(self):
-        from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
-
-        model = one_block()
-        with pytest.raises(NotImplementedError, match=r"inside the backward pass.*_layerwise"):
-            check_optimizer(dict(metis_layers(model)), LayerWiseDummyOptimizer())
-
-    def test_an_optimizer_of_a_part_of_the_model(self, tmp_path):
-        """What it leaves out has to be frozen: the message says that too."""
-        model = get_metis_model(one_block(), MetisConfig(scheme="nvfp4"))
-        part = [param for name, param in model.named_parameters() if "q_proj" in name]
-        optimizers = (torch.optim.AdamW(part, lr=1e-3), None)
-        made = trainer(tmp_path, model, [MetisCallback], optimizers=optimizers)
-        with pytest.raises(ValueError, match=r"k_proj.weight.*freeze the rest.*requires_grad_"):
-            made.train()
-        for param in model.parameters():
-            param.requires_grad_(any(param is one for one in part))
-        trainer(tmp_path, model, [MetisCallback], optimizers=optimizers).train()
-
-    def test_refresh_under_deepspeed_is_refused(self, tmp_path, monkeypatch):
-        """Its fp32 master weights would overwrite refreshed ones at the next step."""
-        model = get_metis_model(one_block(), MetisConfig(split_weight=True))
-        made = trainer(tmp_path, model, [MetisCallback(refresh_interval=2)])
-        shared = AcceleratorState._shared_state
-        monkeypatch.setitem(shared, "distributed_type", DistributedType.DEEPSPEED)
-        callback = made.callback_handler.callbacks[-1]
-        assert isinstance(callback, MetisCallback)
-        with pytest.raises(NotImplementedError, match=r"refresh_interval=2.*DeepSpeed"):
-            callback.on_train_begin(made.args, made.state, made.control, model=made.model)
-
-    def test_fp8_of_accelerate_is_refused(self, tmp_path, monkeypatch):
-        made = trainer(tmp_path, get_metis_model(one_block()), [MetisCallback])
-        monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp8")
-        with pytest.raises(NotImplementedError, match=r"mixed_precision=fp8.*bf16"):
-            made.train()
-
-    @pytest.mark.parametrize("scheme", ["metis", "bf16"])
-    def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):
-        """Nothing is there to decompose anew, and asking for it is an error before any step."""
-        message = rf".*no layer of this model has them \(scheme '{scheme}' .*split_weight=True"
-        config = MetisConfig(scheme=scheme, refresh_interval=2)
-        for model, callback in (
-            (get_metis_model(one_block(), config), MetisCallback()),
-            (get_metis_model(one_block(), config.replace(refresh_interval=0)), MetisCallback(2, 2)),
-        ):
-            made = trainer(tmp_path, model, [callback])
-            with pytest.raises(ValueError, match="^refresh_interval=2 " + message):
-                made.train()
-            assert made.state.global_step == 0
-            with pytest.raises(ValueError, match=r"^refresh\(\) " + message):
-                refresh(model)
-
-    @pytest.mark.parametrize(
-        ("option", "message"),
-        [
-            ({"health_interval": -1}, r"health_interval=-1; expected a whole number of steps >= 0"),
-            ({"refresh_interval": 0.1}, r"refresh_interval=0.1; expected a whole number"),
-            ({"freeze_scales": 0}, r"freeze_scales=0; expected a whole number of steps >= 1"),
-        ],
-    )
-    def test_no_number_of_steps(self, option, message):
-        with pytest.raises(ValueError, match=message):
-            MetisCallback(**option)
-
-    def test_scales_that_would_never_be_fixed(self, tmp_path):
-        model = get_metis_model(one_block(), MetisConfig(scheme="w4a4"))
-        made = trainer(tmp_path, model, [MetisCallback(freeze_scales=7)], max_steps=6)
-        with pytest.raises(ValueError, match="freeze_scales=7 of 6 steps: scales would never"):
-            made.train()
-
-    @pytest.mark.parametrize("torch_compile", [True, False])
-    def test_compiling_a_model_says_that_it_takes_minutes(self, tmp_path, caplog, torch_compile):
-        """Before the first step, which shows nothing until it is done."""
-        callback = MetisCallback(health_interval=0)
-        model = get_metis_model(llama(), MetisConfig())
-        made = trainer(tmp_path, model, [callback])
-        made.args.torch_compile = torch_compile
-        callback.on_train_begin(made.args, made.state, made.control, model=model)
-        said = "take minutes" in caplog.text and "14 quantized layers" in caplog.text
-        assert said == torch_compile
-
-    def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
-        """The loss is NaN in the logs, the health log names the layer and has the next step too."""
-        model = get_metis_model(one_block(), MetisConfig(split_weight=True))
-        layer = model.model.layers[0].mlp.up_proj
-        assert isinstance(layer, MetisLinear)
-        layer.weight_residual.data[0, 0] = float("inf")
-        root = logging.getLogger("transformers")
-        root.propagate = True
-        callback_logger = logging.getLogger("metis_hf.training.callback")
-        callback_logger.propagate = True
-        verbosity = transformers.utils.logging.get_verbosity()
-        transformers.utils.logging.set_verbosity_warning()
-        try:
-            made = trainer(tmp_path, model, [MetisCallback(health_interval=100)], max_steps=2)
-            made.train()
-        finally:
-            transformers.utils.logging.set_verbosity(verbosity)
-        assert math.isnan(losses(made)[0])
-        assert made.state.log_history[0]["metis/nonfinite_tensors"] > 0
-        assert "step 1: NaN or inf in model.layers.0.mlp.down_proj (activation)," in caplog.text
-        assert measured_steps(tmp_path) == [1, 2]
 
 
 def test_log_and_description_are_written_without_measurements(tmp_path):
