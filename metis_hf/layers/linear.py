@@ -368,28 +368,6 @@ class MetisLinear(MetisLayer):
         return f"{super().extra_repr()}, rank={self.rank}"
 
 
-def full_tensor(param: Tensor) -> Tensor:
-    """Return a parameter without its gradient, gathered from all processes if FSDP2 shards it.
-
-    Every process has to call it.
-    """
-    param = param.detach()
-    return param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
-
-
-def whole_params(layer: MetisLayer) -> list[Tensor]:
-    """Return a layer's stored weight, gathered where FSDP2 or ZeRO-3 shards it.
-
-    Every process has to call it.
-    """
-    if not any(hasattr(param, "ds_id") for param in layer.parameters()):
-        return [full_tensor(param) for param in layer.weight_params()]
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(layer.parameters())):
-        return [param.detach().clone() for param in layer.weight_params()]
-
-
 def _parameter(tensor: Tensor) -> nn.Parameter:
     """Return the very Parameter if it is one, so that references to it stay valid."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)

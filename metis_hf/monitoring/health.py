@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.linear import MetisLayer, whole_params
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.sharding import whole_params
 from metis_hf.monitoring.gradient_noise import GradientNoise, weight_gradient_noise
 from metis_hf.noise import Key, uniform
 from metis_hf.numerics import Quantizer, sqnr_db

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.deployed import deployed_groups
-from metis_hf.layers.linear import MetisLayer, whole_params
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.sharding import is_sharded, several_processes, whole_params
 from metis_hf.numerics import Quantizer
 from metis_hf.schemes.states import StaticScales, largest_magnitude
 from metis_hf.training.copies import by_place
@@ -255,17 +256,13 @@ def _observe(
             values = batch if isinstance(batch, Mapping) else {"input_ids": batch}
             model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
-        if batch is None and not (_several() and _is_whole(model)):
+        if batch is None and not (several_processes() and _is_whole(model)):
             raise ValueError("calibration got no batch; pass token ids of some text")
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_whole(model: nn.Module) -> bool:
     """Return whether each process holds the model whole, and runs it without the others."""
-    return not any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
+    return not any(map(is_sharded, model.parameters()))
 
 
 def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
@@ -308,7 +305,7 @@ def _together(model: nn.Module, seen: dict[str, _Seen]) -> Iterator[None]:
 
 def _gather(seen: dict[str, _Seen], failed: Exception | None = None) -> list[str]:
     """Give all processes what each has noted; returns what went wrong in any of them."""
-    if not (seen and _several()):
+    if not (seen and several_processes()):
         return []
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (seen, failed and f"{type(failed).__name__}: {failed}"))

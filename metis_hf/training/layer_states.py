@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.layers.linear import MetisLayer, full_tensor
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.sharding import full_tensor, several_processes
 from metis_hf.schemes.states import LayerState
 from metis_hf.training.refresh import check_engine, reshard, write
 
@@ -38,7 +38,7 @@ def after_step(model: nn.Module, step: int, max_steps: int) -> dict[str, dict[st
             of the parameters.
     """
     groups = _layers_by_state(model)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several_processes():
         for state, layers in groups.items():
             state.synchronize(layers)
     check_states(model)

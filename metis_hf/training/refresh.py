@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.refusals import DEEPSPEED_MARKS
-from metis_hf.layers.linear import MetisLayer, full_tensor
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.sharding import full_tensor, several_processes
 from metis_hf.operands import SplitWeight
 
 
@@ -175,7 +176,7 @@ def _in_fp32_or_more(params: Sequence[Tensor]) -> list[Tensor]:
 def _agreed(value: Tensor) -> Tensor:
     """Broadcast the first process's value: an SVD may differ in signs between machines."""
     value = value.contiguous()
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several_processes():
         dist.broadcast(value, src=0)
     return value
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.sharding import is_sharded
 from metis_hf.operands.held_weight import HeldWeight
 
 _FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -74,5 +75,4 @@ def _is_sharded(layer: MetisLayer) -> bool:
     """Return whether FSDP2 (a DTensor), ZeRO-3 or tensor parallelism shards it."""
     if layer.shards is not None and layer.shards.cut:
         return True  # its operands take the tensor scale of all processes, call by call
-    params = layer.parameters(recurse=False)
-    return any(hasattr(param, "full_tensor") or hasattr(param, "ds_id") for param in params)
+    return any(map(is_sharded, layer.parameters(recurse=False)))

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from metis_hf.layers.linear import QuantLinear
 from metis_hf.schemes.channel_ranges import RunningRange
 from metis_hf.schemes.states import LayerState, is_known_set
-from metis_hf.training import layer_states
 from metis_hf.training.layer_states import after_step, check_states
 
 
@@ -124,8 +123,8 @@ class TestAfterStep:
         model = nn.Sequential(with_state(Counting()))
         after_step(model, 1, 1)
         assert order == ["after"]
-        monkeypatch.setattr(layer_states.dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(layer_states.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         after_step(model, 2, 2)
         assert order == ["after", "synchronize", "after"]
 

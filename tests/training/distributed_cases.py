@@ -19,7 +19,7 @@ from metis_hf import (
     refresh,
     set_precision,
 )
-from metis_hf.layers.linear import full_tensor
+from metis_hf.layers.sharding import full_tensor
 from metis_hf.shared.checkpoints import checkpoint_damage
 from training.distributed_run import (
     NEAREST,
