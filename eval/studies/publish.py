@@ -119,7 +119,8 @@ def draw_compare(name: str) -> None:
     summaries = table.ordered(summarize(results, reference, extra=extra))
     sentences = [record["findings"][0], *table.findings(summaries, reference)]
     with tempfile.TemporaryDirectory() as folder:
-        write_tables(summaries, results, Path(folder), sentences, reference)
+        timed = record.get("timed", False)
+        write_tables(summaries, results, Path(folder), sentences, reference, timed=timed)
         _copy(Path(folder), target, COMPARE_FILES)
     for summary in record["summaries"]:  # other studies read them there
         summary["extra"] = extra[summary["name"]]

@@ -278,6 +278,21 @@ def test_extra_multiply_adds_of_fused_experts_are_not_counted():
     assert outputs.count_extra(llama, [run]) == {"nvfp4": 0.0}
 
 
+def test_times_of_runs_that_shared_a_machine_are_not_shown(tmp_path):
+    """They are no measurement; the CSV has them, as every number."""
+    runs = [result("bf16", 0, 2.0), result("x", 0, 2.1)]
+    summaries = summarize(runs)
+    for timed in (True, False):
+        outputs.write_tables(summaries, runs, tmp_path, ["title"], None, timed=timed)
+        for kind in ("md", "tex"):
+            text = (tmp_path / f"table.{kind}").read_text()
+            assert ("s/step" in text) == ("x control" in text) == timed
+            assert "MB" in text
+        assert "seconds_per_step" in (tmp_path / "table.csv").read_text()
+        cells = table.rows(summaries, timed=timed)
+        assert {len(row) for row in cells} == {len(table.header(summaries, timed=timed))}
+
+
 def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     """Tables of many variants are in the order of their losses, curves in that of the runs."""
     seen = []
@@ -288,12 +303,13 @@ def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     names = ["bf16", *(f"v{9 - n}" for n in range(9)), "cost $k_1_2$", "_hidden"]
     runs = [result(name, 0, 2.0 + n / 9, curve=[3.0, 2.5]) for n, name in enumerate(names)]
     summaries = table.ordered(summarize(runs[:1] + runs[:0:-1]))
-    outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None)
+    outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
     assert seen == [scheme_styles(names, "bf16")] * 2
     monkeypatch.undo()
-    outputs.write_tables(summaries, runs, tmp_path, ["title"], None)
+    outputs.write_tables(summaries, runs, tmp_path, ["title"], None, timed=True)
     assert not (tmp_path / "cost.png").exists()  # no multiply-adds were counted
     extra = {name: float(place) for place, name in enumerate(names)}
     summaries = table.ordered(summarize(runs, extra=extra))
-    outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None)  # no formula of theirs
+    # Names are no formulas.
+    outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
     assert (tmp_path / "cost.png").stat().st_size > 10_000

@@ -50,14 +50,15 @@ def write_outputs(
     Args:
         plan: what was compared.
         results: of its runs; step times that `timing` has measured side by side, of all their
-            variants, go before theirs.
+            variants, go before theirs. Those of runs that shared the machine are not shown.
         out: the comparison's directory.
-        jobs: runs side by side, which the times depend on; None where it is not known.
+        jobs: runs side by side; None where it is not known.
         console: where the table goes.
     """
     times = load_times(out, [result.scheme for result in results])
     if times:
         results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
+    timed = bool(times) or jobs == 1
     extra = count_extra(plan.experiment.model, results)
     summaries = table.ordered(summarize(results, plan.reference, extra=extra))
     sentences = [
@@ -74,14 +75,15 @@ def write_outputs(
         "reference": plan.reference,
         "tokens": plan.tokens,
         "jobs": jobs,
+        "timed": timed,
         **environment(),
         "findings": sentences,
         "summaries": [asdict(summary) for summary in summaries],
         "runs": [_compact(result) for result in results],
     }
     write_json(out / RECORD_FILE, record)
-    write_tables(summaries, results, out, sentences, plan.reference)
-    console.print(_terminal(summaries, plan.reference))
+    write_tables(summaries, results, out, sentences, plan.reference, timed=timed)
+    console.print(_terminal(summaries, plan.reference, timed=timed))
     for sentence in sentences:
         console.print(f"- {sentence}")
     if (beside := published.match(plan)) is not None:
@@ -98,6 +100,8 @@ def write_tables(
     out: Path,
     sentences: Sequence[str],
     reference: str | None,
+    *,
+    timed: bool,
 ) -> None:
     """Write the table and the figures of a comparison.
 
@@ -107,11 +111,12 @@ def write_tables(
         out: the directory.
         sentences: what stands under the table; the first describes the comparison.
         reference: as the plan's.
+        timed: whether the tables show step times; the CSV does.
     """
-    body = table.markdown(summaries, reference) + "\n"
+    body = table.markdown(summaries, reference, timed=timed) + "\n"
     body += "".join(f"- {text}\n" for text in sentences)
     (out / "table.md").write_text(body)
-    (out / "table.tex").write_text(table.latex(summaries, reference))
+    (out / "table.tex").write_text(table.latex(summaries, reference, timed=timed))
     (out / "table.csv").write_text(table.as_csv(summaries))
     plot_curves(results, out / "loss.png", sentences[0])
     if any(summary.gap is not None for summary in summaries):
@@ -212,7 +217,7 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
     }
 
 
-def _terminal(summaries: Sequence[Summary], reference: str | None) -> RichTable:
+def _terminal(summaries: Sequence[Summary], reference: str | None, *, timed: bool) -> RichTable:
     """Return the table for a terminal: the lowest loss in bold, diverged variants in red."""
     winner = table.best(summaries)
     styles = [
@@ -220,8 +225,8 @@ def _terminal(summaries: Sequence[Summary], reference: str | None) -> RichTable:
         for s in summaries
     ]
     return terminal_table(
-        table.header(summaries, reference),
-        table.rows(summaries),
+        table.header(summaries, reference, timed=timed),
+        table.rows(summaries, timed=timed),
         title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval",
         styles=styles,
     )

@@ -20,15 +20,24 @@ def ordered(summaries: Sequence[Summary]) -> list[Summary]:
     return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
 
 
-def header(summaries: Sequence[Summary], reference: str | None = None) -> list[str]:
-    """Return the titles of the columns; `reference` is that of the summaries."""
+def header(
+    summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True
+) -> list[str]:
+    """Return the titles of the columns.
+
+    Args:
+        summaries: the rows.
+        reference: that of the summaries.
+        timed: show step times, which are no measurement of runs that shared a machine.
+    """
     tasks = list(summaries[0].tasks)
     average = ["Avg"] if tasks else []
     above = [f"Above {reference}, %"] if _has_reference(summaries) else []
     dense = ["Gap dense, %"] if _has_dense(summaries) else []
     gaps = ["Gap to control, %", *dense, *above]
     extra = ["Extra multiply-adds, %"] if _has_extra(summaries) else []
-    return ["Variant", "Loss", *gaps, *tasks, *average, *extra, "s/step", "x control", "MB"]
+    times = ["s/step", "x control"] if timed else []
+    return ["Variant", "Loss", *gaps, *tasks, *average, *extra, *times, "MB"]
 
 
 def _has_reference(summaries: Sequence[Summary]) -> bool:
@@ -43,19 +52,26 @@ def _has_extra(summaries: Sequence[Summary]) -> bool:
     return not all(math.isnan(summary.extra) for summary in summaries)
 
 
-def rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Return a row of plain cells for each variant."""
+def rows(summaries: Sequence[Summary], *, timed: bool = True) -> list[list[str]]:
+    """Return a row of plain cells for each variant; `timed` as in `header`."""
     control = next((s for s in summaries if s.name == CONTROL), None)
     shown = {
         "dense": _has_dense(summaries),
         "above": _has_reference(summaries),
         "extra": _has_extra(summaries),
+        "timed": timed,
     }
     return [_row(summary, control, **shown) for summary in summaries]
 
 
 def _row(
-    summary: Summary, control: Summary | None, *, dense: bool, above: bool, extra: bool
+    summary: Summary,
+    control: Summary | None,
+    *,
+    dense: bool,
+    above: bool,
+    extra: bool,
+    timed: bool,
 ) -> list[str]:
     deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
     tasks = [
@@ -73,8 +89,7 @@ def _row(
         *([format_gap(summary.above_reference)] if above else []),
         *tasks,
         *([f"{summary.extra:.1f}"] if extra else []),
-        f"{summary.seconds_per_step:.3f}",
-        ratio,
+        *([f"{summary.seconds_per_step:.3f}", ratio] if timed else []),
         f"{summary.peak_memory / 1e6:.0f}",
     ]
 
@@ -93,16 +108,18 @@ def best(summaries: Sequence[Summary]) -> str | None:
     return min(finite, key=lambda s: s.mean).name if finite else None
 
 
-def markdown(summaries: Sequence[Summary], reference: str | None = None) -> str:
+def markdown(
+    summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True
+) -> str:
     """Return the table in markdown, the lowest loss in bold."""
-    cells = _with_bold(rows(summaries), summaries, "**{}**")
-    return markdown_table(header(summaries, reference), cells)
+    cells = _with_bold(rows(summaries, timed=timed), summaries, "**{}**")
+    return markdown_table(header(summaries, reference, timed=timed), cells)
 
 
-def latex(summaries: Sequence[Summary], reference: str | None = None) -> str:
+def latex(summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True) -> str:
     """Return the table for LaTeX with booktabs, the lowest loss in bold."""
-    cells = [[latex_text(cell) for cell in row] for row in rows(summaries)]
-    titles = [latex_text(title) for title in header(summaries, reference)]
+    cells = [[latex_text(cell) for cell in row] for row in rows(summaries, timed=timed)]
+    titles = [latex_text(title) for title in header(summaries, reference, timed=timed)]
     return latex_table(titles, _with_bold(cells, summaries, "\\textbf{{{}}}"))
 
 
