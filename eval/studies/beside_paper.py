@@ -1,4 +1,4 @@
-"""The paper's three tables beside our runs on record: tables in docs/compare.md.
+"""The paper's three tables beside our runs on record: tables in docs/beside-published.md.
 
     python eval/studies/beside_paper.py
 
@@ -24,7 +24,7 @@ from metis_hf.shared.numbers import short_number
 from metis_hf.shared.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "compare.md"
+RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "beside-published.md"
 TABLES = ("main", "ablation", "nvidia")
 HEADER = (
     "Method", "What was run", "Loss", "To its BF16, %",

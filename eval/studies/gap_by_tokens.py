@@ -1,4 +1,4 @@
-"""Gap of each scheme against tokens per parameter, and what it is worth in tokens: docs/trained.md.
+"""Gap of each scheme against tokens per parameter, and what it is worth in tokens: docs/from-scratch.md.
 
     python eval/studies/gap_by_tokens.py
 
@@ -30,7 +30,7 @@ from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import figure_axes
 from metis_hf.shared.tables import markdown_table
 
-PAGE = ROOT / "docs" / "trained.md"
+PAGE = ROOT / "docs" / "from-scratch.md"
 RECORDS = ("tokens-5", "tokens-10", "tokens-20", "tokens-40")
 OUT = RESULTS / "tokens"
 MARK = "gap by tokens"

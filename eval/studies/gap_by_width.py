@@ -1,4 +1,4 @@
-"""Gap of each scheme against the width of the model: table and figure in docs/trained.md.
+"""Gap of each scheme against the width of the model: table and figure in docs/from-scratch.md.
 
     python eval/studies/gap_by_width.py
 
@@ -23,7 +23,7 @@ from metis_hf.schemes import CONTROL
 from metis_hf.shared.figures import figure_axes
 from metis_hf.shared.tables import markdown_table
 
-PAGE = ROOT / "docs" / "trained.md"
+PAGE = ROOT / "docs" / "from-scratch.md"
 RECORDS = (
     "width-96",
     "width-96-quarter",

@@ -1,4 +1,4 @@
-"""The gap of FP4 training as a law of size and tokens: fits, a figure, tables in docs/compare.md.
+"""The gap of FP4 training as a law of size and tokens: fits, a figure, tables in docs/beside-published.md.
 
     python eval/studies/gap_law.py
 
@@ -31,7 +31,7 @@ from metis_hf.schemes import CONTROL
 from metis_hf.shared.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "compare.md"
+RESULTS, PAGE = ROOT / "eval" / "results", ROOT / "docs" / "beside-published.md"
 TARGET = RESULTS / "gap-law"
 PUBLISHED = "Quartet II's grid"
 TINY, DEMO = "methods-tiny", "demo"

@@ -178,7 +178,7 @@ SIZES = {
         eval_sequences=1024,
         health_interval=500,
     ),
-    # The smallest model of Quartet II's public grid; docs/compare.md says what differs from it.
+    # The smallest model of Quartet II's public grid; docs/beside-published.md says what differs.
     "quartet2-30m": Size(
         model_type="llama",
         config={

@@ -37,15 +37,17 @@ NAMES = sorted(
 # Whose pictures are drawn too, by default.
 PICTURED = thinned(NAMES, ("methods-tiny", "real-model/continued").__contains__)
 # Records whose own table stands on no page: some stand in tables of gap_by_width.py and
-# gap_by_tokens.py, one beside published losses, others in sentences of docs/trained.md.
+# gap_by_tokens.py, one beside published losses, others in sentences of the pages.
 UNSHOWN = {
     "methods-tiny-split",
     "tiny-ablations",
     "width-192",
+    "width-192-directions",
+    "width-384",
     "quartet2-scaled",
     "real-model/continued-300k",
     *(f"width-96{end}" for end in ("", "-quarter", "-searched", "-lr-4e-3", "-lr-16e-3")),
-    *(f"width-384{end}" for end in ("-quarter", "-switch")),
+    *(f"width-384{end}" for end in ("-quarter", "-switch", "-end", "-middle", "-fresh")),
     *(f"tokens-{count}" for count in (5, 10, 20, 40)),
 }
 
@@ -389,7 +391,7 @@ def test_losses_of_continued_pretraining_are_those_on_record():
     record = ROOT / "eval" / "results" / "real-model" / "continued" / "losses.csv"
     rows = list(csv.DictReader(record.open()))
     control = {row["text"]: row for row in rows if row["scheme"] == "bf16"}
-    page = (ROOT / "docs" / "trained.md").read_text()
+    page = (ROOT / "docs" / "continued-pretraining.md").read_text()
     for row in rows:
         cells = [row["text"], row["scheme"]]
         for when in ("untouched", "trained"):
