@@ -160,11 +160,16 @@ def convert(
 
 
 def _warn_of_unread(config: MetisConfig) -> None:
+    def say(fields: list[str], reason: str) -> None:
+        if fields:
+            given = ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
+            logger.warning("%s changes nothing: %s", given, reason)
+
     unread = unread_fields(config)
-    if unread:
-        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in unread)
-        names = dict.fromkeys([config.scheme, *config.scheme_pattern.values()])
-        logger.warning("%s changes nothing: scheme %s does not read it", given, " or ".join(names))
+    never = unread_fields(config.replace(rank=None)) if unread and config.rank else unread
+    schemes = " or ".join(dict.fromkeys([config.scheme, *config.scheme_pattern.values()]))
+    say([name for name in unread if name in never], f"scheme {schemes} does not read it")
+    say([name for name in unread if name not in never], f"rank={config.rank} stands in its place")
 
 
 def to_dense(model: nn.Module) -> nn.Module:
