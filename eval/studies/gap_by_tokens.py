@@ -1,4 +1,4 @@
-"""Gap of each scheme against tokens per parameter, and what it is worth in tokens: docs/from-scratch.md.
+"""Gap of each scheme against tokens per parameter, and its worth in tokens: docs/from-scratch.md.
 
     python eval/studies/gap_by_tokens.py
 

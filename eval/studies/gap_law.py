@@ -1,4 +1,4 @@
-"""The gap of FP4 training as a law of size and tokens: fits, a figure, tables in docs/beside-published.md.
+"""The gap of FP4 training as a law of size and tokens: fits, figure, docs/beside-published.md.
 
     python eval/studies/gap_law.py
 
