@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# CPU by default; to use a CUDA build, install torch into .venv first and drop its line from constraints.txt.
-INSTALL := $(BIN)/pip install --disable-pip-version-check -q --no-compile -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt
+# An index of torch's builds, as that of the CPU. Without one pip takes what it finds; on Linux that brings CUDA's libraries.
+TORCH_INDEX ?=
 
 # Containers often set it. Every process would then compile torch and transformers from source again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,8 +22,8 @@ help:
 # torch first and alone: its CPU build must be in place before anything asks for "torch".
 # Byte code is made by the first import, of the modules that are imported.
 $(VENV)/.demo: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(INSTALL) -e ".[eval]"
 	touch $@
 

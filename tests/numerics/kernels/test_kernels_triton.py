@@ -278,7 +278,7 @@ def test_older_releases_are_refused(monkeypatch) -> None:
 @needs_triton
 @needs_compiler
 def test_on_cpu_the_request_is_refused() -> None:
-    with use_kernels("triton"), pytest.raises(RuntimeError, match="there is no CUDA device"):
+    with use_kernels("triton"), pytest.raises(RuntimeError, match="there is no (CUDA device|triton 3.6)"):
         Quantizer()(torch.zeros(16, 16))
 
 
