@@ -138,6 +138,7 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
 
     Do not write to it. Nothing is kept inside torch.compile, which would trace through a cache, nor
     what a mode makes without values, or without a place in autograd (`torch.inference_mode`).
+    Under FakeTensorMode, which takes no real tensor, nothing that is kept is given out.
 
     Args:
         make: the function.
@@ -152,7 +153,7 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
             return make(*args, **kwargs)
-        made = kept.get(args)
+        made = None if _fakes_tensors() else kept.get(args)
         if made is None:
             made = make(*args, **kwargs)
             tensors = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
@@ -171,6 +172,13 @@ def constant(make: Callable[P, T], most: int | None = None) -> Callable[P, T]:
         return made
 
     return found
+
+
+def _fakes_tensors() -> bool:
+    """Tell whether FakeTensorMode is on."""
+    if not torch._C._len_torch_dispatch_stack():  # the common case, and much the faster question
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @functools.partial(constant, most=_PLACES_KEPT)

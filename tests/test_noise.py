@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from metis_hf import noise
@@ -221,6 +222,15 @@ def test_constants_made_in_inference_mode_are_not_kept():
         made(3)
     kept = made(3)
     assert not kept.is_inference()
+    assert made(3) is kept
+
+
+def test_constants_are_no_real_tensors_under_a_mode_that_fakes_them():
+    """It refuses real ones among its own."""
+    made = noise.constant(lambda size: torch.ones(size))
+    kept = made(3)
+    with FakeTensorMode() as mode:
+        assert (made(3) + torch.ones(3)).fake_mode is mode
     assert made(3) is kept
 
 

@@ -42,7 +42,8 @@ def schemes(
     console.print(
         "Rounding: of elements / of block scales; 4/6: a block's maximum on code 6 or 4; 16/17: on "
         "5.65, so that no element is beyond 6 (of blocks above 4e-5 of the tensor's largest); "
-        "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means, of a "
+        "corrected: MS-EDEN's, stochastic. Bits per element with scales, factors and means (?: a "
+        "conditioner that looks at values has no count), of a "
         f"layer of {WIDTH} x {WIDTH} and {WIDTH} tokens. Extra: multiply-adds beyond the three "
         f"GEMMs of that layer where hardware multiplies FP4, in % of theirs, for {TOKENS} tokens a "
         "step. docs/schemes.md says what each paper left open."
@@ -99,7 +100,7 @@ def _operands(records: list[dict[str, Any]]) -> Any:
 
 def _cells(operand: dict[str, Any], uses: list[dict[str, Any]]) -> list[str]:
     """Format blocks with conditioner, rounding and bits of an operand, in lines."""
-    bits = [f"{operand['bits']:.2f}"]
+    bits = ["?" if operand["bits"] is None else f"{operand['bits']:.2f}"]
     if "blocks" not in operand:
         return [operand["format"], "", *bits]
     scales = _SCALES[operand["scale_rule"]].format(operand["scale_rounding"] or "-")

@@ -57,14 +57,14 @@ class GemmPlan:
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Quantized:
         """Return w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
-        role, operand = self.resolve(role)
+        role, unbound = self.scheme.resolve(role)
+        _, operand = self.resolve(role)
         options: dict[str, Any] = {
             "dim": -1 if role is Role.FPROP_WEIGHT else 0,
             "key": self.keys[role],
             "dtype": self.dtype,
         }
-        stays = self.state is None or operand.conditioner.comes_again
-        if self.held is not None and stays:
+        if self.held is not None and (operand == unbound or operand.conditioner.comes_again):
             return self.held.operand(self.weight, params, operand, **options)
         return self.weight.quantize(params, operand, **options)
 

@@ -74,20 +74,8 @@ class Blocks(NamedTuple):
 class QuantizerDefinition:
     """The choices of a quantizer, and the result of each by definition.
 
-    `quantize.Quantizer` is the same with kernels that compute it; kernels take either.
-
-    Args:
-        fmt: the block format, or its name.
-        rounding: of elements.
-        scale_rounding: of block scales; None takes the format's default.
-        two_level: one fp32 scale per tensor above the block scales; None: if the format has one.
-        tile: shape of a block.
-        scale_rule: which code the largest magnitude of a block is scaled to.
-        outer_scale: what has one fp32 scale of the second level: the tensor, or each of its rows.
-            Blocks along another dimension than the last cross the rows: then the tensor has one.
-
-    Raises:
-        ValueError: choices that do not exist, or not together; the message says which do.
+    `quantize.Quantizer` is the same with kernels that compute it, and says what the choices are;
+    kernels take either.
     """
 
     fmt: BlockFormat = NVFP4
@@ -256,12 +244,14 @@ class QuantizerDefinition:
         """Share of elements beyond the largest value that their block can hold; 0-dim.
 
         Zero with scales rounded up, to the last bit of fp32; 3.4 % of normally distributed
-        values with scales rounded to nearest. `amax` as in `Quantizer.__call__`.
+        values with scales rounded to nearest. `amax` as in `Quantizer.__call__`. Scales are those
+        of `deterministic`, since MS-EDEN's have noise.
         """
         if x.numel() == 0:
             return x.new_zeros((), dtype=torch.float32)
         x32 = to_blocks(x.detach().float(), self.tile, self.fmt.block_size, dim)
-        scale, _, tensor = self._scales(x32, block_dims(self.tile, x.dim(), dim), amax)
+        dims = block_dims(self.tile, x.dim(), dim)
+        scale, _, tensor = self.deterministic()._scales(x32, dims, amax)
         tolerance = 1 + 4 * torch.finfo(torch.float32).eps
         low, high = (end * tolerance for end in ends(self.fmt.element, scale))
         if tensor is not None:

@@ -25,6 +25,14 @@ def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def _check_bits(name: str, bits: int) -> None:
+    """Refuse a size that codes are not stored in."""
+    if not 2 <= bits <= 8:
+        raise ValueError(
+            f"format {name!r} has {bits} bits, and codes are stored in bytes; give 2 to 8 bits"
+        )
+
+
 class SpacedFormat(Protocol):
     """The constants with which to round to a format of constant spacing inside a power of two.
 
@@ -65,7 +73,9 @@ class FloatFormat:
         mantissa_bits: width of the fraction field.
         bias: exponent bias.
         max: largest finite value; it says which of the top codes are values and which are not.
-        dtype: the torch dtype that stores it, where torch has one.
+
+    Raises:
+        ValueError: no bit of exponent or fraction, more than 8 bits, or a `max` that no code has.
     """
 
     name: str
@@ -73,11 +83,22 @@ class FloatFormat:
     mantissa_bits: int
     bias: int
     max: float
-    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if self.exponent_bits < 1 or self.mantissa_bits < 1:
+            raise ValueError(
+                f"format {self.name!r} has exponent_bits={self.exponent_bits} and "
+                f"mantissa_bits={self.mantissa_bits}; give one of each at least, or list the "
+                "values in a CodebookFormat"
+            )
+        _check_bits(self.name, self.bits)
         # Not when it is first asked for: torch.compile does not trace what caches values.
         object.__setattr__(self, "_grid", self._values())
+        if self.grid[-1] != self.max:
+            raise ValueError(
+                f"format {self.name!r} has max={self.max}, which is none of its values; the next "
+                f"one below is {self.grid[-1]}"
+            )
 
     @property
     def bits(self) -> int:
@@ -133,10 +154,21 @@ class FloatFormat:
 
 @dataclass(frozen=True)
 class IntFormat:
-    """Symmetric two's complement integers; the most negative code is not used."""
+    """Symmetric two's complement integers; the most negative code is not used.
+
+    Args:
+        name: for people.
+        bits: 2 to 8, with the sign.
+
+    Raises:
+        ValueError: another number of bits.
+    """
 
     name: str
     bits: int
+
+    def __post_init__(self) -> None:
+        _check_bits(self.name, self.bits)
 
     @property
     def mantissa_bits(self) -> int:
@@ -210,11 +242,6 @@ class CodebookFormat:
     def max_power(self) -> float:
         """Return the largest power of two that is not above `max`."""
         return 2.0 ** (math.frexp(self.max)[1] - 1)
-
-    @property
-    def grid(self) -> tuple[float, ...]:
-        """Return the values >= 0, ascending."""
-        return tuple(value for value in self.values if value >= 0)
 
     def table(self, device: torch.device) -> Tensor:
         """Return the values as fp32."""

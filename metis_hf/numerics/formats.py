@@ -23,6 +23,7 @@ A format only says which numbers exist; how values reach them is in `rounding` (
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,8 +42,8 @@ ElementFormat: TypeAlias = PlainFormat | MixedFormat
 E2M1 = FloatFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 E2M3 = FloatFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E3M2 = FloatFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
-E4M3 = FloatFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn)
-E5M2 = FloatFormat("e5m2", 5, 2, bias=15, max=57344.0, dtype=torch.float8_e5m2)
+E4M3 = FloatFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0)
+E5M2 = FloatFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0)
 INT4_ELEMENT = IntFormat("int4", bits=4)
 # Both have the largest value 6, so that a block's scale does not depend on which it takes.
 E2M1_OR_SEVENTHS = MixedFormat("e2m1|int4*6/7", (E2M1, INT4_ELEMENT), units=(1.0, 6 / 7))
@@ -75,7 +76,7 @@ class ScaleFormat:
 
 
 SCALE_E4M3 = ScaleFormat(
-    "e4m3", E4M3.dtype or torch.uint8, E4M3.max, roundings=("nearest", "up"), tensor_scale=True
+    "e4m3", torch.float8_e4m3fn, E4M3.max, roundings=("nearest", "up"), tensor_scale=True
 )
 SCALE_E8M0 = ScaleFormat("e8m0", torch.float8_e8m0fnu, 2.0**127, roundings=("floor", "up", "even"))
 SCALE_FP32 = ScaleFormat("fp32", torch.float32, FLT_MAX, roundings=("nearest",))
@@ -93,7 +94,8 @@ class BlockFormat:
         source: where the format is specified.
 
     Raises:
-        ValueError: mixed elements under scales without a sign bit to tell them apart.
+        ValueError: a block size below 1, or mixed elements under scales without a sign bit to tell
+            them apart.
     """
 
     name: str
@@ -103,6 +105,11 @@ class BlockFormat:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(
+                f"format {self.name!r} has block_size={self.block_size}; give the elements of a "
+                "block, or None for one scale per row"
+            )
         if isinstance(self.element, MixedFormat) and self.scale != SCALE_E4M3:
             raise ValueError(
                 f"format {self.name!r} mixes two formats of elements under {self.scale.name} "
@@ -133,6 +140,8 @@ UFP4 = BlockFormat("ufp4", INT4_ELEMENT, SCALE_FP32, 16, "arXiv 2606.20381")
 IF4 = BlockFormat("if4", E2M1_OR_SEVENTHS, SCALE_E4M3, 16, "arXiv 2603.28765")
 MIXFP4 = BlockFormat("mixfp4", E2M1_OR_E1M2, SCALE_E4M3, 16, "arXiv 2605.31035")
 
+_redefinable: set[str] = set()  # names of formats that a failed import left behind
+
 FORMATS: dict[str, BlockFormat] = {
     fmt.name: fmt
     for fmt in (
@@ -162,9 +171,20 @@ def register_format(fmt: BlockFormat) -> BlockFormat:
     Raises:
         ValueError: another format has the name.
     """
+    if fmt.name in _redefinable:
+        _redefinable.remove(fmt.name)
+        FORMATS[fmt.name] = fmt
     if FORMATS.setdefault(fmt.name, fmt) != fmt:
         raise ValueError(f"a format named {fmt.name!r} exists already; choose another name")
     return fmt
+
+
+def let_redefine(names: Iterable[str]) -> None:
+    """Let other formats take these names: those that an import registered before it failed.
+
+    They stay until then: a module of theirs that has not failed is not run a second time.
+    """
+    _redefinable.update(names)
 
 
 def get_format(fmt: str | BlockFormat) -> BlockFormat:
@@ -178,7 +198,8 @@ def get_format(fmt: str | BlockFormat) -> BlockFormat:
     try:
         return FORMATS[fmt]
     except (KeyError, TypeError):
-        near = [name for name in FORMATS if name.startswith(f"{fmt}-")]
-        near = near or difflib.get_close_matches(str(fmt), FORMATS, n=1)
+        wanted = str(fmt).lower()
+        near = [name for name in FORMATS if name.startswith(f"{wanted}-")]
+        near = near or difflib.get_close_matches(wanted, FORMATS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"format {fmt!r} is unknown{hint} Formats: {', '.join(FORMATS)}") from None

@@ -59,15 +59,6 @@ class MixedFormat:
         """Return the largest value of the first format, which tensor scales are made for."""
         return self.formats[0].max * self.units[0]
 
-    @property
-    def max_power(self) -> float:
-        return self.formats[0].max_power * self.units[0]
-
-    @property
-    def grid(self) -> tuple[float, ...]:
-        """Return the values >= 0 of the first format, ascending."""
-        return tuple(value * self.units[0] for value in self.formats[0].grid)
-
     def each(self, scale: Tensor, one: Callable[[SpacedFormat], Tensor]) -> Tensor:
         """Return what `one` gives for the format of each block, by its scale."""
         first, second = map(one, self.formats)

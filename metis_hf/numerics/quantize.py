@@ -6,6 +6,7 @@ Their arithmetic is that of `definition`, to the bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,41 +159,51 @@ def fake_quantize(
         Tensor of the shape and dtype of `x`. NaN or inf in `x` shows up as NaN.
 
     Raises:
-        TypeError: `x` is not floating point, or `amax` no tensor.
+        TypeError: `x` is no floating-point tensor, `dim` no integer, or `amax` no tensor.
         ValueError: an unknown choice, or choices that do not go together.
         IndexError: `dim` is not a dimension of `x`.
     """
-    quantizer = Quantizer(
-        fmt,  # type: ignore[arg-type]
-        rounding,  # type: ignore[arg-type]
-        scale_rounding,  # type: ignore[arg-type]
-        two_level,
-        tile,  # type: ignore[arg-type]
-        scale_rule,  # type: ignore[arg-type]
-        outer_scale,  # type: ignore[arg-type]
+    quantizer, key = prepare(
+        x,
+        dim,
+        generator,
+        amax,
+        fmt=fmt,
+        rounding=rounding,
+        scale_rounding=scale_rounding,
+        two_level=two_level,
+        tile=tile,
+        scale_rule=scale_rule,
+        outer_scale=outer_scale,
     )
-    key = check_input(x, quantizer, dim, generator, amax)
     return _StraightThrough.apply(x, quantizer, dim, key, amax)
 
 
-def check_input(
+def prepare(
     x: Tensor,
-    quantizer: Quantizer,
     dim: int,
     generator: torch.Generator | None,
-    amax: Tensor | None = None,
-) -> noise.Key | None:
-    """Refuse what cannot be quantized; returns the noise key if the quantizer takes one."""
-    if not x.is_floating_point():
-        raise TypeError(f"quantization needs a floating-point tensor, got {x.dtype}")
+    amax: Tensor | None,
+    **choices: Any,
+) -> tuple[Quantizer, noise.Key | None]:
+    """Return the quantizer of these choices, and the noise key if it takes one.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `fake_quantize`.
+    """
+    quantizer = Quantizer(**choices)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"quantization needs a floating-point tensor, got {given}")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim={dim!r} is no integer; give one of the dims of the tensor")
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
     if amax is not None:
         _check_amax(amax, quantizer)
-    if not quantizer.needs_noise:
-        return None
-    return noise.key_from_generator(generator, x.device)
+    key = noise.key_from_generator(generator, x.device) if quantizer.needs_noise else None
+    return quantizer, key
 
 
 def _check_amax(amax: Tensor, quantizer: Quantizer) -> None:

@@ -130,12 +130,13 @@ def block_scale(
         scale = encode.reciprocal().clamp_(max=FLT_MAX)
         return scale.masked_fill_(~amax.isfinite(), torch.nan), encode
     if fmt.scale == SCALE_E8M0:
+        assert not isinstance(fmt.element, MixedFormat)
         scale = power_below(amax).mul_(1 / fmt.element.max_power).clamp_(min=_SMALLEST_E8M0)
         scale.masked_fill_(~amax.isfinite(), torch.nan)
         if rounding is ScaleRounding.UP:
             scale = torch.where(amax > scale * fmt.element.max, scale * 2, scale)
         elif rounding is ScaleRounding.EVEN:
-            assert not isinstance(fmt.element, CodebookFormat | MixedFormat)
+            assert not isinstance(fmt.element, CodebookFormat)
             scale = torch.where(amax >= scale * next_binade(fmt.element), scale * 2, scale)
         scale.clamp_(max=fmt.scale.max)  # near FLT_MAX, of a codebook that ends at 1 or below
         return scale, scale.reciprocal()

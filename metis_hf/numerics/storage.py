@@ -17,7 +17,7 @@ from metis_hf.numerics.definition import Blocks
 from metis_hf.numerics.formats import NVFP4, BlockFormat
 from metis_hf.numerics.layout import Tile
 from metis_hf.numerics.mixed import decoded, encoded
-from metis_hf.numerics.quantize import Quantizer, check_input
+from metis_hf.numerics.quantize import prepare
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,20 @@ def quantize(
     >>> torch.equal(q.dequantize(), fake_quantize(x))
     True
     """
-    quantizer = Quantizer(
-        fmt,  # type: ignore[arg-type]
-        rounding,  # type: ignore[arg-type]
-        scale_rounding,  # type: ignore[arg-type]
-        two_level,
-        tile,  # type: ignore[arg-type]
-        scale_rule,  # type: ignore[arg-type]
-        outer_scale,  # type: ignore[arg-type]
+    quantizer, key = prepare(
+        x,
+        dim,
+        generator,
+        amax,
+        fmt=fmt,
+        rounding=rounding,
+        scale_rounding=scale_rounding,
+        two_level=two_level,
+        tile=tile,
+        scale_rule=scale_rule,
+        outer_scale=outer_scale,
     )
     fmt, element = quantizer.fmt, quantizer.fmt.element
-    key = check_input(x, quantizer, dim, generator, amax)
     rows = x.detach()
     rows = rows.reshape(1) if rows.dim() == 0 else rows
     if quantizer.tile is Tile.ROW:
@@ -114,9 +117,8 @@ def quantize(
         global_scale = blocks.global_scale
         if quantizer.tile is Tile.SQUARE:
             codes = codes[..., : x.shape[-2], :]
-    return QuantizedTensor(
-        codes.contiguous(), scale, global_scale, fmt, quantizer.tile, x.shape, x.dtype, dim
-    )
+    codes, scale = codes.contiguous(), scale.contiguous()
+    return QuantizedTensor(codes, scale, global_scale, fmt, quantizer.tile, x.shape, x.dtype, dim)
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:

@@ -211,7 +211,10 @@ class Conditioner(ABC):
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
 
     def turned(self) -> Conditioner:
-        """Return what transforms the same where blocks run along the other dimension."""
+        """Return what transforms the same where blocks run along the other dimension.
+
+        By default itself: right for what does not look at `dim`.
+        """
         return self
 
     def basis(self, tensor: str) -> Hashable | None:
@@ -237,7 +240,10 @@ class Conditioner(ABC):
 
     @property
     def comes_again(self) -> bool:
-        """Return whether later calls of the layer bind one that is equal to this bound one."""
+        """Return whether later calls of the layer bind one that is equal to this bound one.
+
+        One that `bind` leaves as it is comes again anyway.
+        """
         return False
 
     def tensor_amax(self) -> Tensor | None:
@@ -276,7 +282,7 @@ class AroundQuantizer(Conditioner):
         return x
 
     def transformed_shape(self, shape: tuple[int, int], *, dim: int) -> tuple[int, int]:
-        """Return the shape that `forward` gives a matrix of this shape."""
+        """Return the shape that `forward` gives a matrix of this shape; one that pads says so."""
         return shape
 
     def for_matrix(self, x: Tensor, key: Key) -> AroundQuantizer:
@@ -305,6 +311,13 @@ class AroundQuantizer(Conditioner):
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
         transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
+        known = self.transformed_shape((x.shape[0], x.shape[1]), dim=dim)
+        if transformed.shape != known:  # which `decode` reads
+            raise ValueError(
+                f"{type(self).__name__}.forward gives {tuple(transformed.shape)} of a matrix "
+                f"{tuple(x.shape)}, and its transformed_shape says {known}; override "
+                "transformed_shape"
+            )
         return Encoded(pack(transformed, quantizer, dim=dim, key=key))
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:

@@ -60,10 +60,20 @@ class Operand:
     Args:
         quantizer: None leaves the tensor in high precision.
         conditioner: what is done around the quantizer.
+
+    Raises:
+        TypeError: a conditioner that cannot be hashed.
     """
 
     quantizer: Quantizer | None = None
     conditioner: Conditioner = IDENTITY
+
+    def __post_init__(self) -> None:
+        if type(self.conditioner).__hash__ is None:
+            raise TypeError(
+                f"conditioner {type(self.conditioner).__name__} cannot be hashed, and what is "
+                "quantized is kept by it; write a frozen dataclass: @dataclass(frozen=True)"
+            )
 
     def bind(self, state: Any) -> Operand:
         """Return the operand of one call, which knows what the layer's state froze for it."""

@@ -126,6 +126,13 @@ class Scheme:
         return role, operand
 
     def __post_init__(self) -> None:
+        for role in Role:
+            operand = self.operand(role)
+            if operand is not None and not isinstance(operand, Operand):
+                raise TypeError(
+                    f"{role.name.lower()} of a scheme is {operand!r}; give an Operand, such as "
+                    "Operand(quantizer)"
+                )
         # Read at every forward call. A cached property would break torch.compile's graph there:
         # it takes a lock in Python 3.11.
         operands = [self.resolve(role)[1] for role in Role]
@@ -212,8 +219,9 @@ class Scheme:
         What one pass gives up the other keeps: a quantized operand that was shared with it is then
         quantized for the other pass alone. So does a weight that is quantized in the forward pass
         keep its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator. That copy
-        is made for a GEMM of its own, and so in blocks along what that GEMM contracts; what its
-        conditioner transforms is as before.
+        is made for a GEMM of its own, and so in blocks along what that GEMM contracts. Rotations of
+        a whole dimension rotate the same one as before; `Hadamard` and `RandomHadamard`, which
+        rotate in blocks, go along with the contraction.
         """
         scheme = self
         if "backward" in passes:

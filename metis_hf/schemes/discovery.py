@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from metis_hf.schemes.registry import forget_since, registered, scheme_info
+from metis_hf.schemes.registry import all_or_nothing, registered, scheme_info
 
 _PACKAGE = Path(__file__).parents[1]
 _imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives it -> schemes
@@ -37,31 +37,41 @@ def import_schemes(source: str | Path) -> list[str]:
 
     Raises:
         ValueError: no such file or module, its code fails, it registers no scheme, or one whose
-            name is taken. Its schemes are then not registered, and a repaired file can be imported.
+            name is taken. Its schemes are then not registered, and a repaired file can be imported:
+            it may define its schemes and its formats in another way.
     """
     source = absolute_source(source)
     if source in _imported:
         return list(_imported[source])
-    before = set(registered())
     try:
-        module = _loaded(source) or _import(source)
+        with all_or_nothing():
+            names = _import_and_name(source)
     except Exception as error:
-        forget_since(before)
         reason = str(error)
         if not isinstance(error, _Unusable):
             reason = f"its code fails with {type(error).__name__}: {error}"
         raise ValueError(f"no schemes from {source}: {reason}") from error
+    _imported[source] = tuple(names)
+    return names
+
+
+def _import_and_name(source: str) -> list[str]:
+    """Import a source that may be imported already; return the names of its schemes."""
+    before = set(registered())
+    loaded = _loaded(source)
+    module = loaded or _import(source)
     names = [
         name
         for name, info in registered().items()
         if name not in before or f"{info.module}.".startswith(f"{module.__name__}.")
     ]
     if not names:
-        raise ValueError(
-            f"no schemes from {source}: it registers none. Decorate a function "
-            "(config, rank) -> Scheme with metis_hf.register_scheme(name, summary=..., source=...)"
+        if loaded is None:  # Python runs a module that it still has no second time
+            sys.modules.pop(module.__name__, None)
+        raise _Unusable(
+            "it registers none. Decorate a function (config, rank) -> Scheme with "
+            "metis_hf.register_scheme(name, summary=..., source=...)"
         )
-    _imported[source] = tuple(names)
     return names
 
 
@@ -85,7 +95,7 @@ def _source_digest(name: str) -> str | None:
 
 
 class _Unusable(Exception):
-    """The reason why a source cannot be imported, where no code of it has run."""
+    """The reason why a source gives no schemes, where none of its code has failed."""
 
 
 def _loaded(source: str) -> ModuleType | None:

@@ -77,7 +77,7 @@ def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
         "scale_rule": quantizer.scale_rule.value,
         "two_level": bool(quantizer.two_level),
         "conditioner": "split" if split else conditioner_name(operand.conditioner),
-        "bits": round(_bits(scheme, operand, role), 3),
+        "bits": _bits(scheme, operand, role),
         **correction,
     }
 
@@ -107,8 +107,18 @@ def conditioner_name(conditioner: Conditioner) -> str:
     return " ".join(words).lower() + (f" ({', '.join(options)})" if options else "")
 
 
-def _bits(scheme: Scheme, operand: Operand, role: Role) -> float:
-    """Count stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means."""
+def _bits(scheme: Scheme, operand: Operand, role: Role) -> float | None:
+    """Count stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means.
+
+    None where a conditioner looks at values: the matrix that is counted has none.
+    """
+    try:
+        return round(_counted_bits(scheme, operand, role), 3)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _counted_bits(scheme: Scheme, operand: Operand, role: Role) -> float:
     dim = -1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
     whole = (WIDTH, WIDTH)
     form = scheme.weight

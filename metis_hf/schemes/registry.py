@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 
 from metis_hf.config import MetisConfig
-from metis_hf.numerics import get_format
+from metis_hf.numerics.formats import FORMATS, get_format, let_redefine
 from metis_hf.schemes.base import Scheme
 
 Builder = Callable[[MetisConfig, int], Scheme]
@@ -58,9 +59,10 @@ class SchemeInfo:
 
         Raises:
             ValueError: the scheme does not take what the config asks for.
+            TypeError: its function returns something else than a scheme.
         """
         if config.format is None:
-            return replace(self.builder(config, rank), rank=rank)
+            return self._built(config, rank)
         name = get_format(config.format).name
         refused = f"scheme {self.name!r} does not take format={name!r}"
         if self.formats is not None and name not in self.formats:
@@ -69,9 +71,28 @@ class SchemeInfo:
                 'choose a scheme that takes any format, such as "nvfp4-rne" or "metis"'
             )
         try:
-            return replace(self.builder(config, rank), rank=rank)
+            return self._built(config, rank)
         except ValueError as error:
+            if not self._builds_in_its_own_format(config, rank):
+                raise
             raise ValueError(f"{refused} as it is configured: {error}") from error
+
+    def _builds_in_its_own_format(self, config: MetisConfig, rank: int) -> bool:
+        """Return whether the scheme takes all of the config but its format."""
+        try:
+            self._built(config.replace(format=None), rank)
+        except ValueError:
+            return False
+        return True
+
+    def _built(self, config: MetisConfig, rank: int) -> Scheme:
+        scheme = self.builder(config, rank)
+        if not isinstance(scheme, Scheme):
+            raise TypeError(
+                f"the function of scheme {self.name!r} (in {self.module}) returns {scheme!r}; "
+                "return a Scheme"
+            )
+        return replace(scheme, rank=rank)
 
 
 _REGISTRY: dict[str, SchemeInfo] = {}
@@ -161,11 +182,10 @@ def _find_installed() -> None:
         return
     _searched = True  # first: a package's module may look a scheme up
     for entry in entry_points(group=ENTRY_POINTS):
-        before = set(_REGISTRY)
         try:
-            entry.load()
+            with all_or_nothing():
+                entry.load()
         except Exception as error:
-            forget_since(before)
             package = f"package {entry.dist.name!r}" if entry.dist else "an installed package"
             reason = (
                 f"The schemes of {package} are missing: its entry point {entry.name!r} "
@@ -173,6 +193,21 @@ def _find_installed() -> None:
             )
             _unusable.append(reason)
             warnings.warn(f"{reason}. Repair or uninstall it", stacklevel=3)
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Take out what is registered inside if that fails, so that a repaired source can be imported.
+
+    Formats stay, and others may take their names.
+    """
+    schemes, formats = set(_REGISTRY), set(FORMATS)
+    try:
+        yield
+    except BaseException:
+        forget_since(schemes)
+        let_redefine(set(FORMATS) - formats)
+        raise
 
 
 def forget_since(before: set[str]) -> None:

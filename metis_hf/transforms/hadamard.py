@@ -1,4 +1,8 @@
-"""Hadamard rotation in blocks of 16: with random signs (arXiv 2509.25149), or none (2605.09825)."""
+"""Hadamard rotation in blocks of 16: with random signs (arXiv 2509.25149), or none (2605.09825).
+
+And in groups of up to 128 entries, with signs that the caller gives: the largest groups that whole
+blocks of 16 can be cut into, as MS-EDEN wants it (arXiv 2601.22813).
+"""
 
 from __future__ import annotations
 
@@ -30,15 +34,25 @@ def _matrix(seed: int | None, device: torch.device, dtype: torch.dtype) -> Tenso
     return hadamard_matrix(seed, device).to(dtype)
 
 
+@constant
+def _plain_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return sylvester(size, dtype, device)
+
+
 def _apply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
+    """Return matrix [n n] times every n entries along `dim` of x, zero-padded to whole ones."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")
     dim %= x.dim()
-    missing = -x.shape[dim] % SIZE
+    size = len(matrix)
+    missing = -x.shape[dim] % size
     if missing:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
     if dim == x.dim() - 1:
-        return (x.reshape(-1, SIZE) @ matrix.T).view(x.shape)
-    # [.. b 16 c]: one small product for each block, along rows as they lie in memory.
-    blocks = x.reshape(*x.shape[:dim], -1, SIZE, x.shape[dim + 1 :].numel())
+        return (x.reshape(-1, size) @ matrix.T).view(x.shape)
+    # [.. b n c]: one small product for each block, along rows as they lie in memory.
+    count, after = x.shape[dim] // size, x.shape[dim + 1 :].numel()
+    blocks = x.reshape(*x.shape[:dim], count, size, after)
     return (matrix @ blocks).view(x.shape)
 
 
@@ -47,13 +61,40 @@ def rotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
 
     Returns:
         `x` rotated; its size along `dim` rounded up to a multiple of 16.
+
+    Raises:
+        IndexError: `dim` is not a dimension of `x`.
     """
-    return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype), dim)
+    return _apply(x, _matrix(seed, x.device, x.dtype), dim)
 
 
 def unrotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
     """Invert `rotate`, padding included: what is added to x in between reaches it."""
-    return x if x.numel() == 0 else _apply(x, _matrix(seed, x.device, x.dtype).T, dim)
+    return _apply(x, _matrix(seed, x.device, x.dtype).T, dim)
+
+
+def group_size(n: int) -> int:
+    """Return how many of n entries, zero-padded to blocks of 16, are rotated together."""
+    blocks = (n + SIZE - 1) // SIZE
+    # Tests rather than bit operations: torch.compile knows n as a symbol.
+    return next((size for size in (128, 64, 32) if blocks % (size // SIZE) == 0), SIZE)
+
+
+def rotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
+    """Return H D x for every group along `dim` of x, zero-padded to blocks.
+
+    Args:
+        x: fp32 or fp64.
+        signs: +-1 [group], the diagonal of D; `group_size` says how many.
+        dim: the dimension of the groups.
+    """
+    return _apply(x, _plain_matrix(len(signs), x.device, x.dtype) * signs.to(x.dtype), dim)
+
+
+def unrotate_groups(x: Tensor, signs: Tensor, *, dim: int) -> Tensor:
+    """Invert `rotate_groups`, padding included."""
+    signs = signs.to(x.dtype)[:, None]
+    return _apply(x, _plain_matrix(len(signs), x.device, x.dtype) * signs, dim)
 
 
 def padded_shape(shape: tuple[int, int], *, dim: int) -> tuple[int, int]:

@@ -291,8 +291,9 @@ def decompose_weight(w: Tensor, rank: int, key: Key = _DEFAULT_KEY) -> SpectralS
     """Split a weight [o i] into its rank-k SVD and the residual, exact or nearly so.
 
     Up to 1024 on the short side: a full SVD. Larger: the randomized range finder over all rows
-    with four power iterations, then an exact SVD of the thin part; singular values agree with
-    the full SVD to about 1e-3 where the spectrum has no gap, better where it has one.
+    with four power iterations, then an exact SVD of the thin part. Singular values come out too
+    small where the spectrum has no gap: at 1100 x 1100 by up to 5 % in a Gaussian matrix and 2 %
+    where sigma_i = i^-1/2; the norm of the residual is then up to .6 % above the SVD's.
 
     Returns:
         u [o k], s [k], vh [k i] (both factors orthonormal), residual [o i]; fp32 or fp64.

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from metis_hf.numerics import (
+    E2M1,
     SCALE_E8M0,
+    SCALE_FP32,
     BlockFormat,
     CodebookFormat,
+    FloatFormat,
+    IntFormat,
     fake_quantize,
     get_format,
     quantize,
@@ -26,6 +30,7 @@ BOTH = pytest.mark.parametrize("function", [fake_quantize, quantize], ids=["fake
     [
         ({"fmt": "nvpf4"}, ["'nvpf4'", "did you mean 'nvfp4'", "mxfp4", "nvint4"]),
         ({"fmt": "mxfp8"}, ["'mxfp8'", "did you mean 'mxfp", "mxfp8-e4m3", "mxfp8-e5m2"]),
+        ({"fmt": "NVFP4"}, ["'NVFP4'", "did you mean 'nvfp4'"]),
         ({"fmt": "qqq"}, ["'qqq'", "unknown", "nvfp4", "fp8-e4m3"]),
         ({"fmt": None}, ["None", "unknown", "nvfp4"]),
         ({"rounding": "flor"}, ["rounding='flor'", "'nearest'", "'stochastic'"]),
@@ -86,6 +91,16 @@ def test_other_than_floats_are_refused(function, dtype) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize(
+    ("x", "dim", "words"),
+    [([1.0, 2.0], -1, "floating-point tensor, got list"), (torch.ones(16), None, "dim=None")],
+)
+def test_what_is_no_tensor_or_no_dim_is_refused(function, x, dim, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        function(x, dim=dim)
+
+
+@BOTH
 @pytest.mark.parametrize(("shape", "dim"), [((2, 32), 2), ((2, 32), -3), ((4,), 1), ((), 1)])
 def test_dim_out_of_range_is_refused(function, shape, dim) -> None:
     with pytest.raises(IndexError, match=f"dim={dim}") as error:
@@ -101,3 +116,22 @@ def test_square_tiles_need_a_matrix(function, shape, fmt) -> None:
         function(torch.ones(shape), fmt, tile="square")
     assert str(shape or (1,)) in str(error.value)  # a scalar is quantized as one element
     assert "row" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: IntFormat("own", 12), "has 12 bits, .*give 2 to 8"),
+        (lambda: IntFormat("own", 1), "has 1 bits, .*give 2 to 8"),
+        (lambda: FloatFormat("own", 5, 6, bias=15, max=64512.0), "has 12 bits, .*give 2 to 8"),
+        (lambda: FloatFormat("own", 3, 0, bias=3, max=16.0), "mantissa_bits=0; .*CodebookFormat"),
+        (lambda: FloatFormat("own", 0, 3, bias=1, max=0.875), "exponent_bits=0 .*CodebookFormat"),
+        (lambda: FloatFormat("own", 2, 1, bias=1, max=5.5), "max=5.5, .*one below is 4.0"),
+        (lambda: BlockFormat("own", E2M1, SCALE_FP32, 0), "block_size=0; .*None for one scale"),
+        (lambda: BlockFormat("own", E2M1, SCALE_FP32, -4), "block_size=-4"),
+    ],
+)
+def test_formats_that_codes_or_kernels_cannot_hold_are_refused(make, words) -> None:
+    """Codes lie in bytes, ties go to the even code, and the largest code is a value."""
+    with pytest.raises(ValueError, match=f"format 'own' .*{words}"):
+        make()

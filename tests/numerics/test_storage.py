@@ -320,3 +320,11 @@ def test_dequantize_leaves_the_storage_alone() -> None:
     assert_same_bits(q.dequantize(), first)
     assert torch.equal(q.codes, codes)
     assert torch.equal(q.scale.view(torch.uint8), scale)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tensors_are_contiguous(dim) -> None:
+    """As safetensors wants what it writes."""
+    q = quantize(normal(32, 48), dim=dim)
+    assert q.codes.is_contiguous()
+    assert q.scale.is_contiguous()

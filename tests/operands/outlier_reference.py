@@ -11,7 +11,7 @@ from layers.layer_reference import Recording, Slot, Terms, array, exact
 from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.operands import RandomHadamard, Requantized
 from metis_hf.operands.conditioners.clamped import thresholds
-from metis_hf.transforms.groups import group_size
+from metis_hf.transforms.hadamard import group_size
 
 
 def clamped_operand(recording: Recording, x: np.ndarray, row: Slot) -> Terms:

@@ -18,6 +18,7 @@ from metis_hf.operands import (
     ChannelAffine,
     Channels,
     Conditioner,
+    FullHadamard,
     Hadamard,
     HotChannels,
     Identity,
@@ -26,8 +27,10 @@ from metis_hf.operands import (
     PerChannel,
     RandomHadamard,
     Requantized,
+    Spectral,
     Work,
 )
+from metis_hf.operands.conditioners.mean import row_mean
 from metis_hf.planning.costs import layer_cost
 from metis_hf.schemes import Scheme
 from metis_hf.schemes.parts import in_mode
@@ -66,6 +69,15 @@ def matrix(rows=37, columns=70):
 def test_a_call_is_needed():
     with pytest.raises(TypeError, match="__call__"):
         Conditioner()
+
+
+def test_a_conditioner_without_a_hash_is_refused():
+    @dataclass
+    class Thawed(AroundQuantizer):
+        """As `@dataclass` alone makes it."""
+
+    with pytest.raises(TypeError, match=r"Thawed cannot be hashed.*@dataclass\(frozen=True\)"):
+        Operand(STOCHASTIC, Thawed())
 
 
 class TestDefaults:
@@ -136,6 +148,20 @@ class TestAroundQuantizer:
             )
             assert torch.equal(decoded, expected)
 
+    def test_padding_that_is_not_declared_is_refused(self):
+        """`decode` would read the codes of a padded matrix as those of another shape."""
+
+        @dataclass(frozen=True)
+        class Undeclared(Cubed):
+            transformed_shape = AroundQuantizer.transformed_shape
+
+        message = (
+            r"Undeclared.forward gives \(38, 70\) of a matrix \(37, 70\).*override transformed"
+        )
+        with pytest.raises(ValueError, match=message):
+            Undeclared().encode(matrix(), STOCHASTIC, dim=0, key=KEY)
+        Undeclared().encode(matrix(), STOCHASTIC, dim=-1, key=KEY)
+
     def test_no_entries(self):
         for shape in ((0, 48), (48, 0)):
             for dim in (-1, 0):
@@ -199,10 +225,31 @@ class TestState:
         assert torch.equal(conditioner.parts(x, quantizer, **options)[-1].after,
                            MeanRemoved().parts(first, quantizer, **options)[-1].after)  # fmt: skip
 
+    def test_what_is_left_of_a_mean_knows_the_row_mask(self):
+        """So that a split of it samples no padding."""
+        conditioner, x, mask = MeanRemoved(Spectral(4)), matrix(), torch.arange(37) < 30
+        options = {"dim": -1, "row_mask": mask}
+        mean = row_mean(x, mask)
+        rest = Spectral(4)(x - mean, STOCHASTIC, key=KEY.fold(3), **options)
+        wanted = rest + STOCHASTIC(mean, key=KEY.fold(1))
+        assert torch.equal(conditioner(x, STOCHASTIC, key=KEY, **options), wanted)
+        encoded = conditioner.encode(x, STOCHASTIC, key=KEY, **options)
+        decoded = conditioner.decode(encoded, STOCHASTIC, dim=-1, shape=(37, 70))
+        assert torch.equal(decoded, wanted)
+        parts = conditioner.parts(x, STOCHASTIC, key=KEY, **options)
+        inner = Spectral(4).parts(x - mean, STOCHASTIC, key=KEY.fold(3), **options)
+        assert torch.equal(parts[-1].after, inner[-1].after)
+
+    @pytest.mark.parametrize("around", [MeanRemoved, Requantized])
+    def test_what_holds_another_turns_it(self, around):
+        across = FullHadamard(5, across=True)
+        assert around(FullHadamard(5)).turned() == around(across)
+
     def test_who_needs_one(self):
         """What analyses of single tensors refuse to measure."""
-        for conditioner in (PerChannel(), RandomHadamard()):
-            assert conditioner.needs_state
+        for alone in (PerChannel(), RandomHadamard()):
+            for conditioner in (alone, MeanRemoved(alone), Requantized(alone)):
+                assert conditioner.needs_state
         for conditioner in (IDENTITY, Hadamard(), MeanRemoved(), HotChannels()):
             assert not conditioner.needs_state
 

@@ -13,6 +13,7 @@ from metis_hf.noise import Key
 from metis_hf.numerics import MXFP4, Quantizer
 from metis_hf.operands.conditioners.mean import MeanRemoved, row_mean
 from metis_hf.operands.conditioners.rotated import FullHadamard, RandomKronecker
+from metis_hf.transforms import rotate, unrotate
 from metis_hf.transforms.rotation import (
     LARGEST_RANDOM,
     make_rotation,
@@ -308,3 +309,20 @@ class TestMean:
         x = matrix((1, 70))
         x_hat = MeanRemoved()(x, Quantizer(), dim=-1, key=KEY)
         assert torch.equal(x_hat, Quantizer()(x))
+
+
+class TestBlocks:
+    """Of the Hadamard rotation in blocks of 16."""
+
+    @pytest.mark.parametrize("turn", [rotate, unrotate])
+    @pytest.mark.parametrize(
+        ("shape", "dim", "padded"),
+        [((0, 20), 1, (0, 32)), ((20, 0), 0, (32, 0)), ((0, 20), 0, (0, 20))],
+    )
+    def test_no_entries_are_padded_too(self, turn, shape, dim, padded):
+        assert turn(torch.zeros(shape), dim=dim, seed=0).shape == padded
+
+    @pytest.mark.parametrize("dim", [2, 5, -3])
+    def test_a_dimension_that_is_not_there_is_refused(self, dim):
+        with pytest.raises(IndexError, match=rf"dim={dim} of a tensor of shape \(16, 16\)"):
+            rotate(torch.zeros(16, 16), dim=dim, seed=0)

@@ -16,7 +16,7 @@ from metis_hf.numerics.scaling import round_scale_stochastic
 from metis_hf.operands import Contents, RandomHadamard
 from metis_hf.operands.conditioners import ms_eden
 from metis_hf.schemes import Role
-from metis_hf.transforms.groups import group_size, rotate_groups, unrotate_groups
+from metis_hf.transforms.hadamard import group_size, rotate_groups, unrotate_groups
 from operands.eden_reference import eden
 
 EDEN = Quantizer(scale_rule="eden")
@@ -83,6 +83,11 @@ class TestQuantizer:
         assert EDEN.needs_noise
         assert not EDEN.deterministic().needs_noise
         assert EDEN.deterministic() == Quantizer(scale_rule="four-over-six")
+
+    def test_the_share_of_clipped_elements_is_that_of_evaluation(self):
+        """Scales before their correction are those of no quantizer."""
+        x = matrix(64, 64)
+        assert EDEN.saturated(x) == EDEN.deterministic().saturated(x)
 
     def test_only_nvfp4(self):
         with pytest.raises(ValueError, match=r"scale_rule=\"eden\".*mxfp4"):

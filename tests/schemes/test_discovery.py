@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from paths import ROOT
 
 from metis_hf import MetisConfig, get_metis_model, scheme_names
+from metis_hf.numerics import Quantizer, formats
 from metis_hf.operands import HIGH_PRECISION
 from metis_hf.schemes import (
     Role,
+    Scheme,
     absolute_source,
     build_scheme,
     discovery,
     import_schemes,
+    register_scheme,
     registry,
     scheme_info,
     source_digests,
@@ -36,6 +40,13 @@ def build(config: MetisConfig, rank: int) -> Scheme:
         dgrad_grad_output=Operand(backward),
     )
     return in_mode(scheme, config.operand_mode or "shared")
+"""
+
+
+FORMAT = """
+from metis_hf.numerics import SCALE_FP32, BlockFormat, CodebookFormat, register_format
+
+register_format(BlockFormat("own", CodebookFormat("own", (-1, 0, {top})), SCALE_FP32, 16))
 """
 
 
@@ -147,6 +158,8 @@ class TestImportSchemes:
         file = write("empty.py", "x = 1\n")
         with pytest.raises(ValueError, match=r"empty.py: it registers none. Decorate a function"):
             import_schemes(file)
+        file.write_text(SCHEME.format(name="repaired"))
+        assert import_schemes(file) == ["repaired"]
         with pytest.raises(ValueError, match=r"text.txt: it is no Python file"):
             import_schemes(write("text.txt", "").parent / "text.txt")
 
@@ -168,6 +181,19 @@ class TestImportSchemes:
         assert "half" not in scheme_names()
         assert not [name for name in sys.modules if name.startswith("metis_hf_user_broken")]
 
+    def test_a_repaired_file_may_define_its_format_in_another_way(self, write, monkeypatch):
+        monkeypatch.setattr(formats, "FORMATS", known := dict(formats.FORMATS))
+        monkeypatch.setattr(registry, "FORMATS", known)
+        text = FORMAT + SCHEME.format(name="mine")
+        file = write("mine.py", text.format(top=1) + "1 / 0\n")
+        with pytest.raises(ValueError, match="ZeroDivisionError"):
+            import_schemes(file)
+        file.write_text(text.format(top=2))
+        assert import_schemes(file) == ["mine"]
+        assert formats.get_format("own").element.values == (-1, 0, 2)
+        with pytest.raises(ValueError, match="'own' exists already"):
+            formats.register_format(replace(formats.get_format("own"), block_size=8))
+
     def test_a_package_with_a_broken_module_can_be_repaired(self, write):
         """Its other modules, which Python has kept, register their schemes again."""
         package = "metis_two_modules"
@@ -187,6 +213,20 @@ class TestImportSchemes:
         file.write_text(SCHEME.format(name="mine") + "# changed\n")
         assert source_digests(["mine"]) != first
         assert source_digests(["metis"]) == {}
+
+
+class TestMistakes:
+    """What a builder returns is looked at, so that the error names it."""
+
+    def test_no_scheme(self):
+        register_scheme("none", summary="", source="")(lambda config, rank: None)
+        message = r"scheme 'none' \(in schemes.test_discovery\) returns None; return a Scheme"
+        with pytest.raises(TypeError, match=message):
+            build_scheme(MetisConfig(scheme="none"), 64, 64)
+
+    def test_a_quantizer_in_place_of_an_operand(self):
+        with pytest.raises(TypeError, match=r"fprop_input of a scheme is Quantizer.*an Operand"):
+            Scheme(fprop_input=Quantizer())
 
 
 class TestEntryPoints:

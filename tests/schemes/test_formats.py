@@ -113,6 +113,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             build_scheme(config, SIDE, SIDE)
 
+    def test_what_is_refused_with_any_format_is_not_blamed_on_it(self):
+        config = MetisConfig(scheme="nvidia", format="nvfp4", operand_mode="shared")
+        with pytest.raises(ValueError, match=r'^scheme "nvidia" casts a copy per GEMM'):
+            build_scheme(config, SIDE, SIDE)
+
     def test_a_model_is_left_as_it_was(self):
         model = llama()
         before = {name: type(module) for name, module in model.named_modules()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from layers.layer_tools import FP4_SCHEMES
@@ -10,6 +11,9 @@ from typer.testing import CliRunner
 
 from metis_hf import scheme_names
 from metis_hf.cli import app
+from metis_hf.numerics import Quantizer
+from metis_hf.operands import AroundQuantizer, Operand
+from metis_hf.schemes import Scheme, registry
 from metis_hf.schemes.listing import SLOTS, WIDTH, list_schemes
 
 SHOWN = ("format", "blocks", "along", "rounding", "conditioner")  # of an operand, as words
@@ -105,6 +109,25 @@ def test_no_operand_of_an_fp4_scheme_is_in_high_precision():
     for record in list_schemes(FP4_SCHEMES):
         for slot, operand in record["operands"].items():
             assert operand.get("format") != "high precision", (record["name"], slot)
+
+
+@dataclass(frozen=True)
+class Halved(AroundQuantizer):
+    """Looks at its matrix."""
+
+    def forward(self, x, *, dim):
+        return x / 2 if x.abs().max() > 6 else x
+
+
+def test_bits_of_what_looks_at_values_are_unknown(run, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    scheme = Scheme(Operand(Quantizer(), Halved()), Operand(Quantizer()), Operand(Quantizer()))
+    registry.register_scheme("own", summary="", source="")(lambda config, rank: scheme)
+    (record,) = list_schemes(["own"])
+    assert record["operands"]["fprop.input"]["bits"] is None
+    assert record["operands"]["fprop.weight"]["bits"] == NVFP4
+    (line,) = (line.split() for line in run("own").stdout.splitlines() if "input: fprop" in line)
+    assert line[-1] == "?"
 
 
 def test_unknown_names_and_modes_are_refused():

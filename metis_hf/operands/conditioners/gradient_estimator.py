@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metis_hf.numerics import Quantizer
+from metis_hf.numerics import CodebookFormat, MixedFormat, Quantizer
 from metis_hf.numerics.elements import on_device
 from metis_hf.operands.conditioner import Work
 from metis_hf.operands.conditioners.identity import Identity
@@ -49,8 +49,10 @@ class DifferentiableEstimator(Identity):
 
     def derivative(self, y: Tensor, quantizer: Quantizer) -> Tensor:
         """Return f'(y), fp32; at the largest code beyond it."""
-        codes = on_device(quantizer.fmt.element.grid, torch.float32, y.device)
-        magnitude = y.abs().clamp(max=quantizer.fmt.element.max)
+        element = quantizer.fmt.element
+        assert not isinstance(element, CodebookFormat | MixedFormat)  # `occ` refuses them
+        codes = on_device(element.grid, torch.float32, y.device)
+        magnitude = y.abs().clamp(max=element.max)
         above = torch.searchsorted(codes, magnitude.contiguous()).clamp(1, len(codes) - 1)
         low, high = codes[above - 1], codes[above]
         z = 2 * (magnitude - low) / (high - low) - 1

@@ -34,8 +34,15 @@ class MeanRemoved(Conditioner):
     def has_codes(self) -> bool:
         return self.inner.has_codes
 
+    @property
+    def needs_state(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_state
+
     def bind(self, state: Any) -> MeanRemoved:
         return replace(self, inner=self.inner.bind(state))
+
+    def turned(self) -> MeanRemoved:
+        return replace(self, inner=self.inner.turned())
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
@@ -51,7 +58,8 @@ class MeanRemoved(Conditioner):
                 minus=mean.expand(x.shape),
                 plus=mean_hat.expand(x.shape),
             )
-        rest = self.inner(as_fp32(x) - mean, quantizer, dtype=_wide(dtype), **_rest(dim, key))
+        options = _rest(dim, key, row_mask)
+        rest = self.inner(as_fp32(x) - mean, quantizer, dtype=_wide(dtype), **options)
         return _with_mean(rest, mean_hat, x.shape, dtype)
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
@@ -59,16 +67,20 @@ class MeanRemoved(Conditioner):
         residual = x - mean
         first = Part("mean", mean, quantizer(mean, dim=-1, key=key.fold(1)))
         if self.inner == IDENTITY:
-            return [first, Part("residual", residual, quantizer(residual, **_rest(dim, key)))]
-        return [first, *self.inner.parts(residual, quantizer, **_rest(dim, key))]
+            return [
+                first,
+                Part("residual", residual, quantizer(residual, dim=dim, key=key.fold(3))),
+            ]
+        return [first, *self.inner.parts(residual, quantizer, **_rest(dim, key, row_mask))]
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
         mean = row_mean(x, row_mask)
         packed = pack(mean, quantizer, dim=-1, key=key.fold(1))
         if self.inner == IDENTITY:
-            rest = pack(x, quantizer, minus=mean.expand(x.shape), **_rest(dim, key))
+            minus = mean.expand(x.shape)
+            rest = pack(x, quantizer, dim=dim, key=key.fold(3), minus=minus)
             return Encoded((*rest, *packed))
-        inner = self.inner.encode(as_fp32(x) - mean, quantizer, **_rest(dim, key))
+        inner = self.inner.encode(as_fp32(x) - mean, quantizer, **_rest(dim, key, row_mask))
         return Encoded((*inner.tensors, *packed))
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
@@ -93,9 +105,9 @@ class MeanRemoved(Conditioner):
         return Work(call, encode, decode, quantized, low_rank=1, rotated=inner.rotated)
 
 
-def _rest(dim: int, key: Key) -> dict[str, Any]:
-    """Return the options that what is left is quantized with."""
-    return {"dim": dim, "key": key.fold(3)}
+def _rest(dim: int, key: Key, row_mask: Tensor | None) -> dict[str, Any]:
+    """Return the options that the inner conditioner takes what is left with."""
+    return {"dim": dim, "key": key.fold(3), "row_mask": row_mask}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

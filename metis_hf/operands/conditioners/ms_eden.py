@@ -14,8 +14,12 @@ from torch import Tensor
 
 from metis_hf.noise import Key, random_bits
 from metis_hf.operands.conditioner import AroundQuantizer, Encoded, Work
-from metis_hf.transforms.groups import group_size, rotate_groups, unrotate_groups
-from metis_hf.transforms.hadamard import padded_shape
+from metis_hf.transforms.hadamard import (
+    group_size,
+    padded_shape,
+    rotate_groups,
+    unrotate_groups,
+)
 
 
 class Contents(NamedTuple):

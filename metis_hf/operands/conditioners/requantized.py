@@ -34,8 +34,15 @@ class Requantized(Conditioner):
     def uses_row_mask(self) -> bool:  # type: ignore[override]
         return self.second.uses_row_mask
 
+    @property
+    def needs_state(self) -> bool:  # type: ignore[override]
+        return self.second.needs_state
+
     def bind(self, state: Any) -> Requantized:
         return replace(self, second=self.second.bind(state))
+
+    def turned(self) -> Requantized:
+        return replace(self, second=self.second.turned())
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         options = {"dim": dim, "key": key, "row_mask": row_mask}

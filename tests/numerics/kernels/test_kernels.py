@@ -358,3 +358,12 @@ def test_a_tensor_that_padding_makes_too_large_is_left_to_the_reference():
     assert x.numel() < 2**31
     assert not _covers(x, Quantizer(), -1, torch.float32, None, None)
     assert _covers(x[: 2**20], Quantizer(), -1, torch.float32, None, None)
+
+
+@needs_compiler
+def test_what_a_folder_with_a_space_lacks(monkeypatch):
+    """Inductor writes the folder of torch's libraries without quotes, and splits the command."""
+    assert compiled.missing(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "__file__", "/home/a b/site-packages/torch/__init__.py")
+    found = compiled.missing(torch.device("cpu"))
+    assert "/home/a b/site-packages/torch, which has a space; move the environment" in found
