@@ -15,6 +15,7 @@ CUDA_VISIBLE_DEVICES names another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -23,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from on_gpu import kernels, machine, page, parts, suite
-from on_gpu.context import ROOT, Context
+from on_gpu import ROOT, kernels, machine, page, parts, suite
+from on_gpu.context import Context
 from on_gpu.record import (
     DONE,
     FAILED,
@@ -38,9 +39,11 @@ from on_gpu.record import (
     Skipped,
     run_part,
 )
-from timing import RESULTS, prepare
+from timing import RESULTS, device, prepare
 
-from metis_hf.shared.processes import sigterm_raises  # on_gpu has made it importable
+from metis_hf.data.chunked import read_meta  # on_gpu has made it importable
+from metis_hf.schemes import scheme_names
+from metis_hf.shared.processes import sigterm_raises
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")  # that `compare` trains
 
@@ -65,15 +68,36 @@ PARTS: dict[str, Part] = {
 }
 
 
-def names(text: str) -> list[str]:
-    """Comma-separated parts, in the order of PARTS."""
+def known_names(text: str, what: str, known: Sequence[str]) -> list[str]:
+    """Comma-separated names, of which each is known."""
     given = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in given if name not in PARTS]
+    unknown = [name for name in given if name not in known]
     if unknown or not given:
         raise argparse.ArgumentTypeError(
-            f"{', '.join(unknown) or 'nothing'} is no part; choose from {', '.join(PARTS)}"
+            f"{', '.join(unknown) or 'nothing'} is no {what}; choose from {', '.join(known)}"
         )
+    return given
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated parts, in the order of PARTS."""
+    given = known_names(text, "part", list(PARTS))
     return [name for name in PARTS if name in given]
+
+
+def schemes(text: str) -> tuple[str, ...]:
+    """Comma-separated schemes."""
+    return tuple(known_names(text, "scheme", scheme_names()))
+
+
+def first_device(name: str) -> torch.device:
+    """The device that is measured."""
+    if name.startswith("cuda:") and name != "cuda:0":
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is hidden: the first GPU is measured. Leave --device out, and name another "
+            f"one with CUDA_VISIBLE_DEVICES={name.removeprefix('cuda:')}"
+        )
+    return device(name)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -83,16 +107,18 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=40.0, help="after which nothing begins; default 40"
     )
-    parser.add_argument("--out", type=Path, help="folder that gets a copy of record and page")
+    parser.add_argument(
+        "--out", type=Path, help="folder of record and page; the checkout gets copies if it can"
+    )
     parser.add_argument("--name", help="of the record; default: the GPU's")
     parser.add_argument("--again", action="store_true", help="measure the parts anew")
-    parser.add_argument("--device", type=torch.device, help="default: cuda")
+    parser.add_argument("--device", type=first_device, help="default: cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--model", help="fidelity: directory of a causal language model")
     parser.add_argument("--text", type=Path, help="fidelity: UTF-8 file")
     parser.add_argument("--data", type=Path, help="compare: directory of chunked tokens")
     parser.add_argument(
-        "--schemes", type=lambda text: tuple(text.split(",")), default=SCHEMES,
+        "--schemes", type=schemes, default=SCHEMES,
         help=f"compare: default {','.join(SCHEMES)}",
     )  # fmt: skip
     parser.add_argument(
@@ -110,29 +136,48 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         args.device = torch.device("cuda")
     if (args.model is None) != (args.text is None):
         parser.error("--model and --text belong together: give both or none")
+    try:
+        _check_inputs(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return args
 
 
+def _check_inputs(args: argparse.Namespace) -> None:
+    """Refuse what a part would not find, before the parts ahead of it are measured."""
+    if args.model is not None and not Path(args.model).is_dir():
+        raise FileNotFoundError(f"--model {args.model} is no directory; nothing is downloaded")
+    if args.text is not None and not args.text.is_file():
+        raise FileNotFoundError(f"--text {args.text} is no file")
+    if args.data is not None:
+        read_meta(args.data)
+
+
 class Places(argparse.Namespace):
-    """Files of a call: `record`, `page`, and `copies`, a folder or None, with `copy` in it."""
+    """Files of a call: `record` and `page`, in `--out` where it is given, and their `copies`.
+
+    The copies are those of the checkout, which may be read-only.
+    """
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         super().__init__()
-        results, pages, self.copies = RESULTS, RESULTS.parent, args.out
-        if args.quick:  # replaces no record
-            results = pages = args.out or Path(tempfile.gettempdir()) / "metis-benchmarks"
-            self.copies = None
-        self.record, self.page = results / f"gpu-{name}.json", pages / f"gpu-{name}.md"
-        self.copy = None if self.copies is None else self.copies / self.record.name
+        record, text = f"gpu-{name}.json", f"gpu-{name}.md"
+        own = (RESULTS / record, RESULTS.parent / text)
+        folder = args.out
+        if args.quick and folder is None:
+            folder = Path(tempfile.gettempdir()) / "metis-benchmarks"
+        self.record, self.page = own if folder is None else (folder / record, folder / text)
+        # A quick run replaces no record.
+        self.copies = () if args.quick or folder is None else own
 
     def write(self, record: Record, name: str) -> None:
         """Write the record, its page, and copies of both."""
         record.write()
         self.page.write_text(page.page(record, name, list(PARTS)))
-        if self.copies is not None:
-            self.copies.mkdir(parents=True, exist_ok=True)
-            for path in (self.record, self.page):
-                shutil.copy(path, self.copies)
+        with contextlib.suppress(OSError):
+            for path, copy in zip((self.record, self.page), self.copies):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
 
 
 def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], None]) -> int:
@@ -141,7 +186,7 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
     name = args.name or machine.name_of(args.device)
     places = Places(args, name)
     facts, commit = machine.facts(args.device, args.quick), machine.commit(ROOT)
-    record = Record(places.record, facts, machine.IDENTITY, places.copy)
+    record = Record(places.record, facts, machine.IDENTITY, *places.copies[:1])
     record.begin_call(args.minutes, commit)
     context = Context(
         device=args.device,
@@ -169,11 +214,13 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
             )  # fmt: skip
         say(f"{part}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
 
+    if not args.again:
+        for part in args.parts:
+            record.check(part, context.options.get(part))
+    places.write(record, name)  # what cannot be kept is not measured
     if args.again:
         _measure_anew(args.parts, record, clock, lambda part: measure(part, set()), say)
     else:
-        for part in args.parts:
-            record.check(part, context.options.get(part))
         failed = {part: record.part(part).errors.keys() - {ITSELF} for part in args.parts}
         for part in args.parts:
             measure(part, failed[part])
@@ -183,7 +230,7 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
                 measure(part, record.part(part).errors.keys() - failed[part])
     places.write(record, name)
     for path in (places.record, places.page):
-        say(str(path if places.copies is None else places.copies / path.name))
+        say(str(path))
     entries = [record.part(part) for part in args.parts]
     if clock.left() <= 0 and any(entry.state == WAITING or entry.reason for entry in entries):
         command = "the same command without --again" if args.again else "the same command"
@@ -226,7 +273,7 @@ def main() -> None:
     try:
         with sigterm_raises():  # pytest's processes end with this one
             status = run(args, PARTS, lambda line: print(line, flush=True))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"make gpu: {error}")
     sys.exit(status)
 

@@ -173,14 +173,14 @@ def slopes_markdown(found: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    colours = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
+    colours = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#009E73")
     sweeps = list(dict.fromkeys(row["sweep"] for row in rows))
     found, axes = figure(1, len(sweeps), (4.2 * len(sweeps), 4.2))
     labels = {"tokens": "tokens", "width": "inputs = outputs", "rank": "rank"}
     for axis, sweep in zip(axes[0], sweeps):
         shown = [row for row in rows if row["sweep"] == sweep]
         sizes = [row[sweep] for row in shown]
-        for part, colour in zip(THEORY, colours):
+        for part, colour in zip(THEORY, colours, strict=True):
             times = [row["parts_ms"][part] for row in shown]
             axis.plot(sizes, times, "o-", color=colour, ms=3, lw=1.3, label=part)
         axis.set(xscale="log", yscale="log", xlabel=labels[sweep])
@@ -188,7 +188,7 @@ def draw(rows: list[Row], path: Path) -> None:
         axis.set_xticks([], minor=True)
     axes[0, 0].set_ylabel("ms, forward and backward")
     handles, names = axes[0, 0].get_legend_handles_labels()
-    found.legend(handles, names, loc="outside lower center", ncols=6, frameon=False)
+    found.legend(handles, names, loc="outside lower center", ncols=len(THEORY), frameon=False)
     found.savefig(path)
 
 

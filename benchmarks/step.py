@@ -10,9 +10,9 @@ forward and backward pass as a CUDA graph. Writes results/step.json and .png.
 
 Saved bytes are what autograd keeps between forward and backward (`saved_tensors_hooks`), every
 storage once, parameters left out: of the linear layers' own forward passes, without copies of their
-weights, and of the whole model. Peak memory is the step's first: resident memory at its highest,
-less that before the step; gradients and AdamW's state are in it. On a GPU it is the second step's,
-of what the caching allocator gave out; AdamW's state is not in it.
+weights, and of the whole model. Peak memory is that of a step after the first: resident memory at
+its highest, on a GPU what the caching allocator gave out, less that before the step. Gradients are
+in it, AdamW's state is not.
 """
 
 from __future__ import annotations
@@ -234,9 +234,8 @@ def measure(name: str, shape: Shape, rounds: int, budget: float, device: torch.d
     found = cases(shape, device)
     rows = []
     for case in found:
-        if device.type == "cuda":
-            case.step()  # so that AdamW's state is there in all, also where two share a model
-        # Also the warm-up.
+        # The warm-up; AdamW's state is then there in all, also where two share a model.
+        case.step()
         with counting_saved(case, shape) as saved, peak_memory(device) as peak:
             case.step()
         linears, everything = saved.bytes()

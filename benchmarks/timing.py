@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from metis_hf.shared.devices import device_of
+from metis_hf.shared.records import bf16_units
+
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 KERNEL_COLOURS = {"compiled": "#0072B2", "triton": "#009E73", "reference": "#E69F00"}
@@ -37,9 +40,17 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder of the results; default results/")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--device", type=device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; default 1")
     return parser
+
+
+def device(name: str) -> torch.device:
+    """A device that torch can use here, as argparse takes it."""
+    try:
+        return device_of(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -162,9 +173,7 @@ def machine(device: torch.device | None = None) -> Row:
         "python": platform.python_version(),
         "processor": _processor(),
         "capability": capabilities,
-        "bf16_units": bool(
-            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        ),
+        "bf16_units": bf16_units(torch.device("cpu")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(x, 1) for x in os.getloadavg()],

@@ -1,4 +1,4 @@
-"""Train Hugging Face language models in four bits, emulated exactly on any device."""
+"""Train Hugging Face language models in four bits, emulated exactly on CPUs and CUDA GPUs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -90,3 +90,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value  # the next time without this call
         return value
     raise AttributeError(f"module 'metis_hf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LAZY.keys())

@@ -20,7 +20,7 @@ from metis_hf.commands.report import report
 from metis_hf.commands.schemes import schemes
 
 app = typer.Typer(
-    help="Train Hugging Face language models in four bits, emulated exactly on any device.",
+    help="Train Hugging Face language models in four bits, emulated exactly on CPU and CUDA.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

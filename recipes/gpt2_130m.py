@@ -13,8 +13,10 @@ from transformers import GPT2Config
 from metis_hf.experiments.recipe import (
     build_model,
     build_trainer,
+    check_run,
     dry_run,
     load_data,
+    run_recipe,
     train_and_evaluate,
 )
 from metis_hf.experiments.recipe_arguments import parse_arguments
@@ -60,6 +62,7 @@ def main() -> None:
     if arguments.dry_run:
         dry_run(config, arguments, training)
         return
+    check_run(arguments, training, config)
     train, evaluation, tokenizer = load_data(arguments, training, config)
     model = build_model(config, arguments, training)
     trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
@@ -67,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

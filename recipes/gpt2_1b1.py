@@ -14,8 +14,10 @@ from transformers import GPT2Config
 from metis_hf.experiments.recipe import (
     build_model,
     build_trainer,
+    check_run,
     dry_run,
     load_data,
+    run_recipe,
     train_and_evaluate,
 )
 from metis_hf.experiments.recipe_arguments import parse_arguments
@@ -61,6 +63,7 @@ def main() -> None:
     if arguments.dry_run:
         dry_run(config, arguments, training)
         return
+    check_run(arguments, training, config)
     train, evaluation, tokenizer = load_data(arguments, training, config)
     model = build_model(config, arguments, training)
     trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
@@ -68,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

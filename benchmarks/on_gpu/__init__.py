@@ -5,9 +5,9 @@ Importing this package makes metis_hf of this checkout importable, which need no
 
 import os
 import sys
+from pathlib import Path
 
-from on_gpu.context import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(1, str(ROOT))  # after the script's own folder
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported

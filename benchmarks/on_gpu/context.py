@@ -12,7 +12,6 @@ from timing import Row
 from on_gpu.record import Clock, Entry
 
 TOKENS = 8192  # of a layer's input
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

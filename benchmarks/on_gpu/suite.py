@@ -17,7 +17,8 @@ from pathlib import Path
 
 from timing import Row
 
-from on_gpu.context import ROOT, Context
+from on_gpu import ROOT
+from on_gpu.context import Context
 from on_gpu.record import FAILURES, Clock, CutOff, Item, Skipped
 
 MARK = "gpu"  # tests/conftest.py gives it to every test that is skipped without a CUDA device

@@ -47,7 +47,7 @@ def analyze(
             of them is compared.
         out: directory to write: index.html, layers.csv, figures/ with a PNG and a JSON each, and
             measured.jsonl, which another run goes on from.
-        text: a UTF-8 file.
+        text: a UTF-8 file, or JSON lines, see `data.chat`.
         control: a checkpoint trained without Metis, to compare a Metis-trained residual with.
         layers: regular expression, searched in layer names; None takes all.
         rank: directions that Metis keeps apart; None takes 1.5 %, at least 48, in multiples of 16.

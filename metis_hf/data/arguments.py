@@ -14,7 +14,7 @@ class PrepareArguments:
     """Options of `metis_hf.data.prepare`; the fields of `recipes/prepare_data.py --help`.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or `files` is no list of paths.
     """
 
     output_dir: str = field(
@@ -85,6 +85,10 @@ class PrepareArguments:
     num_proc: int = field(default=1, metadata={"help": "Processes that filter and tokenize."})
 
     def __post_init__(self) -> None:
+        if isinstance(self.files, str):
+            raise ValueError(f"files={self.files!r} is one string; give a list, [{self.files!r}]")
+        if self.files is not None and not self.files:
+            raise ValueError("files is empty; give paths, or None to read the dataset")
         minimum = {
             "seq_len": 2,
             "max_tokens": 1,

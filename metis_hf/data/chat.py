@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from metis_hf.shared.texts import utf8_text
@@ -34,23 +35,43 @@ def is_json_lines(path: Path) -> bool:
 
 
 def read_documents(path: Path) -> list[dict[str, Any]]:
-    """Return the conversations and texts of a file, in their order.
+    """Return the conversations and texts of a file, in their order; errors as of `read_tokens`."""
+    return [document for _, document in _numbered(path)]
+
+
+def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yield the token ids of each conversation or text of a file, in their order.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a line that is no such object; its number is named. Nothing in the file, bytes
-            that are not UTF-8, or such objects in a file that is a text by its name.
+            that are not UTF-8, or such objects in a file that is a text by its name. A conversation
+            that the chat template does not take; or as `tokens_of`.
     """
+    for number, document in _numbered(path):
+        try:
+            ids = tokens_of(document, tokenizer)
+        except (TemplateError, TypeError) as error:  # of the template's own code
+            raise ValueError(
+                f"{path}, line {number}: the chat template of {tokenizer.name_or_path} does not "
+                f"take the conversation ({error}); mend the line, or remove it"
+            ) from None
+        yield ids
+
+
+def _numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the documents of a file and the lines of JSON that they stand in, from 1."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; give JSON lines of messages or text")
     content = utf8_text(path, "utf-8-sig")
     if not is_json_lines(path):
         refuse_objects(path, content)
-        documents = [{"text": piece, "goes_on": True} for piece in _pieces(content)]
+        pieces = enumerate(_pieces(content), 1)
+        documents = [(n, {"text": piece, "goes_on": True}) for n, piece in pieces]
     else:
         # Not splitlines, which ends a line at characters that JSON strings may hold.
         lines = enumerate(content.split("\n"), 1)
-        documents = [_document(path, n, line) for n, line in lines if line.strip()]
+        documents = [(n, _document(path, n, line)) for n, line in lines if line.strip()]
     if not documents:
         raise ValueError(f"{path} is empty; give JSON lines of messages or text")
     return documents
@@ -127,7 +148,7 @@ def tokens_of(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> l
     return [*ids, *([] if end is None else [end])]
 
 
-def chunk(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
+def equal_rows(documents: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
     """Yield sequences of `length` tokens of documents that follow each other; the rest is left."""
     held: list[int] = []
     for document in documents:
@@ -153,8 +174,7 @@ def first_sequences(
         FileNotFoundError: no such file.
         ValueError: a damaged line, conversations without a chat template, or not one sequence.
     """
-    documents = (tokens_of(document, tokenizer) for document in read_documents(path))
-    rows = list(islice(chunk(documents, length), count))
+    rows = list(islice(equal_rows(read_tokens(path, tokenizer), length), count))
     if not rows:
         raise ValueError(
             f"{path} has fewer than {length} tokens, which is one sequence; give a longer text, or "
@@ -200,10 +220,9 @@ def chunked_sequences(
         ValueError: a damaged line, conversations without a chat template, too little text, or held
             out documents so long that much of them would be used for nothing.
     """
-    read = read_documents(path)
-    documents = [tokens_of(document, tokenizer) for document in read]
+    documents = list(read_tokens(path, tokenizer))
     total, wanted = sum(map(len, documents)), held_out * length
-    if "goes_on" in read[0]:
+    if not is_json_lines(path):
         tokens = [token for document in documents for token in document]
         documents = [tokens[: max(0, total - wanted)], tokens[max(0, total - wanted) :]]
     first = len(documents)
@@ -218,8 +237,8 @@ def chunked_sequences(
             f"{wanted:,} tokens have {count:,}, so that {unused:,} of all {total:,} would be used "
             "for nothing. Put shorter documents last, or cut long ones into several"
         )
-    train = list(chunk(documents[:first], length))
-    held = list(chunk(documents[first:], length))[:held_out]
+    train = list(equal_rows(documents[:first], length))
+    held = list(equal_rows(documents[first:], length))[:held_out]
     if not train or len(held) < held_out:
         raise ValueError(
             f"{path} has {total:,} tokens in {len(documents):,} documents; {held_out} held-out "

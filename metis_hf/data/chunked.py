@@ -6,6 +6,7 @@ int32, and `meta.json`, which is written last: a directory that has it is finish
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,8 @@ def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> dat
     import datasets
 
     shards = _shards(Path(directory), vocab_size)
-    dataset = datasets.Dataset.from_parquet([str(shard) for shard in shards])
+    # A path is taken for a pattern.
+    dataset = datasets.Dataset.from_parquet([glob.escape(str(shard)) for shard in shards])
     return dataset.with_format("torch")
 
 

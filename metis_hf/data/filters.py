@@ -56,7 +56,10 @@ def language(text: str) -> str:
 
 @functools.cache
 def detector() -> Callable[[str], tuple[str, float]]:
-    """Return py3langid's classifier with its model, part of its wheel, loaded: forks inherit it."""
+    """Return py3langid's classifier with its model, part of its wheel, loaded once a process.
+
+    Forked processes inherit it; those that are spawned, as on macOS, load it again.
+    """
     try:
         from py3langid import classify
     except ImportError as error:

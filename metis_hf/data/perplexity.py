@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WEIGHTS = ("*.safetensors", "*.bin")
 DEVIATIONS = 2.0  # arXiv:2509.00404, section 4: "more than two standard deviations from the mean"
 
 
@@ -24,20 +29,17 @@ class Scorer:
         batch_size: Texts per forward pass.
 
     Raises:
-        ValueError: If the tokenizer has neither token, or the model's context is too short.
+        ValueError: As `check_reference`.
     """
 
     def __init__(self, name: str, tokens: int, batch_size: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        check_context(name, tokens)
+        check_reference(name, tokens)
         self.tokens, self.batch_size, self.name = tokens, batch_size, name
         self.tokenizer = AutoTokenizer.from_pretrained(name)
-        prefix = self.tokenizer.bos_token_id
-        self.prefix = self.tokenizer.eos_token_id if prefix is None else prefix
-        if self.prefix is None:
-            raise ValueError(f"the tokenizer of {name} has neither a bos_token nor an eos_token")
+        self.prefix = _prefix(self.tokenizer)
         self.device = torch.device(device_type())
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -113,16 +115,49 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_context(name: str, tokens: int) -> None:
-    """Raise ValueError if the model `name` cannot score `tokens` tokens and a prefix at once."""
-    from transformers import AutoConfig
+def check_reference(name: str, tokens: int) -> None:
+    """Refuse a reference model that cannot score texts, without loading its weights.
 
-    context = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
+    Raises:
+        FileNotFoundError: `name` is a directory without weights.
+        ValueError: `tokens` tokens and a prefix do not fit its context, its tokenizer has neither a
+            bos_token nor an eos_token, or gives tokens that the model does not embed.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(name)
+    folder = Path(name)
+    if folder.is_dir() and not any(p for kind in _WEIGHTS for p in folder.glob(kind)):
+        raise FileNotFoundError(
+            f"--reference-model {name} has no weights ({', '.join(_WEIGHTS)}); save the model "
+            "there, or name another"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    prefix = _prefix(tokenizer)
+    if prefix is None:
+        raise ValueError(
+            f"the tokenizer of {name} has neither a bos_token nor an eos_token to put before a "
+            "text; set one and save it, or use another --reference-model"
+        )
+    highest = max(tokenizer.vocab_size - 1, prefix)
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    if known is not None and highest >= known:
+        raise ValueError(
+            f"the tokenizer of {name} gives tokens up to {highest}, and the model knows {known}: "
+            "they do not belong together; save the model's own tokenizer beside it"
+        )
+    context = getattr(config, "max_position_embeddings", None)
     if context is not None and tokens + 1 > context:
         raise ValueError(
             f"perplexity_tokens={tokens}, and one token before them, do not fit the context of "
             f"{name}, {context} tokens; choose at most {context - 1}"
         )
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that is put before a text."""
+    prefix = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if prefix is None else prefix
 
 
 @dataclass(frozen=True)

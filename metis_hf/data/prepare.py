@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers.utils import logging
 
+import metis_hf
 from metis_hf.data.arguments import PrepareArguments
 from metis_hf.data.chunked import (
     ARGUMENTS,
@@ -26,7 +27,7 @@ from metis_hf.data.chunked import (
 )
 from metis_hf.data.filters import KEPT, TextFilter, detector
 from metis_hf.data.ownership import check_owner, settings_of
-from metis_hf.data.perplexity import Outliers, Scorer, check_context, device_type
+from metis_hf.data.perplexity import Outliers, Scorer, check_reference, device_type
 from metis_hf.data.report import Tally, build_report
 from metis_hf.data.source import Opened, open_source
 from metis_hf.shared.locks import hold_directory
@@ -60,6 +61,11 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
             nothing is left to write.
     """
     output = Path(arguments.output_dir)
+    if "::" in str(output.absolute()):
+        raise ValueError(
+            f"output_dir={arguments.output_dir!r}: datasets takes a path with '::' for a URL, and "
+            "could not load what is written there; choose another --output-dir"
+        )
     settings = settings_of(arguments)
     check_owner(output, settings)
     work = output / "work"
@@ -70,7 +76,7 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
     # What can be refused is refused before the directory is claimed for these arguments.
     tokenizer = _load_tokenizer(arguments.tokenizer)
     if arguments.perplexity_filter:
-        check_context(arguments.reference_model, arguments.perplexity_tokens)
+        check_reference(arguments.reference_model, arguments.perplexity_tokens)
     opened = None if (documents / _READ).exists() else open_source(arguments)
     with hold_directory(output, "--output-dir"):
         check_owner(output, settings)  # as another process may have left it since
@@ -78,7 +84,7 @@ def prepare(arguments: PrepareArguments) -> dict[str, Any]:
         tallies = _read_stage(arguments, opened, tokenizer, documents)
         if arguments.perplexity_filter:
             _score_stage(arguments, tallies, work)
-        report = _pack_stage(arguments, tokenizer, tallies, output)
+        report = _write_stage(arguments, tokenizer, tallies, output)
         shutil.rmtree(work)
     return report
 
@@ -116,7 +122,7 @@ def _read_stage(
         return tallies
     if tallies:
         opened.dataset.load_state_dict(tallies[-1].stream)
-    detector()  # before the processes fork
+    detector()  # or its package is missing; processes that are forked inherit it
     text_filter = TextFilter(
         tokenizer, opened.json_column, arguments.validation_share, arguments.perplexity_filter
     )
@@ -205,7 +211,7 @@ def _score_stage(arguments: PrepareArguments, tallies: list[Tally], work: Path) 
             write_atomically(_scores(work, i), lambda f: np.save(f, scores))  # noqa: B023
 
 
-def _pack_stage(
+def _write_stage(
     arguments: PrepareArguments,
     tokenizer: PreTrainedTokenizerBase,
     tallies: list[Tally],
@@ -305,7 +311,7 @@ def _meta(
 
 
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("metis-hf", *_LIBRARIES)}
+    return {"metis-hf": metis_hf.__version__, **{name: version(name) for name in _LIBRARIES}}
 
 
 def _scores(work: Path, part: int) -> Path:

@@ -12,7 +12,9 @@ import importlib.util
 import io
 import itertools
 import json
+import lzma
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,18 +175,68 @@ def _open_bytes(text_column: str, paths: list[str], by_line: bool) -> Opened:
 
 
 def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
+    for path in paths:
+        try:
+            yield from _documents(path, by_line)
+        except _damage_of(path) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk; it names the file
+            raise ValueError(
+                f"--files {path} is damaged or cut short ({error}); make or copy it again"
+            ) from None
+
+
+def _damage_of(path: str) -> tuple[type[Exception], ...]:
+    """Return what decompressors raise, none of which names the file."""
+    found = (EOFError, OSError, lzma.LZMAError, zlib.error)
+    if not path.endswith(".zst"):
+        return found
+    import zstandard
+
+    return (*found, zstandard.ZstdError)
+
+
+def _documents(path: str, by_line: bool) -> Iterator[dict[str, bytes]]:
     from fsspec.implementations.local import LocalFileSystem
 
     local = LocalFileSystem()  # `fsspec.open` would read a URL out of a path with "::"
-    for path in paths:
-        with local.open(path, "rb", compression="infer") as opened:
-            # zstandard's own reader cannot be read by line.
-            file = io.BufferedReader(opened) if path.endswith(".zst") else opened
-            if by_line:
-                # A blank line, such as one at the end of a file, is no document.
-                yield from ({"document": line} for line in file if line.strip())
-            else:
-                yield {"document": file.read().replace(b"\r\n", b"\n")}
+    zst = path.endswith(".zst")
+    with local.open(path, "rb", compression=None if zst else "infer") as opened:
+        file = io.BufferedReader(_Zst(opened)) if zst else opened
+        if by_line:
+            # A blank line, such as one at the end of a file, is no document.
+            yield from ({"document": line} for line in file if line.strip())
+        else:
+            yield {"document": file.read().replace(b"\r\n", b"\n")}
+
+
+class _Zst(io.RawIOBase):
+    """A .zst file, unpacked; zstandard's own reader takes one that was cut short for whole."""
+
+    def __init__(self, file: Any) -> None:
+        import zstandard
+
+        self.new_frame = zstandard.ZstdDecompressor().decompressobj
+        self.file, self.frame, self.held = file, self.new_frame(), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.held:
+            packed = self.frame.unused_data if self.frame.eof else b""
+            packed = packed or self.file.read(io.DEFAULT_BUFFER_SIZE)
+            if not packed and not self.frame.eof:
+                raise EOFError("it ended inside a frame")
+            if not packed:
+                return 0
+            if self.frame.eof:
+                self.frame = self.new_frame()
+            self.held = memoryview(self.frame.decompress(packed))
+        count = min(len(buffer), len(self.held))
+        buffer[:count] = self.held[:count]
+        self.held = self.held[count:]
+        return count
 
 
 def _check_first_line(text_column: str, line: bytes, path: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +19,15 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.chunked import causal_batch
+from metis_hf.data.chunked import META, causal_batch, load_chunked, read_meta
 from metis_hf.experiments.recipe_arguments import RecipeArguments
 from metis_hf.experiments.runner import new_model, whole_batches
-from metis_hf.planning.plan import Plan, plan_run
-from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.planning.plan import Plan, meta_model, plan_run
+from metis_hf.planning.workload import Workload
+from metis_hf.shared.checkpoints import last_checkpoint, newest_first
 from metis_hf.shared.locks import hold_directory
 from metis_hf.training.callback import MetisCallback
+from metis_hf.training.start_checks import check_device
 from metis_hf.training.trainer import MetisTrainer
 
 if TYPE_CHECKING:
@@ -31,6 +35,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SMOKE_TEXT = 60  # documents of the embedded corpus
+
+
+def run_recipe(main: Callable[[], None]) -> None:
+    """Run the script of a recipe; an error that a user can mend is one line, not a traceback."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def dry_run(
@@ -55,28 +68,50 @@ def dry_run(
     return plan
 
 
+def check_run(
+    arguments: RecipeArguments, training: TrainingArguments, config: PreTrainedConfig
+) -> None:
+    """Refuse what the run would refuse, before its data and its model are made.
+
+    Raises:
+        NotImplementedError: a device on which no scheme can be computed.
+        ValueError: a model that cannot be converted so, a batch as `build_trainer` refuses it, or
+            output_dir has checkpoints and `--resume` was not given.
+    """
+    check_device(training.device)
+    _checked_workload(arguments, training)
+    _check_checkpoints(arguments, Path(str(training.output_dir)))
+    get_metis_model(meta_model(config), arguments.metis_config(training.seed))
+
+
+def _checked_workload(arguments: RecipeArguments, training: TrainingArguments) -> Workload:
+    """Return the run as numbers; raises as `build_trainer` does."""
+    workload = arguments.workload(training, training.world_size)
+    given, derived = training.gradient_accumulation_steps, workload.accumulation
+    if given not in (1, derived):
+        raise ValueError(
+            f"gradient_accumulation_steps={given} contradicts global_batch={workload.global_batch}"
+            f", which takes {derived} on {training.world_size} processes; leave it out"
+        )
+    return workload
+
+
 def load_data(
     arguments: RecipeArguments, training: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset, PreTrainedTokenizerBase | None]:
     """Return sequences to train on and to hold out, and the tokenizer if it is at hand.
 
-    `--data` wins; without it, `--smoke` chunks text of the standard library.
+    `--data` wins; without it, text of the standard library is chunked (`--smoke`).
 
     Raises:
-        FileNotFoundError: `--data` is no directory of chunked tokens, or an unfinished one.
-        ValueError: no data, or data that do not fit the arguments or the model.
+        ValueError: data that do not fit the arguments or the model.
     """
     if arguments.data is not None:
         dataset, evaluation = _chunked_data(Path(arguments.data), arguments, config)
         tokenizer = None
-    elif arguments.smoke:
+    else:
         dataset, tokenizer = _embedded_text(arguments, config)
         evaluation = None
-    else:
-        raise ValueError(
-            "no data: give --data DIR, a directory of chunked tokens as recipes/prepare_data.py "
-            "writes it (its --help says how), or try --smoke"
-        )
     if evaluation is None:
         evaluation, dataset = _hold_out(dataset, arguments.eval_sequences)
     # In memory and once: a sampler would keep a Python list of all indices on every process.
@@ -100,8 +135,6 @@ def _chunked_data(
     path: Path, arguments: RecipeArguments, config: PreTrainedConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return what recipes/prepare_data.py wrote: training sequences and a validation split."""
-    from metis_hf.data.chunked import META, load_chunked, read_meta
-
     length = read_meta(path)["seq_len"]
     if length != arguments.sequence_length:
         raise ValueError(
@@ -160,14 +193,8 @@ def build_trainer(
         ValueError: a global batch that the processes cannot divide, or an accumulation that
             contradicts it.
     """
-    workload = arguments.workload(training, training.world_size)
-    given, derived = training.gradient_accumulation_steps, workload.accumulation
-    if given not in (1, derived):
-        raise ValueError(
-            f"gradient_accumulation_steps={given} contradicts global_batch={workload.global_batch}"
-            f", which takes {derived} on {training.world_size} processes; leave it out"
-        )
-    training.gradient_accumulation_steps = derived
+    workload = _checked_workload(arguments, training)
+    training.gradient_accumulation_steps = workload.accumulation
     training.max_steps = workload.steps
     training.train_sampling_strategy = "sequential"  # the dataset is shuffled already
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -204,11 +231,7 @@ def _train_and_evaluate(
     trainer: MetisTrainer, arguments: RecipeArguments, directory: Path
 ) -> dict[str, float]:
     training = trainer.args
-    if not arguments.resume and (present := sorted(directory.glob("checkpoint-*"))):
-        raise ValueError(
-            f"output_dir {directory} has checkpoints ({present[-1].name}); go on with "
-            "--resume, or choose another --output_dir"
-        )
+    _check_checkpoints(arguments, directory)
     trainer.train(resume_from_checkpoint=last_checkpoint(directory))
     trainer.save_model()
     metrics = trainer.evaluate()
@@ -217,6 +240,15 @@ def _train_and_evaluate(
     if arguments.smoke and training.process_index == 0:
         _check_reload(trainer)
     return metrics
+
+
+def _check_checkpoints(arguments: RecipeArguments, directory: Path) -> None:
+    """Refuse to begin from the start where a run has left checkpoints."""
+    if not arguments.resume and (present := newest_first(directory)):
+        raise ValueError(
+            f"output_dir {directory} has checkpoints ({present[0].name}); go on with "
+            "--resume, or choose another --output_dir"
+        )
 
 
 def _check_reload(trainer: MetisTrainer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from metis_hf.config import MetisConfig
+from metis_hf.data.chunked import read_meta
 from metis_hf.planning.workload import Workload
 from metis_hf.schemes import import_schemes, scheme_names
 from metis_hf.shared.yaml_file import read_yaml
@@ -71,6 +72,21 @@ class RecipeArguments:
     )
     json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
 
+    def __post_init__(self) -> None:
+        """Refuse a run without data, before anything asks for its device.
+
+        Raises:
+            FileNotFoundError: `data` is no directory of chunked tokens, or an unfinished one.
+            ValueError: no data, or its description is damaged.
+        """
+        if self.data is not None:
+            read_meta(Path(self.data))
+        elif not (self.smoke or self.dry_run):
+            raise ValueError(
+                "no data: give --data DIR, a directory of chunked tokens as "
+                "recipes/prepare_data.py writes it (its --help says how), or try --smoke"
+            )
+
     def metis_config(self, seed: int) -> MetisConfig:
         """Return the conversion; noise takes the run's seed unless `metis` gives one.
 
@@ -126,7 +142,7 @@ def parse_arguments(
 
     Raises:
         ValueError: a key of the YAML file that no argument has, epochs, or a source of schemes that
-            cannot be imported.
+            cannot be imported; or as `kind` raises.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")

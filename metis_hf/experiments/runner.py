@@ -26,6 +26,7 @@ from metis_hf.experiments.optimization import ExperimentTrainer, scale_residuals
 from metis_hf.experiments.results import SchemeResult, load_result, save_result
 from metis_hf.experiments.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.shared.devices import device_of
 from metis_hf.shared.measured import code_digest
 from metis_hf.shared.records import bf16_units, commit, device_name
 from metis_hf.training.callback import MetisCallback
@@ -163,16 +164,17 @@ def training_arguments(experiment: Experiment, run: Path) -> transformers.Traini
     Raises:
         ValueError: transformers does not take the experiment's training arguments.
     """
+    device = device_of(None)
     shared = {
         "output_dir": str(run),
         "bf16": bf16_units() and not experiment.training.get("fp16"),
-        "use_cpu": not torch.accelerator.is_available(),
+        "use_cpu": device.type == "cpu",
         "seed": experiment.seed,
         "logging_steps": 1,
         "save_total_limit": 1,
         "report_to": "none",
         "disable_tqdm": True,
-        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "dataloader_pin_memory": device.type != "cpu",
     }
     given = {**shared, **experiment.training}
     try:
@@ -331,7 +333,7 @@ def evaluate_checkpoint(
     """
     from metis_hf.evaluation import EvalResult, evaluate_model
 
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of(None)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.to(device)  # type: ignore[arg-type]
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)

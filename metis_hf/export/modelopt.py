@@ -9,17 +9,16 @@ in `hf_quant_config.json`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
+import metis_hf
+from metis_hf.conversion.packed_layouts import ALGORITHMS, MIXED, MODELOPT
 from metis_hf.export.compressed_tensors import CompressedMatrix
+from metis_hf.layers.packed import BLOCK
 
-CONFIG_FILE = "hf_quant_config.json"
-_ALGORITHM = {True: "NVFP4", False: "W4A16_NVFP4"}  # by whether inputs are quantized
-_MIXED = "MIXED_PRECISION"
-_GROUP_SIZE = 16
+_ALGORITHM = {quantized: name for name, quantized in ALGORITHMS.items()}
 
 
 def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[str, Tensor]:
@@ -48,25 +47,25 @@ def describe(ignore: Sequence[str], inputs: Mapping[str, bool]) -> dict[str, Any
     """
     kinds = set(inputs.values())
     quantization: dict[str, Any] = {
-        "quant_algo": _ALGORITHM[kinds.pop()] if len(kinds) == 1 else _MIXED,
+        "quant_algo": _ALGORITHM[kinds.pop()] if len(kinds) == 1 else MIXED,
         "kv_cache_quant_algo": None,
-        "group_size": _GROUP_SIZE,
+        "group_size": BLOCK,
         "exclude_modules": sorted(ignore),
     }
-    if quantization["quant_algo"] == _MIXED:
+    if quantization["quant_algo"] == MIXED:
         del quantization["group_size"]
         quantization["quantized_layers"] = {
-            name: {"quant_algo": _ALGORITHM[quantized], "group_size": _GROUP_SIZE}
+            name: {"quant_algo": _ALGORITHM[quantized], "group_size": BLOCK}
             for name, quantized in inputs.items()
         }
-    producer = {"name": "metis_hf", "version": version("metis-hf")}
+    producer = {"name": "metis_hf", "version": metis_hf.__version__}
     return {"producer": producer, "quantization": quantization}
 
 
 def quantization_config(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return `quantization_config` of a config.json, made of what `describe` gives."""
     details = description["quantization"]
-    if details["quant_algo"] == _MIXED:
+    if details["quant_algo"] == MIXED:
         named: dict[str, list[str]] = {}
         for name, layer in details["quantized_layers"].items():
             named.setdefault(layer["quant_algo"], []).append(name)
@@ -80,13 +79,13 @@ def quantization_config(description: Mapping[str, Any]) -> dict[str, Any]:
         "ignore": details["exclude_modules"],
         "quant_algo": details["quant_algo"],
         "producer": description["producer"],
-        "quant_method": "modelopt",
+        "quant_method": MODELOPT,
     }
 
 
 def _group(algorithm: str) -> dict[str, Any]:
-    arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": _GROUP_SIZE}
+    arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
     group: dict[str, Any] = {"weights": arguments}
-    if algorithm == _ALGORITHM[True]:
+    if ALGORITHMS[algorithm]:
         group["input_activations"] = dict(arguments)
     return group

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.data.chat import first_sequences, is_json_lines
+from metis_hf.data.chat import check_vocabulary
 from metis_hf.data.sequences import read_sequences
 from metis_hf.evaluation.opening import open_model
 from metis_hf.layers.attention import AttentionProducts
@@ -85,10 +85,7 @@ def open_subject(
         raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
     checkpoint = open_model(name)
     encode = checkpoint.tokenizer(tokenizer)
-    if is_json_lines(text):
-        ids = first_sequences(text, encode, length, sequences)
-    else:
-        ids, _ = read_sequences(encode, text, sequences, length)
+    ids, _ = read_sequences(encode, text, sequences, length)
     if len(ids) < 2:
         raise ValueError(
             f"{text} has fewer than {2 * length} tokens; at least two sequences of {length} are "
@@ -98,12 +95,7 @@ def open_subject(
     with quiet():
         model = checkpoint.load("dense", dtype, torch.device(device))
     embeddings: Any = model.get_input_embeddings()
-    vocabulary = embeddings.weight.shape[0]
-    if int(ids.max()) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer of {name} gives token {int(ids.max())}, and the model knows "
-            f"{vocabulary}: they do not belong together; save the model's own tokenizer beside it"
-        )
+    check_vocabulary(ids, embeddings.weight.shape[0], name)
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and length > context:
         raise ValueError(f"{length} tokens do not fit the context of {name}, {context} tokens")

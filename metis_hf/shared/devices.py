@@ -6,17 +6,31 @@ import re
 
 import torch
 
+# Subspaces and rotations are made in fp64, and block scales round to float8_e4m3fn.
+_LACKS = {"mps": "it has no fp64 and no float8"}
+
+
+def lacks(device: torch.device) -> str | None:
+    """Return what a kind of device lacks to compute schemes; None if nothing is known."""
+    return _LACKS.get(device.type)
+
 
 def device_of(name: str | None) -> torch.device:
     """Return the device of a name; without one the machine's accelerator, else the CPU.
 
+    An accelerator that cannot compute schemes does not count.
+
     Raises:
-        ValueError: torch knows no such device, or this machine has none that torch can use.
+        ValueError: torch knows no such device, this machine has none that torch can use, or it
+            cannot compute schemes.
     """
     if name is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None or lacks(found) else found
     try:
         device = torch.device(name)
+        if reason := lacks(device):
+            raise RuntimeError(reason)
         torch.zeros(1, device=device).cpu()  # fails where torch knows of a device it cannot use
     except (RuntimeError, AssertionError, ImportError) as error:  # by backend
         reason = re.split(r"\.\s|\n", str(error).strip())[0]

@@ -8,6 +8,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.shared.devices import lacks
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device on which the first step would fail."""
+    if reason := lacks(device):
+        raise NotImplementedError(
+            f"Trainer runs on {device.type}, and no scheme can be computed there: {reason}. Train "
+            "on the CPU: TrainingArguments(use_cpu=True), or --use_cpu"
+        )
 
 
 def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimizer) -> None:
@@ -36,8 +46,14 @@ def check_optimizer(layers: dict[str, MetisLayer], optimizer: torch.optim.Optimi
 
 
 def check_precision() -> None:
-    """Refuse accelerate's FP8, which puts other layers and other scales under the same model."""
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision == "fp8":
+    """Refuse a device without fp64, and accelerate's FP8.
+
+    That puts other layers and other scales under the same model.
+    """
+    if not AcceleratorState._shared_state:
+        return
+    check_device(AcceleratorState().device)
+    if AcceleratorState().mixed_precision == "fp8":
         raise NotImplementedError(
             "accelerate runs with mixed_precision=fp8, which quantizes linear layers itself, and "
             "the model's are converted: they quantize as their scheme says. Choose bf16 or no "

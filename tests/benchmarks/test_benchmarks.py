@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from design import thinned
 from paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import gpu
 import report
 import scaling
 import step
@@ -146,8 +149,62 @@ def test_one_round_has_quartiles():
     [([], timing.RESULTS), (["--device", "cuda"], timing.RESULTS / "cuda"), (["--out", "x"], "x")],
 )
 def test_runs_on_a_gpu_leave_the_records_of_cpus_alone(options, folder, monkeypatch):
+    monkeypatch.setattr(timing, "device_of", torch.device)
     monkeypatch.setattr(sys, "argv", ["layer.py", *options])
     assert timing.parse(timing.arguments("Measures.")).out == Path(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("options", [timing.arguments("Measures."), gpu])
+def test_a_device_that_is_not_there_is_no_traceback(options, capsys):
+    with pytest.raises(SystemExit):
+        getattr(options, "parse_args", gpu.arguments)(["--device", "cuda"])
+    assert "device='cuda' cannot be used here" in capsys.readouterr().err
+
+
+def test_bf16_units_of_arm_count(monkeypatch):
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, probe, lambda: False)
+    for there in (True, False):
+        probe = "_is_arm_bf16_supported"
+        monkeypatch.setattr(torch.cpu, probe, lambda there=there: there, raising=False)
+        assert timing.machine()["bf16_units"] == there
+
+
+def test_every_part_of_a_layer_is_drawn(tmp_path, monkeypatch):
+    drawn = []
+
+    def figure(*sizes):
+        drawn.append(timing.figure(*sizes))
+        return drawn[-1]
+
+    monkeypatch.setattr(scaling, "figure", figure)
+    scaling.draw(report.read("scaling")["rows"], tmp_path / "scaling.png")
+    ((_, axes),) = drawn
+    lines = axes[0, 0].get_lines()
+    assert [line.get_label() for line in lines] == list(scaling.THEORY)
+    assert len({line.get_color() for line in lines}) == len(scaling.THEORY)
+
+
+def test_memory_is_measured_with_the_optimizer_s_state_in_all(monkeypatch):
+    """Also where two cases share a model."""
+    found, states = [], []
+
+    def cases(shape, device):
+        found.extend(step_cases(shape, device))
+        return found
+
+    @contextlib.contextmanager
+    def peak_memory(device):
+        states.append(len(found[len(states)].optimizer.state) > 0)
+        yield {"bytes": 1}
+
+    step_cases = step.cases
+    monkeypatch.setattr(step, "cases", cases)
+    monkeypatch.setattr(step, "peak_memory", peak_memory)
+    shape = step.QUICK_SHAPES["Llama"]._replace(schemes=(), autocast=(step.PLAIN,))
+    step.measure("Llama", shape, 2, 0.0, torch.device("cpu"))
+    assert states == [True, True]
 
 
 def test_a_step_that_was_not_recorded_says_why():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +22,8 @@ import gpu
 from on_gpu import record as records
 from on_gpu import suite
 from on_gpu.record import CutOff, Item, Skipped
+
+from metis_hf.data.chunked import _REQUIRED, META
 
 
 def skipped(_context):
@@ -69,6 +72,22 @@ def test_results_are_copied_and_taken_up_from_the_copy(call, tmp_path):
     call({"kernels": bad}, "--parts", "kernels", "--again")
     found = json.loads((own / "results" / "gpu-cpu.json").read_text())
     assert found["parts"]["kernels"]["state"] == records.FAILED
+
+
+@pytest.mark.parametrize("writable", ["out", "neither"])
+def test_a_checkout_that_is_read_only(writable, call, tmp_path, monkeypatch):
+    """What cannot be kept is not measured."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "file" / "results")
+    if writable == "out":
+        call({"kernels": good}, "--parts", "kernels", "--out", str(tmp_path / "out"))
+        found = json.loads((tmp_path / "out" / "gpu-cpu.json").read_text())
+        assert found["parts"]["kernels"]["state"] == records.DONE
+    else:
+        measured = []
+        with pytest.raises(OSError, match="Not a directory"):
+            call({"kernels": lambda context: measured.append(context) or []}, "--parts", "kernels")
+        assert not measured
 
 
 def test_of_record_and_copy_the_later_is_taken_up(call, tmp_path):
@@ -163,6 +182,13 @@ def test_what_fails_each_time_keeps_no_other_part_from_its_turn(call):
 
 
 def test_other_options_than_those_of_the_results_are_refused(call, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / META).write_text(json.dumps(dict.fromkeys(_REQUIRED, 0)))
+    for name in ("m", "n"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "t.txt").write_text("")
+
     def compared(data: str, *options: str) -> tuple[int, list[str]]:
         given = ("--parts", "compare", "--data", str(tmp_path / data), *options)
         return call({"compare": good}, *given)
@@ -175,9 +201,10 @@ def test_other_options_than_those_of_the_results_are_refused(call, tmp_path):
     compared("b", "--again")
     compared("b")
     told = ("--parts", "fidelity", "--text", str(tmp_path / "t.txt"), "--model")
-    call({"fidelity": lambda _: [Item("metis", lambda: {"reason": "no layer"})]}, *told, "m")
+    model, other = str(tmp_path / "m"), str(tmp_path / "n")
+    call({"fidelity": lambda _: [Item("metis", lambda: {"reason": "no layer"})]}, *told, model)
     with pytest.raises(ValueError, match=r"fidelity with model 'm', text 't.txt', and .* 'n'"):
-        call({"fidelity": good}, *told, "n")
+        call({"fidelity": good}, *told, other)
 
 
 def test_a_quick_run_has_checkpoints_of_its_own(call, tmp_path):
@@ -240,7 +267,27 @@ def test_arguments_are_checked(capsys):
     with pytest.raises(SystemExit):
         gpu.arguments(["--device", "cpu", "--model", "x"])
     assert "--model and --text belong together" in capsys.readouterr().err
+    assert gpu.arguments(["--device", "cpu", "--schemes", "bf16, metis"]).schemes == (
+        "bf16",
+        "metis",
+    )
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             gpu.arguments([])
         assert "add --device cpu --quick" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schemes", "bf16, metsi"], "metsi is no scheme; choose from"),
+        (["--model", "nope", "--text", "nope.txt"], "--model nope is no directory"),
+        (["--model", ".", "--text", "nope.txt"], "--text nope.txt is no file"),
+        (["--data", "nope"], "nope has no meta.json"),
+        (["--device", "cuda:1"], "'cuda:1' is hidden: .* CUDA_VISIBLE_DEVICES=1"),
+    ],
+)
+def test_what_no_part_would_find_is_refused_at_once(options, message, capsys):
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--device", "cpu", *options])
+    assert re.search(message, capsys.readouterr().err)

@@ -214,7 +214,7 @@ def test_compare_in_real_processes(folder, monkeypatch):
 def test_recipes_take_it(tmp_path):
     (tmp_path / "recipe_scheme.py").write_text(SCHEME.replace(NAME, "of-a-recipe"))
     source = str(tmp_path / "recipe_scheme.py")
-    defaults = {"output_dir": str(tmp_path)}
+    defaults = {"output_dir": str(tmp_path), "dry_run": True}
     given = ["--scheme", "of-a-recipe", "--metis_import", source]
     arguments, _ = parse_arguments(defaults, {}, argv=given)
     assert arguments.metis_config(0).scheme == "of-a-recipe"
@@ -225,6 +225,4 @@ def test_recipes_take_it(tmp_path):
         arguments, _ = parse_arguments(defaults, {}, argv=given)
         assert arguments.metis_import == [source]
     with pytest.raises(ValueError, match="no_such"):
-        parse_arguments(
-            {"output_dir": str(tmp_path)}, {}, argv=["--metis_import", "no_such_module"]
-        )
+        parse_arguments(defaults, {}, argv=["--metis_import", "no_such_module"])

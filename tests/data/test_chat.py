@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from metis_hf.data import chat
 from metis_hf.data.chat import (
     check_vocabulary,
-    chunk,
     chunked_sequences,
+    equal_rows,
     first_sequences,
     read_documents,
     tokens_of,
 )
-from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import Document, stdlib_documents, train_tokenizer
 from metis_hf.data.sequences import read_sequences
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
@@ -77,6 +78,28 @@ def test_sequences_of_a_text(tokenizer, tmp_path):
         assert count == len(wanted)
 
 
+def test_sequences_of_json_lines_are_those_that_are_trained_on(tokenizer, tmp_path):
+    path = lines(tmp_path / "a.jsonl", TALK, *({"text": f"text {i}"} for i in range(9)))
+    found, count = read_sequences(tokenizer, path, 3, 8)
+    assert torch.equal(found, first_sequences(path, tokenizer, 8, 3))
+    assert count >= 24
+    path = lines(tmp_path / "notes.txt", {"text": "one"})
+    with pytest.raises(ValueError, match=r"notes.txt holds JSON objects.*; name it notes.jsonl"):
+        read_sequences(tokenizer, path, 1, 1)
+
+
+def test_a_text_whose_tokens_are_long_is_read_until_they_suffice(tmp_path):
+    """As runs of blanks are, of which one token may hold a hundred."""
+    text = (" " * 100 + "x") * 400
+    tokenizer = train_tokenizer([Document("a", text[:5000])], vocab_size=300)
+    (tmp_path / "a.txt").write_text(text)
+    wanted = tokenizer(text)["input_ids"]
+    found, _ = read_sequences(tokenizer, tmp_path / "a.txt", 8, 8)
+    assert found.flatten().tolist() == wanted[:64]
+    _, count = read_sequences(tokenizer, tmp_path / "a.txt", 9, len(wanted))
+    assert count == len(wanted)
+
+
 def test_a_text_without_blank_lines_is_cut_by_lines(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {i} of a text\n" for i in range(60)))
@@ -94,7 +117,7 @@ def test_a_conversation_goes_through_the_template(tokenizer):
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=12), st.integers(1, 7))
 def test_chunks_keep_the_order_and_drops_the_rest_alone(documents, length):
-    found = list(chunk(documents, length))
+    found = list(equal_rows(documents, length))
     flat = [token for document in documents for token in document]
     assert [token for row in found for token in row] == flat[: len(flat) // length * length]
     assert all(len(row) == length for row in found)
@@ -182,6 +205,24 @@ def test_no_file_and_no_template(tmp_path):
     plain = train_tokenizer(stdlib_documents()[:2], vocab_size=300)
     with pytest.raises(ValueError, match="no chat template; set tokenizer"):
         tokens_of(TALK, plain)
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ raise_exception('no user may speak') }}", "a"),
+        ("{% for m in messages %}{{ m.content.strip() }}{% endfor %}", None),
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", None),
+    ],
+)
+def test_a_conversation_that_the_template_does_not_take(template, content, tokenizer, tmp_path):
+    talk = {"messages": [{"role": "user", "content": content}]}
+    path = lines(tmp_path / "a.jsonl", {"text": "one"}, talk)
+    refusing = copy.copy(tokenizer)
+    refusing.chat_template = template
+    message = r"a.jsonl, line 2: the chat template of .* does not take .*\(.+\); mend the line"
+    with pytest.raises(ValueError, match=message):
+        first_sequences(path, refusing, 64, 1)
 
 
 def test_the_first_sequences(tokenizer, tmp_path):

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -165,7 +166,7 @@ def test_dry_run_of_each_kind_of_scheme(capsys, scheme):
 
 class TestArguments:
     def test_defaults_are_the_paper(self):
-        given, training = arguments("llama3_8b", "--use_cpu")
+        given, training = arguments("llama3_8b", "--dry-run")
         assert (given.tokens, given.scheme, training.bf16) == (100e9, "metis", True)
         assert given.metis_config(training.seed).rank_frac == 0.015
         assert training.learning_rate == 1.5e-4
@@ -194,7 +195,7 @@ class TestArguments:
         assert given.smoke
         assert training.max_steps == 4
         given, training = arguments("llama3_8b", "--config", str(path), "--smoke", "false",
-                                    "--use_cpu")  # fmt: skip
+                                    "--dry-run")  # fmt: skip
         assert not given.smoke
         assert training.max_steps == -1
 
@@ -319,11 +320,11 @@ class TestData:
             self.load(self.prepared(tmp_path / "data", **changes))
 
     def test_missing(self, tmp_path):
+        """Said before TrainingArguments, which may refuse the machine."""
         with pytest.raises(FileNotFoundError, match=r"no meta.json.*prepare_data"):
-            self.load(tmp_path / "none")
-        given, training = arguments("llama3_8b", "--use_cpu")
+            arguments("llama3_8b", "--bf16", "--data", str(tmp_path / "none"))
         with pytest.raises(ValueError, match=r"--data DIR.*prepare_data"):
-            load_data(given, training, config_of("llama3_8b"))
+            arguments("llama3_8b", "--bf16")
 
     def test_nothing_left_to_train_on(self, tmp_path):
         with pytest.raises(ValueError, match="eval_sequences=20 of 20"):
@@ -347,6 +348,42 @@ def test_build(tmp_path, capsys):
     assert "scheme metis: 8 layers converted" in capsys.readouterr().out
     with pytest.raises(ValueError, match="gradient_accumulation_steps=3 contradicts"):
         trainer(tmp_path, "--gradient_accumulation_steps", "3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--scheme", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
+        (["--metis", '{"rank": 60}'], "rank=60 keeps"),
+        (["--metis", "{"], "is not JSON"),
+        (["--global_batch", "3"], "multiple of 2"),
+        (["--gradient_accumulation_steps", "3"], "contradicts global_batch=4"),
+        ([], "has checkpoints (checkpoint-10); go on with --resume"),
+        (["--data", "/nope"], "/nope has no meta.json"),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_wrong_is_one_line_before_data_and_model_are_made(
+    name, argv, message, tmp_path, monkeypatch, capsys
+):
+    for step in () if argv else (2, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for made in ("load_data", "build_model"):
+        monkeypatch.setattr(f"metis_hf.experiments.recipe.{made}", pytest.fail)
+    command = [name, "--smoke", "--output_dir", str(tmp_path), *argv]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+
+
+def test_fine_tuning_says_what_is_wrong_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["finetune_nvfp4", "--use_cpu"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "recipes" / "finetune_nvfp4.py"), run_name="__main__")
+    assert capsys.readouterr().err.startswith("error: no model: give a directory")
 
 
 def test_a_step_beyond_the_first_epoch_has_a_whole_batch(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from conftest import VOCAB, llama
 from safetensors.torch import load_file
 from texts import documents
 
+import metis_hf
 from export.checkpoints import checkpoint, logits, relative
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
-from metis_hf.export import export_checkpoint, load_metis_model
+from metis_hf.export import export_checkpoint, load_metis_model, modelopt
 from metis_hf.export.compressed_tensors import CompressedMatrix
 
 # For inputs in bf16 the library divides in bf16, before it rounds scales and elements: some then
@@ -198,9 +200,10 @@ def test_the_reported_loss_is_that_of_the_scheme(tmp_path):
         source, tmp_path / "out", format="compressed-tensors", text=text, dtype="bfloat16"
     )
     model = load_metis_model(source)
-    from metis_hf.export.checkpoint import _loss, _windows
+    from metis_hf.export.checkpoint import _loss
+    from metis_hf.export.source import held_out_windows
 
-    windows = _windows(model, source, text.read_text(), text)
+    windows = held_out_windows(source, text)
     assert report.held_out["converted"] == pytest.approx(_loss(model, windows), abs=1e-6)
     # Embeddings and norms are in bf16 there, nothing else differs.
     assert report.held_out["fold"] == pytest.approx(report.held_out["converted"], abs=3e-3)
@@ -303,3 +306,14 @@ def test_eval_mode_is_the_exported_model(tmp_path, token_ids):
         x_hat = layer.eval_scheme.fprop_input.quantizer(x, amax=layer.input_amax)
         with torch.no_grad():
             assert torch.equal(layer(x), F.linear(x_hat, packed.dequantize(), layer.bias))
+
+
+def test_modelopt_names_the_version_of_a_package_that_is_not_installed(monkeypatch):
+    """But is on the path alone."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", missing)
+    producer = modelopt.describe([], {"layer": True})["producer"]
+    assert producer["version"] == metis_hf.__version__

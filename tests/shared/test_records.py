@@ -44,12 +44,12 @@ def test_a_run_on_the_cpu_is_not_of_the_gpu_that_is_there(accelerator, monkeypat
 @pytest.mark.parametrize(
     ("functions", "name"),
     [
-        ({}, " mps"),
+        ({}, " xpu"),
         ({"get_device_name": lambda device: "Data Center GPU Max"}, "Data Center GPU Ma"),
     ],
 )
 def test_other_accelerators_are_named(accelerator, functions, name):
-    accelerator("mps", **functions)
+    accelerator("xpu", **functions)
     assert name in records.device_name()
     assert "CPU" not in records.device_name()
     assert records.bf16_units()

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from conftest import llama
 
 from metis_hf import (
@@ -71,6 +71,14 @@ class TestErrors:
         monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp8")
         with pytest.raises(NotImplementedError, match=r"mixed_precision=fp8.*bf16"):
             made.train()
+
+    def test_a_device_without_fp64_is_refused(self, tmp_path, monkeypatch):
+        made = trainer(tmp_path, get_metis_model(one_block()), [MetisCallback])
+        for state in (PartialState, AcceleratorState):
+            monkeypatch.setitem(state._shared_state, "device", torch.device("mps"))
+        callback = made.callback_handler.callbacks[-1]
+        with pytest.raises(NotImplementedError, match=r"Trainer runs on mps.*use_cpu=True"):
+            callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
     @pytest.mark.parametrize("scheme", ["metis", "bf16"])
     def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):

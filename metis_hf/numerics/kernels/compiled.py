@@ -81,14 +81,18 @@ def missing(device: torch.device) -> str | None:
         return None if _has_triton() else "package triton, which comes with CUDA builds of torch"
     if device.type != "cpu":
         return f"code generator that is known to give equal results on {device.type!r} devices"
-    return (
-        None
-        if _cpp_compiler()
-        else (
+    if not _cpp_compiler():
+        return (
             "C++ compiler (none of $CXX, g++, clang++ is found); install one, "
             'for example with "apt-get install g++" or "conda install cxx-compiler"'
         )
-    )
+    folder = os.path.dirname(torch.__file__)
+    if " " in folder and os.name != "nt":  # Inductor writes -L{folder}/lib without quotes
+        return (
+            f"C++ compiler that can be given torch's folder {folder}, which has a space; move the "
+            "environment"
+        )
+    return None
 
 
 @functools.cache

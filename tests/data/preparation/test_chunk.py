@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import datasets
 import pytest
 from transformers import AutoTokenizer
 
+import metis_hf
 from data.preparation.sources import (
     JUNK,
     SEQ_LEN,
@@ -156,3 +158,16 @@ def test_max_tokens_reads_no_further_than_needed(tmp_path, raw, reference, argum
     assert report["read"]["documents"] < len(raw)
     last = AutoTokenizer.from_pretrained(reference)(raw[report["read"]["documents"] - 1].decode())
     assert report["train"]["tokens"] - (len(last["input_ids"]) + 1) < limit
+
+
+def test_the_package_may_be_on_the_path_alone(arguments, monkeypatch):
+    found = metadata.Distribution.from_name
+
+    def without(name):
+        if name.replace("_", "-") == "metis-hf":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", without)
+    report = prepare(arguments(perplexity_filter=False, validation_share=0))
+    assert report["versions"]["metis-hf"] == metis_hf.__version__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import runpy
+import shutil
 import sys
 
 import pyarrow as pa
@@ -13,8 +14,9 @@ import torch
 from paths import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.preparation.sources import FOREIGN, write_source
+from data.preparation.sources import FOREIGN, VOCAB, english_texts, write_source
 from metis_hf.data import prepare
+from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.shared.locks import hold_directory
 
 
@@ -24,6 +26,9 @@ from metis_hf.shared.locks import hold_directory
         ({"seq_len": 1}, "seq_len=1; choose at least 2"),
         ({"validation_share": 1.0}, "validation_share=1.0"),
         ({"num_proc": 0}, "num_proc=0"),
+        ({"files": []}, "files is empty; give paths, or None"),
+        ({"files": "a.jsonl"}, r"files='a.jsonl' is one string; give a list, \['a.jsonl'\]"),
+        ({"output_dir": "a::b"}, "output_dir='a::b': datasets takes a path with '::' for a URL"),
         ({"files": ["absent/*.jsonl"]}, "absent/.*no such file"),
         ({"files": ["LICENSE"]}, "names must end in .jsonl or .txt"),
         ({"text_column": "body"}, "no column 'body'; its columns are: id, text.*--text-column"),
@@ -107,6 +112,29 @@ def test_what_is_refused_claims_no_directory(wrong, tmp_path, arguments):
     """The command with that argument corrected goes on."""
     with pytest.raises((OSError, ValueError)):
         prepare(arguments(**wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_reference_model_lacks_is_said_before_anything_is_read(
+    tmp_path, reference, arguments
+):
+    place = tmp_path / "reference"
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    shutil.copytree(reference, place)
+    (place / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"reference has no weights .*; save the model"):
+        prepare(arguments(reference_model=str(place)))
+    (tmp_path / "model.safetensors").rename(place / "model.safetensors")
+    tokenizer.bos_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(place)
+    with pytest.raises(ValueError, match="neither a bos_token nor an eos_token"):
+        prepare(arguments(reference_model=str(place)))
+    larger = train_tokenizer([Document("", text) for text in english_texts()], VOCAB + 1)
+    larger.save_pretrained(place)
+    with pytest.raises(
+        ValueError, match=f"gives tokens up to {VOCAB}, and the model knows {VOCAB}"
+    ):
+        prepare(arguments(reference_model=str(place)))
     assert not (tmp_path / "out").exists()
 
 

@@ -43,6 +43,12 @@ def test_load_tokens_without_datasets(plain, monkeypatch):
         load_tokens(plain[0], vocab_size=100)
 
 
+def test_a_directory_whose_name_is_a_pattern(tmp_path, plain):
+    copy = tmp_path / "run [a]*"
+    shutil.copytree(plain[0], copy)
+    assert len(load_chunked(copy)) == len(load_chunked(plain[0]))
+
+
 def test_load_chunked_errors(tmp_path, plain):
     with pytest.raises(FileNotFoundError, match="so it is no chunked dataset"):
         load_chunked(tmp_path)

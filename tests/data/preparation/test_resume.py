@@ -148,7 +148,7 @@ def test_a_changed_model_is_refused(what, tmp_path, reference, arguments, monkey
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "_pack_stage", killed)
+        patch.setattr(preparation, "_write_stage", killed)
         with pytest.raises(Killed):
             prepare(arguments(**changes))
     name = "tokenizer.json" if what == "tokenizer" else "config.json"
