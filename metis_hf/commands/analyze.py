@@ -21,7 +21,9 @@ def analyze(
     out: Annotated[Path, typer.Option(help="Directory for the page, figures and data.")],
     text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 text or JSON lines, for activations and gradients.", callback=utf8_file),
+        typer.Option(
+            help="UTF-8 text or JSON lines, for activations and gradients.", callback=utf8_file
+        ),
     ] = None,
     control: Annotated[
         str | None, typer.Option(help="The same model trained without Metis.")
