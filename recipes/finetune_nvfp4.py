@@ -18,6 +18,7 @@ from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.report import HEADER, describe, tables_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
+from metis_hf.experiments.recipe import run_recipe
 from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.shared.tables import terminal_table
 
@@ -62,7 +63,8 @@ def main() -> None:
         arguments.data = arguments.data or data
     run = Finetuning(arguments, training)
     if arguments.dry_run:
-        print(describe(arguments, len(run.train), run.held_out.tokens, run.steps))
+        held_out, bf16 = run.held_out.tokens, bool(training.bf16)
+        print(describe(arguments, len(run.train), held_out, run.steps, bf16=bf16))
         return
     outcomes = run.run()
     if run.is_main:
@@ -76,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -50,12 +50,15 @@ def export(
         typer.Option(help="What it is quantized to.", show_default="w4a4"),
     ] = None,
     calibration_sequences: Annotated[
-        int, typer.Option(help="Sequences of that text, at most.")
-    ] = 128,
-    calibration_length: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+        int | None, typer.Option(help="Sequences of that text, at most.", show_default="128")
+    ] = None,
+    calibration_length: Annotated[
+        int | None, typer.Option(help="Tokens of each.", show_default="512")
+    ] = None,
     calibration_method: Annotated[
-        Literal["mse", "amax", "percentile"], typer.Option(help="How the scales are chosen.")
-    ] = "mse",
+        Literal["mse", "amax", "percentile"] | None,
+        typer.Option(help="How the scales are chosen.", show_default="mse"),
+    ] = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +72,7 @@ def export(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Held-out text to measure the loss on.", callback=utf8_file),
+        typer.Option(help="Held-out text or .jsonl to measure the loss on.", callback=utf8_file),
     ] = None,
     results: Annotated[
         Path | None, typer.Option(help="JSON of metrics for the model card.")
@@ -84,8 +87,20 @@ def export(
     """
     import_sources(imports)
     quantizes = calibrate is not None or scheme is not None
-    if exclude and not quantizes:
-        raise ValueError("--exclude is for models that --calibrate or --scheme quantizes")
+    given: dict[str, Any] = {
+        "sequences": calibration_sequences,
+        "length": calibration_length,
+        "method": calibration_method,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    for options, used, of in (
+        ([f"--calibration-{name}" for name in given], calibrate is not None, "--calibrate TEXT"),
+        (["--exclude"] * bool(exclude), quantizes, "--calibrate TEXT or --scheme"),
+        (["--device"] * bool(device), quantizes, "--calibrate TEXT or --scheme"),
+        (["--own-scales"] * (not share_scales), format != "dense", "a packed --format"),
+    ):
+        if options and not used:
+            raise ValueError(f"{options[0]} does nothing without {of}; leave it out, or give both")
     if quantizes and format == "dense":
         raise ValueError(
             "--calibrate and --scheme quantize the model, and --format dense does not; choose "
@@ -106,11 +121,9 @@ def export(
         calibration = Calibration(
             text=calibrate,
             scheme=scheme,
-            sequences=calibration_sequences,
-            length=calibration_length,
-            method=calibration_method,
             device=device_or_best(device),
             exclude=tuple(exclude or ()),
+            **given,
         )
         load = partial(calibrated_model, calibration=calibration, report=console.print)
     report = export_checkpoint(

@@ -9,7 +9,8 @@ model.save_pretrained("adapter")  # vLLM serves it beside the packed base
 
 from __future__ import annotations
 
-import json
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from metis_hf.conversion.packed_layouts import COMPRESSED, MODELOPT_FILE, NAMES, read_headers
 from metis_hf.conversion.packed_loader import AS_CONFIGURED, PackedConfig
 from metis_hf.layers.packed import PackedLinear
+from metis_hf.shared.checkpoints import load_complete
+from metis_hf.shared.records import read_json
 
-_MODELOPT_FILE = "hf_quant_config.json"
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 
 
@@ -50,14 +53,14 @@ def packed_config(
         source = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if source is None:
         hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
-        file = cached_file(path, _MODELOPT_FILE, _raise_exceptions_for_missing_entries=False, **hub)
+        file = cached_file(path, MODELOPT_FILE, _raise_exceptions_for_missing_entries=False, **hub)
         if file is None:
             raise ValueError(
                 f"{path} is not quantized: it has neither a quantization_config in config.json nor "
-                f"{_MODELOPT_FILE}. Load it with from_pretrained, or pack it first (metis-hf "
+                f"{MODELOPT_FILE}. Load it with from_pretrained, or pack it first (metis-hf "
                 "export --format compressed-tensors, llm-compressor, ModelOpt)"
             )
-        source = json.loads(Path(file).read_text())
+        source = read_json(Path(file))
     source = source if isinstance(source, dict) else source.to_dict()
     request = PackedConfig(source, activations, str(path))
     config.quantization_config = request.as_request()
@@ -84,8 +87,9 @@ def load_packed(
         >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))  # doctest: +SKIP
 
     Trainer then trains the adapter; without one it refuses. `save_pretrained` writes the
-    compressed-tensors layout back, the same tensors. Deployment: the adapter beside the base,
-    `merge_packed`, or `to_dense` and PEFT's `merge_and_unload`.
+    compressed-tensors layout back, the same tensors, from a model in BF16, in which that layout
+    computes: `model.to(torch.bfloat16).save_pretrained(...)`. Deployment: the adapter beside the
+    base, `merge_packed`, or `to_dense` and PEFT's `merge_and_unload`.
 
     Packed weights are buffers: every process holds all of them, under FSDP too, and DDP has to be
     told not to send them around (TrainingArguments(ddp_broadcast_buffers=False); it fails at its
@@ -104,14 +108,80 @@ def load_packed(
         A model of the class that config.json names, in eval mode.
 
     Raises:
-        ValueError: another format, which is named; tensors that are missing, of another shape, or
-            swizzled for a kernel; scales that are zero, negative or NaN; fused experts.
+        ValueError: another format, which is named; files that are cut short; tensors that are
+            missing, of another shape, or swizzled for a kernel; scales that are zero, negative or
+            NaN; fused experts.
     """
     hub = {k: options[k] for k in (*_HUB_OPTIONS, "trust_remote_code") if k in options}
     config = packed_config(path, activations=activations, **hub)
     name = (config.architectures or [""])[0]
     cls = getattr(transformers, name, AutoModelForCausalLM)
-    return cls.from_pretrained(path, config=config, dtype=dtype, device_map=device_map, **options)
+    return load_complete(cls, path, config=config, dtype=dtype, device_map=device_map, **options)
+
+
+def load_deployed(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Load a packed language model to measure it, as plain transformers computes it where it can.
+
+    Else as `load_packed` computes it: transformers leaves packed layers to the compressed-tensors
+    library, which computes in BF16 alone and cannot unpack those of every class.
+
+    Args:
+        path: a directory in the layout `nvfp4-pack-quantized`.
+        dtype: of everything that is not packed, and of the computation.
+
+    Raises:
+        ValueError: as of `load_packed`.
+    """
+    if dtype is not torch.bfloat16 or _why_not_late(path) is not None:
+        return load_packed(path, dtype=dtype)
+    return load_complete(AutoModelForCausalLM, path, dtype=dtype)
+
+
+def _why_not_late(path: Path) -> str | None:
+    """Return `why_not_late` of a checkpoint; no tensor is read."""
+    suffix = f".{NAMES[COMPRESSED][0]}"
+    owners = (
+        key.removesuffix(suffix)
+        for key in read_headers(sorted(path.glob("*.safetensors")))
+        if key.endswith(suffix)
+    )
+    packed = {owner.rpartition(".")[2] for owner in owners}  # models may name the rest otherwise
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    kinds = {
+        name: type(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in packed
+    }
+    return why_not_late(model, kinds)
+
+
+def why_not_late(model: PreTrainedModel, packed: Mapping[str, type[nn.Module]]) -> str | None:
+    """Return why plain transformers cannot unpack layers at the first forward pass, or None.
+
+    Args:
+        model: of the class that is loaded.
+        packed: name of each packed layer -> the class that it has in the plain model.
+    """
+    for kind in packed.values():
+        if kind is not nn.Linear:
+            return (
+                f"The packed layers are {kind.__name__}, for which transformers has no packed form."
+            )
+    reads = {f".{name.rpartition('.')[2]}.weight" for name in packed}
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    for cls in dict.fromkeys(map(type, parts)):
+        if any(read in _initializer(cls) for read in reads):
+            return f"The initializer of {cls.__name__} reads weights that packed layers lack."
+    return None
+
+
+def _initializer(cls: type[PreTrainedModel]) -> str:
+    """Return the source of what gives a class's layers their first values; "" without one."""
+    try:
+        return inspect.getsource(cls._init_weights)
+    except (OSError, TypeError):
+        return ""
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:

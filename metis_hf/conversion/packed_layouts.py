@@ -19,16 +19,23 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from metis_hf.layers.packed import BLOCK
 
 FORMAT = "nvfp4-pack-quantized"
+UNPACKED = torch.bfloat16  # what the compressed-tensors library unpacks to, in any checkpoint
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
-_ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # of ModelOpt -> whether inputs are quantized
+MODELOPT_FILE = "hf_quant_config.json"
+ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}  # of ModelOpt -> whether inputs are quantized
+MIXED = "MIXED_PRECISION"  # of ModelOpt: each layer has its own
+# An export with a side file: the directory of its packed part, and what describes the rest.
+RESIDUAL_DIR, SIDE_FILE = "residual", "metis_low_rank.json"
 _READS = (
     "load_packed reads compressed-tensors' nvfp4-pack-quantized and ModelOpt's NVFP4 and "
     "W4A16_NVFP4"
@@ -169,11 +176,11 @@ def _modelopt(config: Mapping[str, Any], where: str) -> PackedScheme:
     details = config.get("quantization", config)
     algorithms = {details.get("quant_algo")}
     layers: dict[str, Any] = {}
-    if algorithms == {"MIXED_PRECISION"}:
+    if algorithms == {MIXED}:
         layers = details.get("quantized_layers") or {}
         algorithms |= {layer.get("quant_algo") for layer in layers.values()}
-        algorithms -= {"MIXED_PRECISION"} if layers else set()
-    if other := algorithms - _ALGORITHMS.keys():
+        algorithms -= {MIXED} if layers else set()
+    if other := algorithms - ALGORITHMS.keys():
         named = ", ".join(sorted(map(repr, other)))
         raise ValueError(f"{where} is a ModelOpt checkpoint with quant_algo {named}; {_READS}")
     sizes = {details.get("group_size", BLOCK)}
@@ -189,8 +196,8 @@ def _modelopt(config: Mapping[str, Any], where: str) -> PackedScheme:
         for key in ("kv_cache_quant_algo", "kv_cache_scheme")
         if details.get(key)
     )
-    kinds = tuple((name, _ALGORITHMS[each.get("quant_algo")]) for name, each in layers.items())
-    inputs = _common({_ALGORITHMS[each] for each in algorithms})
+    kinds = tuple((name, ALGORITHMS[each.get("quant_algo")]) for name, each in layers.items())
+    inputs = _common({ALGORITHMS[each] for each in algorithms})
     return PackedScheme(MODELOPT, inputs, None, dropped, kinds)
 
 
@@ -248,7 +255,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
+def read_headers(files: Iterable[str | Path]) -> dict[str, StoredTensor]:
     """Return what safetensors files hold, by the name of the tensor; no tensor is read."""
     found = {}
     for path in files:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from metis_hf.conversion.linears import why_not_plain
 from metis_hf.conversion.packed_layouts import (
     COMPRESSED,
     MODELOPT,
+    UNPACKED,
     PackedScheme,
     StoredTensor,
     check_layer,
@@ -45,18 +47,26 @@ class PackedConfig(QuantizationConfigMixin):
     Args:
         source: the `quantization_config`, or contents of hf_quant_config.json, of the checkpoint.
         activations: "as configured" or "high precision".
-        where: path or name of the checkpoint, for messages.
+        where: path or name of the checkpoint, for messages; "" where it is not known yet.
     """
 
+    scheme: PackedScheme
+    written: dict[str, Any] | None = None
+
     def __init__(
-        self, source: dict[str, Any], activations: str = AS_CONFIGURED, where: str = "checkpoint"
+        self, source: dict[str, Any], activations: str = AS_CONFIGURED, where: str = ""
     ) -> None:
         if activations not in ACTIVATIONS:
             choices = " or ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"activations={activations!r} is unknown; choose {choices}")
         self.quant_method: Any = METHOD
         self.source, self.activations, self.where = source, activations, where
-        self.scheme: PackedScheme = read_scheme(source, where)
+        if where:
+            self.read(where)
+
+    def read(self, where: str) -> None:
+        """Read what the checkpoint `where` holds, or refuse it by that name."""
+        self.where, self.scheme = where, read_scheme(self.source, where)
         self.written = copy.deepcopy(self.scheme.written)
 
     @classmethod
@@ -118,6 +128,8 @@ class PackedLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
+        if not config.where:
+            config.read(model.config.name_or_path or "the checkpoint")
         check_packed(model, config.where)
         files = kwargs.get("checkpoint_files") or []
         if not files or not all(str(path).endswith(".safetensors") for path in files):
@@ -183,6 +195,17 @@ class PackedLoader(HfQuantizer):
 
     def is_serializable(self) -> bool:
         return True
+
+    def get_state_dict_and_metadata(self, model):
+        adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
+        if model.dtype is not UNPACKED and not adapters_alone:
+            raise ValueError(
+                f"{self.quantization_config.where} was loaded in {model.dtype}, and readers of the "
+                f"layout unpack weights to {UNPACKED} whatever the rest is in: what is saved would "
+                "fail at its first forward pass. Save model.to(torch.bfloat16), which load_packed "
+                "reads in any dtype"
+            )
+        return super().get_state_dict_and_metadata(model)
 
     @property
     def is_trainable(self) -> bool:
@@ -254,7 +277,7 @@ def _in_model(
         if merged is not None or ".experts." in f".{name}.":
             raise ValueError(
                 f"{where}: {name} belongs to what the model holds as one fused tensor ({key}; "
-                "experts, mostly), and packed layers stand for nn.Linear only. Load it dense "
+                "experts, mostly), and packed layers stand for linear layers only. Load it dense "
                 "(CompressedTensorsConfig(dequantize=True)), or leave it out when quantizing"
             )
         target = key.removesuffix(".weight")
@@ -262,10 +285,10 @@ def _in_model(
             module = model.get_submodule(target)
         except AttributeError:
             continue  # of a head that this class does not have; transformers lists them
-        if type(module) is not nn.Linear:
+        if not isinstance(module, nn.Linear) or why_not_plain(module) is not None:
             raise ValueError(
                 f"{where}: {name} is packed and the model has a {type(module).__name__} there; "
-                "packed layers stand for nn.Linear only. Leave it out when quantizing"
+                "packed layers stand for plain linear layers only. Leave it out when quantizing"
             )
         if key in tied:
             raise ValueError(

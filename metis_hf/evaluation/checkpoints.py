@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +15,13 @@ import torch
 import transformers
 from torch import nn
 
-import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.conversion.packed import load_packed
+from metis_hf.conversion.hub import read_config  # which registers the format with transformers
+from metis_hf.conversion.packed import load_deployed, load_packed
+from metis_hf.conversion.packed_layouts import COMPRESSED, FORMAT, UNPACKED
 from metis_hf.schemes import CONTROL, scheme_info
-from metis_hf.shared.checkpoints import file_damage
+from metis_hf.shared.checkpoints import file_damage, load_complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "*.model", "vocab.txt")
-COMPRESSED, NVFP4_PACKED = "compressed-tensors", "nvfp4-pack-quantized"
 DENSE = "dense"
 # Attention of these is causal whatever `is_decoder` says, which others of their kind go by.
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
@@ -71,7 +70,7 @@ class Checkpoint:
         if self.quantization.get("quant_method") != MetisConfig.quant_method:
             return self.conversion
         try:
-            return self.conversion or MetisConfig.from_dict(self.quantization)
+            return self.conversion or read_config(self.quantization)
         except ValueError as error:
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
 
@@ -102,8 +101,13 @@ class Checkpoint:
         if self.conversion is not None and not self.trained:  # the dense model has its own row
             return ("scheme",)
         if asked == "both":
-            return ("scheme",) if self.scheme == COMPRESSED else ("scheme", "dense")
+            return ("scheme",) if self._by_others else ("scheme", "dense")
         return (asked,)
+
+    @property
+    def _by_others(self) -> bool:
+        """Return whether its weights are quantized by other software, so that none are dense."""
+        return self.metis is None and self.scheme != DENSE
 
     def check(self, asked: str) -> None:
         """Refuse what cannot be loaded, before anything is evaluated.
@@ -114,17 +118,16 @@ class Checkpoint:
         """
         for name in self.schemes:
             scheme_info(name)
-        if self.scheme != COMPRESSED:
-            return
-        if importlib.util.find_spec("compressed_tensors") is None:
+        without = importlib.util.find_spec("compressed_tensors") is None
+        if self.scheme == COMPRESSED and without:
             raise ValueError(
                 f"{self.path} is packed in the {COMPRESSED} layout, and the library that unpacks "
                 "it is not installed; pip install compressed-tensors, or evaluate the checkpoint "
                 "that it was exported from"
             )
-        if asked == "dense":
+        if asked == "dense" and self._by_others:
             raise ValueError(
-                f"{self.path} holds packed FP4 weights only, no dense ones; use --precision "
+                f"{self.path} holds weights in {self.scheme} only, no dense ones; use --precision "
                 "scheme, or evaluate the checkpoint that it was exported from"
             )
 
@@ -176,52 +179,31 @@ class Checkpoint:
         options: dict[str, Any] = {}
         if self.scheme == COMPRESSED:
             wanted: Any = config.dtype if kind == "auto" else kind
-            library = wanted is torch.bfloat16
-            if self.packed_nvfp4 and not (library and self.adapter is None):
-                # Kept packed: compressed-tensors computes in BF16 alone where inputs are
-                # quantized, and PEFT needs the layers' weights before it has unpacked them.
-                model = load_packed(self.path, dtype=wanted)
+            if self.packed_nvfp4:
+                # PEFT needs the layers' weights before the library has unpacked them.
+                load = load_deployed if self.adapter is None else load_packed
+                model = load(self.path, dtype=wanted)
                 nn.Module.to(model, device)
                 return model
-            if not library:  # what is unpacked at the first forward pass is in BF16 all the same
+            if wanted is not UNPACKED:  # unpacked at the first forward pass to it all the same
                 self._check_weights_alone(dtype=wanted)
                 unpack = transformers.CompressedTensorsConfig(dequantize=True)
                 options["quantization_config"] = unpack
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=kind, output_loading_info=True, **options
-            )
-        model, found = loaded
-        self._check_complete(model, found["missing_keys"])
+            auto = transformers.AutoModelForCausalLM
+            model = load_complete(auto, self.path, dtype=kind, **options)
         if precision == "dense" and any(metis_layers(model)):
             to_dense(model)
-        model = model.to(device)  # type: ignore[arg-type]
+        model = model.to(device)
         if precision == "scheme" and self.conversion is not None:
             get_metis_model(model, self.conversion)
         return model
 
-    def _check_complete(self, model: nn.Module, missing: Collection[str]) -> None:
-        """Refuse a checkpoint without all parameters; transformers makes the others up.
-
-        Args:
-            model: as it was loaded.
-            missing: keys that the files lack; a tied head is not among them.
-        """
-        made_up = [name for name, _ in model.named_parameters() if name in missing]
-        if made_up:
-            shown = ", ".join(made_up[:4]) + (f", ... ({len(made_up)})" if made_up[4:] else "")
-            saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
-            raise ValueError(
-                f"{self.path} lacks {shown}, which {type(model).__name__} needs and which would "
-                f"be random: it was saved from {saved}. Name a checkpoint of the language model, "
-                "with its head"
-            )
-
     @property
     def packed_nvfp4(self) -> bool:
         """Return whether it is packed as `load_packed` reads it."""
-        return self.quantization.get("format") == NVFP4_PACKED
+        return self.quantization.get("format") == FORMAT
 
     def _check_weights_alone(self, dtype: torch.dtype) -> None:
         """Refuse a checkpoint whose quantized inputs would be lost in this dtype."""

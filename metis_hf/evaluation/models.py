@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from metis_hf.config import MetisConfig
+from metis_hf.conversion.hub import read_config
 from metis_hf.evaluation.checkpoints import DENSE, Checkpoint
 from metis_hf.evaluation.opening import open_checkpoints, open_model
 from metis_hf.evaluation.table import row_name
@@ -39,7 +40,7 @@ def read_conversions(schemes: Sequence[str], file: Path | None) -> tuple[MetisCo
         values = json.loads(file.read_text())
         if not isinstance(values, dict):
             raise ValueError("expected a JSON object of MetisConfig's fields")
-        config = MetisConfig.from_dict(values.get("quantization_config", values))
+        config = read_config(values.get("quantization_config", values))
     except ValueError as error:
         raise ValueError(f"config {file}: {error}") from None
     return tuple(config.replace(scheme=name) for name in schemes) or (config,)

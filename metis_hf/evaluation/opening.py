@@ -13,7 +13,8 @@ from typing import Any
 import huggingface_hub
 import peft
 
-from metis_hf.config import MetisConfig
+from metis_hf.conversion.hub import read_config
+from metis_hf.conversion.packed_layouts import RESIDUAL_DIR, SIDE_FILE
 from metis_hf.evaluation.checkpoints import ADAPTER_FILE, CONFIG_FILE, DENSE, WEIGHTS, Checkpoint
 from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
 from metis_hf.shared.records import read_json
@@ -34,13 +35,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: no such directory.
-        ValueError: there is no checkpoint in it, one without weights, or one cut short.
+        ValueError: there is no checkpoint in it, one without weights, one cut short, or an export
+            with a side file.
     """
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is not a directory; name a checkpoint (a directory with config.json) or a "
             "run that holds model/ or checkpoint-<step>"
         )
+    _refuse_side_file(path)
     place = _place(path)
     if place is None:
         raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
@@ -60,6 +63,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 "from an older checkpoint, or copy the file again"
             )
     return checkpoint
+
+
+def _refuse_side_file(path: Path) -> None:
+    """Refuse an export whose model is in two parts, and its first part alone."""
+    whole = path.resolve()
+    whole = whole.parent if whole.name == RESIDUAL_DIR else whole
+    if (whole / SIDE_FILE).is_file() and not (whole / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{path} is of an export with a side file: the model is {RESIDUAL_DIR}/ and the "
+            f"factors beside it together, and {RESIDUAL_DIR}/ alone is another. Put them together "
+            f"with metis_hf.export.load_low_rank({str(whole)!r}).save_pretrained(DIRECTORY) and "
+            "name that directory, or the checkpoint that was exported"
+        )
 
 
 def _open_adapter(path: Path) -> Checkpoint:
@@ -84,7 +100,7 @@ def _open_adapter(path: Path) -> Checkpoint:
         raise ValueError(f"{path} is a PEFT adapter without whole weights: {reason}; save it again")
     recorded = getattr(kind, "metis_config", None)
     if recorded is not None and base.scheme == DENSE:
-        base = replace(base, conversion=MetisConfig.from_dict(recorded), trained=True)
+        base = replace(base, conversion=read_config(recorded), trained=True)
     return replace(base, label=_label(path, 0), adapter=path)
 
 

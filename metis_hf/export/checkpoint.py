@@ -17,10 +17,15 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers, to_dense
-from metis_hf.conversion.packed_layouts import compressed_config
+from metis_hf.conversion.packed_layouts import (
+    MODELOPT_FILE,
+    RESIDUAL_DIR,
+    UNPACKED,
+    compressed_config,
+)
 from metis_hf.export import modelopt
 from metis_hf.export.casting import cast
 from metis_hf.export.compressed_tensors import (
@@ -48,24 +53,23 @@ from metis_hf.export.report import (
 )
 from metis_hf.export.source import (
     check_calibrated,
+    check_finite,
     check_packable,
     copy_companions,
+    held_out_windows,
     load_metis_model,
+    represented,
 )
 from metis_hf.export.tied import untie
 from metis_hf.layers.experts import is_fused_experts
-from metis_hf.layers.linear import MetisLayer
-from metis_hf.shared.texts import utf8_text
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
 
 FORMATS = ("dense", "compressed-tensors", "modelopt")
 LOW_RANK = ("fold", "side-file")
 DTYPES = ("bfloat16", "float16", "float32")
-UNPACKED_DTYPE = "bfloat16"  # what the compressed-tensors library decompresses to
+UNPACKED_DTYPE = str(UNPACKED).removeprefix("torch.")
 REPORT_FILE = "metis_export.json"
-RESIDUAL_DIR = "residual"
-_WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
 
 
 def export_checkpoint(
@@ -102,7 +106,8 @@ def export_checkpoint(
         share_scales: pack weights that inference engines run as one (query, key and value; gate
             and up) under one tensor scale, without which engines compute wrong values. False packs
             each under its own, as it was trained; a side file's parts always are.
-        text: a file of held-out text (UTF-8) to measure the loss on, for causal language models.
+        text: a file of held-out text (UTF-8), or JSON lines of messages or texts (.jsonl), to
+            measure the loss on, for causal language models.
         results: a JSON file of metrics to show in the model card.
         load: makes the converted model of `checkpoint`, in fp32 on the CPU. Tokenizer and other
             files beside the weights are taken from `checkpoint`, a directory or name on the hub.
@@ -112,8 +117,10 @@ def export_checkpoint(
 
     Raises:
         ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
-            scales that are not calibrated; `out` is not empty; a text for a model that is no causal
-            language model; a text that is not UTF-8, or results that are no JSON object.
+            scales that are not calibrated; a packed weight that is not finite; `out` is not empty;
+            a checkpoint that is not whole; a text for a model that is no causal language model, or
+            of tokens that it does not know; a text that is not UTF-8, or results that are no JSON
+            object.
     """
     for name, value, choices in (
         ("format", format, FORMATS),
@@ -137,29 +144,23 @@ def export_checkpoint(
             f'low_rank="side-file" is for format="compressed-tensors": format={format!r} has no '
             'place for factors. Use low_rank="fold"'
         )
-    words = None if text is None else utf8_text(Path(text))
     metrics = None if results is None else read_metrics(Path(results))
+    windows = None if text is None else held_out_windows(checkpoint, Path(text))
     model = load(checkpoint)
-    split = [name for name, layer in metis_layers(model) if is_split(layer)]
+    split = any(is_split(layer) for _, layer in metis_layers(model))
     if format != "dense":
         check_packable(model)
         check_calibrated(model)
+        check_finite(model)
         if low_rank == "side-file" and not split:
             raise ValueError(
                 'low_rank="side-file" needs weights that are split, and scheme '
                 f"{model.config.quantization_config.scheme!r} with this checkpoint's config splits "
                 'none; use low_rank="fold"'
             )
-    kind = "side-file" if format != "dense" and low_rank == "side-file" else format
-    if kind == "compressed-tensors" and any(
-        quantized_input(layer) is not None for _, layer in metis_layers(model)
-    ):
-        kind = "w4a4"
+    kind = _kind(model, format, low_rank)
     card = model_card(model, name=out.name, kind=kind, results=metrics)
     loading = load_lines(model, kind, shown)
-    windows = None
-    if text is not None and words is not None:
-        windows = _windows(model, checkpoint, words, text)
     values = getattr(torch, dtype)
     notes: tuple[str, ...] = ()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -169,18 +170,15 @@ def export_checkpoint(
     with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
         partial = Path(folder)
         held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
-        if format == "dense":
+        if kind == "dense":
             packed, rows = _write_dense(model, partial, values, windows, held_out)
         else:
-            side_file = low_rank == "side-file"
-            layout = format if not side_file else "side-file"
-            share = share_scales and not side_file
             packed, rows, notes = _write_packed(
-                model, partial, values, layout, share, windows, held_out
+                model, partial, values, kind, share_scales, windows, held_out
             )
         copy_companions(checkpoint, partial)
         size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
-        kept = low_rank if format != "dense" and split else None
+        kept = low_rank if kind != "dense" and split else None
         order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
         held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
         report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
@@ -190,6 +188,14 @@ def export_checkpoint(
         for path in partial.iterdir():
             path.rename(out / path.name)
     return report
+
+
+def _kind(model: PreTrainedModel, format: str, low_rank: str) -> str:
+    """Return which kind of export, of those of `model_card`, the choices ask for."""
+    if low_rank == "side-file":
+        return low_rank
+    quantizes = any(quantized_input(layer) is not None for _, layer in metis_layers(model))
+    return "w4a4" if format == "compressed-tensors" and quantizes else format
 
 
 def _write_dense(
@@ -202,7 +208,7 @@ def _write_dense(
     """Write the dense model; return the packed layers (none) and the errors."""
     errors = WeightErrors()
     for name, layer in metis_layers(model):
-        weight = _represented(layer)
+        weight = represented(layer)
         errors.add("dense", name, weight, weight.to(dtype).float())
     dense = _dense(model)
     if windows is not None:
@@ -219,7 +225,7 @@ def _write_packed(
     model: PreTrainedModel,
     out: Path,
     dtype: torch.dtype,
-    layout: str,
+    kind: str,
     share: bool,
     windows: list[Tensor] | None,
     held_out: dict[str, float],
@@ -227,9 +233,11 @@ def _write_packed(
     """Write the packed model; return the packed layers, the errors and the notes.
 
     Args:
-        layout: "compressed-tensors", "modelopt", or "side-file" for the first with a side file.
-        share: pack layers that are deployed as one under one tensor scale.
+        kind: as of `model_card`, any but "dense".
+        share: pack layers that are deployed as one under one tensor scale; the parts of a side
+            file never are.
     """
+    share = share and kind != "side-file"
     shared = shared_amaxes(model) if share else {}
     errors = WeightErrors()
     folded: dict[str, CompressedMatrix] = {}
@@ -240,7 +248,7 @@ def _write_packed(
         quantizer = weight_quantizer(layer)
         if quantizer is None:
             continue  # a layer that its scheme leaves in high precision stays so
-        weight = _represented(layer)
+        weight = represented(layer)
         folded[name] = compress(layer, weight, shared.get(name))
         if is_split(layer):
             residuals[name], factors[name] = split_layer(layer, quantizer)
@@ -249,24 +257,25 @@ def _write_packed(
         if (quantized := quantized_input(layer)) is not None:
             inputs[name] = quantized
     layers = dict(metis_layers(model))
-    others = share_others(model, folded, lambda n: _represented(layers[n])) if share else {}
+    others = share_others(model, folded, lambda n: represented(layers[n])) if share else {}
     folded |= others
     for name, matrix in folded.items():
-        errors.add("fold", name, _represented(layers[name]), matrix.dequantize())
+        errors.add("fold", name, represented(layers[name]), matrix.dequantize())
     notes: tuple[str, ...] = ()
-    if layout != "side-file":
+    if kind != "side-file":
         notes = scale_notes(model, folded, shared, bool(others), share)
     if experts := next((n for n, m in model.named_modules() if is_fused_experts(m)), None):
         notes += (
             f"{experts} has fused experts, which are not packed. transformers does not read such a "
             "checkpoint; metis_hf.load_packed does.",
         )
-    reason = why_not_packed(model) if layout == "compressed-tensors" else None
+    reason = why_not_packed(model) if kind in ("compressed-tensors", "w4a4") else None
     dense = _dense(model)
     notes += untie(dense, folded)
     if reason is not None:
-        how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)."
-        notes += (f"{reason} {how}",)
+        how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)"
+        lost = ", which leaves inputs as they are, or with metis_hf.load_packed" * bool(inputs)
+        notes += (f"{reason} {how}{lost}.",)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
         _round_parameters(dense, dtype)
@@ -275,11 +284,11 @@ def _write_packed(
         if factors:  # `load_low_rank` gives plain layers, which do not quantize their inputs
             parts = _with_weights(dense, folded | residuals, factors)
             held_out["side-file"] = _loss(parts, windows)
-    if layout == "side-file":
-        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, {}, layout, dtype)
+    if kind == "side-file":
+        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, {}, kind, dtype)
         save_low_rank(out, factors)
     else:
-        _save_packed(dense, out, folded, inputs, layout, dtype)
+        _save_packed(dense, out, folded, inputs, kind, dtype)
     return tuple(folded), errors.rows(), notes
 
 
@@ -288,7 +297,7 @@ def _save_packed(
     out: Path,
     packed: Mapping[str, CompressedMatrix],
     inputs: Mapping[str, QuantizedInput],
-    layout: str,
+    kind: str,
     dtype: torch.dtype,
 ) -> None:
     """Write `model` as a packed checkpoint: packed layers, all else in `dtype`."""
@@ -297,16 +306,16 @@ def _save_packed(
     for name, weight in packed.items():
         del state[f"{name}.weight"]
         scale = inputs[name].global_scale if name in inputs else None
-        of_layer = modelopt.layer_state if layout == "modelopt" else layer_state
+        of_layer = modelopt.layer_state if kind == "modelopt" else layer_state
         state |= {f"{name}.{part}": tensor for part, tensor in of_layer(weight, scale).items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     ignored = [name for name in linears if name not in packed]
     quantizes = {name: name in inputs for name in packed}
-    if layout == "modelopt":
+    if kind == "modelopt":
         description = modelopt.describe(ignored, quantizes)
         model.config.quantization_config = modelopt.quantization_config(description)
         out.mkdir(parents=True, exist_ok=True)
-        (out / modelopt.CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
+        (out / MODELOPT_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
     else:
         model.config.quantization_config = compressed_config(quantizes, ignored)
     model.save_pretrained(out, state_dict=state)
@@ -338,29 +347,6 @@ def _with_weights(
             values += low[name].dense()
         model.get_parameter(f"{name}.weight").copy_(values)
     return model
-
-
-def _represented(layer: MetisLayer) -> Tensor:
-    """Return the weight [o i] that a layer stands for, fp32."""
-    return layer.weight_form.dense(layer.weight_params()).detach().float()
-
-
-def _windows(
-    model: PreTrainedModel, source: str | Path, text: str, name: str | Path
-) -> list[Tensor]:
-    """Return the text of the file `name` as windows of token ids [1, length], without overlap."""
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is no causal language model, so it has no held-out loss; "
-            "leave the text out"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    context = getattr(model.config, "max_position_embeddings", None) or _WINDOW
-    windows = [w for w in ids.split(min(context, _WINDOW), dim=1) if w.shape[1] > 1]
-    if not windows:
-        raise ValueError(f"{name} has fewer than two tokens; give a longer text")
-    return windows
 
 
 @torch.no_grad()

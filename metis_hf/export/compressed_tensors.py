@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from metis_hf.conversion.packed_layouts import FORMAT
+from metis_hf.conversion.packed_layouts import FORMAT, RESIDUAL_DIR, SIDE_FILE
 from metis_hf.export.casting import cast
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedWeight
@@ -34,7 +34,6 @@ from metis_hf.schemes import Role
 from metis_hf.schemes.states import StaticScales
 
 LOW_RANK_FILE = "metis_low_rank.safetensors"
-DESCRIPTION_FILE = "metis_low_rank.json"
 LOW_RANK_VERSION = 1
 _PARTS = ("packed", "scale", "global_scale")
 
@@ -225,7 +224,7 @@ def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> 
     description = {
         "format_version": LOW_RANK_VERSION,
         "weight": "residual + (u * s) @ vh",
-        "residual": f"{FORMAT} checkpoint in residual/",
+        "residual": f"{FORMAT} checkpoint in {RESIDUAL_DIR}/",
         "factors": (
             "u [out_features rank] and vh [rank in_features]: E2M1 codes (<layer>.u_packed, two to "
             "a byte, even column in the low nibble, rows padded to whole blocks of 16), "
@@ -234,7 +233,7 @@ def save_low_rank(directory: Path, factors: Mapping[str, CompressedFactors]) -> 
         ),
         "layers": layers,
     }
-    (directory / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
+    (directory / SIDE_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
 
 
 def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -254,7 +253,7 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
     directory = Path(directory)
     description = _description(directory)
     state: dict[str, Tensor] = {}
-    for path in sorted((directory / "residual").glob("*.safetensors")):
+    for path in sorted((directory / RESIDUAL_DIR).glob("*.safetensors")):
         state |= load_file(path)
     factors = load_file(directory / LOW_RANK_FILE)
     for name in [k.removesuffix(".weight_packed") for k in state if k.endswith(".weight_packed")]:
@@ -266,7 +265,7 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
         for part in _PARTS:
             del state[f"{name}.weight_{part}"]
         state[f"{name}.weight"] = weight.dequantize()
-    config = copy.deepcopy(AutoConfig.from_pretrained(directory / "residual"))
+    config = copy.deepcopy(AutoConfig.from_pretrained(directory / RESIDUAL_DIR))
     del config.quantization_config
     assert config.architectures is not None
     cls = getattr(transformers, config.architectures[0])
@@ -276,12 +275,12 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(f"{directory / 'residual'} lacks {', '.join(missing[:4])}{more}")
-    if (directory / "residual" / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory / "residual")
+    if (directory / RESIDUAL_DIR / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory / RESIDUAL_DIR)
     modules = dict(model.named_modules())
     for name, shape in description["layers"].items():  # names in the model, not in its files
         if name not in modules:
-            raise ValueError(f"{DESCRIPTION_FILE} has {name}, which {cls.__name__} has not")
+            raise ValueError(f"{SIDE_FILE} has {name}, which {cls.__name__} has not")
         with torch.no_grad():
             modules[name].weight.add_(_low_rank_of(name, shape, factors).dense())
     cast(model, dtype)
@@ -289,9 +288,9 @@ def load_low_rank(directory: str | Path, dtype: torch.dtype = torch.float32) -> 
 
 
 def _description(directory: Path) -> dict[str, Any]:
-    path = directory / DESCRIPTION_FILE
+    path = directory / SIDE_FILE
     if not path.is_file():
-        raise ValueError(f"{directory} has no {DESCRIPTION_FILE}; it is no export with a side file")
+        raise ValueError(f"{directory} has no {SIDE_FILE}; it is no export with a side file")
     description = json.loads(path.read_text("utf-8"))
     if description["format_version"] > LOW_RANK_VERSION:
         raise ValueError(

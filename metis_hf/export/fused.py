@@ -20,6 +20,7 @@ from metis_hf.export.compressed_tensors import (
     static_scales,
     weight_quantizer,
 )
+from metis_hf.export.source import represented
 from metis_hf.layers.packed import PackedWeight
 
 OWN_SCALES = (
@@ -55,9 +56,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
     groups = {name: group for name, group in deployed_groups(layers).items() if len(group) > 1}
     amaxes = {}
     for name in groups:
-        layer = layers[name]
-        weight = layer.weight_form.dense(layer.weight_params()).detach().float()
-        amaxes[name] = weight.abs().amax()
+        amaxes[name] = represented(layers[name]).abs().amax()
     return {
         name: torch.stack([amaxes[member] for member in group]).amax()
         for name, group in groups.items()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.packed import why_not_late
 from metis_hf.export.compressed_tensors import weight_quantizer
 
 
@@ -42,24 +43,10 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     Args:
         model: converted.
     """
-    packed = [(n, layer) for n, layer in metis_layers(model) if weight_quantizer(layer) is not None]
-    for _, layer in packed:
-        if layer.origin is not None:
-            return (
-                f"The packed layers are {layer.origin.cls.__name__}, for which transformers and "
-                "load_packed have no packed form."
-            )
-    reads = {f".{name.rpartition('.')[2]}.weight" for name, _ in packed}
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    for cls in dict.fromkeys(map(type, parts)):
-        if any(read in _initializer(cls) for read in reads):
-            return f"The initializer of {cls.__name__} reads weights that packed layers lack."
-    return None
-
-
-def _initializer(cls: type[PreTrainedModel]) -> str:
-    """Return the source of what gives a class's layers their first values; "" without one."""
-    try:
-        return inspect.getsource(cls._init_weights)
-    except (OSError, TypeError):
-        return ""
+    layers = metis_layers(model)
+    packed = {
+        name: nn.Linear if layer.origin is None else layer.origin.cls
+        for name, layer in layers
+        if weight_quantizer(layer) is not None
+    }
+    return why_not_late(model, packed)

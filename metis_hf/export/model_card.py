@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.report import ConversionReport
+from metis_hf.export.compressed_tensors import static_scales
 from metis_hf.export.loading import load_lines
 from metis_hf.layers.experts import converted_names
 from metis_hf.layers.linear import MetisLayer
@@ -169,7 +170,7 @@ def _precision(layers: Sequence[MetisLayer]) -> str:
         if not any(_quantizers(layer)):
             return "high precision"
         bits = (q.fmt.element.bits if q else int(HIGH_PRECISION_BITS) for q in _quantizers(layer))
-        letters = "".join(f"{letter}{count}" for letter, count in zip("WAG", bits))
+        letters = "".join(f"{letter}{count}" for letter, count in zip(_letters(layer), bits))
         return f"emulated {letters} ({', '.join(fmt.name for fmt in _formats([layer]))})"
 
     counts = Counter(map(of_layer, layers))
@@ -178,14 +179,18 @@ def _precision(layers: Sequence[MetisLayer]) -> str:
     return ", ".join(f"{words} in {count} layers" for words, count in counts.most_common())
 
 
+def _letters(layer: MetisLayer) -> str:
+    """Return whose bits are said: gradients may never have been, where scales are calibrated."""
+    return "WAG" if static_scales(layer) is None else "WA"
+
+
 def _tags_of(layers: Sequence[MetisLayer], kind: str) -> list[str]:
     """Return the tags that depend on what layers are quantized to."""
-    formats = _formats(layers)
-    trained = kind not in ("w4a4", "modelopt")  # these may be of calibration alone
-    few = any(fmt.element.bits <= _FEW_BITS for fmt in formats)
-    names = [fmt.name for fmt in formats] if kind == "metis" else []
+    trained = _formats(layer for layer in layers if static_scales(layer) is None)
+    few = any(fmt.element.bits <= _FEW_BITS for fmt in trained)
+    names = [fmt.name for fmt in _formats(layers)] if kind == "metis" else []
     packed = [NVFP4.name] if kind in _PACKED else []
-    return [*(["fp4-training"] if few and trained else []), *packed, *names]
+    return [*(["fp4-training"] if few else []), *packed, *names]
 
 
 def _without_import(model: nn.Module, layers: Iterable[MetisLayer]) -> str:

@@ -77,12 +77,14 @@ class ExportReport:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the report as a JSON object; an infinite signal-to-noise ratio is null."""
+        """Return the report as a JSON object; what is not finite, as a ratio may be, is null."""
         values = dataclasses.asdict(self)
         del values["loading"]  # with the path of this machine
-        for row in values["rows"]:
-            row["sqnr_db"] = row["sqnr_db"] if math.isfinite(row["sqnr_db"]) else None
-        return json.dumps(values, indent=2) + "\n"
+        for numbers in (*values["rows"], values["held_out"]):
+            for name, value in numbers.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    numbers[name] = None
+        return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
 class WeightErrors:

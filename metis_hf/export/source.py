@@ -11,14 +11,18 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.data.chat import check_vocabulary, read_tokens
 from metis_hf.export.compressed_tensors import static_scales, unsupported, weight_quantizer
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.shared.checkpoints import load_complete
+
+_WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
 
 # What a checkpoint holds besides weights, config and trainer state; copied as it is.
 _COMPANIONS = (
@@ -67,14 +71,58 @@ def load_model(checkpoint: str | Path) -> PreTrainedModel:
         checkpoint: a directory or a name on the hub.
 
     Raises:
-        ValueError: a class that transformers does not have.
+        ValueError: a class that transformers does not have, or a checkpoint that is not whole.
     """
-    name = (AutoConfig.from_pretrained(checkpoint).architectures or ["none"])[0]
+    config = AutoConfig.from_pretrained(checkpoint)
+    return load_complete(model_class(config, checkpoint), checkpoint, dtype=torch.float32)
+
+
+def model_class(config: Any, checkpoint: str | Path) -> type[PreTrainedModel]:
+    """Return the class that the config of a checkpoint names.
+
+    Raises:
+        ValueError: transformers has no such class.
+    """
+    name = (config.architectures or ["none"])[0]
     if not hasattr(transformers, name):
         raise ValueError(
             f"{checkpoint}: transformers has no class {name!r}, which its config names"
         )
-    return getattr(transformers, name).from_pretrained(checkpoint, dtype=torch.float32)
+    return getattr(transformers, name)
+
+
+def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
+    """Return a text as windows of token ids [1, length] without overlap; no model is loaded.
+
+    Args:
+        checkpoint: a directory or a name on the hub, of config and tokenizer.
+        text: see `data.chat`.
+
+    Raises:
+        FileNotFoundError: no such text.
+        ValueError: no causal language model; a text that cannot be read, is too short, or has
+            tokens that the model does not know.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    cls = model_class(config, checkpoint)
+    if not cls.can_generate() or config.is_encoder_decoder:
+        raise ValueError(
+            f"{cls.__name__} is no causal language model, so it has no held-out loss; leave the "
+            "text out"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokens = [token for document in read_tokens(text, tokenizer) for token in document]
+    ids = torch.tensor([tokens])
+    if ids.shape[1] < 2:
+        raise ValueError(f"{text} has fewer than two tokens; give a longer text")
+    check_vocabulary(ids, config.get_text_config(decoder=True).vocab_size, checkpoint)
+    context = getattr(config, "max_position_embeddings", None) or _WINDOW
+    return [part for part in ids.split(min(context, _WINDOW), dim=1) if part.shape[1] > 1]
+
+
+def represented(layer: MetisLayer) -> Tensor:
+    """Return the weight [o i] that a layer stands for, fp32."""
+    return layer.weight_form.dense(layer.weight_params()).detach().float()
 
 
 def quantization_of(config: Any) -> str | None:
@@ -133,6 +181,20 @@ def check_packable(model: nn.Module) -> None:
             f"no layer of this checkpoint has quantized weights in its forward pass ({why}), so "
             "there is nothing to pack. Use format='dense'"
         )
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse weights that no scale holds, with the layer's name.
+
+    Raises:
+        ValueError: such a layer, which is to be packed.
+    """
+    for name, layer in metis_layers(model):
+        if weight_quantizer(layer) is not None and not represented(layer).isfinite().all():
+            raise ValueError(
+                f"{name}: its weight has NaN or inf, which cannot be packed; the training has "
+                "diverged, or the checkpoint is damaged. Export an earlier checkpoint"
+            )
 
 
 def check_calibrated(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -45,7 +46,7 @@ def last_checkpoint(
     """
     passed = []
     chosen = None
-    for path in _newest_first(Path(output_dir)):
+    for path in newest_first(Path(output_dir)):
         reason = (damage or checkpoint_damage)(path)
         if reason is None:
             chosen = path
@@ -57,7 +58,7 @@ def last_checkpoint(
     return None if chosen is None else str(chosen)
 
 
-def _newest_first(output_dir: Path) -> list[Path]:
+def newest_first(output_dir: Path) -> list[Path]:
     """Return the directories `checkpoint-<step>`, the largest step first."""
     found = []
     for path in output_dir.glob(f"{_PREFIX}*"):
@@ -95,6 +96,33 @@ def model_damage(directory: Path) -> str | None:
         return "no weights"
     configs = [*directory.glob("config.json"), *sorted(directory.glob("*.index.json"))]
     return _file_damage([*weights, *configs]) or _missing_shard(directory)
+
+
+def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
+    """Load a model whose parameters are all in the files; transformers would make the others up.
+
+    Args:
+        cls: a class of transformers' models, or an auto class.
+        path: a directory or a name on the hub.
+        options: for `from_pretrained`.
+
+    Raises:
+        ValueError: files that are missing or cut short, or that lack parameters of the class.
+    """
+    directory = Path(path, options.get("subfolder") or "")
+    if directory.is_dir() and (reason := model_damage(directory)) is not None:
+        raise ValueError(f"{directory} is not whole: {reason}; copy its files again")
+    model, found = cls.from_pretrained(path, output_loading_info=True, **options)
+    made_up = [name for name, _ in model.named_parameters() if name in found["missing_keys"]]
+    if made_up:
+        shown = ", ".join(made_up[:4]) + (f", ... ({len(made_up)})" if made_up[4:] else "")
+        saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
+        raise ValueError(
+            f"{path} lacks {shown}, which {type(model).__name__} needs and which would be random: "
+            f"it was saved from {saved}. Copy its files again, or name a checkpoint of the whole "
+            "model, with its head"
+        )
+    return model
 
 
 def _file_damage(paths: Iterable[Path]) -> str | None:

@@ -47,7 +47,7 @@ class CalibratedScale:
 
 
 class UnseenLayers(ValueError):
-    """Layers have seen no input, so there is nothing to make a scale of."""
+    """Layers have seen no finite input, so there is nothing to make a scale of."""
 
 
 class _Layers(dict[str, MetisLayer]):
@@ -116,7 +116,8 @@ def calibrate(
 
     Raises:
         ValueError: an unknown method, a percentile out of range, no layer with static scales, no
-            batch, an iterator for "mse", or a layer that saw no token; nothing changes.
+            batch, an iterator for "mse", or a layer that saw no token, or NaN or inf in every
+            batch; nothing changes.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}; choose one of {', '.join(METHODS)}")
@@ -266,9 +267,12 @@ def _is_whole(model: nn.Module) -> bool:
 
 
 def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
-    """Note tokens, amax and percentile of rows x [t i]."""
+    """Note tokens, amax and percentile of rows x [t i], unless there is NaN or inf in them."""
+    largest = largest_magnitude(x).item()
+    if not largest and not x.isfinite().all():
+        return
     seen.tokens += x.shape[0]
-    seen.largest = max(seen.largest, largest_magnitude(x).item())
+    seen.largest = max(seen.largest, largest)
     if share is not None and x.numel():
         kth = max(1, round(share * x.numel()))
         seen.percentile = max(seen.percentile, x.abs().flatten().kthvalue(kth).values.item())
@@ -326,9 +330,9 @@ def _refuse_unseen(seen: dict[str, _Seen]) -> None:
     if unseen:
         more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
         raise UnseenLayers(
-            f"{', '.join(unseen[:3])}{more} saw no token, so there is nothing to make a scale of; "
-            "run more text through the model (an expert sees the tokens of its router alone), or "
-            "leave the layer out with exclude_modules"
+            f"{', '.join(unseen[:3])}{more} saw no token, or NaN or inf in every batch, so there "
+            "is nothing to make a scale of; run more text through the model (an expert sees the "
+            "tokens of its router alone), or leave the layer out with exclude_modules"
         )
 
 

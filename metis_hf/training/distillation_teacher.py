@@ -85,7 +85,7 @@ class Teacher:
             if next(metis_layers(model), None) is not None:
                 block.enter_context(high_precision(model))
             if self.model is None:
-                block.enter_context(model.disable_adapter())  # type: ignore[operator]
+                block.enter_context(_without_adapters(model))
             return logits_of("teacher", model(**given, use_cache=False))
 
 
@@ -118,6 +118,21 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def _without_adapters(model: Any) -> Iterator[None]:
+    """Turn PEFT's adapters off inside the block.
+
+    On leaving it PEFT would let all of them train; each parameter is as it was.
+    """
+    before = [(param, param.requires_grad) for param in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for param, trains in before:
+            param.requires_grad = trains
 
 
 def _load(name: str, student: nn.Module, dtype: torch.dtype, tokenizer: Any) -> nn.Module:
@@ -225,7 +240,7 @@ def _check_own(student: Any) -> None:
             "teacher=None takes the student without its quantizers and adapters, but it has no "
             f"adapters: its dense weights train, and a teacher must stay as it is. {advice}"
         )
-    with student.disable_adapter():  # takes requires_grad off all that belongs to adapters
+    with _without_adapters(student):  # takes requires_grad off all that belongs to adapters
         trained = [name for name, param in student.named_parameters() if param.requires_grad]
     if trained:
         raise ValueError(

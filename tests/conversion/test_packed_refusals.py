@@ -11,6 +11,7 @@ import transformers
 from conftest import VOCAB, llama
 
 from conversion.packed_tools import (
+    FILE,
     modelopt,
     rewrite,
 )
@@ -143,6 +144,34 @@ class TestBadInput:
         with torch.no_grad():
             found = load_packed(rewrite(checkpoint, other_shape))(token_ids).logits
         assert torch.equal(found, expected)
+
+    def test_the_path_is_named_without_load_packed_too(self, exported, tmp_path):
+        """transformers gives the config of a checkpoint, and not where it is."""
+        path = modelopt(exported, tmp_path / "modelopt", "FP8")
+        with pytest.raises(ValueError, match=rf"{path} is a ModelOpt checkpoint"):
+            transformers.AutoModelForCausalLM.from_pretrained(path)
+
+    def test_a_checkpoint_that_is_not_whole(self, checkpoint):
+        """Nothing is made up for what is not there."""
+        whole = (checkpoint / FILE).read_bytes()
+        rewrite(checkpoint, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+        with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight, which .* random"):
+            load_packed(checkpoint)
+        (checkpoint / FILE).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=r"is not whole: model\.safetensors is cut short"):
+            load_packed(checkpoint)
+
+    def test_saving_what_others_could_not_compute_with(self, exported, tmp_path, token_ids):
+        """The layout's readers unpack to BF16, beside whatever the rest is in."""
+        model = load_packed(exported, dtype=torch.float32)
+        with pytest.raises(
+            ValueError, match=r"in torch\.float32, .* Save model\.to\(torch\.bfloat"
+        ):
+            model.save_pretrained(tmp_path / "out")
+        model.to(torch.bfloat16).save_pretrained(tmp_path / "out")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        with torch.no_grad():
+            assert torch.equal(plain(token_ids).logits, load_packed(exported)(token_ids).logits)
 
     def test_a_dense_checkpoint(self, tmp_path):
         llama().save_pretrained(tmp_path)

@@ -136,7 +136,7 @@ def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
         exact = checkpoint.load("scheme", "float32", CPU)(ids).logits
     assert (found.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     assert (found - exact).norm() < BF16_TOLERANCE * exact.norm()
-    with pytest.raises(ValueError, match="holds packed FP4 weights only"):
+    with pytest.raises(ValueError, match="holds weights in compressed-tensors only"):
         checkpoint.check("dense")
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -16,6 +16,7 @@ import torch
 import transformers
 from paths import ROOT
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 from metis_hf.conversion.packed import load_packed
@@ -53,7 +54,7 @@ def finetuning(source, out, bf16=False, **options):
     return Finetuning(FinetuneArguments(**values), training)
 
 
-def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch):
+def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.jsonl").write_text("no JSON\n")
     given = [
         "--smoke",
@@ -63,8 +64,9 @@ def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch):
         str(tmp_path / "out"),
     ]
     monkeypatch.setattr(sys, "argv", ["finetune_nvfp4.py", *given, "--dry-run"])
-    with pytest.raises(ValueError, match=r"mine\.jsonl"):
+    with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "recipes/finetune_nvfp4.py"), run_name="__main__")
+    assert "mine.jsonl" in capsys.readouterr().err
 
 
 def test_another_process_has_written_the_smoke_model(tmp_path):
@@ -106,6 +108,8 @@ def test_exports_lie_in_the_directory_that_was_given(source, tmp_path):
     assert found.loss == pytest.approx(ptq.exported, abs=1e-6)
     assert ptq.exported == pytest.approx(ptq.loss, abs=0.02)
     assert (tmp_path / "deployed/ptq/tokenizer.json").is_file()
+    config = json.loads((tmp_path / "deployed/ptq/config.json").read_text())
+    assert config["use_cache"] is True  # as of the model, and off in training
 
 
 def test_what_is_finished_is_kept(source, tmp_path):
@@ -338,11 +342,18 @@ def test_a_model_trained_under_autocast_is_measured_in_fp32(source, tmp_path):
 
 def test_the_plan_counts_the_export(source, tmp_path):
     run = finetuning(source, tmp_path, method="qat,qad,lora")
-    text = describe(run.arguments, len(run.train), run.held_out.tokens, run.steps)
+    said = run.arguments, len(run.train), run.held_out.tokens, run.steps
+    text = describe(*said, bf16=False)
     packed = 2 * (4 * 64 * 64 + 3 * 64 * 96)
     assert f"{packed:,} of them packed" in text
     assert "3 steps, 768 tokens" in text
     assert "on 252 tokens of held-out" in text
+    plain = 2 * 512 * 64 + 5 * 64  # embeddings, head and norms
+    for bf16, size in ((False, 4), (True, 2)):
+        text = describe(*said, bf16=bf16)
+        teacher, base = size * (plain + packed), packed * 4.5 / 8 + size * plain
+        assert f"{teacher / 2**20:,.0f} MiB for qad's teacher" in text
+        assert f"{base / 2**20:,.0f} MiB for the packed base of lora" in text
     for method in ("qat", "qad's teacher", "lora"):
         assert method in text
 
@@ -354,6 +365,11 @@ def test_the_plan_counts_the_export(source, tmp_path):
         ({"scheme": "metis"}, "--scheme 'metis'; choose of w4a4, w4a16"),
         ({"layout": "gguf"}, "--layout 'gguf'; choose of compressed-tensors, modelopt"),
         ({"eval_sequences": 0}, "--eval_sequences 0; expected at least 1"),
+        ({"lora_rank": 0}, "--lora_rank 0; expected at least 1"),
+        ({"sequence_length": 1}, "--sequence_length 1; expected at least 2"),
+        ({"tokens": -5.0}, r"--tokens -5\.0; expected more than 0"),
+        ({"temperature": 0.0}, r"--temperature 0\.0; expected a finite number above 0"),
+        ({"cross_entropy_share": 3.0}, r"--cross_entropy_share 3\.0; expected a share from 0"),
         ({"global_batch": 3}, "--global_batch 3 is no multiple of 2"),
         ({"data": None}, "no data: give --data FILE"),
         ({"compare": "nvfp5"}, "scheme 'nvfp5' is not registered"),
@@ -365,6 +381,32 @@ def test_the_plan_counts_the_export(source, tmp_path):
 def test_bad_input(options, message, source, tmp_path):
     with pytest.raises(ValueError, match=message):
         finetuning(source, tmp_path, **options)
+
+
+def test_a_model_that_cannot_be_packed_is_refused_before_anything_is_read(source, tmp_path):
+    config = transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=1, n_head=2)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path / "gpt2")  # neither weights nor a tokenizer
+    with pytest.raises(ValueError, match=r"c_attn: a Conv1D"):
+        finetuning((str(tmp_path / "gpt2"), source[1]), tmp_path / "out")
+
+
+def test_a_model_that_lacks_weights_is_refused(source, tmp_path):
+    model = shutil.copytree(source[0], tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight"):
+        finetuning((str(model), source[1]), tmp_path / "out").load()
+
+
+def test_each_method_begins_with_the_seed(source, tmp_path, monkeypatch):
+    """Whatever ran before it: adapters are drawn before Trainer sets the seed."""
+    monkeypatch.setattr(Finetuning, "_lora", lambda _: torch.rand(1).item())
+    run = finetuning(source, tmp_path)
+    first = run._outcome("lora")
+    torch.rand(3)
+    assert run._outcome("lora") == first
 
 
 def test_what_is_trained_on_is_not_held_out(source, tmp_path):

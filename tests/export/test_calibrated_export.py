@@ -233,6 +233,21 @@ class TestRefusals:
                      text, "--calibration-sequences", "0", out=out)  # fmt: skip
         self.refused("plain checkpoint.*--calibrate TEXT", dense, *self.PACKED, out=out)
 
+    @pytest.mark.parametrize(
+        ("options", "missing"),
+        [
+            (("--device", "cpu"), "--calibrate TEXT or --scheme"),
+            (("--calibration-sequences", "4"), "--calibrate TEXT"),
+            (("--calibration-length", "32", "--scheme", "w4a16"), "--calibrate TEXT"),
+            (("--calibration-method", "amax"), "--calibrate TEXT"),
+            (("--own-scales", "--format", "dense"), "a packed --format"),
+        ],
+    )
+    def test_options_without_use(self, options, missing, tmp_path):
+        option = options[0]
+        self.refused(f"{option} does nothing without {missing}; leave it out", tmp_path / "none",
+                     *self.PACKED, *options, out=tmp_path / "out")  # fmt: skip
+
     def test_texts(self, dense, tmp_path):
         out = tmp_path / "out"
         (tmp_path / "short.txt").write_text("import this")
@@ -247,6 +262,15 @@ class TestRefusals:
         monkeypatch.setattr(ptq, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
         with pytest.raises(ValueError, match="exists already"):
             run(dense, "--out", dense, *self.PACKED, "--calibrate", text)
+
+    @pytest.mark.parametrize("option", ["--calibrate", "--text"])
+    def test_texts_are_read_before_the_model(self, option, dense, text, tmp_path, monkeypatch):
+        from metis_hf.experiments.finetune import ptq
+
+        monkeypatch.setattr(ptq, "load_model", lambda *_: pytest.fail("loaded"))
+        given = {"--calibrate": text, "--text": text} | {option: tmp_path / "none.txt"}
+        self.refused("is no file", dense, *self.PACKED, *sum(given.items(), ()),
+                     out=tmp_path / "out")  # fmt: skip
 
     @pytest.mark.parametrize(
         ("build", "match"),
@@ -291,7 +315,7 @@ class TestRefusals:
         packed = json.loads((out / "metis_export.json").read_text())["packed"]
         assert packed
         assert not any("experts" in name for name in packed)
-        self.refused("--exclude is for models that --calibrate", *given, out=tmp_path / "other")
+        self.refused("--exclude does nothing without --calibrate", *given, out=tmp_path / "other")
 
     def test_quantized_by_others(self, dense, text, tmp_path):
         config = json.loads((dense / "config.json").read_text())

@@ -24,7 +24,7 @@ from metis_hf import (
 )
 from metis_hf.export import export_checkpoint, load_low_rank, load_metis_model
 from metis_hf.export.compressed_tensors import CompressedMatrix
-from metis_hf.export.source import copy_companions
+from metis_hf.export.source import copy_companions, held_out_windows
 
 FP32_TOLERANCE = 1e-5  # |difference| / |logits|: the order of fp32 sums
 # bf16 rounds weights and activations to 2^-9 of their size; some 30 roundings on the way through
@@ -325,8 +325,25 @@ class TestText:
             )
         assert packed.held_out["side-file"] == pytest.approx(expected.mean().item(), abs=1e-5)
 
+    def test_is_read_as_other_commands_read_it(self, source, tmp_path):
+        """Without a byte order mark; of JSON lines the texts, each with the end token behind it."""
+        text, lines = documents()[7].text[:600], ("first", "second")
+        (tmp_path / "t.txt").write_text(text, "utf-8")
+        (tmp_path / "marked.txt").write_text(text, "utf-8-sig")
+        objects = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (tmp_path / "t.jsonl").write_text(objects)
+        plain, marked, chat = (
+            torch.cat(held_out_windows(source, tmp_path / name), dim=1)[0].tolist()
+            for name in ("t.txt", "marked.txt", "t.jsonl")
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        assert plain == marked == tokenizer(text)["input_ids"]
+        first, second = (tokenizer(line)["input_ids"] for line in lines)
+        end = tokenizer.eos_token_id
+        assert chat == [*first, end, *second, end]
+
     def test_too_short(self, source, tmp_path):
-        (tmp_path / "t.txt").write_text("")
+        (tmp_path / "t.txt").write_text("a")
         with pytest.raises(ValueError, match="fewer than two tokens"):
             export_checkpoint(source, tmp_path / "out", text=tmp_path / "t.txt")
         assert not (tmp_path / "out").exists()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import transformers
 from conftest import ARCHITECTURES, VOCAB, llama
+from safetensors.torch import load_file, save_file
 
 import metis_hf.export.checkpoint
 from export.checkpoints import checkpoint, mixtral
@@ -17,6 +21,7 @@ from metis_hf import (
     get_metis_model,
     register_scheme,
 )
+from metis_hf.experiments.finetune.ptq import Calibration, calibrated_model
 from metis_hf.export import ExportReport, export_checkpoint
 from metis_hf.export.model_card import write_model_card
 from metis_hf.schemes import Scheme, registry
@@ -156,9 +161,61 @@ class TestErrors:
         def load(_):
             raise AssertionError("loaded")
 
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
         (tmp_path / "file").write_bytes(content)
         options = {option: tmp_path / "file", "load": load}
-        self.refused(tmp_path, tmp_path / "out", said, **options)
+        self.refused(source, tmp_path / "out", said, **options)
+
+    def test_a_text_of_tokens_that_the_model_does_not_know(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer.add_tokens(["import"])
+        tokenizer.save_pretrained(source)
+        (tmp_path / "t.txt").write_text("import this")
+        self.refused(source, tmp_path / "out", "they do not belong together",
+                     text=tmp_path / "t.txt")  # fmt: skip
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_weight_that_is_not_finite(self, value, tmp_path):
+        """It would be packed, with its sibling; a dense export has it, and the report is JSON."""
+        source = checkpoint(tmp_path / "metis", scheme="nvfp4-rne")
+        tensors = load_file(source / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = value
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        for layout in ("compressed-tensors", "modelopt"):
+            match = r"layers\.0\.mlp\.up_proj: its weight has NaN or inf"
+            self.refused(source, tmp_path / "out", match, format=layout)
+        export_checkpoint(source, tmp_path / "out")
+
+        def fail(constant):
+            raise AssertionError(constant)
+
+        text = (tmp_path / "out/metis_export.json").read_text()
+        rows = {row["kind"]: row for row in json.loads(text, parse_constant=fail)["rows"]}
+        assert rows["up_proj"]["mean_error"] is None
+        assert rows["down_proj"]["mean_error"] > 0
+
+    @pytest.mark.parametrize("calibrates", [False, True])
+    def test_a_checkpoint_that_is_not_whole(self, calibrates, tmp_path):
+        """Nothing is made up for what is not there."""
+        source = tmp_path / "source"
+        if calibrates:
+            llama().save_pretrained(source)
+            calibration = Calibration(text=None, scheme="w4a16")
+            options = {"load": partial(calibrated_model, calibration=calibration)}
+        else:
+            checkpoint(source, scheme="nvfp4-rne")
+            options = {}
+        path = source / "model.safetensors"
+        whole = path.read_bytes()
+        tensors = load_file(path)
+        del tensors["model.embed_tokens.weight"]
+        save_file(tensors, path, {"format": "pt"})
+        match = r"source lacks model\.embed_tokens\.weight, which .* would be random"
+        self.refused(source, tmp_path / "out", match, **options)
+        path.write_bytes(whole[: len(whole) // 2])
+        match = r"source is not whole: model\.safetensors is cut short"
+        self.refused(source, tmp_path / "out", match, **options)
 
     def test_results_of_a_card_by_the_name_of_their_file(self, tmp_path):
         (tmp_path / "results.json").write_text("[1, 2]")

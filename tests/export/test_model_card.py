@@ -85,7 +85,9 @@ class TestModelCard:
         [
             ({"scheme": "nvfp4"}, "in emulated W4A4G4 (nvfp4).", ["fp4-training", "nvfp4"]),
             ({"scheme": "bf16"}, "in high precision.", []),
-            ({"scheme": "w4a16"}, "in emulated W4A16G16 (nvfp4).", ["fp4-training", "nvfp4"]),
+            # These may be calibrated alone.
+            ({"scheme": "w4a16"}, "in emulated W4A16 (nvfp4).", ["nvfp4"]),
+            ({"scheme": "w4a4"}, "in emulated W4A4 (nvfp4).", ["nvfp4"]),
             (
                 {"scheme": "nvfp4", "format": "mxfp8-e4m3"},
                 "in emulated W8A8G8 (mxfp8-e4m3).",

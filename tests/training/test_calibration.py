@@ -281,6 +281,21 @@ class TestCalibrate:
             for key, value in layer.state_buffers().items():
                 assert torch.equal(value, other.get_buffer(key)), f"{name}.{key}"
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_a_layer_without_finite_inputs_is_named(self, value):
+        """A scale of nothing would saturate all that it gets; zeros are inputs like others."""
+        model, name = converted(), "model.layers.0.mlp.down_proj"
+        for given in (0.0, value):
+            hook = model.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, given=given: (torch.full_like(args[0], given),)
+            )
+            if given == 0:
+                assert calibrate(model, ids(), method="amax")[name].input_amax == 0
+            else:
+                with pytest.raises(ValueError, match=rf"{name}.* saw .* NaN or inf in every batch"):
+                    calibrate(model, ids())
+            hook.remove()
+
     def test_a_layer_without_tokens_is_named(self):
         model = converted()
 

@@ -86,6 +86,16 @@ class TestOwnTeacher:
         if not share:
             assert after["eval_kl"] < before["eval_kl"]
 
+    def test_what_is_frozen_stays_frozen(self, tmp_path):
+        """PEFT lets all adapters train when they are turned on again."""
+        model = adapted()
+        for name, param in model.named_parameters():
+            param.requires_grad = "lora_B" in name
+        before = [(param, param.requires_grad) for param in model.parameters()]
+        made = trainer(tmp_path, model, teacher=None)
+        made.teacher.logits(model, collate(rows(2)))
+        assert [param.requires_grad for param, _ in before] == [trains for _, trains in before]
+
     def test_modules_to_save_are_adapters(self, tmp_path):
         """PEFT keeps the original beside them, which teaches."""
         model = adapted(modules_to_save=["lm_head"])

@@ -8,6 +8,7 @@ lora  keep the packed weights of ptq, and train low-rank adapters beside them
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,9 +101,16 @@ class FinetuneArguments:
             for value in values or [""]:
                 if value not in known:
                     raise ValueError(f"--{name} {value!r}; choose of {', '.join(known)}")
-        for name in ("calibration_sequences", "sequence_length", "eval_sequences", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}; expected at least 1")
+        counts = ("calibration_sequences", "eval_sequences", "global_batch", "lora_rank")
+        for name, good, expected in (
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("sequence_length", self.sequence_length >= 2, "at least 2"),
+            ("tokens", self.tokens > 0, "more than 0"),
+            ("temperature", 0 < self.temperature < math.inf, "a finite number above 0"),
+            ("cross_entropy_share", 0 <= self.cross_entropy_share <= 1, "a share from 0 to 1"),
+        ):
+            if not good:
+                raise ValueError(f"--{name} {getattr(self, name)}; expected {expected}")
         return ("ptq", *(method for method in METHODS[1:] if method in chosen))
 
     def held_out_files(self) -> dict[str, Path]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from metis_hf.conversion.packed import load_deployed
 from metis_hf.training.distillation_loss import distillation_loss
 
 Texts = Mapping[str, Tensor]
@@ -24,8 +25,8 @@ class Measured:
     Attributes:
         loss: cross entropy, in the scheme, computed in fp32 between the quantizers.
         kl: divergence of the unquantized model's next-token distributions from these.
-        exported: the loss of the export, read and computed in BF16 by the compressed-tensors
-            library; None where it was not read.
+        exported: the loss of the export, read and computed in BF16 as `load_deployed` says; None
+            where it was not read.
     """
 
     loss: float
@@ -66,7 +67,7 @@ class HeldOut:
         """
         reader = None
         if export is not None and find_spec("compressed_tensors"):
-            reader = AutoModelForCausalLM.from_pretrained(export, dtype=torch.bfloat16)
+            reader = load_deployed(export)
             nn.Module.to(reader, self.device)
         found = {}
         for name, rows in self.texts.items():

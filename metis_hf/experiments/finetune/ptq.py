@@ -6,22 +6,23 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.conversion.hub import read_config
 from metis_hf.data.chat import check_vocabulary, first_sequences
 from metis_hf.experiments.finetune.arguments import SCHEMES
-from metis_hf.export.source import check_packable, load_model, quantization_of
+from metis_hf.export.source import check_packable, load_model, model_class, quantization_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import build_scheme
 from metis_hf.schemes.states import StaticScales
 from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
 
 _BATCH = 4  # sequences of a forward pass
+_WIDTH = 64  # of a layer, to ask a scheme what it keeps
 _WHICH_LAYERS = (
     "target_modules",
     "exclude_modules",
@@ -88,17 +89,19 @@ def calibrated_model(
             text where inputs are quantized; a text too short; a model that reads more than token
             ids.
     """
-    method = quantization_of(AutoConfig.from_pretrained(checkpoint))
+    config = AutoConfig.from_pretrained(checkpoint)
+    method = quantization_of(config)
     if method not in (None, MetisConfig.quant_method):
         raise ValueError(
             f"{checkpoint} is quantized by {method!r} already; give the model that it was made of"
         )
+    reads = _quantizes_inputs(config, calibration)
+    rows = _rows(config, checkpoint, calibration) if reads else None
     model = load_model(checkpoint)
     _convert(model, calibration, report)
     check_packable(model)
     batches: list[Tensor] = []
-    if _quantizes_inputs(model):
-        rows = _rows(model, checkpoint, calibration)
+    if rows is not None:
         batches = list(rows.split(_BATCH))
         report(
             f"calibrating on {rows.shape[0]} sequences of {rows.shape[1]} tokens "
@@ -158,30 +161,40 @@ def _config(model: PreTrainedModel) -> MetisConfig:
     return config
 
 
-def _quantizes_inputs(model: nn.Module) -> bool:
-    states = (layer.scheme.state for _, layer in metis_layers(model))
-    return any(isinstance(state, StaticScales) and state.input for state in states)
+def _quantizes_inputs(config: PreTrainedConfig, calibration: Calibration) -> bool:
+    """Return whether a model will quantize inputs once it is converted, by what its config says."""
+    own = getattr(config, "quantization_config", None)
+    states = _static(MetisConfig(scheme=calibration.scheme or SCHEMES[0]))
+    if own is not None:
+        states = _static(read_config(own)) or states
+    return any(state.input for state in states)
 
 
-def _rows(model: PreTrainedModel, checkpoint: str | Path, calibration: Calibration) -> Tensor:
+def _static(config: MetisConfig) -> list[StaticScales]:
+    """Return the states of those schemes of a config that have static scales."""
+    schemes = (build_scheme(config.replace(scheme=name), _WIDTH, _WIDTH) for name in config.schemes)
+    return [scheme.state for scheme in schemes if isinstance(scheme.state, StaticScales)]
+
+
+def _rows(config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibration) -> Tensor:
     """Return token ids [n length]."""
     if calibration.text is None:
         raise ValueError(
             "the inputs of this model's layers are quantized too, so their scales need a text to "
             "be found on: give --calibrate TEXT, or --scheme w4a16 for weights alone"
         )
-    if model.config.is_encoder_decoder or model.main_input_name != "input_ids":
+    cls = model_class(config, checkpoint)
+    if config.is_encoder_decoder or cls.main_input_name != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} does not read token ids alone; calibrate it in a script: "
+            f"{cls.__name__} does not read token ids alone; calibrate it in a script: "
             "metis_hf.calibrate(model, batches) with its own arguments, save it and export that"
         )
-    context = getattr(model.config, "max_position_embeddings", None) or calibration.length
+    context = getattr(config, "max_position_embeddings", None) or calibration.length
     rows = first_sequences(
         Path(calibration.text),
         AutoTokenizer.from_pretrained(checkpoint),
         min(context, calibration.length),
         calibration.sequences,
     )
-    embeddings: Any = model.get_input_embeddings()
-    check_vocabulary(rows, embeddings.weight.shape[0], checkpoint)
+    check_vocabulary(rows, config.get_text_config(decoder=True).vocab_size, checkpoint)
     return rows

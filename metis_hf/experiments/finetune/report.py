@@ -16,6 +16,7 @@ from metis_hf.conversion.report import ConversionReport
 from metis_hf.experiments.compare.statistics import t_interval
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.measure import Measured
+from metis_hf.export.source import check_packable
 from metis_hf.planning.plan import meta_model
 from metis_hf.shared.tables import markdown_table
 
@@ -138,7 +139,23 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.1f}M" if parameters >= 10**6 else f"{parameters:,}"
 
 
-def describe(a: FinetuneArguments, train: int, held_out: Mapping[str, int], steps: int) -> str:
+def parameters_to_pack(a: FinetuneArguments) -> tuple[int, int]:
+    """Return how many parameters the model has and how many are packed; its config is read alone.
+
+    Raises:
+        ValueError: layers that the packed layouts cannot hold.
+    """
+    model = meta_model(AutoConfig.from_pretrained(a.model))
+    original = sum(param.numel() for param in model.parameters())
+    report = get_metis_model(model, MetisConfig(scheme=a.scheme)).metis_report
+    check_packable(model)
+    assert isinstance(report, ConversionReport)
+    return original, report.converted_params
+
+
+def describe(
+    a: FinetuneArguments, train: int, held_out: Mapping[str, int], steps: int, *, bf16: bool
+) -> str:
     """Return what a fine-tuning takes, in lines of text; of the model its config is read alone.
 
     Args:
@@ -146,13 +163,14 @@ def describe(a: FinetuneArguments, train: int, held_out: Mapping[str, int], step
         train: sequences to train on.
         held_out: tokens to measure on, by the name of the text.
         steps: of the optimizer.
+        bf16: whether training computes in BF16, in which the teacher and the packed base then are.
+
+    Raises:
+        ValueError: as of `parameters_to_pack`.
     """
     methods = a.methods()
-    model = meta_model(AutoConfig.from_pretrained(a.model))
-    original = sum(param.numel() for param in model.parameters())
-    report = get_metis_model(model, MetisConfig(scheme=a.scheme)).metis_report
-    assert isinstance(report, ConversionReport)
-    packed = report.converted_params
+    original, packed = parameters_to_pack(a)
+    computed = 2 if bf16 else 4  # bytes of a number
     whole = original * _BF16_BITS / 8
     export = whole - packed * (_BF16_BITS - _PACKED_BITS) / 8
     tokens = steps * a.global_batch * a.sequence_length
@@ -169,13 +187,16 @@ def describe(a: FinetuneArguments, train: int, held_out: Mapping[str, int], step
             f"training   {steps:,} steps, {tokens:,} tokens, each sequence {seen:.1f} times"
         )
     if {"qat", "qad"} & set(trains):
-        teacher = f", and {4 * original / 2**20:,.0f} MiB for qad's teacher" * ("qad" in trains)
+        teacher = f", and {computed * original / 2**20:,.0f} MiB for qad's teacher" * (
+            "qad" in trains
+        )
         lines.append(
             f"memory     {_TRAINED_BYTES * original / 2**20:,.0f} MiB for weights, gradients and "
             f"Adam of qat and qad{teacher}; activations come on top"
         )
     if "lora" in trains:
-        lines.append(f"memory     {export / 2**20:,.0f} MiB for the packed base of lora")
+        base = packed * _PACKED_BITS / 8 + (original - packed) * computed
+        lines.append(f"memory     {base / 2**20:,.0f} MiB for the packed base of lora")
     return "\n".join(lines)
 
 

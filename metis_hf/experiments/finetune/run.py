@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 from metis_hf.config import MetisConfig
@@ -39,9 +40,15 @@ from metis_hf.data.chat import check_vocabulary, chunked_sequences, first_sequen
 from metis_hf.data.chunked import causal_batch
 from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.experiments.finetune.measure import HeldOut
-from metis_hf.experiments.finetune.report import Outcome, markdown_tables, trainable
+from metis_hf.experiments.finetune.report import (
+    Outcome,
+    markdown_tables,
+    parameters_to_pack,
+    trainable,
+)
 from metis_hf.experiments.runner import whole_batches
 from metis_hf.export import export_checkpoint
+from metis_hf.shared.checkpoints import load_complete
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.records import claim_directory, environment, read_json, write_json
@@ -80,9 +87,11 @@ class Finetuning:
                 "fine-tuning for deployment exports whole models from one process, which FSDP and "
                 "DeepSpeed have cut; run it in one process or under DDP (accelerate launch)"
             )
+        parameters_to_pack(arguments)  # or refuses
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.model)
         self.train, texts = self._sequences()
-        vocabulary = AutoConfig.from_pretrained(arguments.model).get_text_config().vocab_size
+        self.config = AutoConfig.from_pretrained(arguments.model)
+        vocabulary = self.config.get_text_config().vocab_size
         for rows in (self.train, *texts.values()):
             check_vocabulary(rows, vocabulary, arguments.model)
         batch = training.per_device_eval_batch_size
@@ -175,7 +184,7 @@ class Finetuning:
 
     def load(self) -> PreTrainedModel:
         """Return the unquantized model, with fp32 weights on this process's device."""
-        model = AutoModelForCausalLM.from_pretrained(self.arguments.model, dtype=torch.float32)
+        model = load_complete(AutoModelForCausalLM, self.arguments.model, dtype=torch.float32)
         model.config.use_cache = False
         nn.Module.to(model, self.training.device)
         return model
@@ -228,6 +237,7 @@ class Finetuning:
         return self._outcomes()
 
     def _outcome(self, method: str) -> Outcome:
+        set_seed(self.training.seed)  # adapters are drawn before Trainer does so
         own = {
             "exact": self._exact,
             "ptq": self._ptq,
@@ -344,6 +354,8 @@ class Finetuning:
         directory = self._directory(method)
         if self.is_main:
             saved = self.out / method / "model"
+            if hasattr(self.config, "use_cache"):  # off in training, and of use in generation
+                model.config.use_cache = self.config.use_cache
             model.save_pretrained(saved)
             self.tokenizer.save_pretrained(saved)
             export_checkpoint(saved, directory, format=self.arguments.layout)
