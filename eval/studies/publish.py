@@ -202,9 +202,13 @@ def _rounded(value: Any) -> Any:
 
 
 def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
+    """Copy files; a figure that the run has not, as it was not drawn, is removed."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
-        shutil.copyfile(run / name, target / name)
+        if name.endswith(".png") and not (run / name).exists():
+            (target / name).unlink(missing_ok=True)
+        else:
+            shutil.copyfile(run / name, target / name)
 
 
 def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,7 +167,7 @@ def compare(
     if dry_run:
         show_plan(plan, console)
         return
-    failure: RunsFailed | None = None
+    failures: list[str] = []
     with quiet():
         try:
             results = run_plan(
@@ -178,14 +179,21 @@ def compare(
                 progress=RunProgress(console),
             )
         except RunsFailed as error:
-            failure, results = error, load_results(plan, out)
+            failures.append(str(error))
+            results = load_results(plan, out)
     if results:
+        trained = {result.scheme for result in results}
+        variants = tuple(variant for variant in plan.variants if variant.name in trained)
         with hold_directory(out), quiet():
             if times:
-                measure_times(plan, out)
+                try:
+                    measure_times(replace(plan, variants=variants), out)
+                except (RuntimeError, ValueError, OSError) as error:  # of memory, first of all
+                    failures.append(f"--times: steps were not timed: {error}")
             write_outputs(plan, results, out, jobs=jobs_of(plan, out), console=console)
-    if failure is not None:
+    for failure in failures:
         typer.echo(f"error: {failure}", err=True)
+    if failures:
         raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 
 import torch
@@ -33,6 +34,16 @@ class PeakMemory:
             status = Path("/proc/self/status").read_text()
             return int(status.split("VmHWM:")[1].split()[0]) * 1024
         except (OSError, IndexError):
-            import psutil  # accelerate needs it too
+            return _peak_of_process()
 
-            return psutil.Process().memory_info().rss
+
+def _peak_of_process() -> int:
+    """Return the peak where there is no /proc: nothing resets it there."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil  # accelerate needs it too
+
+        return psutil.Process().memory_info().peak_wset  # type: ignore[attr-defined]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

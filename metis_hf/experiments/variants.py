@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from metis_hf.config import MetisConfig
 
+LARGEST_SEED = 2**32 - 1  # that numpy takes
 _SCHEDULE = "precision_schedule"
 
 

@@ -15,6 +15,7 @@ narrowing: its residual is the rounding of fp32.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,14 +63,15 @@ def element_fates(
 ) -> tuple[Tensor, Tensor]:
     """Return (zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
 
-    Rounding is to nearest here whatever the quantizer's, so that the figures have no noise.
+    Both are those of `Quantizer.deterministic`, so that they have no noise.
 
     Args:
         x: blocks run along its last dimension.
         quantizer: of these elements.
         amax: what the tensor scale is made of; None: of `x`.
     """
-    x_hat = quantizer.deterministic()(x, amax=amax)
+    quantizer = quantizer.deterministic()
+    x_hat = quantizer(x, amax=amax)
     zeroed = ((x_hat == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
     return zeroed, quantizer.saturated(x, amax=amax)
 
@@ -314,15 +316,23 @@ def plan_of_call(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch
 def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
     """Return means over the layers of a group, named "<tensor>/<group>/<statistic>".
 
-    A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ...
+    A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ... A
+    mean is NaN where a layer of the group has NaN or inf, of which it was not measured.
     """
-    sums: dict[str, list[float]] = {}
+    groups: dict[str, list[Stats]] = {}
     for name, kinds in per_layer.items():
-        group = group_of(name)
         for kind, stats in kinds.items():
-            for stat, value in stats.items():
-                sums.setdefault(f"{kind}/{group}/{stat}", []).append(value)
-    return {name: sum(values) / len(values) for name, values in sums.items()}
+            groups.setdefault(f"{kind}/{group_of(name)}", []).append(stats)
+    means = {}
+    for group, members in groups.items():
+        for stat in dict.fromkeys(stat for stats in members for stat in stats):
+            values = [
+                stats.get(stat, math.nan)
+                for stats in members
+                if stat in stats or stats.get("nonfinite", 0) > 0
+            ]
+            means[f"{group}/{stat}"] = sum(values) / len(values)
+    return means
 
 
 def nonfinite_layers(per_layer: dict[str, dict[str, Stats]]) -> list[str]:

@@ -84,7 +84,10 @@ def noise(value: Any) -> dict[str, tuple[float, float]]:
 
 
 def refresh(value: Any) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what a refresh changed: layer -> "before" and "after" -> statistic -> number."""
+    """Return what a refresh changed: layer -> "before" and "after" -> statistic -> number.
+
+    Of a layer that was not measured there is nothing.
+    """
     return _by_layer(value, _moments)
 
 
@@ -113,7 +116,7 @@ def _by_layer(value: Any, check: Callable[[str, Any], Any]) -> dict[str, Any]:
     if not found:
         raise Malformed("it has no layer")
     for name in found:
-        if not is_text(name) or all(part.isdigit() for part in name.split(".")):
+        if not is_text(name):
             raise Malformed(f"{_shown(name)} is no name of a layer")
     return {name: check(name, part) for name, part in found.items()}
 
@@ -127,8 +130,8 @@ def _tensors(layer: str, value: Any) -> dict[str, dict[str, float]]:
 
 def _moments(layer: str, value: Any) -> dict[str, dict[str, float]]:
     moments = _mapping(value, layer)
-    found = {}
-    for moment in ("before", "after"):
+    found: dict[str, dict[str, float]] = {}
+    for moment in ("before", "after") if moments else ():
         stats = _numbers(moments.get(moment), f"{layer}, {moment}")
         missing = [name for name in REFRESH_STATISTICS if name not in stats]
         if missing:

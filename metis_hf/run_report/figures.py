@@ -156,8 +156,8 @@ def refreshes(run: RunRecord) -> bytes:
         for moment, color, marker in (("before", ORANGE, "o"), ("after", BLUE, "s")):
             points = []
             for step, layers in run.refreshes.items():
-                values = [layer[moment][stat] for layer in layers.values()]
-                if all(math.isfinite(value) for value in values):
+                values = [layer[moment][stat] for layer in layers.values() if layer]
+                if values and all(math.isfinite(value) for value in values):
                     middle = statistics.median(values)
                     points.append((step, middle, middle - min(values), max(values) - middle))
             if points:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class Panel:
         marks: (value, what it is): lines across the scale of colours, which is made to hold them.
         log: logarithmic colours.
         share: from 0 up, in percent.
+        tensors: that can have it.
         colors: matplotlib's colour map; bright is what to look at.
     """
 
@@ -53,6 +55,7 @@ class Panel:
     marks: tuple[tuple[float, str], ...] = ()
     log: bool = False
     share: bool = False
+    tensors: tuple[str, ...] = TENSORS
     colors: str = "viridis"
 
 
@@ -96,7 +99,7 @@ PANELS = (
           f"them back. Good: below {ORTHOGONAL:g}, the rounding of fp32. Bad (bright): near "
           f"{RELATIVE_ERROR}, as large as the error of NVFP4: refresh more often.",
           ((ORTHOGONAL, "fp32 rounding"), (RELATIVE_ERROR, "error of NVFP4")), log=True,
-          colors="magma"),
+          tensors=("weight",), colors="magma"),
 )  # fmt: skip
 
 
@@ -107,9 +110,18 @@ def order_layers(names: list[str]) -> list[str]:
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Return "q_proj 3" for model.layers.3.self_attn.q_proj: kind and indices of a name."""
+    """Return "q_proj 3" for model.layers.3.self_attn.q_proj: kind and indices of a name.
+
+    Where several layers have the same, as of an encoder and a decoder, the first part of the name
+    goes before it.
+    """
     indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
-    return [plain_text(f"{group_of(n)} {'.'.join(i)}".strip()) for n, i in zip(names, indices)]
+    short = [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
+    counts = Counter(short)
+    return [
+        plain_text(f"{name.split('.')[0]} {s}" if counts[s] > 1 else s)
+        for name, s in zip(names, short)
+    ]
 
 
 def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
@@ -140,10 +152,12 @@ def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
     Returns:
         A PNG; None where the run has no such figure, or a share is zero everywhere.
     """
-    grids = {tensor: grid(run, tensor, panel.stat) for tensor in TENSORS}
-    shown = {tensor: g for tensor, g in grids.items() if np.isfinite(g[0]).any()}
-    if not shown or (panel.share and not any(np.nanmax(g[0]) for g in shown.values())):
+    grids = {tensor: grid(run, tensor, panel.stat) for tensor in panel.tensors}
+    found = np.concatenate([values for values, _ in grids.values()])
+    if not np.isfinite(found).any() or (panel.share and not np.nanmax(found)):
         return None
+    shown = {t: (values, bad) for t, (values, bad) in grids.items()
+             if np.isfinite(values).any() or bad.any()}  # fmt: skip
     layers = order_layers(layer_names(run))
     rows = len(layers)
     height = min(max(2.6, 1.2 + 0.19 * rows), 12)
@@ -170,7 +184,8 @@ def _draw(axis: Axes, values: np.ndarray, bad: np.ndarray, panel: Panel) -> Any:
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     marks = [value for value, _ in panel.marks]
-    low, high = min(float(finite.min()), *marks), max(float(finite.max()), *marks)
+    ends = [*marks, float(finite.min()), float(finite.max())] if finite.size else marks
+    low, high = min(ends), max(ends)
     if panel.share:
         low, high = 0.0, max(high, *(2 * mark for mark in marks))  # what is plain is half bright
     norm: Normalize = Normalize(low, high if high > low else low + 1)

@@ -24,7 +24,6 @@ from metis_hf.shared.figures import CROWDED
 from metis_hf.shared.html import Cell, Page, number
 
 _ALWAYS_SHOWN = ("scheme", "rank_frac", "seed")  # settings
-_WEIGHTS_ONLY = ("orthogonality",)
 _FULL_COLOR = 10.0  # dB: the error is a third of the tensor, 10^(-10 / 20)
 Row = Sequence[Cell | str]
 
@@ -33,7 +32,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Read one or more runs and write their page.
 
     Args:
-        paths: directories of runs.
+        paths: directories of runs; one that is named twice counts once.
         out: the file; None writes `report.html` into the directory of the first run that has a
             record.
 
@@ -50,7 +49,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     if out is not None and out.is_dir():
         raise ValueError(f"{out} is a directory; give the page's file, as in {out / 'report.html'}")
     runs, left_out = read_runs(paths)
-    page = run_page(runs[0]) if len(paths) == 1 else comparison_page(runs, left_out)
+    alone = len(runs) == 1 and not left_out
+    page = run_page(runs[0]) if alone else comparison_page(runs, left_out)
     target = runs[0].path / "report.html" if out is None else out
     target.parent.mkdir(parents=True, exist_ok=True)
     page.save(target)
@@ -153,7 +153,7 @@ def _add_noise(page: Page, run: RunRecord) -> None:
     if not run.noise:
         why = "Not measured: " + (
             "no quantized GEMM makes a weight's gradient in this run."
-            if run.layers and not run.quantized
+            if not run.quantized
             else "the records have no norms of gradient and noise."
         )
         page.text(why)
@@ -256,12 +256,12 @@ def _add_heatmaps(page: Page, run: RunRecord) -> None:
     for panel in PANELS:
         picture = heatmap(run, panel)
         if picture is not None:
-            wide = panel.stat not in _WEIGHTS_ONLY
+            wide = len(panel.tensors) > 1
             page.figure(picture, f"{panel.title}. {panel.explanation}", wide=wide)
 
 
 def _add_refreshes(page: Page, run: RunRecord) -> None:
-    if not run.refreshes:
+    if not any(all(layers.values()) for layers in run.refreshes.values()):
         return
     page.section(
         "Refreshes",

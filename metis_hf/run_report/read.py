@@ -73,7 +73,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
-    """Read several runs, and leave out those that have no record.
+    """Read several runs, each once, and leave out those that have no record.
 
     Returns:
         The runs; for each path that was left out, a sentence that says why.
@@ -82,11 +82,14 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
         FileNotFoundError: none of them has a record.
     """
     runs, left_out = [], []
+    unique: dict[Path, Path] = {}
     for path in paths:
+        unique.setdefault(path.resolve(), path)
+    for path in unique.values():
         try:
             runs.append(read_run(path))
         except FileNotFoundError as error:
-            if len(paths) == 1:
+            if len(unique) == 1:
                 raise
             left_out.append(f"{path} was left out: {error}.")
     if not runs:
@@ -229,9 +232,15 @@ def _read_state(run: RunRecord, is_new: bool) -> bool:
             "an earlier run in this directory, and was left out."
         )
         return True
-    # The log is complete from its first step on.
-    numbered = enumerate(entries, start=1)
-    _take_log(run, file, ((n, e) for n, e in numbered if not steps or _step_of(e) < steps[0]))
+    # The log is complete from its first step on, but for step times, which the callback does not
+    # see. An entry with another loss is of a step that was made again, or of an earlier run.
+    losses = {entry["step"]: entry["loss"] for entry in run.history}
+    numbered = [
+        (number, entry)
+        for number, entry in enumerate(entries, start=1)
+        if not steps or _step_of(entry) < steps[0] or _has_loss(entry, losses)
+    ]
+    _take_log(run, file, numbered)
     run.max_steps = run.max_steps or _count(run, file, state, "max_steps")
     seen = _count(run, file, state, _TOKENS) or 0
     run.tokens = max(run.tokens or 0, seen) or None  # the log may go on after the checkpoint
@@ -259,6 +268,13 @@ def _step_of(entry: Any) -> int:
     return step if is_step(step) else 0
 
 
+def _has_loss(entry: Any, losses: dict[int, float]) -> bool:
+    """Return whether a log entry has the loss of its step."""
+    if not isinstance(entry, dict) or "loss" not in entry:
+        return False
+    return _step_of(entry) in losses and losses[_step_of(entry)] == entry["loss"]
+
+
 def _read_lines(run: RunRecord, file: Path) -> dict[int, dict[str, Any]]:
     """Return the records of a file by line, and note which lines are none."""
     try:
@@ -280,39 +296,34 @@ def _read_lines(run: RunRecord, file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _read_health(run: RunRecord) -> bool:
-    """Read `metis_health.jsonl`, and files of like names for the steps that it does not have."""
-    found = run.path.glob(f"{Path(HEALTH_FILE).stem}*.jsonl")
-    files = sorted(found, key=lambda file: (file.name != HEALTH_FILE, file.name))
-    for file in files:
-        own: dict[str, dict[int, Any]] = {part: {} for part in checks.PARTS}
-        faults: dict[str, str] = {}
-        # A step that was written twice counts as it was written last.
-        for number, record in _read_lines(run, file).items():
-            for part in own.keys() & record.keys():
-                try:
-                    own[part][record["step"]] = checks.PARTS[part](record[part])
-                except checks.Malformed as error:
-                    faults[f"{part} in line {number}"] = str(error)
-        _note_faults(run, file, faults)
-        noise = {
-            step: {layer: GradientNoise(*norms) for layer, norms in layers.items()}
-            for step, layers in own["noise"].items()
-        }
-        run.layers = own["layers"] | run.layers
-        run.noise = noise | run.noise
-        run.refreshes = own["refresh"] | run.refreshes
-        run.switches = own["switch"] | run.switches
-    run.layers, run.noise = dict(sorted(run.layers.items())), dict(sorted(run.noise.items()))
-    run.refreshes = dict(sorted(run.refreshes.items()))
+    """Read `metis_health.jsonl`; a step that was written twice counts as it was written last."""
+    file = run.path / HEALTH_FILE
+    found: dict[str, dict[int, Any]] = {part: {} for part in checks.PARTS}
+    faults: dict[str, str] = {}
+    for number, record in _read_lines(run, file).items():
+        for part in found.keys() & record.keys():
+            try:
+                found[part][record["step"]] = checks.PARTS[part](record[part])
+            except checks.Malformed as error:
+                faults[f"{part} in line {number}"] = str(error)
+    _note_faults(run, file, faults)
+    by_step = {part: dict(sorted(found[part].items())) for part in found}
+    run.layers, run.refreshes, run.switches = (
+        by_step[part] for part in ("layers", "refresh", "switch")
+    )
+    run.noise = {
+        step: {layer: GradientNoise(*norms) for layer, norms in layers.items()}
+        for step, layers in by_step["noise"].items()
+    }
     _drop_repeated_switches(run)
-    return bool(files)
+    return file.is_file()
 
 
 def _drop_repeated_switches(run: RunRecord) -> None:
     """Drop the switch that a resumed run makes again, at its first step; it switched once."""
     last: dict[str, Any] | None = None
     kept = {}
-    for step, switch in sorted(run.switches.items()):
+    for step, switch in run.switches.items():
         if switch != last:
             kept[step] = last = switch
     run.switches = kept
@@ -360,8 +371,8 @@ def _sequence_length(run: RunRecord) -> int | None:
 def _one_entry_a_step(run: RunRecord) -> None:
     """Join the entries of a step; the later one counts where a resumed run logged it twice.
 
-    Evaluation sets have entries of their own, and `result.json` has step times, which the callback
-    does not see.
+    Evaluation sets have entries of their own, and `result.json` and Trainer's state have step
+    times, which the callback does not see.
     """
     run.history, run.evaluations = _joined(run.history), _joined(run.evaluations)
 

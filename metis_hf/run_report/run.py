@@ -34,7 +34,8 @@ class RunRecord:
         evaluations: log entries with evaluation losses, one for each step, ascending.
         layers: measured step -> statistics of each layer.
         noise: measured step -> layer -> norms of the weight gradient and of the noise in it.
-        refreshes: step -> layer -> "before" and "after" -> statistic -> value.
+        refreshes: step -> layer -> "before" and "after" -> statistic -> value; nothing of a layer
+            where health was not measured.
         switches: step -> what the precision was switched to.
         max_steps: that the run was to make; None where unknown.
         tokens: seen in training; None where unknown.
@@ -75,7 +76,7 @@ class RunRecord:
     def quantized(self) -> bool:
         """Return whether any tensor was measured on its way through a quantizer.
 
-        Where all had NaN or inf, which have no SQNR, the config says.
+        Where none was measured, or all had NaN or inf, which have no SQNR, the config says.
         """
         measured = [
             stats
@@ -83,14 +84,14 @@ class RunRecord:
             for tensors in layers.values()
             for stats in tensors.values()
         ]
-        if measured and all(stats.get("nonfinite") for stats in measured):
+        if all(stats.get("nonfinite") for stats in measured):
             return _quantizes(self.config)
         return any("sqnr_db" in stats for stats in measured)
 
     @property
     def fp4_share(self) -> float | None:
         """Share of the GEMM FLOPs in converted layers, 0 to 1; 0 where none is quantized."""
-        if self.layers and not self.quantized:
+        if not self.quantized:
             return 0.0
         share = self.conversion.get("flops_share")
         return float(share) if isinstance(share, int | float) else None

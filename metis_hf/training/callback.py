@@ -354,7 +354,7 @@ class MetisCallback(ResumeGuard):
             )
 
     def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Refresh, and note what changed where health is recorded at all."""
+        """Refresh, and note of which layers, and what changed where health is measured at all."""
         layers = {name: m for name, m in self._layers.items() if m.weight_form.is_split}
         measured = layers if self.health_interval else {}
         before = {name: split_health(layer) for name, layer in measured.items()}
@@ -362,11 +362,10 @@ class MetisCallback(ResumeGuard):
         if drifts:
             before_it = self._pending.get("metis/refresh_drift", 0.0)
             self._pending["metis/refresh_drift"] = max(before_it, *drifts.values())
-        if measured:
-            self._record["refresh"] = {
-                name: {"before": before[name], "after": split_health(layer)}
-                for name, layer in measured.items()
-            }
+        self._record["refresh"] = {
+            name: {"before": before[name], "after": split_health(layer)} if measured else {}
+            for name, layer in layers.items()
+        }
 
     def _collect(self, state: TrainerState) -> None:
         per_layer = self._probe.stats

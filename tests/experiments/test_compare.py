@@ -26,6 +26,7 @@ from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.compare.run import run_plan
 from metis_hf.experiments.compare.timing import load_times
+from metis_hf.run_report.read import read_run
 from metis_hf.shared.records import bf16_units
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
@@ -127,6 +128,8 @@ def test_each_model_is_evaluated_without_its_quantizers_too(finished):
         with torch.no_grad(), torch.autocast("cpu", enabled=bf16_units(), dtype=torch.bfloat16):
             loss = to_dense(model)(input_ids=ids, labels=ids).loss.item()
         assert r["loss_dense"] == pytest.approx(loss, rel=1e-4)
+        shown = read_run(run_directory).evaluation_series()
+        assert shown == {"": ([6], [r["loss"]]), "dense": ([6], [r["loss_dense"]])}
     assert by_name["bf16"]["loss_dense"] == by_name["bf16"]["loss"]
     assert by_name["nvfp4"]["loss_dense"] != pytest.approx(by_name["nvfp4"]["loss"], rel=1e-4)
 
@@ -227,7 +230,8 @@ def with_data_of(finished, out):
 
 @pytest.mark.slow
 def test_a_failed_run_is_shown_and_the_others_go_on(finished, tmp_path):
-    variants = {"broken": {"scheme": "nvfp4", "target_modules": ["nowhere"]}}
+    schedule = {"until": 4, "at": 3}  # leaves no step in four bits
+    variants = {"broken": {"scheme": "nvfp4", "precision_schedule": schedule}}
     config = write_config(tmp_path, schemes=["bf16"], variants=variants, seeds=[0])
     out = with_data_of(finished, tmp_path / "out")
     done = run("--config", config, "--out", out, "--jobs", 1)
@@ -235,7 +239,7 @@ def test_a_failed_run_is_shown_and_the_others_go_on(finished, tmp_path):
     assert "Traceback" not in done.stderr
     assert "1 of 2 runs failed; 1 are done" in done.stderr
     assert "broken, seed 0 (exit code 1)" in done.stderr
-    assert "nowhere" in done.stderr  # the end of its log says why
+    assert "leave no step quantized" in done.stderr  # the end of its log says why
     assert "bf16" in (tmp_path / "out/table.md").read_text()  # what there is
 
 

@@ -18,7 +18,7 @@ from metis_hf.cli import main
 from metis_hf.data import corpus
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.experiments.compare import run as compare_run
-from metis_hf.experiments.compare.data import embed
+from metis_hf.experiments.compare.data import embed, load_data
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.runner import initial_model
 
@@ -107,6 +107,7 @@ class TestRefused:
 def test_a_changed_checkpoint_or_text_is_refused(changed, place, tmp_path, monkeypatch):
     """Its path is the same; results of either would stand side by side."""
     monkeypatch.setattr(compare_run, "_train_all", lambda *_: [])
+    monkeypatch.setattr(compare_run, "_check_data", lambda *_: None)  # a byte may break them
     for name, source in (("model", "model"), ("data", "data"), ("validation", "data")):
         shutil.copytree(place / source, tmp_path / name)
     options = {"sequence_length": LENGTH, "seeds": [0], "schemes": ["bf16"]}
@@ -120,6 +121,22 @@ def test_a_changed_checkpoint_or_text_is_refused(changed, place, tmp_path, monke
     message = rf"{changed} changed after .*out was begun.*another --out"
     with pytest.raises(ValueError, match=message):
         compare_run.run_plan(asked, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"sequence_length": 64}, "holds sequences of 32 tokens, and the experiment wants 64"),
+        ({"vocab_size": 200}, r"has token 2\d\d, but the model embeds 200"),
+        ({"validation": Path("elsewhere")}, "validation=elsewhere beside .*; leave --validation"),
+    ],
+)
+def test_data_of_another_comparison_are_checked(asked, message, place):
+    fitting = {"vocab_size": VOCAB, "sequence_length": LENGTH, "eval_sequences": 4, "seed": 0}
+    given = {"validation": None, **fitting}
+    load_data(place / "data", **given)
+    with pytest.raises(ValueError, match=message):
+        load_data(place / "data", **{**given, **asked})
 
 
 @pytest.mark.slow

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 from evaluation.eval_tools import DATA as EVAL_DATA
 
 from experiments.test_compare import CONFIG
+from metis_hf.cli import main
+from metis_hf.experiments.compare import outputs, timing
 from metis_hf.experiments.compare import run as comparison
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.compare.run import _default_jobs, _slot_environment, jobs_of, run_plan
@@ -70,6 +73,54 @@ def test_a_record_says_how_many_ran_side_by_side(out):
     assert (jobs_of(two, out), jobs_of(more, out)) == (2, 2)
     assert jobs_of(plan(variants={}, schemes=["bf16"]), out) == 1
     assert jobs_of(two, out / "nowhere") is None
+
+
+def test_a_run_that_began_beside_others_is_no_measurement_alone(out):
+    run_plan(plan(), out, jobs=2)
+    (out / "runs/mine/seed-0/checkpoint-2").mkdir()
+    run_plan(plan(), out, jobs=1)
+    assert jobs_of(plan(), out) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"rank": 90}, "choose at most 16"), ({"target_modules": ["nowhere"]}, "nowhere")],
+)
+def test_a_variant_that_cannot_be_converted_is_refused_before_training(fields, message, tmp_path):
+    broken = plan(variants={**MINE, "broken": {"scheme": "metis", **fields}})
+    with pytest.raises(ValueError, match=f"variant 'broken': .*{message}"):
+        run_plan(broken, tmp_path)
+    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_times_are_of_what_was_trained_and_take_nothing_with_them(tmp_path, monkeypatch, capsys):
+    """One variant failed, and the others do not fit into memory at once."""
+    timed, written = [], []
+
+    def fail(*args, **kwargs):
+        raise comparison.RunsFailed("1 of 2 runs failed; why")
+
+    def measure(asked, out):
+        timed.append([variant.name for variant in asked.variants])
+        raise RuntimeError("out of memory")
+
+    results = [SchemeResult("bf16", {"scheme": "bf16"}, "", 2.0, {}, 0.1, [])]
+    monkeypatch.setattr(comparison, "run_plan", fail)
+    monkeypatch.setattr(comparison, "load_results", lambda *_: results)
+    monkeypatch.setattr(timing, "measure_times", measure)
+    monkeypatch.setattr(
+        outputs, "write_outputs", lambda plan, found, *_, **__: written.append(found)
+    )
+    command = ["metis-hf", "compare", "--schemes", "bf16,nvfp4", "--times", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert (timed, written) == ([["bf16"]], [results])
+    error = capsys.readouterr().err
+    assert "1 of 2 runs failed; why" in error
+    assert "--times: steps were not timed: out of memory" in error
 
 
 @pytest.mark.parametrize(

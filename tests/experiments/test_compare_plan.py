@@ -136,6 +136,17 @@ class TestPlan:
             assert training_arguments(experiment, tmp_path / "run").bf16 is expected
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.parametrize("schedule", [0.9, [1], "late"])
+    def test_precision_schedule_that_is_no_mapping(self, schedule):
+        fields = {"scheme": "metis", "precision_schedule": schedule}
+        with pytest.raises(ValueError, match=r"mine: precision_schedule: .* is not a mapping"):
+            make_plan(variants={"mine": fields})
+
+    def test_the_name_of_the_control_is_its_own(self):
+        with pytest.raises(ValueError, match=r"'bf16' has scheme 'nvfp4', .* choose another name"):
+            make_plan(variants={"bf16": {"scheme": "nvfp4"}})
+        make_plan(variants={"bf16": {"scheme": "bf16"}})
+
     def test_variant_without_a_scheme(self):
         with pytest.raises(ValueError, match="'mine' names no scheme"):
             make_plan(variants={"mine": {"rank": 2}})
@@ -189,6 +200,18 @@ class TestPlan:
             ({"schemes": "bf16"}, "schemes: 'bf16' is not a list"),
             ({"training": [1]}, r"training: \[1\] is not a mapping"),
             ({"training": {"lr_scheduler_type": "cosin"}}, "training: cosin is not a valid"),
+            ({"training": {"eval_strategy": "steps"}}, "eval_strategy is not for you .* has ended"),
+            *(
+                ({"training": {name: value}}, f"training: {name}: .*; expected a {expected}")
+                for name, value, expected in (
+                    ("learning_rate", "fast", "number from 0 up"),
+                    ("learning_rate", [1], "number from 0 up"),
+                    ("learning_rate", -1, "number from 0 up"),
+                    ("learning_rate", None, "number from 0 up"),
+                    ("adam_beta2", 2, "number from 0 up and below 1"),
+                    ("per_device_train_batch_size", None, "whole number"),
+                )
+            ),
             ({"training": {"save_strategy": False}}, "training: False is not a valid"),
             ({"preset": ["main"]}, r"preset: \['main'\]; expected a text"),
             ({"size": ["tiny"]}, r"size: \['tiny'\]; expected a text"),
@@ -202,6 +225,11 @@ class TestPlan:
             ({"model": {"hidden_size": "x"}}, "model: .* 'hidden_size' expected int, got str"),
             ({"model": {"num_attention_heads": 5}}, "model: .* not a multiple of the number of"),
             ({"model": {"model_type": "lama"}}, "model: Unrecognized model identifier: lama"),
+            ({"model": {"model_type": "t5"}}, "model: t5 is no causal language model; choose"),
+            ({"model": {"vocab_size": 100}}, "vocab_size=100 without data: .* need 257 tokens"),
+            ({"model": {1: 2}}, "a key of model: 1; expected a text"),
+            ({"variants": {"a": {"scheme": ["x"]}}}, r"variants: a: scheme: \['x'\]; expected a"),
+            ({"variants": {"a": {"scheme": 5}}}, "variants: a: scheme: 5; expected a text"),
             ({"variants": {"a": None}}, "variants: a: None is not a mapping"),
             ({"variants": {"a": {"scheme": "metis", "seed": 5}}}, "variant 'a' sets seed, which"),
             (

@@ -269,6 +269,11 @@ class TestDryRun:
         assert "the FLOPs are those without a switch" in text
         assert "ublished" not in text
 
+    def test_data_that_are_not_there(self, tmp_path):
+        plan = make_plan(schemes=["bf16"], data=str(tmp_path / "typo"))
+        with pytest.raises(FileNotFoundError, match="typo is no directory; give one of chunked"):
+            dry_run.show_plan(plan, Console(file=io.StringIO()))
+
 
 @pytest.mark.slow
 def test_a_scaled_comparison_on_the_command_line(data, tmp_path):

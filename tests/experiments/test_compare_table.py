@@ -293,6 +293,15 @@ def test_times_of_runs_that_shared_a_machine_are_not_shown(tmp_path):
         assert {len(row) for row in cells} == {len(table.header(summaries, timed=timed))}
 
 
+def test_figures_of_gaps_that_are_gone_are_removed(tmp_path):
+    both = [result("bf16", 0, 2.0, curve=[3.0, 2.5]), result("x", 0, 2.1, curve=[3.0, 2.5])]
+    for runs, left in ((both, True), (both[1:], False)):
+        summaries = summarize(runs, extra={"bf16": 0.0, "x": 1.0})
+        outputs.write_tables(summaries, runs, tmp_path, ["title"], None, timed=True)
+        found = [(tmp_path / name).exists() for name in ("loss.png", "gap.png", "cost.png")]
+        assert found == [True, left, left]
+
+
 def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     """Tables of many variants are in the order of their losses, curves in that of the runs."""
     seen = []

@@ -150,6 +150,7 @@ def test_other_settings_in_the_same_directory_are_refused(quick, monkeypatch, ca
     [
         (["--schemes", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
         (["--steps", "0"], "steps=0; expected at least 1"),
+        (["--seed", "-1"], "seed=-1; expected a whole number from 0 to 4294967295"),
         (["--schemes", ","], "no scheme"),
         (["--schemes", "bf16,nvfp4,nvfp4"], "scheme named twice: nvfp4"),
     ],

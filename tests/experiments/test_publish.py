@@ -174,6 +174,20 @@ def test_a_comparison_goes_between_its_markers(publish, tmp_path):
     assert not (tmp_path / "eval/results/x/published.md").exists()
 
 
+def test_figures_that_were_not_drawn_do_not_stay(publish, tmp_path):
+    run, target = tmp_path / "run", tmp_path / "eval/results/x"
+    for folder, names in ((run, ("table.md", "loss.png")), (target, publish.COMPARE_FILES)):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_text(folder.name)
+    plan = {"data": None, "validation": None, "tasks_dir": None}
+    (run / "compare.json").write_text(json.dumps({"plan": plan}))
+    publish.publish_compare(run, "x")
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        "table.md": "run", "loss.png": "run"
+    }  # fmt: skip
+
+
 def test_losses_beside_published_ones(publish, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -1,12 +1,18 @@
-"""What a run trains on."""
+"""What a run trains on, and the memory that it takes."""
 
 from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 from transformers import TrainingArguments
 
+from metis_hf.experiments.memory import PeakMemory
 from metis_hf.experiments.runner import whole_batches
 
 
@@ -36,3 +42,20 @@ def test_less_than_a_batch_is_refused(tmp_path):
     rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 3})
     with pytest.raises(ValueError, match="3 sequences to train on are no batch of 4"):
         whole_batches(rows, arguments(tmp_path, steps=1))
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
+def test_memory_is_the_peak_where_there_is_no_proc(platform, unit, monkeypatch):
+    """Also where what was in use then is free again."""
+
+    def missing(path, *args):
+        raise FileNotFoundError
+
+    peaks = iter((100, 700, 700))
+    for method in ("read_text", "write_text"):
+        monkeypatch.setattr(Path, method, missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=next(peaks)))
+    memory = PeakMemory()
+    assert [memory.bytes(), memory.bytes()] == [600 * unit] * 2

@@ -12,6 +12,7 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.monitoring.health import (
     LayerProbe,
     element_fates,
+    group_means,
     nonfinite_layers,
     operand_health,
     plan_of_call,
@@ -135,6 +136,30 @@ def test_the_likely_origin_of_nan_comes_first():
     }
     names = ["third (activation)", "second (gradient)", "first (gradient)", "first (weight)"]
     assert nonfinite_layers(measured) == names
+
+
+def test_a_mean_that_contains_nan_is_nan():
+    """An expert without a token has no statistics, and is in no mean."""
+    measured = {
+        "l.0.q": {"weight": {"nonfinite": 0.5}, "activation": {}},
+        "l.1.q": {"weight": {"nonfinite": 0.0, "sqnr_db": 20.0}, "activation": {"sqnr_db": 18.0}},
+        "l.1.k": {"weight": {"nonfinite": 0.0, "sqnr_db": 21.0}},
+    }
+    means = group_means(measured)
+    assert math.isnan(means.pop("weight/q/sqnr_db"))
+    assert means == {
+        "weight/q/nonfinite": 0.25,
+        "activation/q/sqnr_db": 18.0,
+        "weight/k/nonfinite": 0.0,
+        "weight/k/sqnr_db": 21.0,
+    }
+
+
+def test_layers_of_a_sequential_have_their_whole_name():
+    assert set(group_means({"0": {"weight": {"a": 1.0}}, "1.2": {"weight": {"a": 2.0}}})) == {
+        "weight/0/a",
+        "weight/1.2/a",
+    }
 
 
 def test_zeros_are_not_lost_elements():

@@ -179,21 +179,26 @@ class TestRead:
         assert len(run.history) == STEPS
         assert "Layers by risk" not in run_page(run).render()
 
-    def test_files_of_several_processes(self, copy):
-        """A step of the run's own file counts; others, such as a copy's, add what it lacks."""
-        lines = (copy / HEALTH_FILE).read_text().splitlines(keepends=True)
-        whole = read_run(copy).layers
-        (copy / HEALTH_FILE).write_text("".join(lines[:2]))
-        others = [json.loads(line) for line in lines]
-        for record in others[:2]:
-            for tensors in record["layers"].values():
-                for stats in tensors.values():
-                    stats["stable_rank"] = 1.0
-        (copy / "metis_health-old.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in others))
+    def test_a_kept_file_of_an_earlier_run_is_not_read(self, copy):
+        (copy / HEALTH_FILE).rename(copy / "metis_health-old.jsonl")
         run = read_run(copy)
-        assert whole == run.layers
-        assert list(run.layers) == MEASURED
-        assert run.notes == []
+        assert (run.layers, run.noise, run.refreshes, run.switches) == ({}, {}, {}, {})
+
+    def test_an_unfinished_run_has_the_step_times_of_its_checkpoint(self, copy):
+        """Of an experiment: its clock comes after the callback, whose log does not have them."""
+        state = copy / "checkpoint-6/trainer_state.json"
+        shutil.rmtree(copy / "checkpoint-12")
+        saved = json.loads(state.read_text())
+        for entry in saved["log_history"]:
+            if "loss" in entry:
+                entry["step_seconds"] = 0.5
+        saved["log_history"][0] |= {"loss": 9.0, "step_seconds": 90.0}  # of another run
+        state.write_text(json.dumps(saved))
+        before = read_run(copy)
+        assert before.series("step_seconds")[0] == [2, 3, 4, 5, 6]
+        assert before.seconds_per_step == 0.5
+        assert before.series("loss")[0] == list(range(1, STEPS + 1))
+        assert before.history[0]["loss"] != 9.0
 
     @pytest.mark.parametrize(
         "text", ["{ // a comment", '["x"]', '{"sequence_length": 4096}', '{"experiment": {}}']
@@ -298,6 +303,15 @@ def test_ratio_of_the_record(trained):
     record = json.loads((trained[0] / HEALTH_FILE).read_text().splitlines()[0])
     assert set(record["noise"]) == set(record["layers"])
     assert noise_ratios(record["noise"])["noise/ratio"] > 1
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [({"scheme": "bf16"}, 0), ({"scheme": "bf16-split"}, 0), ({"scheme": "nvfp4"}, 0.9), ({}, 0.9)],
+)
+def test_the_share_of_a_run_without_measurements_is_that_of_its_config(config, share):
+    run = RunRecord(Path("run"), config=config, conversion={"flops_share": 0.9})
+    assert run.fp4_share == share
 
 
 @pytest.mark.parametrize(("scheme", "quantized"), [("nvfp4", True), ("bf16", False)])

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from metis_hf import metis_layers, scheme_names
 from metis_hf.commands import report
+from metis_hf.monitoring.health import TENSORS
 from metis_hf.monitoring.run_record import HEALTH_FILE
 from metis_hf.run_report import figures, heatmaps
 from metis_hf.run_report import page as report_page
@@ -136,12 +138,31 @@ class TestNotFinite:
         assert not bad[fine, 0]
 
 
+def test_a_tensor_that_is_never_finite_has_its_crosses(trained, monkeypatch):
+    """In pictures of what the others have; orthogonality is of weights alone."""
+    monkeypatch.setattr(heatmaps, "as_png", lambda figure: figure)
+    run = read_run(trained[0])
+    broken = {
+        step: {name: {**tensors, "gradient": {"nonfinite": 1.0}} for name, tensors in of.items()}
+        for step, of in run.layers.items()
+    }
+    panels = {panel.stat: panel for panel in PANELS}
+    for stat, expected in (("sqnr_db", TENSORS), ("orthogonality", ("weight",))):
+        figure = heatmaps.heatmap(replace(run, layers=broken), panels[stat])
+        maps = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+        assert [axis.get_title() for axis in maps] == list(expected)
+        crosses = [sum(len(each.get_offsets()) for each in axis.collections) for axis in maps]
+        assert crosses == [0, 0, len(MEASURED) * len(run.layers[1])][: len(maps)]
+
+
 def test_rows_are_grouped_by_kind_in_model_order(trained):
     layers = list(read_run(trained[0]).layers[1])
     names = short_names(order_layers(layers))
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert names == [f"{kind} {block}" for kind in kinds for block in (0, 1)]
     assert short_names(["a.3.experts.metis_down_proj.7"]) == ["metis_down_proj 3.7"]
+    both = ["encoder.block.0.SelfAttention.q", "decoder.block.0.SelfAttention.q", "shared.q"]
+    assert short_names(both) == ["encoder q 0", "decoder q 0", "q"]
 
 
 def test_every_statistic_has_a_heat_map(trained):
@@ -220,6 +241,11 @@ class TestCommand:
         with pytest.raises(FileNotFoundError, match="none of the runs has a record"):
             write_report([empty, missing])
         assert write_report([empty, copy]) == copy / "report.html"
+
+    def test_a_run_that_is_named_twice_is_one(self, copy, tmp_path, no_heatmaps, monkeypatch):
+        monkeypatch.chdir(copy)
+        text = write_report([copy, Path()], tmp_path / "x.html").read_text()
+        assert "Training run: metis" in text
 
     def test_two_runs_of_a_scheme_have_two_names(self, trained, copy, tmp_path):
         text = write_report([trained[0], copy], tmp_path / "x.html").read_text()

@@ -20,6 +20,9 @@ from metis_hf import (
     refresh,
 )
 from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
+from metis_hf.run_report.page import run_page
+from metis_hf.run_report.read import read_run
+from metis_hf.run_report.run import events
 
 STATS = {
     "nonfinite",
@@ -219,6 +222,17 @@ def test_refresh_keeps_the_function_and_resets_the_factors_moments(tmp_path):
     entry = next(e for e in made.state.log_history if "metis/refresh_drift" in e)
     assert entry["step"] == 4
     assert entry["metis/refresh_drift"] < 1e-6
+
+
+def test_a_refresh_is_recorded_where_health_is_not_measured(tmp_path):
+    """Each at its step, however seldom losses are logged."""
+    model = get_metis_model(one_block(), MetisConfig(refresh_interval=2, split_weight=True))
+    trainer(tmp_path, model, [MetisCallback(0)], max_steps=4, logging_steps=4).train()
+    run = read_run(tmp_path)
+    count = len(list(metis_layers(model)))
+    text = f"{count} weights decomposed again"
+    assert events(run) == [(2, "refresh", text), (4, "refresh", text)]
+    assert text in run_page(run).render()
 
 
 def test_refresh_refuses_a_state_that_it_does_not_know():

@@ -61,14 +61,19 @@ def load_data(
 
     Raises:
         FileNotFoundError: no chunked tokens, or no held-out ones.
-        ValueError: sequences of another length, or tokens that the model does not embed.
+        ValueError: sequences of another length, tokens that the model does not embed, or
+            `validation` beside what `embed` wrote.
     """
-    import datasets
     from transformers import AutoTokenizer
 
-    if (data / EMBEDDED_TRAIN).is_dir():
-        train = datasets.load_from_disk(data / EMBEDDED_TRAIN)
-        held_out = datasets.load_from_disk(data / EMBEDDED_VALIDATION)
+    if _is_embedded(data):
+        if validation is not None:
+            raise ValueError(
+                f"validation={validation} beside {data}, which a comparison made of the standard "
+                "library's sources with held-out ones of its own; leave --validation out"
+            )
+        train = _embedded(data, EMBEDDED_TRAIN, vocab_size, sequence_length)
+        held_out = _embedded(data, EMBEDDED_VALIDATION, vocab_size, sequence_length)
     else:
         folder = validation or data / "validation"
         train = _chunked(data, vocab_size, sequence_length)
@@ -85,12 +90,36 @@ def load_data(
     return train.with_format("torch"), held_out.with_format("torch"), tokenizer
 
 
+def _is_embedded(data: Path) -> bool:
+    """Return whether a directory is what `embed` wrote, and not one of a like name inside."""
+    folders = (data / EMBEDDED_TRAIN, data / TOKENIZER)
+    return all(folder.is_dir() for folder in folders) and not (data / META).is_file()
+
+
+def _embedded(data: Path, part: str, vocab_size: int, sequence_length: int) -> datasets.Dataset:
+    """Return a part of what `embed` wrote; sequences have one length."""
+    import datasets
+
+    found = datasets.load_from_disk(data / part).with_format("numpy")
+    _check_length(data / part, len(found[0]["input_ids"]), sequence_length)
+    largest = max(int(batch["input_ids"].max()) for batch in found.iter(1024))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{data / part} has token {largest}, but the model embeds {vocab_size}; build the "
+            f"model with vocab_size={largest + 1} or more"
+        )
+    return found
+
+
 def _chunked(directory: Path, vocab_size: int, sequence_length: int) -> datasets.Dataset:
-    length = read_meta(directory)["seq_len"]
+    _check_length(directory, read_meta(directory)["seq_len"], sequence_length)
+    return load_chunked(directory, vocab_size=vocab_size)
+
+
+def _check_length(directory: Path, length: int, sequence_length: int) -> None:
     if length != sequence_length:
         raise ValueError(
             f"{directory} holds sequences of {length} tokens, and the experiment wants "
             f"{sequence_length}; chunk again with --seq-len {sequence_length}, or set "
             "sequence_length in --config"
         )
-    return load_chunked(directory, vocab_size=vocab_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +16,11 @@ from transformers import AutoConfig, TrainingArguments
 
 from metis_hf.experiments.compare.presets import PRESETS
 from metis_hf.experiments.sizes import SIZES
+from metis_hf.experiments.variants import LARGEST_SEED
 from metis_hf.shared.yaml_file import read_yaml
 
 DEFAULT_SEEDS = (0, 1, 2)
 _TEXTS = {"preset", "reference", "size", "checkpoint", "data", "validation", "tasks_dir"}
-_LARGEST_SEED = 2**32 - 1  # that numpy takes
 # Arguments of TrainingArguments that a comparison sets for every run, and what sets them.
 OWN_ARGUMENTS = {
     "output_dir": "every run has a directory below --out",
@@ -29,7 +31,10 @@ OWN_ARGUMENTS = {
     "num_train_epochs": "say tokens, or training: {max_steps: N}",
     "logging_strategy": "curves and times are of logged steps; say how many are by logging_steps",
     "resume_from_checkpoint": "the same command resumes by itself",
+    "eval_strategy": "the held-out loss is taken when a run has ended",
+    "eval_on_start": "the held-out loss is taken when a run has ended",
 }
+_BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
 @dataclass(kw_only=True)
@@ -82,8 +87,14 @@ class Options:
                 _text(name, each)
         for name in ("variants", "model", "training"):
             _mapping(name, getattr(self, name))
+        for key in self.model:
+            _text("a key of model", key)
         for name, fields in self.variants.items():
             _mapping(f"variants: {name}", fields)
+            if "scheme" in fields:
+                _text(f"variants: {name}: scheme", fields["scheme"])
+            if fields.get("precision_schedule") is not None:
+                _mapping(f"variants: {name}: precision_schedule", fields["precision_schedule"])
             if "seed" in fields:
                 raise ValueError(
                     f"variant {name!r} sets seed, which every run takes from the key seeds; "
@@ -94,7 +105,7 @@ class Options:
         _at_least(0, "health_interval", self.health_interval)
         self.tokens = None if self.tokens is None else _positive("tokens", self.tokens)
         for seed in self.seeds:
-            _at_least(0, "seeds", seed, _LARGEST_SEED)
+            _at_least(0, "seeds", seed, LARGEST_SEED)
         self.training = _training(self.training)
 
 
@@ -163,9 +174,26 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
             values[key] = float(value) if isinstance(value, str) else value
         except ValueError:  # text that means text
             values[key] = value
+    _check_numbers(values)
     for key in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
         _at_least(1, f"training: {key}", values.get(key))
     return values
+
+
+def _check_numbers(training: Mapping[str, Any]) -> None:
+    """Refuse what is no number where TrainingArguments has one, which it does not look at."""
+    hints = typing.get_type_hints(TrainingArguments)
+    for key, value in training.items():
+        kinds = set(typing.get_args(hints[key])) or {hints[key]}
+        if value is None and type(None) in kinds:
+            continue
+        if kinds <= {int, type(None)} and type(value) is not int:
+            raise ValueError(f"training: {key}: {value!r}; expected a whole number")
+        if kinds <= {float, type(None)}:
+            most = 1.0 if key in _BELOW_ONE else math.inf
+            if type(value) not in (int, float) or not 0 <= value < most:
+                limit = "" if most == math.inf else f" and below {most:g}"
+                raise ValueError(f"training: {key}: {value!r}; expected a number from 0 up{limit}")
 
 
 def _one_of(what: str, name: Any, known: Collection[str]) -> None:

@@ -103,7 +103,7 @@ def write_tables(
     *,
     timed: bool,
 ) -> None:
-    """Write the table and the figures of a comparison.
+    """Write the table and the figures of a comparison; figures without a gap are removed.
 
     Args:
         summaries: in the order of the table.
@@ -119,6 +119,8 @@ def write_tables(
     (out / "table.tex").write_text(table.latex(summaries, reference, timed=timed))
     (out / "table.csv").write_text(table.as_csv(summaries))
     plot_curves(results, out / "loss.png", sentences[0])
+    for name in ("gap.png", "cost.png"):  # of fewer variants may be none
+        (out / name).unlink(missing_ok=True)
     if any(summary.gap is not None for summary in summaries):
         # As in the curves, whatever order the table has.
         styles = scheme_styles(list(dict.fromkeys(r.scheme for r in results)), CONTROL)

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
+from metis_hf.data.corpus import BYTE_ALPHABET
 from metis_hf.evaluation.plan import EvaluationPlan
 from metis_hf.evaluation.plan import make_plan as make_evaluation_plan
 from metis_hf.evaluation.run import check_tasks
@@ -240,6 +241,12 @@ def _check(plan: ComparisonPlan) -> None:
         variant.callbacks()
     names = [variant.name for variant in plan.variants]
     _check_directories(names)
+    for variant in plan.variants:
+        if variant.name == CONTROL and variant.config["scheme"] != CONTROL:
+            raise ValueError(
+                f"variant {CONTROL!r} has scheme {variant.config['scheme']!r}, and the variant of "
+                "that name is the control, which others are compared with; choose another name"
+            )
     scheme_styles(names, CONTROL)  # of the figures, which come last
     repeated = sorted({seed for seed in plan.seeds if plan.seeds.count(seed) > 1})
     if repeated:
@@ -258,7 +265,7 @@ def _check(plan: ComparisonPlan) -> None:
             f"validation={plan.validation} is the training data; give held-out tokens, or leave "
             "--validation out for those that data/validation holds"
         )
-    _check_length(plan.experiment)
+    _check_model(plan)
     training_arguments(plan.experiment, Path("unused"))
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
@@ -267,14 +274,26 @@ def _check(plan: ComparisonPlan) -> None:
         check_tasks(evaluation.specs, evaluation.include_path)
 
 
-def _check_length(experiment: Experiment) -> None:
-    """Refuse sequences that are longer than what the model was made for."""
-    config = AutoConfig.for_model(**experiment.model).get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+def _check_model(plan: ComparisonPlan) -> None:
+    """Refuse a model that predicts no next token, or that the sequences or the text do not fit."""
+    experiment = plan.experiment
+    config = AutoConfig.for_model(**experiment.model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model: {config.model_type} is no causal language model; choose a model_type that "
+            "transformers' AutoModelForCausalLM knows"
+        )
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and experiment.sequence_length > context:
         raise ValueError(
             f"sequence_length={experiment.sequence_length} does not fit the model's context of "
             f"{context} tokens; choose shorter sequences, or set it under the key model"
+        )
+    if plan.data is None and experiment.model["vocab_size"] <= BYTE_ALPHABET:
+        raise ValueError(
+            f"model: vocab_size={experiment.model['vocab_size']} without data: the standard "
+            f"library's sources need {BYTE_ALPHABET + 1} tokens, the bytes and the end of a text; "
+            "ask for at least that, or give --data"
         )
 
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
+from metis_hf.conversion.convert import get_metis_model
 from metis_hf.experiments.compare.data import embed, load_data
 from metis_hf.experiments.compare.plan import (
     SPEC_FILE,
@@ -28,6 +30,7 @@ from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.experiments.runner import drop_checkpoints
 from metis_hf.experiments.variants import Variant
+from metis_hf.planning.plan import meta_model
 from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
@@ -96,8 +99,8 @@ def run_plan(
 
     Raises:
         ValueError: `out` holds another comparison, a run of a scheme whose file has changed since,
-            or is in use by another process; it holds a result of another version; or `jobs` is
-            below 1 or contradicts the launcher.
+            or is in use by another process; it holds a result of another version; `jobs` is
+            below 1 or contradicts the launcher; or the model cannot be converted as a variant says.
         RunsFailed: some runs failed; the others have their results.
     """
     if launcher and jobs not in (None, 1):
@@ -127,16 +130,17 @@ def _run_plan(
     if imports:
         write_json(out / IMPORTS_FILE, list(imports))
     data = Path(plan.data) if plan.data is not None else out / "data"
+    runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
+    for run in runs:
+        _check_begun(run, progress)
+    waiting = [run for run in runs if not _finished(run, plan, progress)]
+    _check_conversions(plan, waiting)
     if plan.data is None:
         embed(
             data,
             vocab_size=plan.experiment.model["vocab_size"],
             sequence_length=plan.experiment.sequence_length,
         )
-    runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
-    for run in runs:
-        _check_begun(run, progress)
-    waiting = [run for run in runs if not _finished(run, plan, progress)]
     slots = 1 if launcher else jobs or _default_jobs(len(waiting))
     for run in waiting:
         _write_spec(run, plan, data, imports, slots)
@@ -149,6 +153,16 @@ def _run_plan(
             "on with the others.\n" + "\n".join(failed)
         )
     return load_results(plan, out)
+
+
+def _check_conversions(plan: ComparisonPlan, runs: Sequence[Run]) -> None:
+    """Convert the model once for each variant, without weights, rather than fail in each run."""
+    config = AutoConfig.for_model(**plan.experiment.model)
+    for run in {run.variant.name: run for run in runs}.values():
+        try:
+            get_metis_model(meta_model(config), run.variant.metis_config(run.seed))
+        except ValueError as error:
+            raise ValueError(f"variant {run.variant.name!r}: {error}") from None
 
 
 def _check_data(plan: ComparisonPlan, data: Path) -> None:
@@ -246,9 +260,11 @@ def _write_spec(
     run.directory.mkdir(parents=True, exist_ok=True)
     path = run.directory / SPEC_FILE
     earlier: list[str] = []
+    jobs = slots
     if path.is_file() and any(run.directory.glob("checkpoint-*")):
         begun = read_json(path)
         earlier = [*begun.get("earlier_code", ()), *([begun["code"]] if "code" in begun else ())]
+        jobs = max(slots, begun.get("jobs") or slots)  # what its step times were measured beside
     spec = {
         "experiment": asdict(with_seed(plan.experiment, run.seed)),
         "variant": asdict(run.variant),
@@ -262,7 +278,7 @@ def _write_spec(
         "sources": run.sources,
         "code": code_digest(),
         "earlier_code": [each for each in dict.fromkeys(earlier) if each != code_digest()],
-        "jobs": slots,
+        "jobs": jobs,
     }
     write_json(path, spec)
 

@@ -63,9 +63,9 @@ def run(directory: Path) -> None:
         trainer = trained.trainer
         found = Evaluated(trainer.evaluate(held_out)["eval_loss"])
         assert trainer.model is not None
-        with high_precision(trainer.model):
-            exact = trainer.evaluate(held_out)["eval_loss"]
-        found = replace(found, loss_dense=exact)
+        with high_precision(trainer.model):  # under a name of its own in the log
+            exact = trainer.evaluate(held_out, metric_key_prefix="eval_dense")
+        found = replace(found, loss_dense=exact["eval_dense_loss"])
         if not spec["tasks"] or not trainer.is_world_process_zero():
             return found
         asked = task_plan(spec["tasks"], spec["tasks_dir"])

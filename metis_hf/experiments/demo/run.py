@@ -17,7 +17,7 @@ from metis_hf.experiments import figures, tables
 from metis_hf.experiments.demo.tasks import write_tasks
 from metis_hf.experiments.results import SchemeResult, headlines
 from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
-from metis_hf.experiments.variants import Experiment, Variant
+from metis_hf.experiments.variants import LARGEST_SEED, Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info
 from metis_hf.shared.inputs import claim_inputs, digest_of_texts
 from metis_hf.shared.locks import hold_directory
@@ -85,12 +85,14 @@ def run_demo(
         console: where progress and table are shown.
 
     Raises:
-        ValueError: an unknown scheme, or one named twice; or `out` holds a run with other settings
-            or is in use by another process.
+        ValueError: an unknown scheme, or one named twice; steps or a seed out of range; or `out`
+            holds a run with other settings or is in use by another process.
     """
     console = console or Console()
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}; expected at least 1")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed={seed}; expected a whole number from 0 to {LARGEST_SEED}")
     if not schemes:
         raise ValueError("no scheme to run; name at least one, as in --schemes bf16,metis")
     twice = sorted({name for name in schemes if list(schemes).count(name) > 1})
