@@ -3,6 +3,7 @@
     make demo && python eval/studies/publish.py demo [--run runs/demo]
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
     python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
+    python eval/studies/publish.py compare --run RUN --name NAME --add    # seeds beside a record's
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
     python eval/studies/publish.py fidelity --name real-model/prose-a    # the same
     python eval/studies/publish.py finetune --run runs/seed-0 runs/seed-1 --name deploy/smollm2
@@ -23,6 +24,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +92,31 @@ def publish_compare(run: Path, name: str) -> None:
         _into_pages(f"published {name}", target, BESIDE_PUBLISHED)
 
 
+def add_seeds(run: Path, name: str) -> None:
+    """Add the runs of further seeds to a comparison that is on record, and draw it again.
+
+    Raises:
+        ValueError: runs of another experiment, of other variants, or of seeds that it has.
+    """
+    file = RESULTS / f"{name}.json"
+    record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
+    for what, there, now in (
+        ("experiment", record["plan"]["experiment"], _without_paths(more["plan"])["experiment"]),
+        ("variants", record["variants"], more["variants"]),
+    ):
+        if there != now:
+            raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
+    if twice := set(record["seeds"]) & set(more["seeds"]):
+        raise ValueError(f"{name} has runs of seed {min(twice)} already")
+    record["seeds"] += more["seeds"]
+    record["runs"] += more["runs"]
+    record["findings"][0] = re.sub(
+        r"\d+ seeds?$", f"{len(record['seeds'])} seeds", record["findings"][0]
+    )
+    file.write_text(json.dumps(record) + "\n")
+    draw_compare(name)
+
+
 def results_of(record: dict[str, Any]) -> list[SchemeResult]:
     """Return the runs of a comparison that is on record, with their curves."""
     from metis_hf.experiments.results import SchemeResult
@@ -104,11 +131,16 @@ def results_of(record: dict[str, Any]) -> list[SchemeResult]:
 
 
 def draw_compare(name: str) -> None:
-    """Write the table and figures of a comparison that is on record, and its costs as of today."""
+    """Write what follows from the runs of a comparison on record, and its costs of today."""
     import training_parts  # noqa: F401  # schemes that some records have
 
     from metis_hf.experiments.compare import table
-    from metis_hf.experiments.compare.outputs import count_extra, write_tables
+    from metis_hf.experiments.compare.outputs import (
+        count_extra,
+        different_code,
+        different_machines,
+        write_tables,
+    )
     from metis_hf.experiments.compare.statistics import summarize
 
     target = RESULTS / name
@@ -117,13 +149,18 @@ def draw_compare(name: str) -> None:
     extra = count_extra(record["plan"]["experiment"]["model"], results)
     reference = record.get("reference")
     summaries = table.ordered(summarize(results, reference, extra=extra))
-    sentences = [record["findings"][0], *table.findings(summaries, reference)]
+    sentences = [
+        record["findings"][0],
+        *table.findings(summaries, reference),
+        *different_machines(results),
+        *different_code(results),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         timed = record.get("timed", False)
         write_tables(summaries, results, Path(folder), sentences, reference, timed=timed)
         _copy(Path(folder), target, COMPARE_FILES)
-    for summary in record["summaries"]:  # other studies read them there
-        summary["extra"] = extra[summary["name"]]
+    record["findings"] = sentences
+    record["summaries"] = [asdict(summary) for summary in summaries]  # other studies read them
     target.with_suffix(".json").write_text(json.dumps(record) + "\n")
     _into_pages(f"compare {name}", target)
 
@@ -241,6 +278,7 @@ def main() -> None:
     compare.add_argument(
         "--name", required=True, help="of the record and the directory below eval/results"
     )
+    compare.add_argument("--add", action="store_true", help="to the seeds that the record has")
     fidelity = kinds.add_parser("fidelity")
     fidelity.add_argument("--run", type=Path, help="directory of metis-hf fidelity")
     fidelity.add_argument("--name", required=True, help="of the directory below eval/results")

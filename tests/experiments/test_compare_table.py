@@ -236,6 +236,22 @@ def test_runs_of_different_machines_are_told_apart():
     assert outputs.different_machines(threads) == []
 
 
+@pytest.mark.parametrize("differ", [outputs.different_machines, outputs.different_code])
+def test_what_trained_another_seed_does_not_matter(differ):
+    """Gaps are paired by seed."""
+
+    def on(name, seed, place):
+        machine, code = {"device": place, "precision": "fp32"}, {"sha256": place}
+        return dataclasses.replace(result(name, seed, 2.0), machine=machine, code=code)
+
+    runs = [on("bf16", 0, "a"), on("x", 0, "a"), on("bf16", 1, "b"), on("x", 1, "b")]
+    assert differ(runs) == []
+    (said,) = differ([*runs, on("bf16", 2, "c"), on("y", 2, "d")])
+    assert "bf16" in said
+    assert "y" in said
+    assert "x" not in said.partition("alone. ")[2]
+
+
 def test_runs_of_different_code_are_told_apart():
     """Schemes are added to a directory later, when the package may be another one."""
 

@@ -188,6 +188,39 @@ def test_figures_that_were_not_drawn_do_not_stay(publish, tmp_path):
     }  # fmt: skip
 
 
+def test_seeds_join_those_of_a_record(publish, tmp_path):
+    """Gaps get an interval; the runs that were there stay."""
+    name = "real-model/continued-300k-second"
+    old = json.loads((RESULTS / f"{name}.json").read_text())
+    seeds = old["seeds"]
+    target = tmp_path / "eval/results/x"
+    target.parent.mkdir(parents=True)
+    target.with_suffix(".json").write_text(json.dumps(old))
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def offer(**changes):
+        moved = [{**each, "seed": 97, "loss": each["loss"] + 0.01} for each in old["runs"]]
+        offered = {**old, "seeds": [97], "runs": moved} | changes
+        (run / "compare.json").write_text(json.dumps(offered))
+        publish.add_seeds(run, "x")
+
+    with pytest.raises(ValueError, match=f"x has runs of seed {seeds[0]} already"):
+        offer(seeds=seeds)
+    with pytest.raises(ValueError, match="is of other variants than x"):
+        offer(variants={})
+    offer()
+    record = json.loads(target.with_suffix(".json").read_text())
+    assert record["seeds"] == [*seeds, 97]
+    assert record["runs"][: len(old["runs"])] == old["runs"]
+    assert record["findings"][0].endswith(f", {len(seeds) + 1} seeds")
+    table = (target / "table.md").read_text()
+    assert all(f"- {finding}\n" in table for finding in record["findings"])
+    assert [len(s["losses"]) for s in record["summaries"]] == [len(seeds) + 1] * len(
+        old["summaries"]
+    )
+
+
 def test_losses_beside_published_ones(publish, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -157,34 +157,55 @@ def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
 
 
 def different_machines(results: Sequence[SchemeResult]) -> list[str]:
-    """Say where runs ran, a sentence, if not all ran on one kind of device in one precision."""
-    places: dict[str, set[str]] = {}
-    for result in results:
-        if result.machine is not None:
-            # Runs of one machine may have had other numbers of threads.
-            device = re.sub(r", \d+ threads$", "", result.machine["device"])
-            place = f"{device} in {result.machine['precision']}"
-            places.setdefault(place, set()).add(result.scheme)
-    if len(places) < 2:
-        return []
-    found = "; ".join(f"{place}: {', '.join(sorted(names))}" for place, names in places.items())
-    return [f"Runs of different machines, whose times and gaps are not of schemes alone. {found}."]
+    """Say where runs ran, a sentence, if those of a seed had several devices or precisions."""
+
+    def place(result: SchemeResult) -> str | None:
+        if result.machine is None:
+            return None
+        # Runs of one machine may have had other numbers of threads.
+        device = re.sub(r", \d+ threads$", "", result.machine["device"])
+        return f"{device} in {result.machine['precision']}"
+
+    found = _of_mixed_seeds(results, place)
+    return [
+        f"Runs of different machines, whose times and gaps are not of schemes alone. {said}."
+        for said in found
+    ]
 
 
 def different_code(results: Sequence[SchemeResult]) -> list[str]:
-    """Say what trained which runs, a sentence, if it was not the same code for all."""
-    found: dict[str, set[str]] = {}
-    names: dict[str, str] = {}
+    """Say what trained which runs, a sentence, if it was not the same code for all of a seed."""
+
+    def code(result: SchemeResult) -> str | None:
+        if result.code is None:
+            return None
+        short = "+".join(each[:6] for each in str(result.code["sha256"]).split("+"))
+        return " ".join(filter(None, (result.code.get("commit"), short)))
+
+    found = _of_mixed_seeds(results, code)
+    return [
+        f"Runs of different code or torch, whose gaps are not of schemes alone. {said}."
+        for said in found
+    ]
+
+
+def _of_mixed_seeds(
+    results: Sequence[SchemeResult], of: Callable[[SchemeResult], str | None]
+) -> list[str]:
+    """Return which schemes have which property, a text, of seeds whose runs differ in it.
+
+    Runs are compared with those of their seed: that another seed was trained elsewhere matters not.
+    """
+    by_seed: dict[int, dict[str, set[str]]] = {}
     for result in results:
-        if result.code is not None:
-            digest = str(result.code["sha256"])
-            found.setdefault(digest, set()).add(result.scheme)
-            short = "+".join(each[:6] for each in digest.split("+"))
-            names[digest] = " ".join(filter(None, (result.code.get("commit"), short)))
-    if len(found) < 2:
-        return []
-    said = "; ".join(f"{names[key]}: {', '.join(sorted(runs))}" for key, runs in found.items())
-    return [f"Runs of different code or torch, whose gaps are not of schemes alone. {said}."]
+        if (value := of(result)) is not None:
+            by_seed.setdefault(result.seed, {}).setdefault(value, set()).add(result.scheme)
+    found: dict[str, set[str]] = {}
+    for values in by_seed.values():
+        for value, schemes in values.items() if len(values) > 1 else ():
+            found.setdefault(value, set()).update(schemes)
+    text = "; ".join(f"{value}: {', '.join(sorted(schemes))}" for value, schemes in found.items())
+    return [text] if text else []
 
 
 def unrecorded(out: Path, times: Mapping[str, float]) -> list[str]:
