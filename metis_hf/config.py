@@ -184,6 +184,17 @@ class MetisConfig:
                 changes[key] = patterns[pattern]
         return self.replace(**changes) if changes else self
 
+    def for_attention(self) -> MetisConfig:
+        """Return the config of the products of attention: as of a layer without a weight."""
+        assert self.attention is not None
+        return self.replace(
+            scheme=self.attention,
+            operand_mode="contraction",
+            split_weight=None,
+            decompose=None,
+            outer_scale="tensor",
+        )
+
     def replace(self, **changes: Any) -> MetisConfig:
         """Return a copy with some values changed, checked again."""
         return dataclasses.replace(self, **changes)

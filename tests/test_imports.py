@@ -129,6 +129,12 @@ def test_import_is_light():
     assert out.stdout.split() == ["[]", "[]", "{}"]
 
 
+def test_completion_offers_names_that_are_imported_when_first_used(monkeypatch):
+    for name in metis_hf.__all__:
+        monkeypatch.delitem(vars(metis_hf), name, raising=False)
+    assert set(metis_hf._LAZY) <= set(dir(metis_hf))
+
+
 @pytest.mark.slow
 def test_from_pretrained_registers_without_a_model_imported(tmp_path):
     """transformers' quantizers are not imported with metis_hf, and know it once they are."""

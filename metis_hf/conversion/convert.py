@@ -47,6 +47,7 @@ from metis_hf.layers.experts import (
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
 from metis_hf.layers.native import why_emulated
+from metis_hf.layers.sharding import is_sharded
 from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
 from metis_hf.schemes.unread import unread_fields
 
@@ -188,7 +189,7 @@ def to_dense(model: nn.Module) -> nn.Module:
     layers, packed = dict(metis_layers(model)), packed_layers(model)
     if not layers and not packed:
         raise ValueError("the model has no Metis layer; nothing to turn back")
-    if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "the model's parameters are sharded over processes (FSDP2 or ZeRO-3): save a full "
             "checkpoint, load it in one process and call to_dense there"

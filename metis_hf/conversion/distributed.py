@@ -6,15 +6,19 @@ before, also where the checkpoint is a dense one; what cannot be is refused by n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.report import LayerReport
 from metis_hf.layers.parallelism import EXPERT, FSDP2_INSTEAD, TENSOR, planned
 from metis_hf.layers.tensor_parallel import STYLES, WHOLE, Shards, obstacle
 from metis_hf.operands.weight_forms import DenseWeight
+
+_NOT_SHARED = "and GEMMs on FP4 units know no scales that processes share"
 
 
 def check_dense_checkpoint(model: nn.Module) -> None:
@@ -64,10 +68,21 @@ def cut_layers(model: nn.Module) -> None:
             "of them"
         )
     shards = shards_of(model, size, _tensor_plan(model))
+    report: Any = model.metis_report
+    model.metis_report = replace(  # type: ignore[assignment]
+        report, layers=tuple(_as_cut(row, shards[row.name]) for row in report.layers)
+    )
     for name, layer in metis_layers(model):
         layer.shards = shards[name]
         # transformers' mark of layers that take their part of a weight as a plain tensor.
         layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+
+
+def _as_cut(row: LayerReport, shards: Shards) -> LayerReport:
+    """Return what the report says of a layer, once it is cut."""
+    if not (row.native and shards.cut):
+        return row
+    return replace(row, native=False, emulated=f"tensor parallelism cuts them, {_NOT_SHARED}")
 
 
 def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Shards]:
@@ -93,7 +108,7 @@ def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Sh
         shards = Shards(STYLES[style] if style else WHOLE, size)
         reason = obstacle(layer.scheme, shards, (layer.out_features, layer.in_features))
         if shards.cut and reason is None and layer.config.backend == "native":
-            reason = 'it asks for backend="native", whose GEMMs know no shared scales'
+            reason = f'it asks for backend="native", {_NOT_SHARED}'
         if shards.cut and reason is None and layer.conv1d:
             reason = "a Conv1D stores its weight transposed, and plans cut it as if it were not"
         if reason is not None:

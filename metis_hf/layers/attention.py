@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from metis_hf.config import MetisConfig
 from metis_hf.layers.call_input import gemm_dtype
 from metis_hf.layers.gemm import scaled_product
-from metis_hf.layers.linear import process_rank
-from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.layers.noise_keys import CallKeys, process_rank
 from metis_hf.layers.unsupported import (
     differentiable_once,
     refuse_batched_gradients,
@@ -59,16 +58,8 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
     Raises:
         ValueError: no such scheme, or one whose operands make no sense for activations alone.
     """
-    assert config.attention is not None
-    own = config.replace(
-        scheme=config.attention,
-        operand_mode="contraction",
-        split_weight=None,
-        decompose=None,
-        outer_scale="tensor",
-    )
     # The size decides ranks, which no scheme that is accepted has.
-    scheme = build_scheme(own, 64, 64)
+    scheme = build_scheme(config.for_attention(), 64, 64)
     reason = _why_not(scheme)
     if reason is not None:
         raise ValueError(

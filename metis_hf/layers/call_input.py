@@ -30,6 +30,27 @@ def check_input(name: str, x: Tensor, width: int) -> None:
         )
 
 
+def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
+    """Check that an input and a weight may meet in a GEMM, as torch's own layers do.
+
+    Args:
+        name: of the layer.
+        x: its input.
+        weight: its weight.
+
+    Raises:
+        ValueError: their dtypes differ, and autocast does not make them one.
+    """
+    if x.dtype is weight.dtype:
+        return
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if not autocast or torch.float64 in (x.dtype, weight.dtype):
+        raise ValueError(
+            f"{name} has a weight of {weight.dtype}, and its input is {x.dtype}: convert one to "
+            "the other's dtype, or call the model under torch.autocast"
+        )
+
+
 def gemm_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of GEMMs with input x, and of what they give: its own, or autocast's.
 

@@ -12,17 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.layers.call_input import check_input, gemm_dtype
+from metis_hf.layers.call_input import check_dtype, check_input, gemm_dtype
 from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
-from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.layers.noise_keys import CallKeys, process_rank
 from metis_hf.layers.tensor_parallel import ShardedPlan, Shards, shared_amax
 from metis_hf.layers.tensor_parallel import obstacle as obstacle_of_shards
 from metis_hf.layers.token_mask import TokenMask
@@ -187,6 +186,7 @@ class MetisLayer(nn.Module):
         name = self.name or "a quantized layer"
         refuse_unsupported(name, x, params)
         check_input(name, x, i)
+        check_dtype(name, x, params[-1])
         dtype = gemm_dtype(x)
         if row_mask is None and scheme.samples_rows:
             row_mask = self.row_mask(x)
@@ -289,11 +289,6 @@ class MetisLayer(nn.Module):
         return f"{self.in_features}, {self.out_features}, scheme={self.config.scheme}"
 
 
-def process_rank() -> int:
-    """Return the rank of this process; 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 class QuantLinear(MetisLayer):
     """A linear layer with one dense weight whose GEMM operands are quantized.
 
@@ -318,7 +313,7 @@ class QuantLinear(MetisLayer):
 
     def _high_precision(self, x: Tensor) -> Tensor:
         if self.conv1d and self.bias is not None:  # as Conv1D computes it, to the bit
-            flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+            flat = torch.addmm(self.bias, x.reshape(-1, x.size(-1)), self.weight)
             y = flat.view(*x.shape[:-1], self.out_features)
         else:
             y = super()._high_precision(x)

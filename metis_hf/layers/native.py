@@ -131,10 +131,12 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
         tiles = quantizer.tile is Tile.SQUARE and role is Role.DGRAD_WEIGHT
         plain = operand.conditioner.basis(name) == Identity().basis(name)
         if (scheme.reuses(role) and not (tiles and plain)) or quantizer.tile is Tile.TENSOR:
-            has = "is rotated" if tiles and not plain else "has blocks"
+            copy = f"{gemm} takes the copy of its {name} that"
+            if tiles and not plain:  # in every mode
+                return f"{copy} is rotated along another dimension than it contracts"
             return (
-                f"{gemm} takes the copy of its {name} that {has} along another dimension "
-                'than it contracts; use operand_mode="contraction"'
+                f"{copy} has blocks along another dimension than it contracts; "
+                'use operand_mode="contraction"'
             )
     bases = [operand.conditioner.basis(name) for operand, name in zip(operands, names)]
     if bases[0] is None or bases[0] != bases[1]:

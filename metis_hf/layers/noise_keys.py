@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 
 from metis_hf.noise import Key, fingerprint
 from metis_hf.schemes.base import Role
 
 _COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
+
+
+def process_rank() -> int:
+    """Return the rank of this process; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class CallKeys:

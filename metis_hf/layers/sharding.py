@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from metis_hf.layers.parallelism import is_spread
+
 if TYPE_CHECKING:
     from metis_hf.layers.linear import MetisLayer
 
@@ -18,7 +20,7 @@ def several_processes() -> bool:
 
 def is_sharded(param: nn.Parameter) -> bool:
     """Return whether FSDP2 (a DTensor) or ZeRO-3 shards a parameter."""
-    return hasattr(param, "full_tensor") or hasattr(param, "ds_id")
+    return is_spread(param) or hasattr(param, "ds_id")
 
 
 def full_tensor(param: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ def full_tensor(param: Tensor) -> Tensor:
     Every process has to call it.
     """
     param = param.detach()
-    return param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
+    return param.full_tensor() if is_spread(param) else param  # type: ignore[attr-defined]
 
 
 def whole_params(layer: MetisLayer) -> list[Tensor]:

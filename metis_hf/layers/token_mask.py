@@ -11,6 +11,7 @@ recomputed layer finds its mask by its input.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from metis_hf.noise import fingerprint
 
 DECODER_MASK = "decoder_attention_mask"
 NO_LABEL = -100  # as transformers' losses leave tokens out
+_CALL = nn.Module._call_impl.__code__  # around hooks and the forward pass
 
 
 class _Call:
@@ -48,7 +50,7 @@ class _Running:
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None  # whose call it is; None outside of one
-        self.masks: tuple[Tensor, ...] = ()  # the one given, and its last columns
+        self.masks: tuple[Tensor, ...] = ()  # the one given, and its last columns; or guesses
         # As `_rows` has them: layers that read one tensor are to have one mask.
         self.rows: dict[tuple[torch.device, int], Tensor] = {}
         # The last one, until the next begins, whatever becomes of its output.
@@ -76,7 +78,8 @@ class TokenMask:
 
     A decoder whose batches have labels and no mask, as collators of transformers leave them, has
     the rows with a label: -100 marks the others. Where labels do not reach the model either, since
-    Trainer smooths them, it has the rows whose token is not padding, in training.
+    Trainer smooths them, it has the rows whose token is not padding, in training. A model that
+    gives its decoder the encoder's tokens, one later, has the encoder's mask there, one later.
 
     A mask may be longer than what a call is given, where keys and values of earlier tokens come
     from a cache or from prefix tuning: its last columns are those of the call.
@@ -124,8 +127,12 @@ class TokenMask:
 
     @property
     def runs(self) -> bool:
-        """True inside a call of the model, in this thread."""
-        return self._here.running.model is not None
+        """True inside a call of the model, in this thread.
+
+        A call that an interrupt ended has left its mask here: hooks after it have not run.
+        """
+        model = self._here.running.model
+        return model is not None and (torch.compiler.is_compiling() or _is_called(model))
 
     def rows(self, x: Tensor, owner: str) -> Tensor | None:
         """Return the mask as [t] bool for the rows of x [... c]; None where there is none for them.
@@ -185,10 +192,10 @@ class TokenMask:
         running = self._here.running
         mask = given.get(self.argument)
         decodes = self.argument == DECODER_MASK
-        if mask is None and decodes:
-            mask = _decoder_mask(model, given)
         running.masks = ()
-        if isinstance(mask, Tensor) and mask.dim() == 2:
+        if mask is None and decodes:
+            running.masks = _decoder_masks(model, given)
+        elif isinstance(mask, Tensor) and mask.dim() == 2:
             count = _positions(given, "decoder_" if decodes else "")
             longer = count is not None and 0 < count < mask.shape[1]
             running.masks = (mask, mask[:, -count:]) if longer else (mask,)  # type: ignore[operator]
@@ -260,17 +267,41 @@ def _positions(given: dict[str, Any], prefix: str) -> int | None:
     return None
 
 
-def _decoder_mask(model: nn.Module, given: dict[str, Any]) -> Tensor | None:
-    """Return the mask of a decoder [b s] that is given none: of its labels, or of its tokens."""
+def _decoder_masks(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return what may be the mask of a decoder that is given none; one that fits its rows is.
+
+    Of its labels [b s], which are no tokens' where they have another shape; of its tokens; of the
+    encoder's tokens, where the model makes them the decoder's, one later.
+    """
+    masks = []
     labels, tokens = given.get("labels"), given.get("decoder_input_ids")
-    if isinstance(labels, Tensor):
-        return labels != NO_LABEL
+    if isinstance(labels, Tensor) and labels.dim() == 2:
+        masks.append(labels != NO_LABEL)
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    if not model.training or padding is None or not isinstance(tokens, Tensor):
-        return None
-    mask = tokens != padding
-    mask[:, 0] = True  # decoders may start with the token of padding
+    if isinstance(tokens, Tensor):
+        if model.training and padding is not None:
+            masks.append(_from_the_second(tokens != padding))
+    elif given.get("decoder_inputs_embeds") is None:
+        encoder = given.get("attention_mask")
+        if isinstance(encoder, Tensor) and encoder.dim() == 2:
+            masks.append(_from_the_second(encoder.bool().roll(1, 1)))
+    return tuple(masks)
+
+
+def _from_the_second(mask: Tensor) -> Tensor:
+    """Return a mask [b s] with the first token: decoders may start with that of padding."""
+    mask[:, 0] = True
     return mask
+
+
+def _is_called(model: nn.Module) -> bool:
+    """Return whether a call of a model is under way in this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _fitting(masks: tuple[Tensor, ...], x: Tensor) -> Tensor | None:

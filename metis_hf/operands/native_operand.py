@@ -83,10 +83,10 @@ class NativeOperand(NamedTuple):
         values, scale = self.main.values(), self.main.global_scale
         if self.contracted % 2 == 0:
             values = values.T
-        if self.low is None and self.dtype is torch.bfloat16:
-            values = values.to(self.dtype)  # exactly; the product with the scale is rounded
         if scale is not None:
             values = values * scale[0]
+        if self.low is None and self.dtype is torch.bfloat16:
+            return x - values  # not rounded, as emulation keeps the scale apart in this dtype
         return x - (values if self.low is None else values + self.low.dense()).to(self.dtype)
 
 

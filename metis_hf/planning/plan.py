@@ -97,8 +97,8 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
         workload: what is trained.
 
     Raises:
-        ValueError: an encoder-decoder, a model of several modalities or a mixture of experts, or
-            what `get_metis_model` refuses.
+        ValueError: an encoder-decoder, a model of several modalities or a mixture of experts,
+            checkpointing of a model whose blocks are unknown, or what `get_metis_model` refuses.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; plans are for decoders only")
@@ -114,6 +114,12 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
         raise ValueError(
             f"{config.model_type} has fused experts; how many tokens each sees is not known before "
             "the run, so it cannot be planned"
+        )
+    if workload.checkpointing and next(blocks_of(model), None) is None:
+        raise ValueError(
+            f"checkpointing=True: {type(model).__name__} does not say which of its modules are "
+            "blocks (_no_split_modules), so what is computed again is not known. Plan it without "
+            "checkpointing"
         )
     get_metis_model(model, metis)
     counts = parameter_counts(model, original)

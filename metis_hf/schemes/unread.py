@@ -36,8 +36,11 @@ def unread_fields(config: MetisConfig) -> list[str]:
 
     A field is read if another value of it gives another scheme, or is refused.
     """
-    names = {config.scheme, *config.scheme_pattern.values(), config.attention or config.scheme}
-    configs = [config.replace(scheme=n, scheme_pattern={}, high_precision=()) for n in names]
+    names = {config.scheme, *config.scheme_pattern.values()}
+    common = config.replace(scheme_pattern={}, high_precision=())
+    configs = [common.replace(scheme=name, attention=None) for name in names]
+    if config.attention is not None:
+        configs.append(common)
     defaults = {field.name: field.default for field in dataclasses.fields(MetisConfig)}
     return [
         name
@@ -56,6 +59,8 @@ def _build(config: MetisConfig, **changes: Any) -> Scheme | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return build_scheme(config.replace(**changes), _FEATURES, _FEATURES)
+            own = config.replace(**changes)
+            own = own if own.attention is None else own.for_attention()
+            return build_scheme(own, _FEATURES, _FEATURES)
         except ValueError:
             return None

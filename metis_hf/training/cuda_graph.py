@@ -6,8 +6,10 @@ Python, records the next, and from then on replays the recording on each new bat
 kernels, the same numbers. The optimizer's step is not part of it.
 
 What changes how a step runs makes another recording: batches of other shapes, another precision of
-the layers. What cannot be recorded runs in Python, and a warning says why, once: a step that waits
-for the GPU (routing to experts), schemes that keep a state, steps that are measured.
+the layers. One that comes back finds its recordings again; where there are too many, those of
+another precision go. What cannot be recorded runs in Python, and a warning says why, once: a step
+that waits for the GPU (routing to experts), schemes that keep a state, one shape too many. Steps
+that are measured run in Python, too.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import TrainingArguments, masking_utils
 from transformers.utils import import_utils, logging
 
+from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes import Scheme
 from metis_hf.training.weight_reuse import release
 
 logger = logging.get_logger(__name__)
@@ -74,7 +78,7 @@ class _Recording:
         play: computes loss and gradients of what is there.
         loss: 0-dim.
         gradients: with each parameter that has one.
-        schemes: of the layers; kept, so that no other can take their identity.
+        precision: of the layers, as `StepGraphs._precision` numbers it.
     """
 
     inputs: list[Tensor]
@@ -82,7 +86,7 @@ class _Recording:
     play: Callable[[], None]
     loss: Tensor
     gradients: list[tuple[nn.Parameter, Tensor]]
-    schemes: list[Any]
+    precision: int
 
 
 class StepGraphs:
@@ -100,6 +104,8 @@ class StepGraphs:
         self._made: dict[Hashable, _Recording] = {}
         self._count = 0
         self._seen: dict[Hashable, int] = {}
+        self._precisions: list[list[tuple[MetisConfig, Scheme]]] = []
+        self._is_full = False  # and it has been said
         self._places: set[int] = set()  # of the gradients of all recordings, which keep them
         self._refused: str | None = None
         if reason := _reason_of_model(self._layers):
@@ -133,23 +139,50 @@ class StepGraphs:
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
             self._refuse(f"a batch holds a {type(unknown[0]).__name__}, which cannot be copied in")
             return step(inputs, count)
-        schemes = [layer.scheme for layer in self._layers]
+        precision = self._precision()
         batch = (str(tree), *map(_form, leaves))
         counted = _form(count) if isinstance(count, Tensor) else type(count)  # copied, as a number
         trained = tuple(id(p) for p in self._model.parameters() if p.requires_grad)
-        key = (batch, counted, tuple(map(id, schemes)), trained, extra)
+        key = (batch, counted, precision, trained, extra)
         found = self._made.get(key)
         if found is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
-            if seen <= WARM_UP or len(self._made) == _MOST:
+            if seen <= WARM_UP or not self._make_room(precision):
                 return step(inputs, count)
-            found = self._new(step, inputs, count, schemes)
+            found = self._new(step, inputs, count, precision)
             if found is None:
                 return step(inputs, count)
             self._made[key] = found
             self._count += 1
             self._places |= {id(grad) for _, grad in found.gradients}
         return self._play(found, leaves, count)
+
+    def _precision(self) -> int:
+        """Return a number for the precision of the layers: its place among all that were seen.
+
+        Configs and schemes are compared by value: each switch makes other objects.
+        """
+        now = [(layer.config, layer.scheme) for layer in self._layers]
+        if now not in self._precisions:
+            self._precisions.append(now)
+        return self._precisions.index(now)
+
+    def _make_room(self, precision: int) -> bool:
+        """Return whether a step may be recorded; a recording of another precision gives way."""
+        if len(self._made) < _MOST:
+            return True
+        for key, made in self._made.items():
+            if made.precision != precision:
+                del self._made[key]
+                return True
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "cuda_graphs: %d kinds of steps are recorded, and each keeps the memory of a step; "
+                "all others run in Python. Pad batches to fewer lengths",
+                _MOST,
+            )
+        return False
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason
@@ -162,7 +195,7 @@ class StepGraphs:
         if isinstance(self._record, CudaRecorder):
             self._record = CudaRecorder()
 
-    def _new(self, step: Step, inputs: Inputs, count: Any, schemes: list[Any]) -> _Recording | None:
+    def _new(self, step: Step, inputs: Inputs, count: Any, precision: int) -> _Recording | None:
         """Record a step; None where that is not possible."""
         leaves, tree = tree_flatten(dict(inputs))
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -181,7 +214,7 @@ class StepGraphs:
                     play, loss = self._record(lambda: step(places, place))
                 gradients = [(p, p.grad) for p in parameters if p.grad is not None]
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                return _Recording(tensors, place, play, loss, gradients, schemes)
+                return _Recording(tensors, place, play, loss, gradients, precision)
             except RuntimeError as error:
                 cause = error.__context__ or error  # leaving the recording fails after that, too
                 reason = str(cause).strip().splitlines()[0]

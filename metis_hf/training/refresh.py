@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.refusals import DEEPSPEED_MARKS
 from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.parallelism import is_spread
 from metis_hf.layers.sharding import full_tensor, several_processes
 from metis_hf.operands import SplitWeight
 
@@ -183,7 +184,7 @@ def _agreed(value: Tensor) -> Tensor:
 
 def write(param: Tensor, value: Tensor) -> None:
     """Give a parameter, perhaps sharded by FSDP2, a new value (whole, the same everywhere)."""
-    if hasattr(param, "full_tensor"):  # a DTensor: sharded by FSDP2
+    if is_spread(param):  # sharded by FSDP2
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(param, DTensor)

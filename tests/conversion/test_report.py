@@ -8,9 +8,26 @@ import pytest
 import torch
 import transformers
 from conftest import gpt2, llama
+from native.slow_gemm import SlowGemm
+from training.parallel_cases import wide
+from transformers.distributed import DistributedConfig
 
 from conversion.architectures import ARCHITECTURES
 from metis_hf import MetisConfig, get_metis_model
+from metis_hf.conversion.distributed import cut_layers
+from metis_hf.numerics.native import use_gemm
+
+
+def test_layers_that_tensor_parallelism_cuts_are_emulated():
+    model = wide()
+    model.config.distributed_config = DistributedConfig(tp_size=2)
+    with use_gemm(SlowGemm()):
+        get_metis_model(model, MetisConfig(scheme="nvidia", backend="auto"))
+    assert all(layer.native for layer in model.metis_report.layers)
+    cut_layers(model)
+    assert "FP4 units: " not in str(model.metis_report)
+    (line,) = [line for line in str(model.metis_report).splitlines() if "emulated" in line]
+    assert line.startswith("  GEMMs emulated in 14 layers: tensor parallelism cuts them")
 
 
 def test_is_data_for_programs():

@@ -34,6 +34,7 @@ class TestLinear:
         mine, plain = layer(kind), nn.Linear(IN, OUT)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(4, IN, dtype=dtype)
+            mine.to(dtype)
             with torch.autocast("cpu", torch.bfloat16):
                 expected = plain.to(dtype)(x).dtype
                 assert mine(x).dtype is expected
@@ -57,6 +58,21 @@ class TestLinear:
             layer(kind)(torch.ones(2, IN, dtype=dtype))
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=match):
             layer(kind)(torch.ones(2, IN, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_another_dtype_than_the_weight_has(dtype):
+    """As nn.Linear refuses it; autocast makes one of all but float64."""
+    mine, x = layer("nvfp4"), torch.randn(4, IN, dtype=dtype)
+    match = rf"up_proj has a weight of torch.float32, and its input is {dtype}: convert one to"
+    with pytest.raises(ValueError, match=match):
+        mine(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        if dtype is torch.bfloat16:
+            assert mine(x).dtype is torch.bfloat16
+        else:
+            with pytest.raises(ValueError, match=match):
+                mine(x)
 
 
 def test_attention_in_float64_under_autocast():

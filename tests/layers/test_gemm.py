@@ -87,6 +87,12 @@ class TestBf16IsLinear:
         for autocast_dtype in AUTOCASTS:
             self.assert_same(conv, layer, x, autocast_dtype)
 
+    def test_conv1d_of_a_transposed_input(self):
+        conv = Conv1D(32, 48)
+        layer = convert_linear(copy.deepcopy(conv), MetisConfig(scheme="bf16"), name="layer")
+        x = torch.randn(5, 3, 48)
+        assert torch.equal(layer(x.transpose(0, 1)), conv(x.transpose(0, 1).contiguous()))
+
 
 class TestExactQuantizers:
     """Without rounding every scheme is nn.Linear: conditioners and splits cancel."""

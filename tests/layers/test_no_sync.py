@@ -32,7 +32,7 @@ from metis_hf.numerics.kernels import compiled, use_kernels
 from metis_hf.operands import Conditioner, Operand
 from metis_hf.schemes import Scheme
 from metis_hf.transforms import rotate, unrotate
-from metis_hf.transforms.groups import rotate_groups, unrotate_groups
+from metis_hf.transforms.hadamard import rotate_groups, unrotate_groups
 from metis_hf.transforms.rotation import rotate_by
 
 # Of those in torch.linalg, the ones that give no status back, or hand it on unread.

@@ -254,3 +254,20 @@ def test_a_decoder_without_a_mask_has_the_rows_with_labels():
     t5.eval()
     t5(input_ids=ids, decoder_input_ids=tokens)
     assert seen[3] is None
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.zeros(2, 3), None], ids=str)
+def test_a_decoder_that_is_given_the_encoders_tokens_has_their_mask(labels):
+    """As of Bart's classifier: labels of sequences mark no tokens, which are shifted by one."""
+    bart = transformers.BartForSequenceClassification(
+        transformers.BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1,
+                                encoder_attention_heads=2, decoder_attention_heads=2,
+                                encoder_ffn_dim=48, decoder_ffn_dim=48, num_labels=3)
+    )  # fmt: skip
+    get_metis_model(bart, MetisConfig(scheme="metis", rank=4))
+    seen = []
+    layer = dict(metis_layers(bart))["model.decoder.layers.0.fc1"]
+    layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.row_mask(args[0])))
+    ids = torch.tensor([[5, 6, 2, 1, 1, 1], [5, 6, 7, 8, 9, 2]])
+    bart(input_ids=ids, attention_mask=(ids != 1).long(), labels=labels)
+    assert seen[0].tolist() == [True] * 4 + [False] * 2 + [True] * 6

@@ -139,6 +139,21 @@ class TestCalls:
         rest = {"input_ids": ids[:, 16:], "attention_mask": mask, "past_key_values": cache}
         assert all_are(masks_of(model, lambda: model(**rest)), mask[:, 16:])
 
+    def test_of_the_model_inside_after_an_interrupt(self):
+        """Torch calls no hook after Ctrl-C, so that the mask of the call is left behind."""
+        model, batch = converted().train(), batches()[1]
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+
+        def interrupt(module, args):
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, attention_mask=mask)
+        handle.remove()
+        other = mask.flip(1)
+        assert all_are(masks_of(model, lambda: model.model(ids, attention_mask=other)), other)
+
     def test_to_dense_takes_all_hooks_off(self):
         model = to_dense(converted())
         for module in model.modules():

@@ -18,7 +18,7 @@ from metis_hf import noise
 from metis_hf.numerics import FORMATS, Quantizer
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.transforms import rotate, unrotate
-from metis_hf.transforms.groups import rotate_groups, unrotate_groups
+from metis_hf.transforms.hadamard import rotate_groups, unrotate_groups
 
 META = torch.device("meta")
 

@@ -104,6 +104,23 @@ def test_split_operands(split, contracted):
     assert len(slow.calls) == (4 if split == "both" else 2)
 
 
+@pytest.mark.parametrize("contracted", [-1, 0])
+@pytest.mark.parametrize("dtype", DTYPES["nvfp4"])
+def test_errors_of_direct_operands(dtype, contracted):
+    """Corrections quantize them: in BF16, too, they are those of values that are not rounded."""
+    operand, x = Operand(Quantizer()), torch.randn(40, 72)
+    options = {"dim": contracted, "key": Key(7)}
+    native = NativeOperand.of(
+        operand.encode(x, **options),
+        operand,
+        dim=contracted,
+        shape=(40, 72),
+        contracted=contracted,
+        dtype=dtype,
+    )
+    assert torch.equal(native.error(x), operand(x, dtype=dtype, **options).error(x))
+
+
 def arguments(m: int, p: int, n: int, fmt=NVFP4):
     quantizer = Quantizer(fmt)
     (a, _), (b, _) = (matrix_of(torch.randn(rows, n), quantizer, -1) for rows in (m, p))

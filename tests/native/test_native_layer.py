@@ -180,6 +180,11 @@ class TestWhatCannotRun:
                 "fprop is no product .* Clamped of its input",
             ),
             ("smoothquant", {"operand_mode": "contraction"}, "PerChannel of its input and"),
+            (
+                "halo",
+                {"operand_mode": "contraction"},
+                r"dgrad takes the copy of its weight that is rotated .* contracts\. backend=",
+            ),
         ],
     )
     def test_is_refused_by_name(self, scheme, changes, said):

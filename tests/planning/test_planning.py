@@ -379,6 +379,13 @@ def test_models_that_cannot_be_planned_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="fused experts"):
         plan_run(mixtral, MetisConfig(), LOAD)
+    biogpt = transformers.BioGptConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    load = dataclasses.replace(LOAD, checkpointing=True)
+    with pytest.raises(ValueError, match=r"BioGptForCausalLM does not say which .* are blocks"):
+        plan_run(biogpt, MetisConfig(scheme="nvfp4"), load)
 
 
 def test_blocks_that_differ_are_traced_whole():

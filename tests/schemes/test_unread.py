@@ -34,6 +34,15 @@ def test_defaults_are_no_wish(scheme):
         ({"scheme": "mxfp4", "two_level": True}, []),
         ({"scheme": "bf16", "outer_scale": "token"}, ["outer_scale"]),
         ({"scheme": "nvidia", "outer_scale": "token"}, []),
+        (
+            {"scheme": "bf16", "attention": "nvfp4-rne", "outer_scale": "token"},
+            ["outer_scale"],
+        ),
+        ({"scheme": "bf16", "attention": "mxfp4", "outer_scale": "token"}, ["outer_scale"]),
+        (
+            {"scheme": "bf16", "attention": "nvfp4-rne", "operand_mode": "shared"},
+            ["operand_mode"],
+        ),
         ({"scheme": "metis", "high_precision": ["forward", "backward"], "n_iter": 2}, []),
     ],
     ids=str,

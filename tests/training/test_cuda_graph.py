@@ -16,7 +16,6 @@ from metis_hf import (
     MetisCallback,
     MetisConfig,
     MetisTrainer,
-    PrecisionSchedule,
     get_metis_model,
     metis_layers,
 )
@@ -169,26 +168,6 @@ def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
     plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Shared))
     assert recorded[2]._graphs.recordings == 2
     assert_same(plain, recorded)
-
-
-def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(cuda_graph, "_MOST", 1)
-    changes = {"data": Rows(64, (24, 16)), "max_steps": 10, "scheme": "nvfp4"}
-    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
-    assert_same(plain, recorded)
-    assert recorded[2]._graphs.recordings == 1
-
-
-def test_another_precision_is_recorded_anew(tmp_path) -> None:
-    def schedule() -> PrecisionSchedule:
-        return PrecisionSchedule(until=0.5, high_precision=("forward",))
-
-    changes = {"max_steps": 10, "scheme": "nvidia"}
-    plain, recorded = (
-        train(tmp_path, str(r), r, callbacks=[schedule()], **changes) for r in (None, Again)
-    )
-    assert_same(plain, recorded)
-    assert recorded[2]._graphs.recordings == 2
 
 
 def test_parameters_that_start_to_train_are_recorded_anew(tmp_path) -> None:
