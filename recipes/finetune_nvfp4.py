@@ -18,7 +18,7 @@ from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.report import HEADER, describe, tables_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
-from metis_hf.experiments.recipe import run_recipe
+from metis_hf.experiments.recipe import one_line_errors
 from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.shared.tables import terminal_table
 
@@ -53,19 +53,20 @@ def main() -> None:
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
         argv = ["--model", *argv]
-    arguments, training = parse_arguments(
-        DEFAULTS, SMOKE, description=__doc__, argv=argv, kind=FinetuneArguments
-    )
-    if arguments.smoke and not arguments.model:
-        directory = Path(training.output_dir)
-        with training.main_process_first(local=False):
-            arguments.model, data = smoke_model(directory, write=training.process_index == 0)
-        arguments.data = arguments.data or data
-    run = Finetuning(arguments, training)
-    if arguments.dry_run:
-        held_out, bf16 = run.held_out.tokens, bool(training.bf16)
-        print(describe(arguments, len(run.train), held_out, run.steps, bf16=bf16))
-        return
+    with one_line_errors():
+        arguments, training = parse_arguments(
+            DEFAULTS, SMOKE, description=__doc__, argv=argv, kind=FinetuneArguments
+        )
+        if arguments.smoke and not arguments.model:
+            directory = Path(training.output_dir)
+            with training.main_process_first(local=False):
+                arguments.model, data = smoke_model(directory, write=training.process_index == 0)
+            arguments.data = arguments.data or data
+        run = Finetuning(arguments, training)
+        if arguments.dry_run:
+            held_out, bf16 = run.held_out.tokens, bool(training.bf16)
+            print(describe(arguments, len(run.train), held_out, run.steps, bf16=bf16))
+            return
     outcomes = run.run()
     if run.is_main:
         from rich.console import Console
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    main()

@@ -17,7 +17,7 @@ from metis_hf.experiments.recipe import (
     check_run,
     dry_run,
     load_data,
-    run_recipe,
+    one_line_errors,
     train_and_evaluate,
 )
 from metis_hf.experiments.recipe_arguments import parse_arguments
@@ -59,17 +59,18 @@ SMOKE = {
 
 
 def main() -> None:
-    arguments, training = parse_arguments(DEFAULTS, SMOKE, description=__doc__)
-    config = LlamaConfig(**(SMOKE_MODEL if arguments.smoke else MODEL))
-    if arguments.dry_run:
-        dry_run(config, arguments, training)
-        return
-    check_run(arguments, training, config)
-    train, evaluation, tokenizer = load_data(arguments, training, config)
+    with one_line_errors():
+        arguments, training = parse_arguments(DEFAULTS, SMOKE, description=__doc__)
+        config = LlamaConfig(**(SMOKE_MODEL if arguments.smoke else MODEL))
+        if arguments.dry_run:
+            dry_run(config, arguments, training)
+            return
+        check_run(arguments, training, config)
+        train, evaluation, tokenizer = load_data(arguments, training, config)
     model = build_model(config, arguments, training)
     trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
     train_and_evaluate(trainer, arguments)
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    main()

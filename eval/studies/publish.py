@@ -110,6 +110,7 @@ def add_seeds(run: Path, name: str) -> None:
         raise ValueError(f"{name} has runs of seed {min(twice)} already")
     record["seeds"] += more["seeds"]
     record["runs"] += more["runs"]
+    record["timed"] = record.get("timed", False) and more.get("timed", False)
     record["findings"][0] = re.sub(
         r"\d+ seeds?$", f"{len(record['seeds'])} seeds", record["findings"][0]
     )
@@ -136,6 +137,7 @@ def draw_compare(name: str) -> None:
 
     from metis_hf.experiments.compare import table
     from metis_hf.experiments.compare.outputs import (
+        UNRECORDED,
         count_extra,
         different_code,
         different_machines,
@@ -154,6 +156,7 @@ def draw_compare(name: str) -> None:
         *table.findings(summaries, reference),
         *different_machines(results),
         *different_code(results),
+        *(text for text in record["findings"] if text.startswith(UNRECORDED)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         timed = record.get("timed", False)
@@ -289,7 +292,11 @@ def main() -> None:
     evaluation.add_argument("--run", type=Path, required=True, help="the --out of metis-hf eval")
     evaluation.add_argument("--name", required=True, help="of the directory below eval/results")
     args = parser.parse_args()
-    if args.kind == "demo":
+    if args.kind == "compare" and args.add:
+        if args.run is None:
+            parser.error("--add takes seeds from --run DIR")
+        add_seeds(args.run, args.name)
+    elif args.kind == "demo":
         publish_demo(args.run)
     elif args.run is None:
         draw = {"compare": draw_compare, "fidelity": draw_fidelity, "finetune": draw_finetune}

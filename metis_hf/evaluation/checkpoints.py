@@ -165,7 +165,7 @@ class Checkpoint:
                 f"{self.path} is a {config.model_type} model, not a causal language model; "
                 "the tasks need one"
             )
-        if (field := _looking_ahead(config)) is not None:
+        if (field := looking_ahead(config)) is not None:
             raise ValueError(
                 f"{self.path} is a {config.model_type} encoder: a token sees those after "
                 f"it, and so has nothing to predict; the tasks need a causal language model, whose "
@@ -262,7 +262,7 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def _looking_ahead(config: Any) -> str | None:
+def looking_ahead(config: Any) -> str | None:
     """Return the field by which attention of a model of this config looks ahead; None: it does not.
 
     The config's class has to have it: what else a config.json carries means nothing to the model.

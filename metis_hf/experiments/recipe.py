@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from metis_hf.planning.plan import Plan, meta_model, plan_run
 from metis_hf.planning.workload import Workload
 from metis_hf.shared.checkpoints import last_checkpoint, newest_first
 from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.quiet import no_warnings
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.start_checks import check_device
 from metis_hf.training.trainer import MetisTrainer
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
 _SMOKE_TEXT = 60  # documents of the embedded corpus
 
 
-def run_recipe(main: Callable[[], None]) -> None:
-    """Run the script of a recipe; an error that a user can mend is one line, not a traceback."""
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the program with one line where the block, before any training, refuses what is asked."""
     try:
-        main()
-    except (ValueError, OSError) as error:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -81,7 +83,8 @@ def check_run(
     check_device(training.device)
     _checked_workload(arguments, training)
     _check_checkpoints(arguments, Path(str(training.output_dir)))
-    get_metis_model(meta_model(config), arguments.metis_config(training.seed))
+    with no_warnings():
+        get_metis_model(meta_model(config), arguments.metis_config(training.seed))
 
 
 def _checked_workload(arguments: RecipeArguments, training: TrainingArguments) -> Workload:

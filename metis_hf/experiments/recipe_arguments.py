@@ -73,15 +73,17 @@ class RecipeArguments:
     json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
 
     def __post_init__(self) -> None:
-        """Refuse a run without data, before anything asks for its device.
+        """Refuse a run without data, before anything asks for its device; a dry run needs none.
 
         Raises:
             FileNotFoundError: `data` is no directory of chunked tokens, or an unfinished one.
             ValueError: no data, or its description is damaged.
         """
+        if self.dry_run:
+            return
         if self.data is not None:
             read_meta(Path(self.data))
-        elif not (self.smoke or self.dry_run):
+        elif not self.smoke:
             raise ValueError(
                 "no data: give --data DIR, a directory of chunked tokens as "
                 "recipes/prepare_data.py writes it (its --help says how), or try --smoke"

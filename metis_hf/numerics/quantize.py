@@ -5,6 +5,7 @@ Their arithmetic is that of `definition`, to the bit.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,8 +196,10 @@ def prepare(
     if not isinstance(x, Tensor) or not x.is_floating_point():
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"quantization needs a floating-point tensor, got {given}")
-    if not isinstance(dim, int):
-        raise TypeError(f"dim={dim!r} is no integer; give one of the dims of the tensor")
+    try:
+        operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim={dim!r} is no integer; give one of the dims of the tensor") from None
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; give one of its dims")

@@ -311,7 +311,7 @@ class AroundQuantizer(Conditioner):
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
         transformed = self.for_matrix(x, key).forward(as_fp32(x), dim=dim)
-        known = self.transformed_shape((x.shape[0], x.shape[1]), dim=dim)
+        known = tuple(self.transformed_shape((x.shape[0], x.shape[1]), dim=dim))
         if transformed.shape != known:  # which `decode` reads
             raise ValueError(
                 f"{type(self).__name__}.forward gives {tuple(transformed.shape)} of a matrix "

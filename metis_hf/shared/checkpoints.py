@@ -112,6 +112,7 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
     directory = Path(path, options.get("subfolder") or "")
     if directory.is_dir() and (reason := model_damage(directory)) is not None:
         raise ValueError(f"{directory} is not whole: {reason}; copy its files again")
+    with_info = options.pop("output_loading_info", False)
     model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     made_up = [name for name, _ in model.named_parameters() if name in found["missing_keys"]]
     if made_up:
@@ -122,7 +123,7 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
             f"it was saved from {saved}. Copy its files again, or name a checkpoint of the whole "
             "model, with its head"
         )
-    return model
+    return (model, found) if with_info else model
 
 
 def _file_damage(paths: Iterable[Path]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging as python_logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,18 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Silence warnings of this package in a block that tries what is done in earnest later."""
+    logger = python_logging.getLogger("metis_hf")
+    level = logger.level
+    logger.setLevel(python_logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -163,9 +163,12 @@ class StepGraphs:
         Configs and schemes are compared by value: each switch makes other objects.
         """
         now = [(layer.config, layer.scheme) for layer in self._layers]
-        if now not in self._precisions:
-            self._precisions.append(now)
-        return self._precisions.index(now)
+        for place, seen in enumerate(self._precisions):
+            if seen == now:
+                self._precisions[place] = now  # the same objects compare faster next time
+                return place
+        self._precisions.append(now)
+        return len(self._precisions) - 1
 
     def _make_room(self, precision: int) -> bool:
         """Return whether a step may be recorded; a recording of another precision gives way."""
@@ -173,7 +176,7 @@ class StepGraphs:
             return True
         for key, made in self._made.items():
             if made.precision != precision:
-                del self._made[key]
+                del self._made[key], self._seen[key]
                 return True
         if not self._is_full:
             self._is_full = True

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+from paths import ROOT
+
+from metis_hf.schemes import registry
 
 
 @pytest.fixture
@@ -19,3 +23,13 @@ def placed_records(tmp_path, monkeypatch):
         return study
 
     return place
+
+
+@pytest.fixture
+def eval_directory(monkeypatch):
+    """Imports of one script by another, and schemes that a script registers, end with the test."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
+    sys.modules.pop("training_parts", None)  # so that it registers where it is imported again
+    yield
+    sys.modules.pop("training_parts", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 
@@ -226,6 +227,7 @@ class TestPlan:
             ({"model": {"num_attention_heads": 5}}, "model: .* not a multiple of the number of"),
             ({"model": {"model_type": "lama"}}, "model: Unrecognized model identifier: lama"),
             ({"model": {"model_type": "t5"}}, "model: t5 is no causal language model; choose"),
+            ({"model": {"model_type": "bert"}}, "bert is an encoder, .* set is_decoder: true"),
             ({"model": {"vocab_size": 100}}, "vocab_size=100 without data: .* need 257 tokens"),
             ({"model": {1: 2}}, "a key of model: 1; expected a text"),
             ({"variants": {"a": {"scheme": ["x"]}}}, r"variants: a: scheme: \['x'\]; expected a"),
@@ -250,6 +252,11 @@ class TestPlan:
         file.write_text(yaml.safe_dump(options))
         with pytest.raises(ValueError, match=message):
             make_plan(file)
+
+    @pytest.mark.parametrize("norm", [0, -1, math.inf])
+    def test_clipping_may_be_off(self, norm):
+        plan = make_plan(training={"max_grad_norm": norm})
+        assert plan.experiment.training["max_grad_norm"] == norm
 
     def test_the_reference_is_metis_where_it_takes_part(self):
         assert make_plan().reference == "metis"

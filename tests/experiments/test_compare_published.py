@@ -270,9 +270,11 @@ class TestDryRun:
         assert "ublished" not in text
 
     def test_data_that_are_not_there(self, tmp_path):
+        """A run refuses them; its costs can be asked for where they are not."""
         plan = make_plan(schemes=["bf16"], data=str(tmp_path / "typo"))
-        with pytest.raises(FileNotFoundError, match="typo is no directory; give one of chunked"):
-            dry_run.show_plan(plan, Console(file=io.StringIO()))
+        console = Console(width=200, record=True, file=io.StringIO())
+        dry_run.show_plan(plan, console)
+        assert "typo, which is no directory on this machine" in console.export_text()
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from metis_hf.experiments.recipe import (
     causal_batch,
     dry_run,
     load_data,
+    one_line_errors,
 )
 from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.planning.plan import meta_model, parameter_counts
@@ -377,6 +378,19 @@ def test_what_is_wrong_is_one_line_before_data_and_model_are_made(
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert message in said
+
+
+def test_a_dry_run_needs_no_data():
+    """It is asked for on a laptop what a cluster has."""
+    given, _ = arguments("gpt2_130m", "--dry_run", "--data", "/nope")
+    assert given.data == "/nope"
+
+
+def test_a_failure_of_the_training_keeps_its_traceback():
+    with pytest.raises(SystemExit), one_line_errors():
+        raise NotImplementedError("no fp64")
+    with pytest.raises(KeyError), one_line_errors():
+        raise KeyError("a fault of the program")
 
 
 def test_fine_tuning_says_what_is_wrong_in_one_line(monkeypatch, capsys):

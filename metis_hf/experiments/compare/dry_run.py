@@ -29,9 +29,6 @@ def show_plan(plan: ComparisonPlan, console: Console) -> None:
 
     FLOPs are those of `planning`: the three GEMMs of each layer, output head, attention, and what
     emulation adds to them.
-
-    Raises:
-        FileNotFoundError: the plan's data are no directory.
     """
     config = AutoConfig.for_model(**plan.experiment.model)
     for line in describe(plan, config):
@@ -130,7 +127,7 @@ def _describe_data(plan: ComparisonPlan) -> str:
             else "none is given; a run needs --data DIR of recipes/prepare_data.py"
         )
     if not Path(plan.data).is_dir():
-        raise FileNotFoundError(f"data={plan.data} is no directory; give one of chunked tokens")
+        return f"{plan.data}, which is no directory on this machine"
     if not (Path(plan.data) / META).is_file():
         return plan.data
     held = read_meta(Path(plan.data))["num_tokens"]

@@ -34,6 +34,7 @@ OWN_ARGUMENTS = {
     "eval_strategy": "the held-out loss is taken when a run has ended",
     "eval_on_start": "the held-out loss is taken when a run has ended",
 }
+_FROM_ZERO = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon")
 _BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
@@ -190,10 +191,12 @@ def _check_numbers(training: Mapping[str, Any]) -> None:
         if kinds <= {int, type(None)} and type(value) is not int:
             raise ValueError(f"training: {key}: {value!r}; expected a whole number")
         if kinds <= {float, type(None)}:
+            limit = " from 0 up" * (key in _FROM_ZERO) + " and below 1" * (key in _BELOW_ONE)
+            least = 0.0 if key in _FROM_ZERO else -math.inf
             most = 1.0 if key in _BELOW_ONE else math.inf
-            if type(value) not in (int, float) or not 0 <= value < most:
-                limit = "" if most == math.inf else f" and below {most:g}"
-                raise ValueError(f"training: {key}: {value!r}; expected a number from 0 up{limit}")
+            number = type(value) in (int, float) and not math.isnan(value)
+            if not number or not least <= value <= most or value == 1 == most:
+                raise ValueError(f"training: {key}: {value!r}; expected a number{limit}")
 
 
 def _one_of(what: str, name: Any, known: Collection[str]) -> None:

@@ -31,6 +31,10 @@ from metis_hf.shared.tables import terminal_table
 
 RECORD_FILE = "compare.json"
 PUBLISHED_FILE = "published.md"
+UNRECORDED = (
+    "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
+    "where schemes cost less."
+)
 FILES = (
     RECORD_FILE, "table.md", "table.tex", "table.csv", PUBLISHED_FILE,
     "loss.png", "gap.png", "cost.png",
@@ -212,10 +216,7 @@ def unrecorded(out: Path, times: Mapping[str, float]) -> list[str]:
     """Say so where steps were timed otherwise than they were trained."""
     if not times or not read_json(out / TIMES_FILE).get("unrecorded"):
         return []
-    return [
-        "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
-        "where schemes cost less."
-    ]
+    return [UNRECORDED]
 
 
 def _compact(result: SchemeResult) -> dict[str, Any]:

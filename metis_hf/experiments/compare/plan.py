@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.data.corpus import BYTE_ALPHABET
+from metis_hf.evaluation.checkpoints import looking_ahead
 from metis_hf.evaluation.plan import EvaluationPlan
 from metis_hf.evaluation.plan import make_plan as make_evaluation_plan
 from metis_hf.evaluation.run import check_tasks
@@ -282,6 +283,12 @@ def _check_model(plan: ComparisonPlan) -> None:
         raise ValueError(
             f"model: {config.model_type} is no causal language model; choose a model_type that "
             "transformers' AutoModelForCausalLM knows"
+        )
+    if (field := looking_ahead(config)) is not None:
+        raise ValueError(
+            f"model: {config.model_type} is an encoder, whose tokens see those after them and so "
+            f"have nothing to predict; set {field}: true under the key model, or choose another "
+            "model_type"
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and experiment.sequence_length > context:

@@ -18,6 +18,7 @@ from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.measure import Measured
 from metis_hf.export.source import check_packable
 from metis_hf.planning.plan import meta_model
+from metis_hf.shared.quiet import no_warnings
 from metis_hf.shared.tables import markdown_table
 
 HEADER = (
@@ -147,7 +148,8 @@ def parameters_to_pack(a: FinetuneArguments) -> tuple[int, int]:
     """
     model = meta_model(AutoConfig.from_pretrained(a.model))
     original = sum(param.numel() for param in model.parameters())
-    report = get_metis_model(model, MetisConfig(scheme=a.scheme)).metis_report
+    with no_warnings():
+        report = get_metis_model(model, MetisConfig(scheme=a.scheme)).metis_report
     check_packable(model)
     assert isinstance(report, ConversionReport)
     return original, report.converted_params
