@@ -100,9 +100,10 @@ def add_seeds(run: Path, name: str) -> None:
     """
     file = RESULTS / f"{name}.json"
     record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
+    known = {name: record["variants"].get(name) for name in more["variants"]}  # or some of them
     for what, there, now in (
         ("experiment", record["plan"]["experiment"], _without_paths(more["plan"])["experiment"]),
-        ("variants", record["variants"], more["variants"]),
+        ("variants", known, more["variants"]),
     ):
         if there != now:
             raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")

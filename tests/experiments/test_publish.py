@@ -202,7 +202,7 @@ def test_seeds_join_those_of_a_record(publish, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"x has runs of seed {seeds[0]} already"):
         offer(seeds=seeds)
     with pytest.raises(ValueError, match="is of other variants than x"):
-        offer(variants={})
+        offer(variants={"metis": {"scheme": "nvfp4"}})
     offer()
     target.with_suffix(".json").write_text(json.dumps(old))
     command = ["publish", "compare", "--run", str(run), "--name", "x", "--add"]
