@@ -101,8 +101,13 @@ def add_seeds(run: Path, name: str) -> None:
     file = RESULTS / f"{name}.json"
     record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
     known = {name: record["variants"].get(name) for name in more["variants"]}  # or some of them
+    anywhere = {"checkpoint": None}  # a directory may have another name
     for what, there, now in (
-        ("experiment", record["plan"]["experiment"], _without_paths(more["plan"])["experiment"]),
+        (
+            "experiment",
+            record["plan"]["experiment"] | anywhere,
+            more["plan"]["experiment"] | anywhere,
+        ),
         ("variants", known, more["variants"]),
     ):
         if there != now:
