@@ -57,16 +57,19 @@ class GemmPlan:
 
     def weight_operand(self, role: Role, params: Sequence[Tensor]) -> Quantized:
         """Return w_hat [o i] for fprop (blocks along i) or dgrad (along o)."""
-        role, unbound = self.scheme.resolve(role)
-        _, operand = self.resolve(role)
+        role, operand = self.resolve(role)
         options: dict[str, Any] = {
             "dim": -1 if role is Role.FPROP_WEIGHT else 0,
             "key": self.keys[role],
             "dtype": self.dtype,
         }
-        if self.held is not None and (operand == unbound or operand.conditioner.comes_again):
+        if self.held is not None and self._comes_again(role, operand):
             return self.held.operand(self.weight, params, operand, **options)
         return self.weight.quantize(params, operand, **options)
+
+    def _comes_again(self, role: Role, operand: Operand) -> bool:
+        """Return whether the next call has an operand that is equal to this call's."""
+        return operand.conditioner.comes_again or operand == self.scheme.resolve(role)[1]
 
     def fprop(
         self,
