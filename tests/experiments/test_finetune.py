@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 import types
@@ -16,16 +15,13 @@ import torch
 import transformers
 from paths import ROOT
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
-from transformers import TrainingArguments
 
+from experiments.finetune_tools import finetuning
 from metis_hf.conversion.packed import load_packed
-from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.measure import HeldOut, Measured
 from metis_hf.experiments.finetune.report import Outcome, describe, markdown_tables, rows_of
 from metis_hf.experiments.finetune.run import Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
-from metis_hf.shared.locks import hold_directory
 
 
 def recipe(*arguments, seconds=600):
@@ -34,24 +30,6 @@ def recipe(*arguments, seconds=600):
         [sys.executable, "recipes/finetune_nvfp4.py", *arguments],
         capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return smoke_model(tmp_path_factory.mktemp("source"))
-
-
-def finetuning(source, out, bf16=False, **options):
-    model, data = source
-    values = {
-        "model": model, "data": data, "sequence_length": 64, "eval_sequences": 4,
-        "calibration_sequences": 4, "global_batch": 4, **options,
-    }  # fmt: skip
-    training = TrainingArguments(
-        str(out), max_steps=3, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        learning_rate=1e-3, save_strategy="no", report_to=[], use_cpu=True, bf16=bf16,
-    )  # fmt: skip
-    return Finetuning(FinetuneArguments(**values), training)
 
 
 def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch, capsys):
@@ -127,36 +105,6 @@ def test_what_is_finished_is_kept(source, tmp_path):
         finetuning(source, tmp_path, method="qad", export=str(tmp_path / "other")).run()
 
 
-def test_training_arguments_that_decide_the_result_are_kept_to(source, tmp_path):
-    finetuning(source, tmp_path)._claim()
-    shown = finetuning(source, tmp_path)
-    shown.training.logging_steps = 3  # decides nothing
-    shown._claim()
-    other = finetuning(source, tmp_path)
-    other.training.weight_decay = 0.5
-    with pytest.raises(ValueError, match=r"weight_decay: 0\.0 there, 0\.5 now"):
-        other.run()
-
-
-def test_other_data_under_the_same_name_are_refused(source, tmp_path):
-    model, data = source
-    own = tmp_path / "data.jsonl"
-    own.write_bytes(Path(data).read_bytes())
-    finetuning((model, str(own)), tmp_path / "out")._claim()
-    own.write_bytes(b"".join(reversed(Path(data).read_bytes().splitlines(keepends=True))))
-    with pytest.raises(ValueError, match=r"data\.jsonl changed after .*another --output_dir"):
-        finetuning((model, str(own)), tmp_path / "out")._claim()
-
-
-def test_one_process_at_a_time(source, tmp_path):
-    run = finetuning(source, tmp_path)
-    with (
-        hold_directory(tmp_path),
-        pytest.raises(ValueError, match=r"is in use by .* another --output_dir"),
-    ):
-        run.run()
-
-
 def test_goes_on_after_an_export_that_was_not_measured(source, tmp_path, monkeypatch):
     """As if its process had ended: the same command exports again, and removes nothing else."""
 
@@ -183,15 +131,6 @@ def test_goes_on_after_an_export_that_was_not_measured(source, tmp_path, monkeyp
     run._note_export("ptq")
     _, ptq = finetuning(source, tmp_path, method="ptq").run(report=lambda line: None)
     assert Path(ptq.directory, "config.json").is_file()
-
-
-def test_a_tokenizer_larger_than_the_model(source, tmp_path):
-    model = shutil.copytree(source[0], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300: they do not"):
-        finetuning((str(model), source[1]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -319,14 +258,6 @@ def test_the_table_of_two_seeds_has_intervals_where_they_differ():
     assert "| qad | 1,000 | 7 |" in markdown_tables(outcomes(2.2, 2.05), outcomes(2.2, 2.05)[:2])
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_sharded_models_are_refused(name, source, tmp_path, monkeypatch):
-    run = finetuning(source, tmp_path)
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(ValueError, match=r"FSDP and DeepSpeed have cut.*under DDP"):
-        Finetuning(run.arguments, run.training)
-
-
 def test_a_model_trained_under_autocast_is_measured_in_fp32(source, tmp_path):
     run = finetuning(source, tmp_path, bf16=True)
     model = run.load()
@@ -358,48 +289,6 @@ def test_the_plan_counts_the_export(source, tmp_path):
         assert method in text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "gptq"}, "--method 'gptq'; choose of ptq, qat, qad, lora"),
-        ({"scheme": "metis"}, "--scheme 'metis'; choose of w4a4, w4a16"),
-        ({"layout": "gguf"}, "--layout 'gguf'; choose of compressed-tensors, modelopt"),
-        ({"eval_sequences": 0}, "--eval_sequences 0; expected at least 1"),
-        ({"lora_rank": 0}, "--lora_rank 0; expected at least 1"),
-        ({"sequence_length": 1}, "--sequence_length 1; expected at least 2"),
-        ({"tokens": -5.0}, r"--tokens -5\.0; expected more than 0"),
-        ({"temperature": 0.0}, r"--temperature 0\.0; expected a finite number above 0"),
-        ({"cross_entropy_share": 3.0}, r"--cross_entropy_share 3\.0; expected a share from 0"),
-        ({"global_batch": 3}, "--global_batch 3 is no multiple of 2"),
-        ({"data": None}, "no data: give --data FILE"),
-        ({"compare": "nvfp5"}, "scheme 'nvfp5' is not registered"),
-        ({"held_out": "a/x.jsonl,b/x.jsonl"}, "two files of one name"),
-        ({"model": ""}, "no model: give a directory or hub name, or try --smoke"),
-        ({"sequence_length": 10**6}, "held-out sequences of 1000000"),
-    ],
-)
-def test_bad_input(options, message, source, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        finetuning(source, tmp_path, **options)
-
-
-def test_a_model_that_cannot_be_packed_is_refused_before_anything_is_read(source, tmp_path):
-    config = transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=1, n_head=2)
-    config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(tmp_path / "gpt2")  # neither weights nor a tokenizer
-    with pytest.raises(ValueError, match=r"c_attn: a Conv1D"):
-        finetuning((str(tmp_path / "gpt2"), source[1]), tmp_path / "out")
-
-
-def test_a_model_that_lacks_weights_is_refused(source, tmp_path):
-    model = shutil.copytree(source[0], tmp_path / "model")
-    tensors = load_file(model / "model.safetensors")
-    del tensors["model.embed_tokens.weight"]
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight"):
-        finetuning((str(model), source[1]), tmp_path / "out").load()
-
-
 def test_each_method_begins_with_the_seed(source, tmp_path, monkeypatch):
     """Whatever ran before it: adapters are drawn before Trainer sets the seed."""
     monkeypatch.setattr(Finetuning, "_lora", lambda _: torch.rand(1).item())
@@ -407,8 +296,3 @@ def test_each_method_begins_with_the_seed(source, tmp_path, monkeypatch):
     first = run._outcome("lora")
     torch.rand(3)
     assert run._outcome("lora") == first
-
-
-def test_what_is_trained_on_is_not_held_out(source, tmp_path):
-    with pytest.raises(ValueError, match=r"is what --data trains on; leave --held_out out"):
-        finetuning(source, tmp_path, held_out=str(source[1]))

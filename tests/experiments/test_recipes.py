@@ -5,11 +5,9 @@ The smoke runs take 10 to 20 s each; the rest about half a minute together.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 
@@ -21,6 +19,7 @@ from design import full_only, named, thinned
 from layers.layer_tools import of_each_kind
 from paths import ROOT
 
+from experiments.recipe_tools import NAMES, arguments, config_of
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.data.chunked import write_shards
 from metis_hf.experiments.recipe import (
@@ -29,33 +28,12 @@ from metis_hf.experiments.recipe import (
     causal_batch,
     dry_run,
     load_data,
-    one_line_errors,
 )
-from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.planning.plan import meta_model, parameter_counts
 from metis_hf.schemes import scheme_names
 
-NAMES = ("llama3_8b", "gpt2_1b1", "gpt2_130m")
 # A dense weight, stored factors, a state, and what quantizes each GEMM on its own.
 SHORT = ("metis", "metis-paper", "smoothquant", "quartet2")
-
-
-def recipe(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def config_of(name, smoke=False):
-    module = recipe(name)
-    kind = module.LlamaConfig if "llama" in name else module.GPT2Config
-    return kind(**(module.SMOKE_MODEL if smoke else module.MODEL))
-
-
-def arguments(name, *argv):
-    module = recipe(name)
-    return parse_arguments(module.DEFAULTS, module.SMOKE, argv=list(argv))
 
 
 def run(*command, seconds=900):
@@ -165,98 +143,6 @@ def test_dry_run_of_each_kind_of_scheme(capsys, scheme):
     assert "FLOPs per step" in capsys.readouterr().out
 
 
-class TestArguments:
-    def test_defaults_are_the_paper(self):
-        given, training = arguments("llama3_8b", "--dry-run")
-        assert (given.tokens, given.scheme, training.bf16) == (100e9, "metis", True)
-        assert given.metis_config(training.seed).rank_frac == 0.015
-        assert training.learning_rate == 1.5e-4
-
-    def test_command_line_over_file_over_smoke_over_defaults(self, tmp_path):
-        path = tmp_path / "x.yaml"
-        path.write_text(
-            "learning_rate: 1e-4\nmax_steps: 7\nscheme: nvfp4\nmetis: {two_level: true}\n"
-            "dry_run: false\nlr_scheduler_kwargs: {num_cycles: 2}\n"
-        )
-        given, training = arguments(
-            "llama3_8b", "--smoke", "--config", str(path), "--max_steps", "9"
-        )
-        assert training.learning_rate == 1e-4  # YAML 1.1 reads a string there
-        assert training.max_steps == 9
-        assert training.lr_scheduler_kwargs == {"num_cycles": 2}
-        assert (given.scheme, given.sequence_length, given.smoke) == ("nvfp4", 64, True)
-        assert given.metis_config(3).two_level is True
-        assert given.metis_config(3).seed == 3
-        assert training.use_cpu
-
-    def test_smoke_in_the_file(self, tmp_path):
-        path = tmp_path / "x.yaml"
-        path.write_text("smoke: true\n")
-        given, training = arguments("llama3_8b", "--config", str(path))
-        assert given.smoke
-        assert training.max_steps == 4
-        given, training = arguments("llama3_8b", "--config", str(path), "--smoke", "false",
-                                    "--dry-run")  # fmt: skip
-        assert not given.smoke
-        assert training.max_steps == -1
-
-    def test_unknown_key_in_the_file(self, tmp_path):
-        path = tmp_path / "x.yaml"
-        path.write_text("learning_rates: 1e-4\n")
-        with pytest.raises(ValueError, match=r"no argument 'learning_rates'.*'learning_rate'"):
-            arguments("llama3_8b", "--config", str(path))
-
-    def test_a_file_that_is_no_yaml(self, tmp_path):
-        path = tmp_path / "x.yaml"
-        with pytest.raises(ValueError, match=r"there is no file .*x\.yaml"):
-            arguments("llama3_8b", "--config", str(path))
-        path.write_text("metis: [a\n")
-        with pytest.raises(ValueError, match=r"x\.yaml is not YAML: while parsing a flow"):
-            arguments("llama3_8b", "--config", str(path))
-
-    @pytest.mark.parametrize(
-        "argv", [("--learning_rates", "1"), ("--learning_rate", "x"), ("--max_step", "3")]
-    )
-    def test_wrong_command_line(self, argv, capsys):
-        """Nothing is abbreviated or ignored."""
-        with pytest.raises((SystemExit, ValueError)):
-            arguments("llama3_8b", "--smoke", *argv)
-
-    def test_wrong_type_in_the_file(self, tmp_path, capsys):
-        path = tmp_path / "x.yaml"
-        path.write_text("max_steps: 1.5\n")
-        with pytest.raises(SystemExit):
-            arguments("llama3_8b", "--config", str(path))
-        assert "max_steps" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("metis", "match"),
-        [
-            ("{", "not JSON"),
-            ("[]", "not a JSON object"),
-            ('{"scheme": "bf16"}', "--scheme bf16"),
-            ('{"rank_fraction": 1}', "did you mean 'rank_frac'"),
-        ],
-    )
-    def test_wrong_metis(self, metis, match):
-        given, _ = arguments("llama3_8b", "--smoke", "--metis", metis)
-        with pytest.raises(ValueError, match=match):
-            given.metis_config(0)
-
-    def test_epochs(self):
-        with pytest.raises(ValueError, match=r"num_train_epochs=1\.0: --tokens says how long"):
-            arguments("llama3_8b", "--smoke", "--num_train_epochs", "1")
-
-    def test_a_checkpoint_to_resume_from(self):
-        with pytest.raises(ValueError, match="a run goes on from its own --output_dir"):
-            arguments("llama3_8b", "--smoke", "--resume_from_checkpoint", "runs/other/checkpoint-5")
-
-    def test_world_that_does_not_divide_the_batch(self):
-        given, training = arguments("llama3_8b", "--dry-run", "--world-size", "3")
-        with pytest.raises(ValueError, match="multiple of 12"):
-            dry_run(config_of("llama3_8b"), given, training)
-
-
 class TestData:
     LENGTH, COUNT = 16, 20
 
@@ -349,55 +235,6 @@ def test_build(tmp_path, capsys):
     assert "scheme metis: 8 layers converted" in capsys.readouterr().out
     with pytest.raises(ValueError, match="gradient_accumulation_steps=3 contradicts"):
         trainer(tmp_path, "--gradient_accumulation_steps", "3")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--scheme", "metsi"], "scheme 'metsi' is not registered; did you mean 'metis'?"),
-        (["--metis", '{"rank": 60}'], "rank=60 keeps"),
-        (["--metis", "{"], "is not JSON"),
-        (["--global_batch", "3"], "multiple of 2"),
-        (["--gradient_accumulation_steps", "3"], "contradicts global_batch=4"),
-        ([], "has checkpoints (checkpoint-10); go on with --resume"),
-        (["--data", "/nope"], "/nope has no meta.json"),
-    ],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_wrong_is_one_line_before_data_and_model_are_made(
-    name, argv, message, tmp_path, monkeypatch, capsys
-):
-    for step in () if argv else (2, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    for made in ("load_data", "build_model"):
-        monkeypatch.setattr(f"metis_hf.experiments.recipe.{made}", pytest.fail)
-    command = [name, "--smoke", "--output_dir", str(tmp_path), *argv]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-
-
-def test_a_dry_run_needs_no_data():
-    """It is asked for on a laptop what a cluster has."""
-    given, _ = arguments("gpt2_130m", "--dry_run", "--data", "/nope")
-    assert given.data == "/nope"
-
-
-def test_a_failure_of_the_training_keeps_its_traceback():
-    with pytest.raises(SystemExit), one_line_errors():
-        raise NotImplementedError("no fp64")
-    with pytest.raises(KeyError), one_line_errors():
-        raise KeyError("a fault of the program")
-
-
-def test_fine_tuning_says_what_is_wrong_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["finetune_nvfp4", "--use_cpu"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "recipes" / "finetune_nvfp4.py"), run_name="__main__")
-    assert capsys.readouterr().err.startswith("error: no model: give a directory")
 
 
 def test_a_step_beyond_the_first_epoch_has_a_whole_batch(tmp_path):
