@@ -15,16 +15,20 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Words = TypeVar("Words", Tensor, NDArray[np.int32])
 
 SAMPLES = 256  # of a fingerprint, at most
 _PLACES_KEPT = 512  # numbers of elements, and shapes of tensors that are not contiguous
 _LARGEST_LAUNCH = 2**31 - 1024  # elements: kernels count in 32 bits
+_LARGEST_ON_HOST = 2**16  # elements: torch hashes more of them on several threads
 _MASK32 = 0xFFFFFFFF
 _LANES = 16  # consecutive elements of a row that share the first half of the hash
 # Multipliers of the "lowbias32" integer hash (C. Wellons, hash-prospector), as signed int32.
@@ -80,11 +84,35 @@ def _signed(h: int) -> int:
     return (h & _MASK32) - ((h & 0x80000000) << 1)
 
 
-def _hash(h: Tensor) -> Tensor:
+def _hash(h: Words) -> Words:
     """Compute lowbias32 in place."""
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_M1)
-    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
-    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
+    h = _xor_with_upper(h, 16)
+    h *= _M1
+    h = _xor_with_upper(h, 15)
+    h *= _M2
+    return _xor_with_upper(h, 16)
+
+
+def _xor_with_upper(h: Words, shift: int) -> Words:
+    """Compute h ^ h >> shift in place, of 32 bits without a sign."""
+    upper = h >> shift
+    upper &= _MASK32 >> shift
+    h ^= upper
+    return h
+
+
+def _on_host(data: Tensor) -> bool:
+    """Return whether numpy may read a tensor, which has a fraction of torch's cost for a call.
+
+    Not while torch traces, nor what only stands for a tensor.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and data.device.type == "cpu"
+        and type(data) is Tensor
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -102,7 +130,11 @@ def fingerprint(x: Tensor) -> Tensor:
         if kernels is not None and x.dtype in kernels.DTYPES:
             return kernels.fingerprint(x)
     sample = samples(x).float().view(torch.int32)
-    return _hash(sample ^ _index_hash(x.device)[: sample.numel()]).sum(dtype=torch.int32)
+    index = _index_hash(x.device)[: sample.numel()]
+    if _on_host(sample):
+        hashed = _hash(sample.numpy() ^ index.numpy())
+        return torch.tensor(hashed.sum(dtype=np.int32), device="cpu")
+    return _hash(sample ^ index).sum(dtype=torch.int32)
 
 
 def samples(x: Tensor) -> Tensor:
@@ -264,10 +296,13 @@ def hashes_of_each(
     return blocks, _hash(index & (_LANES - 1))
 
 
-def element_bits(blocks: Tensor, lanes: Tensor) -> Tensor:
+def element_bits(blocks: Words, lanes: Words) -> Words:
     """Return 32 bits for each element, the upper 24 for use, from hashes of block and lane."""
-    h = (blocks ^ lanes).mul_(_M1)
-    return h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(_M2)
+    h = blocks ^ lanes
+    h *= _M1
+    h = _xor_with_upper(h, 15)
+    h *= _M2
+    return h
 
 
 def to_uniform(bits: Tensor) -> Tensor:
@@ -282,8 +317,24 @@ def random_bits(count: int, key: Key | int, device: torch.device | str | None = 
     data = key.data
     if data is None:
         data = torch.zeros((), dtype=torch.int32, device=device)
+    if count <= _LARGEST_ON_HOST and _on_host(data):
+        return _bits_on_host(count, Key(key.static, data))
     blocks = block_hashes(-(-count // _LANES), static_words(key), data)
     return element_bits(blocks[:, None], lane_hashes(device)).view(-1)[:count]
+
+
+def _bits_on_host(count: int, key: Key) -> Tensor:
+    """Return the same as `random_bits`, on the CPU."""
+    assert key.data is not None
+    word0, word1 = static_words(key)
+    first = _mix(int(key.data.item()) + word0 & _MASK32)
+    second = _mix(first + word1 & _MASK32)
+    blocks = np.arange(-(-count // _LANES), dtype=np.int32)
+    blocks += np.int32(_signed(first))
+    blocks = _hash(blocks)
+    blocks += np.int32(_signed(second))
+    bits = element_bits(blocks[:, None], lane_hashes(key.data.device).numpy())
+    return torch.from_numpy(bits).view(-1)[:count]
 
 
 def uniform(

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from metis_hf import noise
@@ -289,3 +290,41 @@ def test_a_parameter_s_fingerprint_is_looked_for_as_a_tensor_s(monkeypatch):
     weight = torch.nn.Parameter(torch.randn(3, 5))
     assert fingerprint(weight) == fingerprint(weight.detach())
     assert asked == [torch.Tensor, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    "data", [None, *(torch.tensor(v, dtype=torch.int32) for v in (0, -1, 2**31 - 1, -(2**31)))]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (40, 17), (3, 0), (4, 2**14)], ids=str)
+def test_the_host_hashes_to_torch_s_bits(monkeypatch, shape, data):
+    """Noise of small tensors is computed without torch where the CPU holds the key."""
+    keys = [Key(static, data) for static in (0, 7, 0xFFFFFFFF)]
+    on_host = [uniform(shape, key) for key in keys]
+    monkeypatch.setattr(noise, "_on_host", lambda data: False)
+    for key, drawn in zip(keys, on_host, strict=True):
+        assert torch.equal(drawn, uniform(shape, key))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (16, 16), (100, 64)], ids=str)
+def test_the_host_s_fingerprint_is_torch_s(monkeypatch, shape, dtype):
+    x = torch.nn.Parameter(torch.randn(shape).to(dtype))
+    on_host = fingerprint(x)
+    monkeypatch.setattr(noise, "_on_host", lambda data: False)
+    by_torch = fingerprint(x)
+    assert (on_host.dtype, on_host.shape) == (by_torch.dtype, by_torch.shape)
+    assert torch.equal(on_host, by_torch)
+
+
+def test_what_stands_for_a_tensor_is_left_to_torch():
+    """Its numbers are not there, or not those of the next call."""
+    key = Key(3, torch.tensor(5, dtype=torch.int32))
+    with FakeTensorMode() as mode:
+        drawn = uniform((20,), Key(3, mode.from_tensor(key.data)))
+        assert drawn.fake_mode is mode
+        assert fingerprint(drawn).fake_mode is mode
+    traced = make_fx(lambda data: uniform((20,), Key(3, data)))(torch.tensor(9, dtype=torch.int32))
+    assert torch.equal(traced(key.data), uniform((20,), key))
+    traced = make_fx(fingerprint)(torch.zeros(20))
+    x = torch.randn(20)
+    assert torch.equal(traced(x), fingerprint(x))
