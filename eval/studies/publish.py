@@ -3,7 +3,7 @@
     make demo && python eval/studies/publish.py demo [--run runs/demo]
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
     python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
-    python eval/studies/publish.py compare --run RUN --name NAME --add    # seeds beside a record's
+    python eval/studies/publish.py compare --run RUN --name NAME --add    # runs beside a record's
     python eval/studies/publish.py fidelity --run runs/fidelity-NAME --name real-model/prose-a
     python eval/studies/publish.py fidelity --name real-model/prose-a    # the same
     python eval/studies/publish.py finetune --run runs/seed-0 runs/seed-1 --name deploy/smollm2
@@ -92,15 +92,18 @@ def publish_compare(run: Path, name: str) -> None:
         _into_pages(f"published {name}", target, BESIDE_PUBLISHED)
 
 
-def add_seeds(run: Path, name: str) -> None:
-    """Add the runs of further seeds to a comparison that is on record, and draw it again.
+def add_runs(run: Path, name: str) -> None:
+    """Add the runs that a comparison on record lacks, and draw it again.
 
     Raises:
-        ValueError: runs of another experiment, of other variants, or of seeds that it has.
+        ValueError: runs of another experiment, of a variant that is another one there, that differ
+            from those on record, or none besides those.
     """
     file = RESULTS / f"{name}.json"
     record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
-    known = {name: record["variants"].get(name) for name in more["variants"]}  # or some of them
+    known = {
+        each: record["variants"].get(each, config) for each, config in more["variants"].items()
+    }
     anywhere = {"checkpoint": None}  # a directory may have another name
     for what, there, now in (
         (
@@ -112,10 +115,16 @@ def add_seeds(run: Path, name: str) -> None:
     ):
         if there != now:
             raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
-    if twice := set(record["seeds"]) & set(more["seeds"]):
-        raise ValueError(f"{name} has runs of seed {min(twice)} already")
-    record["seeds"] += more["seeds"]
-    record["runs"] += more["runs"]
+    there = {(each["scheme"], each["seed"]): each for each in record["runs"]}
+    offered = {(each["scheme"], each["seed"]): each for each in more["runs"]}
+    for scheme, seed in there.keys() & offered.keys():
+        if there[scheme, seed] != offered[scheme, seed]:
+            raise ValueError(f"{name} has another run of {scheme}, seed {seed}")
+    if not offered.keys() - there.keys():
+        raise ValueError(f"{name} has all runs of {run} already")
+    record["variants"] |= more["variants"]
+    record["seeds"] = list(dict.fromkeys(record["seeds"] + more["seeds"]))
+    record["runs"] = list((there | offered).values())
     record["timed"] = record.get("timed", False) and more.get("timed", False)
     record["findings"][0] = re.sub(
         r"\d+ seeds?$", f"{len(record['seeds'])} seeds", record["findings"][0]
@@ -287,7 +296,7 @@ def main() -> None:
     compare.add_argument(
         "--name", required=True, help="of the record and the directory below eval/results"
     )
-    compare.add_argument("--add", action="store_true", help="to the seeds that the record has")
+    compare.add_argument("--add", action="store_true", help="to the runs that the record has")
     fidelity = kinds.add_parser("fidelity")
     fidelity.add_argument("--run", type=Path, help="directory of metis-hf fidelity")
     fidelity.add_argument("--name", required=True, help="of the directory below eval/results")
@@ -300,8 +309,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.kind == "compare" and args.add:
         if args.run is None:
-            parser.error("--add takes seeds from --run DIR")
-        add_seeds(args.run, args.name)
+            parser.error("--add takes runs from --run DIR")
+        add_runs(args.run, args.name)
     elif args.kind == "demo":
         publish_demo(args.run)
     elif args.run is None:

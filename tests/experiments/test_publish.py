@@ -183,7 +183,7 @@ def test_figures_that_were_not_drawn_do_not_stay(publish, tmp_path):
     }  # fmt: skip
 
 
-def test_seeds_join_those_of_a_record(publish, tmp_path, monkeypatch):
+def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
     """Gaps get an interval; the runs that were there stay."""
     name = "real-model/continued-301k"
     old = json.loads((RESULTS / f"{name}.json").read_text())
@@ -199,12 +199,22 @@ def test_seeds_join_those_of_a_record(publish, tmp_path, monkeypatch):
         moved = [{**each, "seed": 97, "loss": each["loss"] + 0.01} for each in first]
         offered = {**old, "seeds": [97], "runs": moved} | changes
         (run / "compare.json").write_text(json.dumps(offered))
-        publish.add_seeds(run, "x")
+        publish.add_runs(run, "x")
 
-    with pytest.raises(ValueError, match=f"x has runs of seed {min(seeds)} already"):
-        offer(seeds=seeds)
+    with pytest.raises(ValueError, match=r"x has all runs of .*run already"):
+        offer(seeds=seeds, runs=old["runs"])
+    with pytest.raises(ValueError, match=f"x has another run of .*, seed {seeds[0]}"):
+        offer(seeds=seeds, runs=[each | {"loss": each["loss"] + 0.01} for each in old["runs"]])
     with pytest.raises(ValueError, match="is of other variants than x"):
         offer(variants={"metis": {"scheme": "nvfp4"}})
+    later = [each for each in old["runs"] if each["scheme"] != "nvidia"]  # which came after these
+    known = {name: config for name, config in old["variants"].items() if name != "nvidia"}
+    target.with_suffix(".json").write_text(json.dumps({**old, "variants": known, "runs": later}))
+    offer(seeds=seeds, runs=old["runs"])
+    whole = json.loads(target.with_suffix(".json").read_text())
+    assert (whole["seeds"], whole["variants"]) == (seeds, old["variants"])
+    assert sorted(map(json.dumps, whole["runs"])) == sorted(map(json.dumps, old["runs"]))
+    target.with_suffix(".json").write_text(json.dumps(old))
     offer()
     target.with_suffix(".json").write_text(json.dumps(old))
     command = ["publish", "compare", "--run", str(run), "--name", "x", "--add"]
