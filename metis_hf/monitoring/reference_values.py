@@ -10,7 +10,7 @@ from __future__ import annotations
 SQNR_NEAREST = 20.4  # dB, values rounded to nearest
 SQNR_STOCHASTIC = 17.2  # dB, values rounded stochastically
 ZEROED = 0.068  # share of the elements
-SATURATED = 0.034  # share of the elements
+SATURATED = 0.035  # share of the elements
 RELATIVE_ERROR = 0.095  # |x_hat - x| / |x| at SQNR_NEAREST: 10^(-20.4 / 20)
 # max |u^T u - I| right after a refresh: the rounding of fp32 over a column, with room.
 ORTHOGONAL = 1e-5

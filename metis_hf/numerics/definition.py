@@ -243,7 +243,7 @@ class QuantizerDefinition:
     def saturated(self, x: Tensor, *, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         """Share of elements beyond the largest value that their block can hold; 0-dim.
 
-        Zero with scales rounded up, to the last bit of fp32; 3.4 % of normally distributed
+        Zero with scales rounded up, to the last bit of fp32; 3.5 % of normally distributed
         values with scales rounded to nearest. `amax` as in `Quantizer.__call__`. Scales are those
         of `deterministic`, since MS-EDEN's have noise.
         """

@@ -66,7 +66,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     split = replace(spectral(config, rank, compensated=True), rows=_ROWS, summed=True)
     of_gradients = replace(split, rank=gradient_rank(config, rank, _GRADIENT_SHARE))
     # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
-    # process by process, and so do rounding errors, which then average out (docs/method.md).
+    # process by process, and so do rounding errors, which then average out (docs/every-scheme.md).
     split_weight = replace(split, sample_frac=1.0)
 
     tensors = config.decompose
