@@ -8,67 +8,23 @@ From the paper (arXiv 2509.00404): the size, 100B tokens of DCLM, W4A4G4 in NVFP
 recipes/README.md says where every other setting comes from.
 """
 
-from transformers import GPT2Config
-
-from metis_hf.experiments.recipe import (
-    build_model,
-    build_trainer,
-    check_run,
-    dry_run,
-    load_data,
-    one_line_errors,
-    train_and_evaluate,
-)
-from metis_hf.experiments.recipe_arguments import parse_arguments
+from metis_hf.experiments.recipe import Recipe
 from metis_hf.experiments.sizes import SIZES
 
-SIZE = SIZES["130m"]
-MODEL = SIZE.config
-SMOKE_MODEL = MODEL | {
-    "vocab_size": 512,
-    "n_positions": 64,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-DEFAULTS = {
-    "output_dir": "runs/gpt2_130m",
-    "tokens": 100e9,
-    "sequence_length": SIZE.sequence_length,
-    "global_batch": SIZE.global_batch,
-    "seed": 42,
-    **SIZE.training,
-}
-SMOKE = {
-    "output_dir": "runs/smoke-gpt2_130m",
-    "max_steps": 4,
-    "sequence_length": 64,
-    "global_batch": 4,
-    "per_device_train_batch_size": 2,
-    "eval_sequences": 8,
-    "health_interval": 100,
-    "save_steps": 2,
-    "logging_steps": 1,
-    "dataloader_num_workers": 0,
-    "dataloader_pin_memory": False,
-}
-
-
-def main() -> None:
-    with one_line_errors():
-        arguments, training = parse_arguments(DEFAULTS, SMOKE, description=__doc__)
-        config = GPT2Config(**(SMOKE_MODEL if arguments.smoke else MODEL))
-        if arguments.dry_run:
-            dry_run(config, arguments, training)
-            return
-        check_run(arguments, training, config)
-        train, evaluation, tokenizer = load_data(arguments, training, config)
-    model = build_model(config, arguments, training)
-    trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
-    train_and_evaluate(trainer, arguments)
+RECIPE = Recipe(
+    name="gpt2_130m",
+    size=SIZES["130m"],
+    smoke_model={
+        "vocab_size": 512,
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    RECIPE.run(description=__doc__)

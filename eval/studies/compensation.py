@@ -6,7 +6,7 @@ Trains a byte-level Llama (128 wide, 0.6M parameters) on the standard library's 
 variant with the same initialization and batches, some at several learning rates, the split weight
 also with other rates and other decay of its parts; and measures on the control's tensors how far
 y, dx and dw of each linear layer are from the exact ones. Finished trainings are kept, so it can be
-interrupted. Writes JSON and markdown tables.
+interrupted; a file of other settings is refused. Writes JSON and markdown tables.
 
 The record is of version 0.1.0 (commit 3650dbb). Rank, directions of gradients and what is split are
 as they were there; but `metis`, and what is made of it here, now finds directions from sums of rows
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from refresh import load_bytes
+from refresh import kept, load_bytes
 from torch import nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
@@ -277,7 +277,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("eval/results/compensation.json"))
     args = parser.parse_args()
-    train_data, validation_data = load_bytes()
     results = {
         "steps": args.steps,
         "tokens_per_step": BATCH * SEQUENCE,
@@ -287,11 +286,10 @@ def main() -> None:
         "python": platform.python_version(),
         "configs": {name: config.to_dict() for name, config in VARIANTS.items()},
     }
-    found = json.loads(args.out.read_text()) if args.out.exists() else {}
-    same = all(found.get(key) == value for key, value in results.items())
-    results["losses"] = found.get("losses", {}) if same else {}
-    results["errors"] = found.get("errors", {}) if same else {}
-    results["optimized"] = found.get("optimized", {}) if same else {}
+    found = kept(args.out, results)
+    for key in ("losses", "errors", "optimized"):
+        results[key] = found.get(key, {})
+    train_data, validation_data = load_bytes()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs = [(name, LEARNING_RATE) for name in VARIANTS]
     runs += [(name, rate) for rate in SWEEP if rate != LEARNING_RATE for name in SWEPT]

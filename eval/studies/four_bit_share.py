@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from publish import page_with
+from publish import RESULTS, ROOT, page_with
 from transformers import AutoConfig, PreTrainedConfig
 
 from metis_hf import MetisConfig, get_metis_model
@@ -30,8 +29,7 @@ from metis_hf.planning.saved_bytes import SavedBytes
 from metis_hf.planning.workload import Workload
 from metis_hf.shared.tables import markdown_table
 
-ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "eval" / "results" / "four-bit-share.json"
+RECORD = RESULTS / "four-bit-share.json"
 PAGE = ROOT / "docs" / "performance.md"
 SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "metis")
 TOKENS = 8192  # of a step, that the costs of weights are shared by

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,10 @@ class Length:
 
 
 def read() -> list[Length]:
-    """Return the records, shortest first.
+    """Return the records, shortest first, of the seeds that the control has in all of them.
 
     Raises:
-        ValueError: records of models or settings that differ.
+        ValueError: records of models or settings that differ, or of controls without a common seed.
     """
     found, first = [], None
     for name in RECORDS:
@@ -93,7 +94,20 @@ def read() -> list[Length]:
             divergence = {point.variant: point.divergence for point in points}
         parameters = record["runs"][0]["parameters"]
         found.append(Length(record["tokens"], parameters, losses, dense, divergence))
-    return sorted(found, key=lambda length: length.tokens)
+    seeds = set.intersection(*(set(length.losses[CONTROL]) for length in found))
+    if not seeds:
+        raise ValueError(f"no seed of {CONTROL} is in all of {', '.join(RECORDS)}; train one")
+    alike = [
+        replace(x, losses=_of_seeds(x.losses, seeds), dense=_of_seeds(x.dense, seeds))
+        for x in found
+    ]
+    return sorted(alike, key=lambda length: length.tokens)
+
+
+def _of_seeds(losses: dict[str, dict[int, float]], seeds: set[int]) -> dict[str, dict[int, float]]:
+    """Return the losses of these seeds, without the variants that have none of them."""
+    some = {name: {s: x for s, x in of.items() if s in seeds} for name, of in losses.items()}
+    return {name: of for name, of in some.items() if of}
 
 
 def worth(loss: float, control: Mapping[int, float]) -> float:
@@ -101,9 +115,19 @@ def worth(loss: float, control: Mapping[int, float]) -> float:
 
     Args:
         loss: held-out, nats per token.
-        control: tokens -> its loss; two numbers of tokens or more, falling losses.
+        control: tokens -> its loss; two numbers of tokens or more.
+
+    Raises:
+        ValueError: the control's loss does not fall from one number of tokens to the next.
     """
     tokens = sorted(control)
+    for fewer, more in pairwise(tokens):
+        if not control[more] < control[fewer]:
+            raise ValueError(
+                f"{CONTROL} has a loss of {control[fewer]:.4f} with {fewer:,} tokens and of "
+                f"{control[more]:.4f} with {more:,}; without a fall a gap is worth none, so "
+                "leave one of these records out of RECORDS"
+            )
     # The segment around the loss; the first or last one continued beyond them.
     index = sum(control[count] >= loss for count in tokens)
     low = min(max(index - 1, 0), len(tokens) - 2)
@@ -122,8 +146,9 @@ def saved(lengths: Sequence[Length], length: Length, name: str) -> Interval:
 
 
 def variants(lengths: Sequence[Length]) -> list[str]:
-    """Return the names of all variants but the control."""
-    return [name for name in lengths[0].losses if name != CONTROL]
+    """Return the names of the variants, but the control, that all lengths have."""
+    names = [name for name in lengths[0].losses if name != CONTROL]
+    return [name for name in names if all(name in length.losses for length in lengths)]
 
 
 def tables(lengths: Sequence[Length]) -> str:

@@ -37,6 +37,10 @@ RECORDS = (
 )
 OUT = RESULTS / "widths"
 MARK = "gap by width"
+OTHER_SEEDS = (
+    "In brackets: the number of seeds of a gap that has others than the row *seeds*; it is to the "
+    "loss of BF16 over these."
+)
 ALIKE = ("tokens", "sequence_length", "global_batch", "layers")  # at every width
 
 
@@ -80,6 +84,14 @@ def gap_of(width: dict[str, Any], name: str) -> Interval | None:
     return found and Interval(**found["gap"])
 
 
+def gap_cell(width: dict[str, Any], name: str) -> str:
+    """Return a gap, with its number of seeds where that is not the control's of the column."""
+    gap = gap_of(width, name)
+    if gap is None or gap.count == len(width["variants"][CONTROL]["losses"]):
+        return format_gap(gap)
+    return f"{format_gap(gap)} ({gap.count})"
+
+
 def tables(widths: dict[int, dict[str, Any]]) -> str:
     """Return two tables with a column for each width: gaps, and extra multiply-adds."""
     control = [width["variants"][CONTROL] for width in widths.values()]
@@ -92,13 +104,13 @@ def tables(widths: dict[int, dict[str, Any]]) -> str:
     ]
     costs = []
     for name in variants(widths, least=2):
-        gaps.append([f"`{name}`", *(format_gap(gap_of(w, name)) for w in widths.values())])
+        gaps.append([f"`{name}`", *(gap_cell(w, name) for w in widths.values())])
         extra = [w["variants"].get(name, {}).get("extra") for w in widths.values()]
         costs.append([f"`{name}`", *("" if x is None else f"{x:.1f}" for x in extra)])
     header = [f"Width {width}" for width in widths]
     return (
         markdown_table(["Gap to the control, %", *header], gaps)
-        + "\n"
+        + f"\n{OTHER_SEEDS}\n\n"
         + markdown_table(["Extra multiply-adds, %", *header], costs)
     )
 

@@ -24,6 +24,9 @@ def draw(record: dict[str, Any], points: Sequence[Any], power, curved, path: Pat
     """
     figure, axes = figure_axes(1, 2, (11, 4.6))
     _published(axes[0][0], points, power, curved)
+    axes[0][0].set_title(
+        f"Quartet II's grid: mean of {record['published schemes']} schemes", fontsize=10
+    )
     _ours(axes[0][1], record["extrapolated"])
     size = record["parameters extrapolated to"]
     smallest = min(point.parameters for point in points)
@@ -61,17 +64,17 @@ def _published(axis, points: Sequence[Any], power, curved) -> None:
     axis.legend(fontsize=8, title="parameters", title_fontsize=8)
     axis.set_xlabel("tokens per parameter")
     axis.set_ylabel("held-out loss above bf16 (%)")
-    axis.set_title("Quartet II's grid: mean of five schemes", fontsize=10)
 
 
 def _ours(axis, extrapolated: dict[str, Any]) -> None:
+    seeds = " or ".join(map(str, sorted({found["seeds"] for found in extrapolated.values()})))
     for row, found in enumerate(extrapolated.values()):
         law, ours = found["law"], found["ours"]
         axis.errorbar(law, row + 0.12, xerr=[[law - found["low"]], [found["high"] - law]],
                       fmt="o", color=COLORS[0], capsize=3, ms=6,
                       label="" if row else "law of the grid, for one new run")  # fmt: skip
         axis.errorbar(ours, row - 0.12, xerr=found["half_width"], fmt="s", color=COLORS[1],
-                      capsize=3, ms=6, label="" if row else "ours: three seeds")  # fmt: skip
+                      capsize=3, ms=6, label="" if row else f"ours: {seeds} seeds")  # fmt: skip
     axis.set_yticks(range(len(extrapolated)), list(extrapolated))
     axis.set_ylim(-0.6, len(extrapolated) - 0.1)
     axis.set_xlim(0, None)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from metis_hf.experiments.compare.plan import ComparisonPlan
     from metis_hf.experiments.results import SchemeResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,23 +97,19 @@ def add_runs(run: Path, name: str) -> None:
     """Add the runs that a comparison on record lacks, and draw it again.
 
     Raises:
-        ValueError: runs of another experiment, of a variant that is another one there, that differ
-            from those on record, or none besides those.
+        ValueError: runs of another plan, of a variant that is another one there, that differ from
+            those on record, or none besides those.
     """
     file = RESULTS / f"{name}.json"
     record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
     known = {
         each: record["variants"].get(each, config) for each, config in more["variants"].items()
     }
-    anywhere = {"checkpoint": None}  # a directory may have another name
-    for what, there, now in (
-        (
-            "experiment",
-            record["plan"]["experiment"] | anywhere,
-            more["plan"]["experiment"] | anywhere,
-        ),
-        ("variants", known, more["variants"]),
-    ):
+    plans = [_without_paths(each["plan"]) for each in (record, more)]
+    for plan in plans:  # a directory may have another name
+        plan["experiment"] = plan["experiment"] | {"checkpoint": None}
+    compared = [(key, there, plans[1].get(key)) for key, there in plans[0].items()]
+    for what, there, now in (*compared, ("variants", known, more["variants"])):
         if there != now:
             raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
     there = {(each["scheme"], each["seed"]): each for each in record["runs"]}
@@ -126,9 +123,6 @@ def add_runs(run: Path, name: str) -> None:
     record["seeds"] = list(dict.fromkeys(record["seeds"] + more["seeds"]))
     record["runs"] = list((there | offered).values())
     record["timed"] = record.get("timed", False) and more.get("timed", False)
-    record["findings"][0] = re.sub(
-        r"\d+ seeds?$", f"{len(record['seeds'])} seeds", record["findings"][0]
-    )
     file.write_text(json.dumps(record) + "\n")
     draw_compare(name)
 
@@ -146,14 +140,33 @@ def results_of(record: dict[str, Any]) -> list[SchemeResult]:
     return found
 
 
+def plan_of(record: dict[str, Any]) -> ComparisonPlan:
+    """Return the plan of a comparison that is on record, with names in place of its paths."""
+    from metis_hf.experiments.compare.plan import ComparisonPlan
+    from metis_hf.experiments.variants import Experiment, Variant
+
+    settings, seeds = record["plan"], tuple(record["seeds"])
+    variants = record["variants"].items()
+    return ComparisonPlan(
+        **settings
+        | {
+            "experiment": Experiment(**settings["experiment"], seed=seeds[0]),
+            "variants": tuple(Variant.of_fields(name, fields) for name, fields in variants),
+            "seeds": seeds,
+            "reference": record.get("reference"),
+        }
+    )
+
+
 def draw_compare(name: str) -> None:
     """Write what follows from the runs of a comparison on record, and its costs of today."""
     import training_parts  # noqa: F401  # schemes that some records have
 
-    from metis_hf.experiments.compare import table
+    from metis_hf.experiments.compare import published, table
     from metis_hf.experiments.compare.outputs import (
         UNRECORDED,
         count_extra,
+        describe,
         different_code,
         different_machines,
         write_tables,
@@ -162,12 +175,12 @@ def draw_compare(name: str) -> None:
 
     target = RESULTS / name
     record = json.loads(target.with_suffix(".json").read_text())
-    results = results_of(record)
-    extra = count_extra(record["plan"]["experiment"]["model"], results)
+    plan, results = plan_of(record), results_of(record)
+    extra = count_extra(plan.experiment.model, results)
     reference = record.get("reference")
     summaries = table.ordered(summarize(results, reference, extra=extra))
     sentences = [
-        record["findings"][0],
+        describe(plan, results),
         *table.findings(summaries, reference),
         *different_machines(results),
         *different_code(results),
@@ -181,6 +194,9 @@ def draw_compare(name: str) -> None:
     record["summaries"] = [asdict(summary) for summary in summaries]  # other studies read them
     target.with_suffix(".json").write_text(json.dumps(record) + "\n")
     _into_pages(f"compare {name}", target)
+    if (beside := published.match(plan)) is not None:
+        (target / BESIDE_PUBLISHED).write_text(published.markdown(beside, summaries))
+        _into_pages(f"published {name}", target, BESIDE_PUBLISHED)
 
 
 def publish_fidelity(run: Path, name: str) -> None:

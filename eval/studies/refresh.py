@@ -6,7 +6,7 @@ Trains a byte-level Llama (96 wide, 0.2M parameters) on the standard library's s
 stock Trainer and MetisCallback, without refresh and with one every 25 or 100 steps, for each split
 scheme (weights stored as u, s, vh and residual) and three seeds. Runs of one seed share
 initialization, batches and noise keys, so they are compared in pairs. Finished trainings are kept,
-so it can be interrupted. Writes JSON and a table.
+so it can be interrupted; a file of other settings is refused. Writes JSON and a table.
 """
 
 from __future__ import annotations
@@ -71,6 +71,23 @@ def load_bytes() -> tuple[torch.Tensor, torch.Tensor]:
         torch.frombuffer(bytearray("\0".join(d.text for d in docs).encode()), dtype=torch.uint8)
         for docs in (splits.train, splits.validation)
     )
+
+
+def kept(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file of results has of a study, nothing where there is no file.
+
+    Raises:
+        SystemExit: its results are of other settings, and would be lost.
+    """
+    found = json.loads(out.read_text()) if out.exists() else {}
+    asked = json.loads(json.dumps(settings))  # tuples are lists there
+    differing = [key for key, value in asked.items() if found and found.get(key) != value]
+    if differing:
+        raise SystemExit(
+            f"{out} has results of other {', '.join(differing)}, which would be lost; choose "
+            "another --out"
+        )
+    return found
 
 
 def train(scheme: str, interval: int, seed: int, steps: int, data: tuple) -> dict[str, Any]:
@@ -167,7 +184,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("eval/results/refresh.json"))
     args = parser.parse_args()
-    data = load_bytes()
     results: dict[str, Any] = {
         "steps": args.steps,
         "tokens_per_step": BATCH * SEQUENCE,
@@ -179,9 +195,8 @@ def main() -> None:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-    found = json.loads(args.out.read_text()) if args.out.exists() else {}
-    same = all(found.get(key) == value for key, value in results.items())
-    results["runs"] = found.get("runs", {}) if same else {}
+    results["runs"] = kept(args.out, results).get("runs", {})
+    data = load_bytes()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for seed in SEEDS:
         for scheme in SCHEMES:

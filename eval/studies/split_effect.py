@@ -42,7 +42,8 @@ def table(dense: dict[str, Any], split: dict[str, Any]) -> str:
     rows = []
     for name in sorted(stored.keys() - set(CONTROLS), key=lambda n: (_mean_gap(stored, n), n)):
         scheme = name.removesuffix(SUFFIX)
-        own = plain[scheme] if name != scheme else None  # stored split by its own definition
+        # None: stored split by its own definition, or not trained dense.
+        own = plain.get(scheme) if name != scheme else None
         cells = [
             scheme,
             format_gap(own and _gap(own, plain["bf16"])),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from publish import RESULTS
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -26,7 +27,7 @@ from metis_hf.numerics import NVFP4, Quantizer
 from metis_hf.numerics.scaling import ScaleRule
 from metis_hf.shared.tables import markdown_table
 
-OUT = Path(__file__).resolve().parents[2] / "eval" / "results" / "deploy" / "weight-scales"
+OUT = RESULTS / "deploy" / "weight-scales"
 SHARES = [1 - 0.02 * step for step in range(18)]  # 1 to .66 of the largest magnitude
 LENGTH, BATCH = 256, 4
 DIRECT, SEARCHED = Quantizer(), Quantizer(scale_rule=ScaleRule.SEARCH)

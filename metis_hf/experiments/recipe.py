@@ -1,7 +1,7 @@
 """Code that the training recipes share: data, model, trainer, the dry run.
 
 A recipe is a script that a person launches with accelerate; it says which model is trained and with
-which settings, and calls these functions one after the other.
+which settings, and calls `Recipe.run`, which calls the other functions one after the other.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import META, causal_batch, load_chunked, read_meta
-from metis_hf.experiments.recipe_arguments import RecipeArguments
+from metis_hf.experiments.recipe_arguments import RecipeArguments, parse_arguments
 from metis_hf.experiments.runner import new_model, whole_batches
+from metis_hf.experiments.sizes import Size
 from metis_hf.planning.plan import Plan, meta_model, plan_run
 from metis_hf.planning.workload import Workload
 from metis_hf.shared.checkpoints import last_checkpoint, newest_first
@@ -36,6 +38,81 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SMOKE_TEXT = 60  # documents of the embedded corpus
+_SMOKE = {
+    "max_steps": 4,
+    "sequence_length": 64,
+    "global_batch": 4,
+    "per_device_train_batch_size": 2,
+    "eval_sequences": 8,
+    "health_interval": 100,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model to train from scratch, and its settings.
+
+    Attributes:
+        name: of the script; its runs are in runs/NAME, unless --output_dir says otherwise.
+        size: the model, and how it is trained.
+        smoke_model: what `--smoke` changes in the model's config.
+        tokens: of the whole run, unless --tokens says otherwise.
+        seed: of weights, data and noise, unless --seed says otherwise.
+    """
+
+    name: str
+    size: Size
+    smoke_model: dict[str, Any]
+    tokens: float = 100e9
+    seed: int = 42
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the arguments that this recipe has unless the command line changes them."""
+        return {
+            "output_dir": f"runs/{self.name}",
+            "tokens": self.tokens,
+            "sequence_length": self.size.sequence_length,
+            "global_batch": self.size.global_batch,
+            "seed": self.seed,
+            **self.size.training,
+        }
+
+    @property
+    def smoke(self) -> dict[str, Any]:
+        """Return what `--smoke` changes in `defaults`."""
+        return {"output_dir": f"runs/smoke-{self.name}", **_SMOKE}
+
+    def config(self, *, smoke: bool = False) -> PreTrainedConfig:
+        """Return the config of the model, or of the tiny one of its architecture."""
+        changes = self.smoke_model if smoke else {}
+        return AutoConfig.for_model(self.size.model_type, **self.size.config | changes)
+
+    def run(self, description: str | None) -> None:
+        """Do what the command line asks for: train, or print what that would take.
+
+        Args:
+            description: for `--help`.
+        """
+        with ExitStack() as held:
+            with one_line_errors():
+                arguments, training = parse_arguments(
+                    self.defaults, self.smoke, description=description
+                )
+                config = self.config(smoke=arguments.smoke)
+                if arguments.dry_run:
+                    dry_run(config, arguments, training)
+                    return
+                check_run(arguments, training, config)
+                held.enter_context(hold_output(arguments, training))
+                train, evaluation, tokenizer = load_data(arguments, training, config)
+            model = build_model(config, arguments, training)
+            trainer = build_trainer(model, arguments, training, train, evaluation, tokenizer)
+            train_and_evaluate(trainer, arguments)
 
 
 @contextmanager
@@ -54,11 +131,15 @@ def dry_run(
     """Print what the run takes, without allocating it; on the first process only.
 
     Raises:
-        ValueError: a batch that the processes cannot divide, or a model that cannot be planned.
+        ValueError: a batch that the processes cannot divide, sequences that do not fit the model's
+            context, or a model that cannot be planned.
     """
     if int(os.environ.get("RANK", 0)) != 0:
         return None
-    world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", 1))
+    _check_context(config, arguments)
+    world_size = arguments.world_size
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
     workload = arguments.workload(training, world_size)
     plan = plan_run(config, arguments.metis_config(training.seed), workload)
     if arguments.json:
@@ -78,13 +159,23 @@ def check_run(
     Raises:
         NotImplementedError: a device on which no scheme can be computed.
         ValueError: a model that cannot be converted so, a batch as `build_trainer` refuses it, or
-            output_dir has checkpoints and `--resume` was not given.
+            sequences that do not fit the model's context.
     """
     check_device(training.device)
     _checked_workload(arguments, training)
-    _check_checkpoints(arguments, Path(str(training.output_dir)))
+    _check_context(config, arguments)
     with no_warnings():
         get_metis_model(meta_model(config), arguments.metis_config(training.seed))
+
+
+def _check_context(config: PreTrainedConfig, arguments: RecipeArguments) -> None:
+    """Refuse sequences longer than what the model has positions for."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and arguments.sequence_length > context:
+        raise ValueError(
+            f"--sequence_length {arguments.sequence_length} does not fit the model's context of "
+            f"{context} tokens; choose shorter sequences"
+        )
 
 
 def _checked_workload(arguments: RecipeArguments, training: TrainingArguments) -> Workload:
@@ -173,7 +264,7 @@ def build_model(
 ) -> PreTrainedModel:
     """Return the model from scratch, with fp32 master weights on the process's device, converted.
 
-    The same on every process: initialization depends on the seed alone.
+    The same on every process: initialization depends on the seed and the kind of device.
     """
     model = new_model(config, training.seed, training.device)
     get_metis_model(model, arguments.metis_config(training.seed))
@@ -217,25 +308,31 @@ def build_trainer(
     )
 
 
-def train_and_evaluate(trainer: MetisTrainer, arguments: RecipeArguments) -> dict[str, float]:
-    """Train, save the model into output_dir, evaluate the held-out loss.
+@contextmanager
+def hold_output(arguments: RecipeArguments, training: TrainingArguments) -> Iterator[None]:
+    """Hold output_dir, by the first process, while the block runs.
 
     Raises:
-        ValueError: output_dir has checkpoints and `--resume` was not given, or it is in use by
-            another process.
+        ValueError: another run holds it, or it has checkpoints and `--resume` was not given.
     """
-    directory = Path(str(trainer.args.output_dir))
-    first = trainer.args.process_index == 0
+    directory = Path(str(training.output_dir))
+    first = training.process_index == 0
     with hold_directory(directory, "--output_dir") if first else nullcontext():
-        return _train_and_evaluate(trainer, arguments, directory)
+        if not arguments.resume and (present := newest_first(directory)):
+            raise ValueError(
+                f"output_dir {directory} has checkpoints ({present[0].name}); go on with "
+                "--resume, or choose another --output_dir"
+            )
+        yield
 
 
-def _train_and_evaluate(
-    trainer: MetisTrainer, arguments: RecipeArguments, directory: Path
-) -> dict[str, float]:
+def train_and_evaluate(trainer: MetisTrainer, arguments: RecipeArguments) -> dict[str, float]:
+    """Train from the last checkpoint, save the model into output_dir, evaluate the held-out loss.
+
+    The caller holds output_dir, see `hold_output`.
+    """
     training = trainer.args
-    _check_checkpoints(arguments, directory)
-    trainer.train(resume_from_checkpoint=last_checkpoint(directory))
+    trainer.train(resume_from_checkpoint=last_checkpoint(Path(str(training.output_dir))))
     trainer.save_model()
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
@@ -243,15 +340,6 @@ def _train_and_evaluate(
     if arguments.smoke and training.process_index == 0:
         _check_reload(trainer)
     return metrics
-
-
-def _check_checkpoints(arguments: RecipeArguments, directory: Path) -> None:
-    """Refuse to begin from the start where a run has left checkpoints."""
-    if not arguments.resume and (present := newest_first(directory)):
-        raise ValueError(
-            f"output_dir {directory} has checkpoints ({present[0].name}); go on with "
-            "--resume, or choose another --output_dir"
-        )
 
 
 def _check_reload(trainer: MetisTrainer) -> None:

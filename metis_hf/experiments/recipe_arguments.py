@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,10 +78,18 @@ class RecipeArguments:
 
         Raises:
             FileNotFoundError: `data` is no directory of chunked tokens, or an unfinished one.
-            ValueError: no data, or its description is damaged.
+            ValueError: no data, or its description is damaged; tokens that are no number of them;
+                or an option of the dry run without it.
         """
+        if not math.isfinite(self.tokens):
+            raise ValueError(f"--tokens {self.tokens}; expected a finite number, as 1e9")
         if self.dry_run:
             return
+        for name, given in (("world_size", self.world_size is not None), ("json", self.json)):
+            if given:
+                raise ValueError(
+                    f"--{name} changes only what --dry_run prints; give both, or leave it out"
+                )
         if self.data is not None:
             read_meta(Path(self.data))
         elif not self.smoke:
@@ -143,8 +152,8 @@ def parse_arguments(
         (arguments of that kind, TrainingArguments).
 
     Raises:
-        ValueError: a key of the YAML file that no argument has, epochs, or a source of schemes that
-            cannot be imported; or as `kind` raises.
+        ValueError: a key of the YAML file that no argument has or without a value, epochs, or a
+            source of schemes that cannot be imported; or as `kind` raises.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")
@@ -185,6 +194,8 @@ def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; --help lists the arguments"
             raise ValueError(f"{path}: there is no argument {key!r}{hint}")
+        if values[key] is None:
+            raise ValueError(f"{path}: {key} has no value; give it one, or leave the line out")
     if isinstance(values.get("metis"), dict):
         values["metis"] = json.dumps(values["metis"])
     if isinstance(values.get("metis_import"), str):

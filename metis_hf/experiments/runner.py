@@ -138,7 +138,7 @@ def drop_checkpoints(run: Path) -> None:
 
 
 def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
-    """Return a causal model from scratch with fp32 weights, which depend on the seed alone."""
+    """Return a causal model from scratch with fp32 weights, of the seed and the kind of device."""
     transformers.set_seed(seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

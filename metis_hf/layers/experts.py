@@ -116,7 +116,8 @@ def experts_forward(
             f"experts implementation {IMPLEMENTATION!r} is for converted experts, and these are "
             "not: get_metis_model selects it by itself"
         )
-    if module._is_expert_parallel or is_hooked(module):
+    parallel = getattr(module, "_is_expert_parallel", False)  # not told by transformers 5.10
+    if parallel or is_hooked(module):
         raise NotImplementedError(f"converted experts, and {EXPERT}. {FSDP2_INSTEAD}")
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     tokens, top_k = top_k_index.shape

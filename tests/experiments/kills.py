@@ -109,11 +109,13 @@ def demo(out: str, hook: str, argument: str) -> None:
 def recipe(out: str, hook: str, argument: str) -> None:
     """Run a recipe's smoke run with a hook."""
     from experiments.test_recipes import trainer
-    from metis_hf.experiments.recipe import train_and_evaluate
+    from metis_hf.experiments.recipe import hold_output, train_and_evaluate
 
     globals()[hook](argument)
     with quiet():
-        train_and_evaluate(*trainer(out))
+        made, given = trainer(out)
+        with hold_output(given, made.args):
+            train_and_evaluate(made, given)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,19 @@ NAMES = ("llama3_8b", "gpt2_1b1", "gpt2_130m")
 
 
 def recipe(name):
-    """Return a recipe as a module."""
+    """Return the recipe of a script."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.RECIPE
 
 
 def config_of(name, smoke=False):
     """Return the config of its model."""
-    module = recipe(name)
-    kind = module.LlamaConfig if "llama" in name else module.GPT2Config
-    return kind(**(module.SMOKE_MODEL if smoke else module.MODEL))
+    return recipe(name).config(smoke=smoke)
 
 
 def arguments(name, *argv):
     """Return the arguments of its command line."""
-    module = recipe(name)
-    return parse_arguments(module.DEFAULTS, module.SMOKE, argv=list(argv))
+    found = recipe(name)
+    return parse_arguments(found.defaults, found.smoke, argv=list(argv))

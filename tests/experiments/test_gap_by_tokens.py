@@ -19,16 +19,17 @@ def study():
         return gap_by_tokens
 
 
-def record(tokens, losses, width=64):
-    """A comparison of one seed: losses, and dense ones .01 below, by variant."""
+def record(tokens, losses, width=64, seeds=(0,)):
+    """A comparison whose seeds do not differ: losses, and dense ones .01 below, by variant."""
     experiment = {
         "model": {"hidden_size": width},
         "sequence_length": 128,
         "training": {"learning_rate": 0.01, "max_steps": tokens // 4096},
     }
     runs = [
-        {"scheme": name, "seed": 0, "loss": x, "loss_dense": x - 0.01, "parameters": 1000}
+        {"scheme": name, "seed": seed, "loss": x, "loss_dense": x - 0.01, "parameters": 1000}
         for name, x in losses.items()
+        for seed in seeds
     ]
     return {"plan": {"experiment": experiment}, "tokens": tokens, "runs": runs}
 
@@ -75,6 +76,26 @@ def test_a_table_of_records(records):
         "| `a`: gap dense, % | +1.80 | +2.25 |",
         f"| `a`: worth, % of the tokens | +{lost:.2f} | +{lost:.2f} |",
     ]
+
+
+def test_seeds_and_variants_that_one_record_lacks_count_in_none(records):
+    losses = {"bf16": 5.0, "a": 5.1, "b": 5.2}
+    study = records(
+        short=record(10_000, losses, seeds=(0, 1, 2)),
+        long=record(40_000, {"bf16": 4.0, "a": 4.1}, seeds=(2, 0)),
+    )
+    lengths = study.read()
+    assert [length.gap("a").count for length in lengths] == [2, 2]
+    assert [study.saved(lengths, length, "a").count for length in lengths] == [2, 2]
+    assert study.variants(lengths) == ["a"]
+    study = records(short=record(10_000, losses, seeds=(1,)), long=record(40_000, losses))
+    with pytest.raises(ValueError, match="no seed of bf16 is in all of short, long"):
+        study.read()
+
+
+def test_a_control_that_more_tokens_do_not_help_is_refused(study):
+    with pytest.raises(ValueError, match=r"4\.0000 with 1,000 tokens and of 4\.1000 with"):
+        study.worth(4.05, {1000: 4.0, 2000: 4.1, 4000: 3.9})
 
 
 def test_records_of_other_models(records):

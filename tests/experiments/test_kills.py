@@ -31,7 +31,7 @@ from metis_hf.experiments.compare.data import embed
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.compare.run import LOG_FILE, RunsFailed, run_plan
-from metis_hf.experiments.recipe import train_and_evaluate
+from metis_hf.experiments.recipe import hold_output, train_and_evaluate
 from metis_hf.shared.quiet import quiet
 
 pytestmark = pytest.mark.slow
@@ -95,11 +95,14 @@ class TestRecipe:
     def test_resumes(self, whole, tmp_path):
         killed(kills.recipe, str(tmp_path), IN_SAVE, "state")
         assert (tmp_path / "checkpoint-4").is_dir()
-        with pytest.raises(ValueError, match=r"checkpoint-4.*--resume"):
-            train_and_evaluate(*trainer(tmp_path))
+        made, given = trainer(tmp_path)
+        refused = pytest.raises(ValueError, match=r"checkpoint-4.*--resume")
+        with refused, hold_output(given, made.args):
+            pytest.fail("a run of its own")
         with quiet():
             resumed, given = trainer(tmp_path, "--resume")
-            loss = train_and_evaluate(resumed, given)["eval_loss"]
+            with hold_output(given, resumed.args):
+                loss = train_and_evaluate(resumed, given)["eval_loss"]
         assert loss == whole[1]
         for name, value in whole[0].state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
@@ -210,14 +213,11 @@ class TestParent:
         wait_for(lambda: ended(worker))
 
 
-def test_a_demo_and_a_recipe_refuse_a_directory_in_use(tmp_path):
+def test_a_demo_refuses_a_directory_in_use(tmp_path):
     from metis_hf.shared.locks import hold_directory
 
-    with hold_directory(tmp_path):
-        with pytest.raises(ValueError, match=rf"in use by process {os.getpid()} .* another --out"):
-            kills.small_demo(tmp_path)
-        made, given = trainer(tmp_path)
-        with pytest.raises(ValueError, match=r"in use by .* another --output_dir"):
-            train_and_evaluate(made, given)
+    refused = pytest.raises(ValueError, match=rf"in use by process {os.getpid()} .* another --out")
+    with hold_directory(tmp_path), refused:
+        kills.small_demo(tmp_path)
     assert [path.name for path in Path(tmp_path).iterdir()] == [".lock"]
     assert json.loads((tmp_path / ".lock").read_text() or "null") is None

@@ -207,6 +207,12 @@ def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
         offer(seeds=seeds, runs=[each | {"loss": each["loss"] + 0.01} for each in old["runs"]])
     with pytest.raises(ValueError, match="is of other variants than x"):
         offer(variants={"metis": {"scheme": "nvfp4"}})
+    for key, value in (
+        ("data", "/texts/code"), ("validation", None), ("eval_sequences", 7),
+        ("global_batch", 999), ("experiment", old["plan"]["experiment"] | {"sequence_length": 8}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"is of other {key} than x"):
+            offer(plan=old["plan"] | {key: value})
     later = [each for each in old["runs"] if each["scheme"] != "nvidia"]  # which came after these
     known = {name: config for name, config in old["variants"].items() if name != "nvidia"}
     target.with_suffix(".json").write_text(json.dumps({**old, "variants": known, "runs": later}))
@@ -215,7 +221,14 @@ def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
     assert (whole["seeds"], whole["variants"]) == (seeds, old["variants"])
     assert sorted(map(json.dumps, whole["runs"])) == sorted(map(json.dumps, old["runs"]))
     target.with_suffix(".json").write_text(json.dumps(old))
-    offer()
+    one = [each for each in old["runs"] if each["seed"] == seeds[0]]
+    target.with_suffix(".json").write_text(
+        json.dumps({**old, "seeds": seeds[:1], "variants": known, "runs": one[:-1]})
+    )
+    offer(seeds=seeds[:1], runs=one)
+    whole = json.loads(target.with_suffix(".json").read_text())
+    assert whole["findings"][0].endswith(", 1 seed")
+    offer(plan=old["plan"] | {"data": "/texts/prose"})
     target.with_suffix(".json").write_text(json.dumps(old))
     command = ["publish", "compare", "--run", str(run), "--name", "x", "--add"]
     monkeypatch.setattr(sys, "argv", command)
@@ -244,6 +257,19 @@ def test_losses_beside_published_ones(publish, tmp_path):
     publish.publish_compare(run, "x")
     assert page.read_text() == "<!-- published x -->\nOurs is scaled.\n<!-- end -->\n"
     assert (tmp_path / "eval/results/x/published.md").read_text() == "Ours is scaled.\n"
+
+
+def test_losses_beside_published_ones_are_drawn_again(publish, tmp_path, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: Path(file).write_text("drawn"))
+    name = "quartet2-scaled"
+    (tmp_path / "eval/results").mkdir(parents=True)
+    shutil.copy(RESULTS / f"{name}.json", tmp_path / "eval/results")
+    page = tmp_path / "docs/beside.md"
+    page.write_text(f"<!-- published {name} -->\nold\n<!-- end -->\n")
+    publish.draw_compare(name)
+    text = (RESULTS / name / "published.md").read_text()
+    assert (tmp_path / "eval/results" / name / "published.md").read_text() == text
+    assert page.read_text() == f"<!-- published {name} -->\n{text}<!-- end -->\n"
 
 
 def test_missing_markers_are_named(publish, tmp_path):

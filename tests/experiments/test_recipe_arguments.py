@@ -9,10 +9,8 @@ import pytest
 from paths import ROOT
 
 from experiments.recipe_tools import NAMES, arguments, config_of
-from metis_hf.experiments.recipe import (
-    dry_run,
-    one_line_errors,
-)
+from metis_hf.experiments.recipe import dry_run, one_line_errors
+from metis_hf.shared.locks import hold_directory
 
 
 class TestArguments:
@@ -55,6 +53,12 @@ class TestArguments:
         path.write_text("learning_rates: 1e-4\n")
         with pytest.raises(ValueError, match=r"no argument 'learning_rates'.*'learning_rate'"):
             arguments("llama3_8b", "--config", str(path))
+
+    def test_a_key_without_a_value(self, tmp_path):
+        path = tmp_path / "x.yaml"
+        path.write_text("max_steps:\n")
+        with pytest.raises(ValueError, match=r"x\.yaml: max_steps has no value; give it one, or"):
+            arguments("llama3_8b", "--smoke", "--config", str(path))
 
     def test_a_file_that_is_no_yaml(self, tmp_path):
         path = tmp_path / "x.yaml"
@@ -101,10 +105,49 @@ class TestArguments:
         with pytest.raises(ValueError, match="a run goes on from its own --output_dir"):
             arguments("llama3_8b", "--smoke", "--resume_from_checkpoint", "runs/other/checkpoint-5")
 
+    @pytest.mark.parametrize("tokens", ["inf", "nan"])
+    def test_tokens_that_are_no_number_of_them(self, tokens):
+        with pytest.raises(ValueError, match=f"--tokens {tokens}; expected a finite number"):
+            arguments("llama3_8b", "--dry-run", "--tokens", tokens)
+
+    @pytest.mark.parametrize("options", [("--world_size", "8"), ("--json",)])
+    def test_options_of_a_dry_run_without_it(self, options):
+        with pytest.raises(ValueError, match=f"{options[0]} changes only what --dry_run prints"):
+            arguments("llama3_8b", "--smoke", *options)
+
+    def test_no_processes_to_plan_for(self):
+        given, training = arguments("llama3_8b", "--dry-run", "--world-size", "0")
+        with pytest.raises(ValueError, match="world_size=0; expected at least 1"):
+            dry_run(config_of("llama3_8b"), given, training)
+
+    def test_sequences_beyond_the_context_are_not_planned(self):
+        given, training = arguments("gpt2_130m", "--dry-run", "--sequence-length", "2048")
+        with pytest.raises(ValueError, match="2048 does not fit the model's context of 1024"):
+            dry_run(config_of("gpt2_130m"), given, training)
+
     def test_world_that_does_not_divide_the_batch(self):
         given, training = arguments("llama3_8b", "--dry-run", "--world-size", "3")
         with pytest.raises(ValueError, match="multiple of 12"):
             dry_run(config_of("llama3_8b"), given, training)
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch, capsys):
+    """Launch a recipe's smoke run, which ends before data and model; returns the line it says."""
+    for made in ("load_data", "build_model"):
+        monkeypatch.setattr(f"metis_hf.experiments.recipe.{made}", pytest.fail)
+
+    def launch(name, *argv):
+        command = [name, "--smoke", "--output_dir", str(tmp_path), *argv]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        return said
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -121,19 +164,23 @@ class TestArguments:
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_wrong_is_one_line_before_data_and_model_are_made(
-    name, argv, message, tmp_path, monkeypatch, capsys
+    name, argv, message, launched, tmp_path
 ):
     for step in () if argv else (2, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    for made in ("load_data", "build_model"):
-        monkeypatch.setattr(f"metis_hf.experiments.recipe.{made}", pytest.fail)
-    command = [name, "--smoke", "--output_dir", str(tmp_path), *argv]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
+    assert message in launched(name, *argv)
+
+
+def test_sequences_beyond_the_context_are_one_line(launched):
+    said = launched("gpt2_130m", "--sequence_length", "128")
+    assert "--sequence_length 128 does not fit the model's context of 64 tokens" in said
+
+
+def test_a_directory_in_use_is_one_line(launched, tmp_path):
+    with hold_directory(tmp_path):
+        said = launched("gpt2_130m")
+    assert f"{tmp_path} is in use by process" in said
+    assert "choose another --output_dir" in said
 
 
 def test_a_dry_run_needs_no_data():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 
 import pytest
 import torch
@@ -99,11 +100,12 @@ def test_split_effect_pairs_by_seed():
 
     dense = record(bf16={"0": 4.0, "1": 5.0}, a={"0": 4.4, "1": 5.6}, b={"0": 4.1})
     dense["summaries"].append({"name": "bf16-split", "losses": {"0": 4.2, "1": 5.0}})
-    split = record(b={"0": 4.04}, a_split={"1": 5.5})
+    split = record(b={"0": 4.04}, a_split={"1": 5.5}, new_split={"0": 4.8})
     rows = study.table(dense, split).splitlines()[2:]
     assert rows == [
         "| b |  | +1.00 | -3.81 |  | 1 |",  # stored split by itself: nothing to compare with
         "| a | +11.00 ± 12.71 | +10.00 | +10.00 | -1.79 | 1 |",
+        "| new |  | +20.00 | +14.29 |  | 1 |",  # not trained dense
     ]
     with pytest.raises(ValueError, match="differ in size; train both alike"):
         study.table(dense, split | {"plan": {"size": "130m"}})
@@ -145,6 +147,28 @@ def test_variants_of_the_training_studies_can_be_built():
     alone = build_scheme(MetisConfig(scheme="compensated"), 128, 128)
     assert alone.weight.is_split
     assert not alone.corrected
+
+
+@pytest.mark.parametrize("name", ["compensation", "refresh"])
+def test_results_of_other_settings_are_not_replaced(name, tmp_path, monkeypatch):
+    study, out = script(name), tmp_path / "results.json"
+    text = (RESULTS / f"{name}.json").read_text()
+    out.write_text(text)
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "7", "--out", str(out)])
+    monkeypatch.setattr(study, "train", pytest.fail)
+    with pytest.raises(SystemExit, match=r"has results of other steps, .* choose another --out"):
+        study.main()
+    assert out.read_text() == text
+
+
+def test_results_of_the_same_settings_are_gone_on_with(tmp_path):
+    """Tuples of settings are lists in the file."""
+    out, settings = tmp_path / "results.json", {"steps": 7, "seeds": (0, 1)}
+    kept = script("refresh").kept
+    assert kept(out, settings) == {}
+    found = json.loads(json.dumps({**settings, "runs": {"a": 1}}))
+    out.write_text(json.dumps(found))
+    assert kept(out, settings) == found
 
 
 def test_losses_of_continued_pretraining_are_those_on_record():
