@@ -1,11 +1,11 @@
-"""Fused experts at the edges: batches without tokens, and experts of which some are frozen."""
+"""Fused experts at the edges: no tokens, frozen ones, those of older versions of transformers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from layers.test_experts import HIDDEN, TOP_K, Block, kinds
+from layers.test_experts import HIDDEN, TOP_K, Block, kinds, routing
 from metis_hf import MetisConfig, get_metis_model, to_dense
 
 
@@ -34,3 +34,11 @@ def test_a_frozen_expert_does_not_freeze_the_others():
     to_dense(block)
     assert block.experts.down_proj.requires_grad
     assert not block.experts.down_proj_bias.requires_grad
+
+
+def test_experts_that_do_not_tell_whether_they_are_parallel_run():
+    """Those of transformers 5.10 have no such attribute."""
+    block = get_metis_model(Block("mixtral"), MetisConfig(scheme="nvfp4"))
+    expected = block(*routing())
+    vars(block.experts).pop("_is_expert_parallel", None)
+    assert torch.equal(block(*routing()), expected)
