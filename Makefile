@@ -15,7 +15,7 @@ help:
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the documentation site into build/site"
-	@echo "make bench  measure speed and memory, and write benchmarks/README.md (25 minutes)"
+	@echo "make bench  measure speed and memory, and write benchmarks/README.md (half an hour)"
 	@echo "make gpu    measure what only a GPU can tell, in this machine's own python (40 minutes at most)"
 	@echo "make clean  remove .venv and runs/"
 
@@ -61,11 +61,15 @@ $(VENV)/.peers: $(VENV)/.installed
 	touch $@
 
 # One after the other: they would disturb each other's times. PAPER: a checkout of the paper's code.
+# imports and first_step time programs on the CPU, and take neither a device nor threads.
 bench: $(VENV)/.peers
 	for name in quantizers layer step scaling roofline imports first_step; do \
 	  case $$name in \
 	    quantizers|layer) own="$(if $(PAPER),--paper $(PAPER))";; \
 	    step) own="--threads 2";; \
+	    imports|first_step) \
+	      case "$(ARGS)" in *--device*|*--threads*) echo "$$name is left out: it takes no such option"; continue;; esac; \
+	      own=;; \
 	    *) own=;; \
 	  esac; \
 	  $(BIN)/python benchmarks/$$name.py $$own $(ARGS) || exit 1; \

@@ -9,11 +9,18 @@ Time is the wall clock of the first step less that of the second. Writes results
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 
-from timing import arguments, machine, parse, spread, summary, table, write
+from timing import (
+    before_start,
+    parse,
+    printed_seconds,
+    program_arguments,
+    spread,
+    summary,
+    table,
+    write,
+)
 
 PROGRAM = """
 import sys, time, torch
@@ -47,11 +54,9 @@ def first_step(width: int, folder: str, processes: int) -> float:
         folder: of compiled code.
         processes: that compile at a time; 0 leaves it to the library.
     """
-    command = [sys.executable, "-c", PROGRAM, str(width), str(processes)]
     # Headers that Inductor has compiled lie in the other one, whatever the first one is.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TMPDIR": folder}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return float(found.stdout)
+    return printed_seconds(PROGRAM, str(width), str(processes), environment=environment)
 
 
 def measure(width: int, rounds: int) -> dict[str, list[float]]:
@@ -67,8 +72,8 @@ def measure(width: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    args = parse(arguments(__doc__))
-    before = machine()
+    args = parse(program_arguments(__doc__))
+    before = before_start()
     times = measure(64, 1) if args.quick else measure(512, ROUNDS)
     rows = [{"name": name, **summary(found)} for name, found in times.items()]
     print(table(["", "ms (quartiles)"], [[row["name"], spread(row, "ms")] for row in rows]))

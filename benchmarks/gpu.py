@@ -219,7 +219,7 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
             record.check(part, context.options.get(part))
     places.write(record, name)  # what cannot be kept is not measured
     if args.again:
-        _measure_anew(args.parts, record, clock, lambda part: measure(part, set()), say)
+        _measure_anew(context, args.parts, record, lambda part: measure(part, set()), say)
     else:
         failed = {part: record.part(part).errors.keys() - {ITSELF} for part in args.parts}
         for part in args.parts:
@@ -239,24 +239,26 @@ def run(args: argparse.Namespace, known: dict[str, Part], say: Callable[[str], N
 
 
 def _measure_anew(
+    context: Context,
     parts: Sequence[str],
     record: Record,
-    clock: Clock,
     measure: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Measure parts from nothing; results that nothing replaces stay."""
+    """Measure parts again. Results stay until new ones replace them; those of other options go."""
+    clock = context.clock
     for part in parts:
         old = record.part(part)
         if old.items and clock.left() <= 0:
             say(f"{part}: not measured anew, no time was left; its earlier results stay")
             continue
-        new = record.parts[part] = Entry()
+        same = context.options.get(part, old.options) == old.options
+        new = record.parts[part] = old.anew() if old.items and same else Entry()
         before = clock.measured
         measure(part)
         if old.items and clock.measured == before:
             record.parts[part] = old
-            if new.errors:
+            if not new.errors.items() <= old.errors.items():
                 old.state, old.reason = new.state, new.reason
                 old.errors |= new.errors
             say(f"{part}: not measured anew; its earlier results stay")

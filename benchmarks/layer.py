@@ -20,11 +20,12 @@ import torch
 from memory import megabytes, peak_memory
 from quantizers import available
 from timing import (
+    SPREAD,
     Row,
     arguments,
+    before_start,
     figure,
     interleave,
-    machine,
     parse,
     prepare,
     recorded,
@@ -46,6 +47,7 @@ GPU_SHAPES = [(16384, 4096, 4096)]
 QUICK_SHAPES = [(256, 64, 64)]
 ROUNDS, PART_ROUNDS, BUDGET = 7, 3, 200.0
 NN_LINEAR, PAPER = "nn.Linear", "paper's code"
+WHOLE = (NN_LINEAR, PAPER, "bf16")  # their GEMMs are not the package's: not taken apart
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor, kernels: str | None) -> Callable[[], None]:
@@ -141,7 +143,7 @@ def measure(
             with peak_memory(device) as peak:
                 step()
             row["peak_bytes"] = peak["bytes"]
-        if case["name"] not in (NN_LINEAR, PAPER):
+        if case["name"] not in WHOLE:
             split = [parts.by_part(step, device) for _ in range(PART_ROUNDS)]
             row["parts_ms"] = {
                 name: statistics.median(one[name] for one in split) * 1e3 for name in parts.NAMES
@@ -159,16 +161,19 @@ def _add_recorded(
     budget: float,
     device: torch.device,
 ) -> None:
-    """Times of the steps' CUDA graphs, in ms and over the first one's."""
-    plays = [recorded(step) for step in steps]
-    kept = [index for index, play in enumerate(plays) if play is not None]
-    if not kept or kept[0] != 0:
+    """Add times of the steps' CUDA graphs, in ms and over the first one's, or why not."""
+    plays = []
+    for row, step in zip(rows, steps):
+        try:
+            plays.append((row, recorded(step)))
+        except RuntimeError as error:
+            row["recorded_note"] = f"{type(error).__name__}: {error}"
+    if "recorded_note" in rows[0]:  # nothing to compare with
         return
-    calls = [play for play in plays if play is not None]
-    times = interleave(calls, rounds, budget=budget, device=device)
-    for index, seconds in zip(kept, times):
+    times = interleave([play for _, play in plays], rounds, budget=budget, device=device)
+    for (row, _), seconds in zip(plays, times):
         found = summary(seconds, times[0])
-        rows[index] |= {f"recorded_{key}": found[key] for key in ("ms", "ratio")}
+        row |= {f"recorded_{key}": found[key] for key in ("ms", "ratio")}
 
 
 def markdown(rows: list[Row]) -> str:
@@ -177,11 +182,11 @@ def markdown(rows: list[Row]) -> str:
     graphs = any("recorded_ms" in row for row in rows)
     cells = []
     for row in rows:
-        split = row.get("parts_ms")
+        split = _parts(row)
         shares = [f"{100 * split[n] / sum(split.values()):.0f} %" if split else "" for n in names]
         shape = " x ".join(str(n) for n in row["shape"])
         kernels = row["kernels"] or ""
-        times = [spread(row, "ms"), spread(row)]
+        times = [row["rounds"], spread(row, "ms"), spread(row)]
         if graphs:
             shown = "recorded_ms" in row
             times += (
@@ -189,24 +194,25 @@ def markdown(rows: list[Row]) -> str:
             )
         peak = [megabytes(row.get("peak_bytes"))] if memory else []
         cells.append([shape, row["name"], row["dtype"], kernels, *times, *peak, *shares])
-    columns = ["shape", "layer", "dtype", "kernels", "ms (quartiles)", "over nn.Linear"]
+    columns = ["shape", "layer", "dtype", "kernels", "rounds", f"ms {SPREAD}", "over nn.Linear"]
     columns += ["in a CUDA graph, ms", "over nn.Linear's"] if graphs else []
     return table([*columns, *(["peak MB"] if memory else []), *names], cells)
 
 
+def _parts(row: Row) -> dict[str, float] | None:
+    """Return ms by part; None of what is not taken apart (older records hold a rest of all)."""
+    return None if row["name"] in WHOLE else row.get("parts_ms")
+
+
 def _split(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if "parts_ms" in row]
+    return [row for row in rows if _parts(row)]
 
 
 def draw(rows: list[Row], path: Path) -> None:
     """Stacked parts of the first shape, over nn.Linear."""
     shape = rows[0]["shape"]
     base = rows[0]
-    shown = [
-        row
-        for row in _split(rows)
-        if row["shape"] == shape and row["dtype"] == base["dtype"] and row["name"] != "bf16"
-    ]
+    shown = [row for row in _split(rows) if row["shape"] == shape and row["dtype"] == base["dtype"]]
     colours = (
         "#000000",
         "#0072B2",
@@ -242,7 +248,7 @@ def main() -> None:
     if args.paper is not None and args.device.type == "cuda":
         parser.error("the paper's code is timed on a CPU only: leave --paper or --device cuda out")
     prepare(args.threads)
-    before = machine(args.device)
+    before = before_start(args.device)
     shapes = GPU_SHAPES if args.device.type == "cuda" else SHAPES
     shapes = QUICK_SHAPES if args.quick else shapes
     rounds = 2 if args.quick else ROUNDS

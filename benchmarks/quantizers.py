@@ -21,9 +21,9 @@ from timing import (
     KERNEL_COLOURS,
     Row,
     arguments,
+    before_start,
     figure,
     interleave,
-    machine,
     parse,
     prepare,
     short,
@@ -185,7 +185,7 @@ def main() -> None:
     args = parse(parser)
     prepare(args.threads)
     shapes = QUICK_SHAPES if args.quick else SHAPES
-    before = machine(args.device)
+    before = before_start(args.device)
     rows: list[Row] = []
     with torch.no_grad():
         for shape in shapes:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import first_step
+import imports
 import layer
 import parts
 import quantizers
 import roofline
 import scaling
 import step
+from gpu import PARTS
+from on_gpu.record import DONE, WAITING
 from timing import RESULTS, Row, short, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +46,20 @@ def value(row: Row | None, key: str = "ratio") -> float | None:
     return None if row is None else row[key]
 
 
+class Measured(NamedTuple):
+    """A number of the records, and the rounds of its timing (None: bytes are counted)."""
+
+    value: float
+    rounds: int | None = None
+
+
+def measured(row: Row | None, key: str = "ratio", unit: float = 1.0) -> Measured | None:
+    """A number of a row in another unit; only what was timed has quartiles, and rounds."""
+    if row is None:
+        return None
+    return Measured(row[key] / unit, row["rounds"] if f"quartiles_{key}" in row else None)
+
+
 # --- targets --------------------------------------------------------------------------------------
 
 
@@ -50,15 +68,15 @@ class Target(NamedTuple):
 
     what: str
     limit: float
-    measure: Callable[[], float | None]
+    measure: Callable[[], Measured | None]
     at_least: bool = False
 
 
-def quantizer(name: str, dtype: str = "float32") -> Callable[[], float | None]:
-    def measure() -> float | None:
+def quantizer(name: str, dtype: str = "float32") -> Callable[[], Measured | None]:
+    def measure() -> Measured | None:
         rows = read("quantizers")["rows"]
         wanted = {"name": name, "dtype": dtype, "kernels": "compiled", "shape": QUANTIZED_SHAPE}
-        return value(find(rows, **wanted))
+        return measured(find(rows, **wanted))
 
     return measure
 
@@ -68,54 +86,57 @@ def layer_row(name: str, kernels: str | None = "compiled") -> Row | None:
     return find(rows, name=name, kernels=kernels, dtype="float32", shape=LAYER_SHAPE)
 
 
-def layer_ratio(name: str) -> Callable[[], float | None]:
-    return lambda: value(layer_row(name))
+def layer_ratio(name: str) -> Callable[[], Measured | None]:
+    return lambda: measured(layer_row(name))
 
 
-def paper_over_ours() -> float | None:
+def paper_over_ours() -> Measured | None:
     paper, ours = layer_row(layer.PAPER, None), layer_row("metis")
-    return None if paper is None or ours is None else paper["ms"] / ours["ms"]
+    if paper is None or ours is None:
+        return None
+    return Measured(paper["ms"] / ours["ms"], ours["rounds"])
 
 
-def share(*names: str) -> Callable[[], float | None]:
+def share(*names: str) -> Callable[[], Measured | None]:
     """Percent of the metis layer's time."""
 
-    def measure() -> float | None:
+    def measure() -> Measured | None:
         row = layer_row("metis")
         if row is None:
             return None
         split = row["parts_ms"]
-        return 100 * sum(split[name] for name in names) / sum(split.values())
+        percent = 100 * sum(split[name] for name in names) / sum(split.values())
+        return Measured(percent, layer.PART_ROUNDS)
 
     return measure
 
 
-def moved(operand: str) -> Callable[[], float | None]:
-    def measure() -> float | None:
+def moved(operand: str) -> Callable[[], Measured | None]:
+    def measure() -> Measured | None:
         rows = read("roofline")["traffic"]
-        return value(find(rows, operand=operand, kernels="compiled"), "over_copy")
+        return measured(find(rows, operand=operand, kernels="compiled"), "over_copy")
 
     return measure
 
 
 def step_value(
     key: str, dtype: str, model: str = GPT2, name: str = "metis"
-) -> Callable[[], float | None]:
-    def measure() -> float | None:
+) -> Callable[[], Measured | None]:
+    def measure() -> Measured | None:
         batch = [step.SHAPES[model].batch, step.SHAPES[model].length]
         wanted = {"model": model, "name": name, "dtype": dtype, "batch": batch}
-        return value(find(read("step")["rows"], **wanted), key)
+        return measured(find(read("step")["rows"], **wanted), key)
 
     return measure
 
 
-def import_seconds() -> float:
-    return read("imports")["rows"][0]["ms"] / 1e3
+def import_seconds() -> Measured | None:
+    return measured(find(read("imports")["rows"], name=imports.NAME), "ms", 1e3)
 
 
-def first_step_seconds() -> float | None:
+def first_step_seconds() -> Measured | None:
     row = find(read("first_step")["rows"], name=first_step.SIDE_BY_SIDE)
-    return None if row is None else row["ms"] / 1e3
+    return measured(row, "ms", 1e3)
 
 
 def gpu_records() -> dict[str, Row]:
@@ -123,17 +144,17 @@ def gpu_records() -> dict[str, Row]:
     return {path.stem: read(path.stem) for path in sorted(RESULTS.glob("gpu-*.json"))}
 
 
-def gpu_layer_ratio(name: str) -> Callable[[], float | None]:
+def gpu_layer_ratio(name: str) -> Callable[[], Measured | None]:
     """Of an H100 or H200, which multiply at the same rate."""
 
-    def measure() -> float | None:
+    def measure() -> Measured | None:
         wanted = {"name": name, "kernels": "triton", "dtype": "bfloat16", "shape": GPU_SHAPE}
         for record in gpu_records().values():
             items = record["parts"].get("layer", {}).get("items", {}).values()
             rows = [row for item in items for row in item.get("rows", ())]
             row = find(rows[::-1], **wanted)  # the last one is the latest
             if row is not None and re.search("H100|H200", record["machine"].get("gpu", "")):
-                return row["ratio"]
+                return measured(row)
         return None
 
     return measure
@@ -162,7 +183,8 @@ TARGETS = [
     Target("SmolLM2 135M step, batch 4 x 256, nvfp4-rne over fp32", 1.25,
            step_value("ratio", "float32", SMOLLM2, "nvfp4-rne")),
     Target("the same, metis", 1.6, step_value("ratio", "float32", SMOLLM2)),
-    Target("`import metis_hf` beyond torch and transformers, s", 0.3, import_seconds),
+    Target("names of metis_hf for a training, beyond those of transformers, s", 0.3,
+           import_seconds),
     Target("first `metis` step with nothing compiled, beyond the second, s", 20,
            first_step_seconds),
     Target("H100 or H200, 16384 x 4096 x 4096, nvfp4 over bf16 nn.Linear", 1.8,
@@ -176,19 +198,15 @@ def targets_markdown() -> str:
     for target in TARGETS:
         found = target.measure()
         sign = ">=" if target.at_least else "<="
-        verdict = "not measured"
+        number, rounds, verdict = "-", "", "not measured"
         if found is not None:
-            met = found >= target.limit if target.at_least else found <= target.limit
-            verdict = "met" if met else "missed"
-        cells.append(
-            [
-                target.what,
-                f"{sign} {target.limit:g}",
-                "-" if found is None else short(found),
-                verdict,
-            ]
-        )
-    return table(["what", "target", "measured", ""], cells)
+            reached = (
+                found.value >= target.limit if target.at_least else found.value <= target.limit
+            )
+            verdict = "met" if reached else "missed"
+            number, rounds = short(found.value), str(found.rounds or "")
+        cells.append([target.what, f"{sign} {target.limit:g}", number, rounds, verdict])
+    return table(["what", "target", "measured", "rounds", ""], cells)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -234,6 +252,9 @@ def machines_markdown() -> str:
     cells = []
     for name in ("quantizers", "layer", "step", "scaling", "roofline", "imports", "first_step"):
         machine = read(name)["machine"]
+        before = f"load {machine['load'][0]:.1f}" if "load" in machine else "not known"
+        if machine.get("busy") is not None:
+            before = f"{100 * machine['busy']:.0f} %"
         units = "yes" if machine["bf16_units"] else "no"
         cells.append(
             [
@@ -243,20 +264,21 @@ def machines_markdown() -> str:
                 units,
                 f"{machine['threads']} of {machine['cores']}",
                 machine["torch"],
-                f"{machine['load'][0]:.1f}",
+                before,
             ]
         )
     columns = ["benchmark", "processor", "vectors", "bf16 units", "threads", "torch"]
-    return table([*columns, "other load"], cells)
+    return table([*columns, "busy before"], cells)
 
 
 def gpus_markdown() -> str:
     cells = []
     for name, record in gpu_records().items():
         states: dict[str, list[str]] = {}
-        for part, entry in record["parts"].items():
-            states.setdefault(entry["state"], []).append(part)
-        done = ", ".join(states.pop("done", []))
+        for part in PARTS:
+            state = record["parts"].get(part, {"state": WAITING})["state"]
+            states.setdefault(state, []).append(part)
+        done = ", ".join(states.pop(DONE, []))
         others = "; ".join(f"{', '.join(names)}: {state}" for state, names in states.items())
         machine = record["machine"]
         title = machine.get("gpu", name)
@@ -269,9 +291,8 @@ def gpus_markdown() -> str:
 def compile_markdown() -> str:
     rows = [row for row in read("quantizers")["rows"] if row.get("kernels") == "compiled"]
     times = [row["first_call_s"] for row in rows if row["shape"] == rows[0]["shape"]]
-    cells = [
-        [len(times), short(min(times)), short(sorted(times)[len(times) // 2]), short(max(times))]
-    ]
+    shown = [short(find(times)) for find in (min, statistics.median, max)]
+    cells = [[len(times), *shown]]
     return table(["compiled quantizers", "first call, s: least", "median", "most"], cells)
 
 

@@ -29,9 +29,9 @@ from timing import (
     KERNEL_COLOURS,
     Row,
     arguments,
+    before_start,
     figure,
     interleave,
-    machine,
     parse,
     prepare,
     short,
@@ -171,19 +171,21 @@ def predictions(
     measured = {
         shape: step_times(shape, dtype, rounds, device) for shape in (sizes.fitted, sizes.checked)
     }
-    fitted = measured[sizes.fitted]
+    fitted = {scheme: row["ms"] / 1e3 for scheme, row in measured[sizes.fitted].items()}
     rates, found = [], []
     gemm_rate = count(CONTROL, sizes.fitted, dtype, kernels)[0] / fitted[CONTROL]
     for scheme in SCHEMES:
         moved = count(scheme, sizes.fitted, dtype, kernels)[1]
         rest = fitted[scheme] - fitted[CONTROL]
         bandwidth = moved / rest if scheme != CONTROL and rest > 0 else math.inf
-        rates.append({"scheme": scheme, "flops": gemm_rate, "gb_per_s": _finite(bandwidth / 1e9)})
+        rate = {"scheme": scheme, "flops": gemm_rate, "gb_per_s": _finite(bandwidth / 1e9)}
+        rates.append({**rate, "rounds": measured[sizes.fitted][scheme]["rounds"]})
         for shape in (sizes.checked, *sizes.predicted):
             flops, moved = count(scheme, shape, dtype, kernels)
             row = _prediction(scheme, shape, HERE, flops / gemm_rate, moved / bandwidth)
             if shape == sizes.checked:
-                row["measured_ms"] = measured[shape][scheme] * 1e3
+                step = measured[shape][scheme]
+                row |= {"measured_ms": step["ms"], "rounds": step["rounds"]}
             found.append(row)
             flops, moved = count(scheme, shape, torch.bfloat16, kernels)
             found.append(_prediction(scheme, shape, GPU, flops / GPU_FLOPS, moved / GPU_BANDWIDTH))
@@ -195,11 +197,11 @@ def predictions(
 
 def step_times(
     shape: tuple[int, int, int], dtype: torch.dtype, rounds: int, device: torch.device
-) -> dict[str, float]:
-    """Median seconds of a layer's step, by scheme."""
+) -> dict[str, Row]:
+    """Times of a layer's step, by scheme."""
     steps = [make_step(scheme, shape, dtype, device, rank_of(shape)) for scheme in SCHEMES]
     times = interleave(steps, rounds, budget=BUDGET, device=device)
-    return {scheme: statistics.median(seconds) for scheme, seconds in zip(SCHEMES, times)}
+    return {scheme: summary(seconds) for scheme, seconds in zip(SCHEMES, times)}
 
 
 def _prediction(
@@ -225,7 +227,7 @@ def traffic_markdown(rows: list[Row]) -> str:
     for name in OPERANDS:
         of_name = {row["kernels"]: row["over_copy"] for row in rows if row["operand"] == name}
         cells.append([name, *(short(of_name[kernel]) for kernel in kernels)])
-    return table(["operand, fp32, two levels", *kernels], cells)
+    return table(["operand, fp32", *kernels], cells)
 
 
 def bandwidth_markdown(rows: list[Row]) -> str:
@@ -284,7 +286,7 @@ def main() -> None:
     prepare(args.threads)
     if args.device.type != "cuda":
         print("no GPU was asked for (--device cuda): its bandwidths are skipped", file=sys.stderr)
-    before = machine(args.device)
+    before = before_start(args.device)
     # Bytes are counted from what Inductor generates and from torch's operations, not from Triton.
     kernels = [name for name in available(args.device)[::-1] if name != "triton"]
     rounds = 2 if args.quick else ROUNDS

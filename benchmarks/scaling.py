@@ -21,7 +21,7 @@ from typing import NamedTuple
 import parts
 import torch
 from layer import realistic, step_of
-from timing import Row, arguments, figure, machine, parse, prepare, short, table, write
+from timing import Row, arguments, before_start, figure, parse, prepare, short, table, write
 from torch import nn
 
 from metis_hf import MetisConfig
@@ -195,7 +195,7 @@ def draw(rows: list[Row], path: Path) -> None:
 def main() -> None:
     args = parse(arguments(__doc__))
     prepare(args.threads)
-    before = machine(args.device)
+    before = before_start(args.device)
     rounds = 2 if args.quick else ROUNDS
     rows = measure(points(args.quick, args.device), rounds, BUDGET, args.device)
     found = slopes(rows)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, medians with quartiles, JSON, tables.
+"""What the benchmarks share: interleaved timing, medians and their spread, JSON, tables.
 
 Everything that is compared runs in turn, round after round in one process, so that a change of the
 machine's speed meets all of it. On one CPU thread a time is the CPU time of that thread, which
@@ -13,6 +13,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +33,25 @@ KERNEL_COLOURS = {"compiled": "#0072B2", "triton": "#009E73", "reference": "#E69
 # Containers often set it. Processes that benchmarks start would compile torch from source.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+FEW = 4  # rounds, below which the range is shown: it is all that they tell
+SPREAD = f"(quartiles; range of < {FEW} rounds)"
+_STAT = Path("/proc/stat")
 _EVICTING = 1 << 25  # fp32 numbers: 128 MiB, several times the caches of most CPUs
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks take."""
+def program_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return the options of a benchmark that times whole programs, which run on the CPU."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder of the results; default results/")
+    parser.set_defaults(device=torch.device("cpu"))
+    return parser
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return the options of a benchmark that times calls in its own process."""
+    parser = program_arguments(doc)
     parser.add_argument("--device", type=device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; default 1")
     return parser
@@ -130,8 +142,35 @@ def interleave(
     return times
 
 
-def recorded(call: Callable[[], object]) -> Callable[[], object] | None:
-    """Plays what a call does on a GPU, as a CUDA graph; None where it cannot be recorded."""
+def printed_seconds(
+    program: str, *given: str, environment: Mapping[str, str] | None = None
+) -> float:
+    """Run Python code in a process of its own; return the number on the last line it prints.
+
+    Args:
+        program: the code.
+        given: its arguments.
+        environment: of the process; None is this one's.
+
+    Raises:
+        RuntimeError: the program failed; what it wrote to stderr is in the text.
+    """
+    command = [sys.executable, "-c", program, *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"the program that is timed ended with status {done.returncode}; mend what it says "
+            f"and run this again:\n{done.stderr}"
+        )
+    return float(done.stdout.splitlines()[-1])
+
+
+def recorded(call: Callable[[], object]) -> Callable[[], object]:
+    """Return what plays a call's work on a GPU, as a CUDA graph.
+
+    Raises:
+        RuntimeError: it cannot be recorded, or memory is too small.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -139,11 +178,8 @@ def recorded(call: Callable[[], object]) -> Callable[[], object] | None:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        return None
+    with torch.cuda.graph(graph):
+        call()
     return graph.replay
 
 
@@ -166,7 +202,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def machine(device: torch.device | None = None) -> Row:
-    """What ran, and what else did."""
+    """What runs."""
     capabilities = torch.backends.cpu.get_cpu_capability()
     row = {
         "torch": torch.__version__,
@@ -176,11 +212,34 @@ def machine(device: torch.device | None = None) -> Row:
         "bf16_units": bf16_units(torch.device("cpu")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": [round(x, 1) for x in os.getloadavg()],
     }
     if device is not None and device.type == "cuda":
         row["gpu"] = torch.cuda.get_device_name(device)
     return row
+
+
+def before_start(device: torch.device | None = None) -> Row:
+    """What runs, and what else does: as `machine`, with `busy` as `busy_share`."""
+    return {**machine(device), "busy": busy_share()}
+
+
+def busy_share(seconds: float = 1.0) -> float | None:
+    """Share of all cores' time that others use while this process waits; None if not known.
+
+    A load average would still hold the benchmark that ended a moment ago.
+    """
+    if not _STAT.exists():
+        return None
+    before = _core_times()
+    time.sleep(seconds)
+    total, idle = (after - then for after, then in zip(_core_times(), before))
+    return round(1 - idle / total, 2) if total else None
+
+
+def _core_times() -> tuple[int, int]:
+    """(all, idle) time of the cores since the system started, in ticks."""
+    ticks = [int(part) for part in _STAT.read_text().split("\n")[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]  # waiting for a disk is idle too
 
 
 def _processor() -> str:
@@ -205,8 +264,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def spread(row: Row, key: str = "ratio") -> str:
-    """ "1.23 (1.20-1.30)"."""
+    """ "1.23 (1.20-1.30)": the median and quartiles, of fewer than FEW rounds the range."""
     low, high = row[f"quartiles_{key}"]
+    if row["rounds"] < FEW:  # their quartiles lie halfway between the median and the ends
+        low, high = 2 * low - row[key], 2 * high - row[key]
     return f"{short(row[key])} ({short(low)}-{short(high)})"
 
 

@@ -122,9 +122,11 @@ def compare(context: Context) -> Iterator[Item]:
     assert context.data is not None  # gpu.py asks
     comparison = open_data(context.data, context)
     yield Item(PLAN, partial(plan, comparison))
-    found = context.entry("compare").items.get(PLAN)
+    entry = context.entry("compare")
+    found = entry.items.get(PLAN)
     if not found or "steps" not in found:
         return  # its error is recorded
+    entry.drop(entry.outdated)  # schemes of the plan before
     for scheme in context.schemes:
         seconds = _SLACK * found["steps"] * found["seconds_per_step"][scheme]
         # What takes longer than a whole call is begun all the same: its checkpoint is kept.

@@ -22,16 +22,17 @@ _FACTS = {
 def page(record: Record, name: str, order: Sequence[str]) -> str:
     """All of a record; parts in the given order."""
     machine = record.machine
+    calls = [call["machine"] for call in record.calls if "machine" in call]
     kind = "quick run: tiny sizes, which say nothing about speed" if machine["quick"] else ""
     lines = [f"# {machine.get('gpu', name)}", ""]
     if kind:
         lines += [f"**A {kind}.**", ""]
     lines += [
         "Written by `make gpu` (`benchmarks/gpu.py`) from the record of the same name. Times are "
-        "medians with quartiles, of CUDA events on a GPU; what is compared ran in turn in one "
-        "process.",
+        "medians with quartiles, of fewer than four rounds with the range, of CUDA events on a "
+        "GPU; what is compared ran in turn in one process.",
         "",
-        _machine(machine),
+        _machines([*calls, machine]),
         "",
         _states(record, order),
     ]
@@ -44,17 +45,24 @@ def page(record: Record, name: str, order: Sequence[str]) -> str:
         if body:
             lines += ["", f"## {_TITLES[part]}", "", body.rstrip()]
     commits = list(dict.fromkeys(str(call["commit"]) for call in record.calls))
-    lines += ["", f"{len(record.calls)} calls, of commit {', '.join(commits)}.", ""]
+    lines += ["", f"{len(record.calls)} calls, of commit {', '.join(commits)}."]
+    if unknown := len(record.calls) - len(calls):
+        lines[-1] += (
+            f" The processor, driver and versions of python and CUDA of {unknown} of them are not "
+            "known."
+        )
+    lines.append("")
     return "\n".join(lines)
 
 
-def _machine(machine: Row) -> str:
+def _machines(machines: Sequence[Row]) -> str:
+    """Facts of the machines that calls ran on; all values where they differ."""
     rows = []
     for key, title in _FACTS.items():
-        if key in machine:
-            value = machine[key]
-            text = ".".join(map(str, value)) if isinstance(value, list) else str(value)
-            rows.append([title, text])
+        values = [machine[key] for machine in machines if key in machine]
+        texts = [".".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
+        if texts:
+            rows.append([title, " and ".join(dict.fromkeys(texts))])
     return table(["machine", ""], rows).rstrip()
 
 
@@ -63,8 +71,10 @@ def _states(record: Record, order: Sequence[str]) -> str:
     for part in order:
         entry = record.part(part) if part in record.parts else Entry()
         taken = sum(entry.seconds.values())
-        rows.append([part, entry.state, f"{taken:.0f}" if taken else "", _one_line(entry.reason)])
-    return table(["part", "state", "seconds", "reason"], rows).rstrip()
+        seconds = f"{taken:.0f}" if taken else ""
+        commits = ", ".join(_by_commit(entry))
+        rows.append([part, entry.state, seconds, commits, _one_line(entry.reason)])
+    return table(["part", "state", "seconds", "commit", "reason"], rows).rstrip()
 
 
 def _one_line(text: str) -> str:
@@ -78,11 +88,22 @@ def _not_measured(entry: Entry) -> str:
         if DOES_NOT_FIT in item:
             found.append(f"- {key}: memory is too small ({item[DOES_NOT_FIT]})")
         for row in item.get("without", ()):
-            what = ", ".join(str(row[k]) for k in ("name", "kernels", "backend") if k in row)
-            found.append(f"- {key}: {what}: {row['reason']}")
+            found.append(f"- {key}: {_what(row)}: {row['reason']}")
+        for row in item.get("rows", ()):
+            if "recorded_note" in row:
+                note = _one_line(row["recorded_note"])
+                found.append(f"- {key}: {_what(row)}, in a CUDA graph: {note}")
         if entry.state != SKIPPED and "reason" in item:
             found.append(f"- {key}: {item['reason']}")
+    if entry.outdated:
+        found.append(f"- anew, older results stay until then: {'; '.join(entry.outdated)}")
     return "\nNot measured:\n\n" + "\n".join(found) + "\n" if found else ""
+
+
+def _what(row: Row) -> str:
+    """A row by what sets it apart."""
+    keys = ("name", "dtype", "kernels", "backend")
+    return ", ".join(str(row[key]) for key in keys if row.get(key) is not None)
 
 
 def _errors(entry: Entry) -> str:
@@ -93,13 +114,19 @@ def _errors(entry: Entry) -> str:
 
 def _commits(entry: Entry) -> str:
     """The commit of each result, where they are of several."""
-    keys: dict[str, list[str]] = {}
-    for key in entry.items:
-        keys.setdefault(entry.commits.get(key) or "not known", []).append(key)
+    keys = _by_commit(entry)
     if len(keys) < 2:
         return ""
     lines = [f"- {commit}: {'; '.join(found)}" for commit, found in keys.items()]
     return "\nResults of several commits:\n\n" + "\n".join(lines) + "\n"
+
+
+def _by_commit(entry: Entry) -> dict[str, list[str]]:
+    """Commit -> the results that were measured at it."""
+    keys: dict[str, list[str]] = {}
+    for key in entry.items:
+        keys.setdefault(entry.commits.get(key) or "not known", []).append(key)
+    return keys
 
 
 def _rows(entry: Entry, keys: Iterable[str] | None = None) -> list[Row]:

@@ -14,7 +14,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class Entry:
         seconds: that the items took.
         commits: that the items were measured at.
         options: of the command, that the results depend on.
+        outdated: items that are measured anew; their results stay until then.
     """
 
     state: str = WAITING
@@ -102,6 +104,18 @@ class Entry:
     seconds: dict[str, float] = field(default_factory=dict)
     commits: dict[str, str | None] = field(default_factory=dict)
     options: Row = field(default_factory=dict)
+    outdated: list[str] = field(default_factory=list)
+
+    def anew(self) -> Entry:
+        """Return a copy of which every item is to be measured anew."""
+        return replace(deepcopy(self), state=UNFINISHED, outdated=list(self.items))
+
+    def drop(self, keys: Collection[str]) -> None:
+        """Forget items."""
+        for values in (self.items, self.errors, self.seconds, self.commits):
+            for key in values.keys() & set(keys):
+                del values[key]
+        self.outdated = [key for key in self.outdated if key not in keys]
 
 
 class Record:
@@ -141,6 +155,8 @@ class Record:
                 )
         self.parts = {name: Entry(**entry) for name, entry in there["parts"].items()}
         self.calls = there["calls"]
+        if self.calls:  # older records hold the machine of the last call alone
+            self.calls[-1].setdefault("machine", there["machine"])
 
     def part(self, name: str) -> Entry:
         return self.parts.setdefault(name, Entry())
@@ -166,7 +182,8 @@ class Record:
     def begin_call(self, minutes: float | None, commit: str | None) -> None:
         """Note that a call has begun."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self.calls.append({"began": now, "minutes": minutes, "commit": commit})
+        call = {"began": now, "minutes": minutes, "commit": commit, "machine": self.machine}
+        self.calls.append(call)
 
     def write(self) -> None:
         """Write the file whole or not at all."""
@@ -204,7 +221,7 @@ def run_part(
     commit: str | None = None,
     leave: Collection[str] = (),
 ) -> None:
-    """Measure the items of a part that have no result yet, or failed, and set its state.
+    """Measure the items of a part that have no result yet, failed, or are outdated; set its state.
 
     Args:
         name: of the part.
@@ -218,13 +235,13 @@ def run_part(
         leave: items that are not measured now.
     """
     entry.reason, stopped = "", False
-    entry.errors.pop(ITSELF, None)
+    before = entry.errors.pop(ITSELF, None)
     keys: set[str] = set()
     try:
         for item in part(context):
             keys.add(item.key)
             known = item.key in entry.items and item.key not in entry.errors
-            if known or item.key in leave:
+            if (known and item.key not in entry.outdated) or item.key in leave:
                 continue
             if clock.left() <= item.seconds:
                 stopped, entry.reason = True, f"no time was left for {item.key}"
@@ -249,7 +266,11 @@ def run_part(
             entry.state = UNFINISHED
             written()
     except Skipped as error:
-        entry.state, entry.reason = SKIPPED, str(error)
+        if before is not None:
+            entry.errors[ITSELF] = before
+        if not entry.items and not entry.errors:  # else its state is that of what it holds
+            entry.state = SKIPPED
+        entry.reason = str(error)
         written()
         return
     except Exception:
@@ -257,19 +278,13 @@ def run_part(
         say(f"{name}: FAILED: {entry.errors[ITSELF].splitlines()[-1]}")
     else:
         if not stopped and not keys & entry.errors.keys():
-            _keep(entry, keys)
+            # Of other measurements, which the part has no more.
+            entry.drop((entry.items.keys() | entry.errors.keys()) - keys)
     entry.state = FAILED if entry.errors else UNFINISHED if stopped else DONE
     if entry.errors:
         what = f"{len(entry.errors)} of its measurements failed"
         entry.reason = f"{what}; {entry.reason}" if entry.reason else what
     written()
-
-
-def _keep(entry: Entry, keys: set[str]) -> None:
-    """Drop what the entry holds of other measurements: the part has them no more."""
-    for values in (entry.items, entry.errors, entry.seconds, entry.commits):
-        for key in values.keys() - keys:
-            del values[key]
 
 
 def _measure(item: Item, entry: Entry) -> None:
@@ -293,6 +308,7 @@ def _measure(item: Item, entry: Entry) -> None:
             values.pop(item.key, None)
         else:
             values[item.key] = value
+    entry.outdated = [key for key in entry.outdated if key != item.key]
 
 
 def _error_text() -> str:

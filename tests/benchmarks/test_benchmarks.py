@@ -18,8 +18,12 @@ from paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import first_step
 import gpu
+import imports
+import layer
 import report
+import roofline
 import scaling
 import step
 import timing
@@ -48,6 +52,7 @@ RECORDS = {
     "imports": {"rows": {"name", "ms"}},
     "first_step": {"rows": {"name", "ms"}},
 }
+TIMED = {"ms": 3000.0, "quartiles_ms": [2500.0, 3500.0], "ratio": 3.0, "quartiles_ratio": [2, 4]}
 PLOTS = ("quantizers", "layer", "step", "scaling", "roofline")
 
 
@@ -111,10 +116,25 @@ def test_what_the_warning_says_of_the_reference():
 
 
 def test_every_target_is_answered_from_a_record():
+    """But that of imports, whose record is of a narrower measure and holds another name."""
     for target in report.TARGETS:
-        value = target.measure()
-        assert value is not None, target.what
-        assert value > 0, target.what
+        found = target.measure()
+        if target.measure is report.import_seconds:
+            assert (found is None) == (report.read("imports")["rows"][0]["name"] != imports.NAME)
+        else:
+            assert found is not None, target.what
+            assert found.value > 0, target.what
+
+
+def test_rounds_stand_beside_what_was_timed(monkeypatch):
+    """Of a layer as of its target; bytes are counted, and have none."""
+    rows = [{**TIMED, "rounds": 2, "shape": report.LAYER_SHAPE, "name": "metis", "dtype": "float32",
+             "kernels": "compiled"}]  # fmt: skip
+    assert "| compiled | 2 | 3000 (" in layer.markdown(rows)
+    monkeypatch.setattr(report, "layer_row", lambda name: rows[0])
+    assert report.layer_ratio("metis")() == (3.0, 2)
+    assert report.moved("direct")().rounds is None
+    assert report.step_value("saved_over_bf16", "float32")().rounds is None
 
 
 def test_interleaved_rounds_run_each_in_turn():
@@ -145,6 +165,49 @@ def test_one_round_has_quartiles():
 
 
 @pytest.mark.parametrize(
+    ("times", "shown"),
+    [
+        ([3.0], "3.00 (3.00-3.00)"),
+        ([2.0, 4.0], "3.00 (2.00-4.00)"),
+        ([9.0, 2.0, 4.0], "4.00 (2.00-9.00)"),
+        ([2.0, 4.0, 6.0, 8.0], "5.00 (3.50-6.50)"),
+    ],
+)
+def test_few_rounds_are_shown_with_their_range(times, shown):
+    """Quartiles of two or three are interpolated, and narrower than what was measured."""
+    assert timing.spread(timing.summary(times, [1.0] * len(times))) == shown
+
+
+def test_a_predicted_step_holds_the_rounds_of_the_measured_one():
+    """And the rates that it is predicted from."""
+    sizes = roofline.Sizes((64, 64, 64), (64, 64, 64), ())
+    rates, found = roofline.predictions(sizes, "reference", 3, torch.device("cpu"))
+    assert {row["rounds"] for row in rates} == {3}
+    assert {row["rounds"] for row in found if "measured_ms" in row} == {3}
+
+
+def test_what_is_busy_is_others_work_of_the_second_before(tmp_path, monkeypatch):
+    """The load average would hold the benchmark that has just ended."""
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(timing, "_STAT", stat)
+    assert timing.busy_share(0) is None  # a system without it
+    # user, nice, system, idle, waiting for disks, two kinds of interrupts, stolen; guests are users
+    stat.write_text("cpu  100 0 50 1000 10 0 0 0 7 7\ncpu0 1 2 3\n")
+    later = "cpu  120 0 60 1060 20 0 0 0 9 9\n"
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: stat.write_text(later))
+    assert timing.before_start()["busy"] == 0.3
+
+
+def test_machines_show_what_a_record_holds_of_other_work(monkeypatch):
+    rows = {name: timing.machine() | {"busy": 0.25} for name in RECORDS}
+    rows["layer"] = timing.machine() | {"load": [1.2, 1.0, 1.0]}
+    monkeypatch.setattr(report, "read", lambda name: {"machine": rows[name]})
+    lines = dict(line.split(" | ", 1) for line in report.machines_markdown().splitlines()[2:])
+    assert lines["| layer"].endswith("| load 1.2 |")
+    assert lines["| step"].endswith("| 25 % |")
+
+
+@pytest.mark.parametrize(
     ("options", "folder"),
     [([], timing.RESULTS), (["--device", "cuda"], timing.RESULTS / "cuda"), (["--out", "x"], "x")],
 )
@@ -160,6 +223,37 @@ def test_a_device_that_is_not_there_is_no_traceback(options, capsys):
     with pytest.raises(SystemExit):
         getattr(options, "parse_args", gpu.arguments)(["--device", "cuda"])
     assert "device='cuda' cannot be used here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [imports, first_step])
+def test_times_of_programs_take_no_option_that_they_would_ignore(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--quick", "--threads", "2"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "unrecognized arguments: --threads 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [("", set()), ("--quick --out x", set()), ("--device cuda", {"imports", "first_step"})],
+)
+def test_make_bench_gives_options_to_those_that_take_them(options, left_out, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran $*"\n')
+    python.chmod(0o755)
+    (tmp_path / ".peers").touch()
+    command = ["make", "-s", "-C", ROOT, "bench", f"VENV={tmp_path}", f"BIN={tmp_path}"]
+    command += ["-o", tmp_path / ".peers", f"ARGS={options}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    ran = dict(re.findall(r"^ran benchmarks/(\w+)\.py ?(.*)$", done.stdout, re.MULTILINE))
+    assert ran.keys() == RECORDS.keys() - left_out | {"report"}
+    assert all(given.endswith(options) for name, given in ran.items() if name != "report")
+
+
+def test_of_a_timed_program_the_last_line_counts_and_what_it_dies_of_is_told():
+    assert timing.printed_seconds("print('compiling\\n2.5')") == 2.5
+    with pytest.raises(RuntimeError, match=r"(?s)status 1; .*ValueError: no such model"):
+        timing.printed_seconds("raise ValueError('no such model')")
 
 
 def test_bf16_units_of_arm_count(monkeypatch):
@@ -210,10 +304,26 @@ def test_memory_is_measured_with_the_optimizer_s_state_in_all(monkeypatch):
 def test_a_step_that_was_not_recorded_says_why():
     row = {"model": "m", "batch": [1, 2], "name": "metis", "dtype": "bfloat16", "tokens_per_s": 1.0}
     row |= {"ms": 1.0, "quartiles_ms": [1.0, 1.0], "ratio": 1.0, "quartiles_ratio": [1.0, 1.0]}
-    row |= {"peak_bytes": None, "saved_bytes": 0, "saved_linear_bytes": 0}
+    row |= {"peak_bytes": None, "saved_bytes": 0, "saved_linear_bytes": 0, "rounds": 5}
     assert "| metis, recorded |" in step.markdown([row | {"recorded": True, "note": None}])
     refused = row | {"recorded": False, "note": "no memory"}
     assert "| metis, not recorded: no memory |" in step.markdown([refused])
+
+
+def test_a_layer_that_is_not_taken_apart_has_no_parts():
+    """The GEMMs of `bf16` are torch's: all of it would be the rest. Older records hold that."""
+    split = dict.fromkeys(layer.parts.NAMES, 1.0)
+    rows = [{**TIMED, "rounds": 7, "shape": [1, 1, 1], "dtype": "float32", "kernels": "compiled",
+             "name": name, "parts_ms": split} for name in ("bf16", "metis")]  # fmt: skip
+    *_, plain, metis = layer.markdown(rows).splitlines()
+    assert ("%" in plain, "%" in metis) == (False, True)
+
+
+def test_the_median_of_first_calls_is_that_of_the_middle_two(monkeypatch):
+    times = (1.0, 2.0, 4.0, 9.0)
+    rows = [{"kernels": "compiled", "shape": [1, 1], "first_call_s": time} for time in times]
+    monkeypatch.setattr(report, "read", lambda name: {"rows": rows})
+    assert "| 4 | 1.00 | 3.00 | 9.00 |" in report.compile_markdown()
 
 
 def test_ratios_pair_the_rounds():

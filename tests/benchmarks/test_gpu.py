@@ -1,10 +1,9 @@
-"""`make gpu`: parts go on, fail, end in time and say why; the page tells all of it."""
+"""`make gpu`: parts go on, fail, end in time and say why."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 
@@ -16,21 +15,10 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
 import report
-from on_gpu import machine
 from on_gpu import record as records
-from on_gpu.page import page
 from on_gpu.record import Clock, CutOff, Entry, Item, OutOfTime, Record, Skipped
 
-FACTS = {"device": "cuda", "gpu": "A GPU", "torch": "2.8.0", "transformers": "5.1", "quick": False}
-
-
-def measure(part, entry: Entry, clock: Clock | None = None, **options) -> list[str]:
-    """Run a part; returns what it said."""
-    said: list[str] = []
-    written = lambda: json.dumps(vars(entry))  # noqa: E731
-    clock = clock or Clock(None)
-    records.run_part("part", part, None, entry, clock, written=written, say=said.append, **options)
-    return said
+from benchmarks.gpu_records import FACTS, measure
 
 
 class Stopped(Clock):
@@ -89,12 +77,13 @@ def test_a_part_that_breaks_off_drops_nothing():
 def test_the_latest_layer_decides(monkeypatch):
     def row(ratio):
         return {"name": "metis", "kernels": "triton", "dtype": "bfloat16",
-                "shape": report.GPU_SHAPE, "ratio": ratio}  # fmt: skip
+                "shape": report.GPU_SHAPE, "ratio": ratio, "quartiles_ratio": [ratio, ratio],
+                "rounds": 7}  # fmt: skip
 
     items = {"old": {"rows": [row(9.0)]}, "old, triton": {"rows": [row(2.0)]}}
     found = {"machine": {"gpu": "NVIDIA H200"}, "parts": {"layer": {"items": items}}}
     monkeypatch.setattr(report, "gpu_records", lambda: {"gpu-nvidia-h200": found})
-    assert report.gpu_layer_ratio("metis")() == 2.0
+    assert report.gpu_layer_ratio("metis")() == (2.0, 7)
 
 
 def test_what_is_known_to_take_longer_than_is_left_does_not_begin():
@@ -206,6 +195,26 @@ def test_a_skipped_part_says_why_and_is_tried_again():
     assert (entry.state, entry.reason) == (records.DONE, "")
 
 
+@pytest.mark.parametrize("raises", ["item", "part"])
+def test_a_failed_part_that_is_skipped_then_has_failed(raises):
+    """`make gpu` without the --data that the call before had is no success."""
+
+    def fails(_context):
+        if raises == "part":
+            raise RuntimeError("no such file")
+        return [Item("first", dict), Item("second", lambda: 1 / 0)]
+
+    def skipped(_context):
+        raise Skipped("no tokens were given")
+
+    entry = Entry()
+    measure(fails, entry)
+    held = (dict(entry.items), dict(entry.errors))
+    measure(skipped, entry)
+    assert (entry.state, entry.reason) == (records.FAILED, "no tokens were given")
+    assert (entry.items, entry.errors) == held
+
+
 def test_a_record_of_another_machine_is_refused(tmp_path):
     path = tmp_path / "gpu-x.json"
     first = Record(path, FACTS, gpu.machine.IDENTITY)
@@ -218,84 +227,6 @@ def test_a_record_of_another_machine_is_refused(tmp_path):
     path.write_text(path.read_text()[:-20])
     with pytest.raises(ValueError, match="no whole record"):
         Record(path, FACTS, gpu.machine.IDENTITY)
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-
-def test_the_page_tells_of_every_part(tmp_path):
-    record = Record(tmp_path / "r.json", FACTS | {"allow_tf32": False}, ())
-    record.begin_call(9, "abc1234")
-    record.parts = {
-        "tests": Entry(records.DONE, items={"a.py::T": {"passed": 2, "failed": 0, "skipped": 1}}),
-        "kernels": Entry(records.FAILED, "1 failed", errors={"bits": "ZeroDivisionError: x"}),
-        "layer": Entry(records.DONE, items={"9 x 9": {records.DOES_NOT_FIT: "CUDA out of memory"}}),
-        "fidelity": Entry(records.SKIPPED, "no model was given: a | b"),
-        "native": Entry(
-            items={"s": {"rows": [], "without": [{"name": "n", "reason": "it has no codes"}]}}
-        ),
-    }
-    text = page(record, "x", list(gpu.PARTS))
-    assert "| a.py::T | 2 | 0 | 1 |  |" in text
-    assert "Failed: bits\n\n```text\nZeroDivisionError: x\n```" in text
-    assert "- 9 x 9: memory is too small (CUDA out of memory)" in text
-    assert "| fidelity | skipped |  | no model was given: a \\| b |" in text
-    assert "- s: n: it has no codes" in text
-    assert "| step | to come |  |  |" in text
-    assert "| torch.backends.cuda.matmul.allow_tf32 | False |" in text
-    assert "1 calls, of commit abc1234." in text
-
-
-def test_a_checkout_with_changes_is_no_commit(tmp_path):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True)
-
-    assert machine.commit(tmp_path) is None
-    git("init", "-q")
-    (tmp_path / "file").write_text("one")
-    git("add", "file")
-    git("commit", "-qm", "One")
-    git("tag", "-a", "v1", "-m", "one")
-    name = machine.commit(tmp_path)
-    assert name is not None
-    assert re.fullmatch("[0-9a-f]{7,}", name)
-    (tmp_path / "file").write_text("two")
-    assert machine.commit(tmp_path) == f"{name}-dirty"
-
-
-def test_results_of_several_commits_are_named(tmp_path):
-    record = Record(tmp_path / "r.json", FACTS, ())
-    entry = record.part("layer")
-    for commit, count in (("abc1234", 1), ("def5678", 3)):
-        items = [Item(f"9 x {n}", lambda: {"rows": []}) for n in range(count)]
-        measure(lambda _, items=items: items, entry, commit=commit)
-        several = "Results of several commits:\n\n- abc1234: 9 x 0\n- def5678: 9 x 1; 9 x 2\n"
-        assert (several in page(record, "x", ["layer"])) == (count == 3)
-
-
-def test_a_record_in_git_is_read_and_its_page_is_what_it_gives():
-    """What is measured on it goes on, and no column of the page has changed since."""
-    path = gpu.RESULTS / "gpu-nvidia-h200.json"
-    machine = json.loads(path.read_text())["machine"]
-    record = Record(path, machine, gpu.machine.IDENTITY)
-    drawn = page(record, "nvidia-h200", list(gpu.PARTS))
-    assert drawn == (gpu.RESULTS.parent / "gpu-nvidia-h200.md").read_text()
-    with pytest.raises(ValueError, match=r"triton '3\.6\.0', and this is '3\.7\.0'"):
-        Record(path, machine | {"triton": "3.7.0"}, gpu.machine.IDENTITY)
-
-
-def test_the_comparison_is_read_off_its_plan(tmp_path):
-    record = Record(tmp_path / "r.json", FACTS, ())
-    plan = {"parameters": 124e6, "steps": 400, "tokens_per_step": 16384, "bound_by": "the data",
-            "precision": "bf16"}  # fmt: skip
-    rows = {
-        name: {"scheme": name, "loss": loss, "seconds_per_step": seconds, "peak_bytes": 2**21}
-        for name, loss, seconds in (("bf16", 4.0, 0.1), ("metis", 4.1, 0.25))
-    }
-    record.parts = {"compare": Entry(records.DONE, items={"plan": plan, **rows})}
-    text = page(record, "x", ["compare"])
-    assert "| metis | 4.1000 | +2.50 | 250 | 2.50 | 2 |" in text
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -311,10 +242,11 @@ def test_targets_for_a_gpu_are_read_from_its_record(tmp_path, monkeypatch):
     record.parts["layer"] = Entry(records.DONE, items={"16384": {"rows": [row]}})
     record.parts["native"] = Entry(records.SKIPPED, "no FP4 units")
     record.write()
-    assert report.gpu_layer_ratio("nvfp4")() == 1.5
+    assert report.gpu_layer_ratio("nvfp4")() == (1.5, None)
     assert report.gpu_layer_ratio("metis")() is None
     shown = report.gpus_markdown()
-    assert "| [NVIDIA H200](gpu-h.md) | 2.8.0 | layer |" in shown
+    others = "tests, kernels, step, fidelity, compare: to come; native: skipped"
+    assert f"| [NVIDIA H200](gpu-h.md) | 2.8.0 | layer | {others} |" in shown
 
 
 # --- everything -----------------------------------------------------------------------------------

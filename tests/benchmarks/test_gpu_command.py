@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import gpu
 from on_gpu import record as records
 from on_gpu import suite
-from on_gpu.record import CutOff, Item, Skipped
+from on_gpu.record import Clock, CutOff, Item, OutOfTime, Skipped
 
 from metis_hf.data.chunked import _REQUIRED, META
 
@@ -151,6 +152,35 @@ def test_results_that_again_does_not_replace_stay(call, tmp_path):
     _, said = call({}, "--parts", "native", "--again", "--minutes", "0")
     command = "the same command without --again"
     assert said[-1] == f"the minutes are over: {command} goes on where this one stopped"
+
+
+@pytest.mark.parametrize("ended", ["clock", "sigterm"])
+def test_again_replaces_one_result_after_the_other(ended, call, tmp_path, monkeypatch):
+    """What ends it loses none, and the same command without --again measures the others."""
+    record = tmp_path / "benchmarks" / "results" / "gpu-cpu.json"
+    monkeypatch.setattr(Clock, "left", lambda clock: 1.0)
+
+    def part(value: int, breaks: bool = False):
+        def end() -> dict:
+            raise SystemExit if ended == "sigterm" else OutOfTime("no time")
+
+        measure = lambda: {"rows": [], "value": value}  # noqa: E731
+        first, *others = (Item(key, measure) for key in "abc")
+        return lambda _: [first, Item("b", end)] if breaks else [first, *others]
+
+    def values() -> list[int]:
+        entry = json.loads(record.read_text())["parts"]["kernels"]
+        return [entry["items"][key]["value"] for key in "abc"]
+
+    options = ("--parts", "kernels")
+    call({"kernels": part(1)}, *options)
+    with contextlib.suppress(SystemExit):
+        call({"kernels": part(2, breaks=True)}, *options, "--again")
+    assert values() == [2, 1, 1]
+    assert "older results stay until then: b; c" in (tmp_path / "benchmarks/gpu-cpu.md").read_text()
+    call({"kernels": part(3)}, *options)
+    assert values() == [2, 3, 3]
+    assert "older results" not in (tmp_path / "benchmarks/gpu-cpu.md").read_text()
 
 
 def test_what_fails_each_time_keeps_no_other_part_from_its_turn(call):

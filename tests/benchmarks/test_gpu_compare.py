@@ -85,6 +85,24 @@ def test_a_new_plan_takes_up_no_checkpoint_of_another(monkeypatch, tmp_path):
     assert not left.exists()
 
 
+def test_schemes_of_an_older_plan_go_when_there_is_a_new_one(monkeypatch, tmp_path):
+    """Measured again with --again: they trained other steps than it says."""
+    planned = {"steps": 10, "seconds_per_step": {"bf16": 1.0}}
+    entry = Entry(items={"plan": planned, "bf16": {"steps": 9}}).anew()
+    made = comparison(tmp_path, Clock(None))
+    context = Context(
+        device=torch.device("cpu"), quick=True, clock=Clock(None), entry=lambda name: entry,
+        work=tmp_path, data=tmp_path, schemes=("bf16",),
+    )  # fmt: skip
+    monkeypatch.setattr(compare, "open_data", lambda data, context: made)
+    items = compare.compare(context)
+    assert next(items).key == "plan"
+    assert list(entry.items) == ["plan", "bf16"]  # until the plan is there
+    entry.outdated.remove("plan")
+    assert next(items).key == "bf16"
+    assert list(entry.items) == ["plan"]
+
+
 def test_a_scheme_that_this_call_has_no_time_for_does_not_begin(monkeypatch, tmp_path):
     entry = Entry(items={"plan": {"steps": 10, "seconds_per_step": {"bf16": 1.0, "metis": 100.0}}})
     made = comparison(tmp_path, Clock(5))
