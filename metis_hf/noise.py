@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._pytree import tree_leaves
 
 P = ParamSpec("P")
@@ -104,14 +105,17 @@ def _xor_with_upper(h: Words, shift: int) -> Words:
 def _on_host(data: Tensor) -> bool:
     """Return whether numpy may read a tensor, which has a fraction of torch's cost for a call.
 
-    Not while torch traces, nor what only stands for a tensor.
+    Not while torch traces, in whatever way, nor what only stands for a tensor.
     """
     return (
         not torch.compiler.is_compiling()
         and data.device.type == "cpu"
         and type(data) is Tensor
+        and not torch._is_functional_tensor(data)
         and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
+        and not _len_torch_dispatch_stack_pre_dispatch()
     )
 
 

@@ -323,8 +323,38 @@ def test_what_stands_for_a_tensor_is_left_to_torch():
         drawn = uniform((20,), Key(3, mode.from_tensor(key.data)))
         assert drawn.fake_mode is mode
         assert fingerprint(drawn).fake_mode is mode
-    traced = make_fx(lambda data: uniform((20,), Key(3, data)))(torch.tensor(9, dtype=torch.int32))
-    assert torch.equal(traced(key.data), uniform((20,), key))
-    traced = make_fx(fingerprint)(torch.zeros(20))
+    functional = torch._to_functional_tensor(drawn := torch.randn(20))
+    assert torch.equal(torch._from_functional_tensor(fingerprint(functional)), fingerprint(drawn))
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda f, x: make_fx(f)(x),
+        lambda f, x: make_fx(f, pre_dispatch=True)(x),
+        lambda f, x: torch.jit.trace(f, (x,)),
+    ],
+    ids=["make_fx", "pre-dispatch", "jit"],
+)
+def test_no_number_of_the_traced_call_stays(trace):
+    def draw(data):
+        return uniform((20,), Key(3, data))
+
+    data = torch.tensor([5, 9], dtype=torch.int32)
+    traced = trace(draw, data[0])
+    assert torch.equal(traced(data[1]), draw(data[1]))
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_traced_fingerprint_follows_the_tensor(pre_dispatch):
     x = torch.randn(20)
+    traced = make_fx(fingerprint, pre_dispatch=pre_dispatch)(torch.zeros(20))
     assert torch.equal(traced(x), fingerprint(x))
+
+
+def test_the_host_is_asked_for_what_it_holds(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(noise, "_bits_on_host", lambda count, key: drawn.append(count))
+    assert noise.random_bits(40, Key(3, torch.tensor(5, dtype=torch.int32))) is None
+    assert noise.random_bits(40, Key(3)) is None
+    assert drawn == [40, 40]
