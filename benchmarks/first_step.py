@@ -12,6 +12,7 @@ import os
 import tempfile
 
 from timing import (
+    SPREAD,
     before_start,
     parse,
     printed_seconds,
@@ -76,7 +77,7 @@ def main() -> None:
     before = before_start()
     times = measure(64, 1) if args.quick else measure(512, ROUNDS)
     rows = [{"name": name, **summary(found)} for name, found in times.items()]
-    print(table(["", "ms (quartiles)"], [[row["name"], spread(row, "ms")] for row in rows]))
+    print(table(["", f"ms {SPREAD}"], [[row["name"], spread(row, "ms")] for row in rows]))
     write(args.out, "first_step", {"machine": before, "rows": rows})
 
 

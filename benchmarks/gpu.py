@@ -249,14 +249,15 @@ def _measure_anew(
     clock = context.clock
     for part in parts:
         old = record.part(part)
-        if old.items and clock.left() <= 0:
+        has_any = bool(old.items or old.errors)
+        if has_any and clock.left() <= 0:
             say(f"{part}: not measured anew, no time was left; its earlier results stay")
             continue
         same = context.options.get(part, old.options) == old.options
-        new = record.parts[part] = old.anew() if old.items and same else Entry()
+        new = record.parts[part] = old.anew() if has_any and same else Entry()
         before = clock.measured
         measure(part)
-        if old.items and clock.measured == before:
+        if has_any and clock.measured == before:
             record.parts[part] = old
             if not new.errors.items() <= old.errors.items():
                 old.state, old.reason = new.state, new.reason

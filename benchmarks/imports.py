@@ -10,6 +10,7 @@ results/imports.json.
 from __future__ import annotations
 
 from timing import (
+    SPREAD,
     before_start,
     parse,
     printed_seconds,
@@ -40,7 +41,7 @@ def main() -> None:
     args = parse(program_arguments(__doc__))
     before = before_start()
     rows = [{"name": NAME, **summary(measure(2 if args.quick else ROUNDS))}]
-    print(table(["", "ms (quartiles)"], [[row["name"], spread(row, "ms")] for row in rows]))
+    print(table(["", f"ms {SPREAD}"], [[row["name"], spread(row, "ms")] for row in rows]))
     write(args.out, "imports", {"machine": before, "rows": rows})
 
 

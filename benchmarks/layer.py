@@ -21,6 +21,7 @@ from memory import megabytes, peak_memory
 from quantizers import available
 from timing import (
     SPREAD,
+    NotRecorded,
     Row,
     arguments,
     before_start,
@@ -148,6 +149,7 @@ def measure(
             row["parts_ms"] = {
                 name: statistics.median(one[name] for one in split) * 1e3 for name in parts.NAMES
             }
+            row["parts_rounds"] = PART_ROUNDS
         rows.append(row)
     if device.type == "cuda":
         _add_recorded(rows, [step for _, step in found], rounds, budget, device)
@@ -166,10 +168,12 @@ def _add_recorded(
     for row, step in zip(rows, steps):
         try:
             plays.append((row, recorded(step)))
-        except RuntimeError as error:
-            row["recorded_note"] = f"{type(error).__name__}: {error}"
-    if "recorded_note" in rows[0]:  # nothing to compare with
-        return
+        except NotRecorded as error:
+            row["recorded_note"] = str(error)
+            if row is rows[0]:
+                for other in rows[1:]:
+                    other["recorded_note"] = f"not tried, since {row['name']} was not recorded"
+                return
     times = interleave([play for _, play in plays], rounds, budget=budget, device=device)
     for (row, _), seconds in zip(plays, times):
         found = summary(seconds, times[0])

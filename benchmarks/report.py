@@ -106,7 +106,7 @@ def share(*names: str) -> Callable[[], Measured | None]:
             return None
         split = row["parts_ms"]
         percent = 100 * sum(split[name] for name in names) / sum(split.values())
-        return Measured(percent, layer.PART_ROUNDS)
+        return Measured(percent, row.get("parts_rounds"))
 
     return measure
 

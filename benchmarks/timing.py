@@ -165,11 +165,15 @@ def printed_seconds(
     return float(done.stdout.splitlines()[-1])
 
 
+class NotRecorded(RuntimeError):
+    """Raised where a call's work cannot be recorded as a CUDA graph, memory included."""
+
+
 def recorded(call: Callable[[], object]) -> Callable[[], object]:
     """Return what plays a call's work on a GPU, as a CUDA graph.
 
     Raises:
-        RuntimeError: it cannot be recorded, or memory is too small.
+        NotRecorded: it runs, and cannot be recorded.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -178,8 +182,11 @@ def recorded(call: Callable[[], object]) -> Callable[[], object]:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        raise NotRecorded(f"{type(error).__name__}: {error}") from error
     return graph.replay
 
 

@@ -121,12 +121,14 @@ class Comparison:
 def compare(context: Context) -> Iterator[Item]:
     assert context.data is not None  # gpu.py asks
     comparison = open_data(context.data, context)
-    yield Item(PLAN, partial(plan, comparison))
     entry = context.entry("compare")
+    before = entry.items.get(PLAN)
+    yield Item(PLAN, partial(plan, comparison))
     found = entry.items.get(PLAN)
     if not found or "steps" not in found:
         return  # its error is recorded
-    entry.drop(entry.outdated)  # schemes of the plan before
+    if before is None or before.get("steps") != found["steps"]:
+        entry.drop(entry.outdated)  # schemes trained another number of steps
     for scheme in context.schemes:
         seconds = _SLACK * found["steps"] * found["seconds_per_step"][scheme]
         # What takes longer than a whole call is begun all the same: its checkpoint is kept.

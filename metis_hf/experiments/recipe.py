@@ -310,7 +310,7 @@ def build_trainer(
 
 @contextmanager
 def hold_output(arguments: RecipeArguments, training: TrainingArguments) -> Iterator[None]:
-    """Hold output_dir, by the first process, while the block runs.
+    """Make output_dir and hold it, by the first process, while the block runs.
 
     Raises:
         ValueError: another run holds it, or it has checkpoints and `--resume` was not given.

@@ -188,13 +188,13 @@ def parse_arguments(
 
 def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
     values = read_yaml(Path(path))
-    known = [f.name for kind in types for f in dataclasses.fields(kind)]
+    known = {f.name: f.default for kind in types for f in dataclasses.fields(kind)}
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; --help lists the arguments"
             raise ValueError(f"{path}: there is no argument {key!r}{hint}")
-        if values[key] is None:
+        if values[key] is None and known[key] is not None:
             raise ValueError(f"{path}: {key} has no value; give it one, or leave the line out")
     if isinstance(values.get("metis"), dict):
         values["metis"] = json.dumps(values["metis"])

@@ -127,6 +127,15 @@ def test_when_the_minutes_are_over_it_says_so(call):
     assert said[-1] == "the minutes are over: the same command goes on where this one stopped"
 
 
+@pytest.mark.parametrize("options", [(), ("--again",)], ids=str)
+def test_a_part_that_failed_stays_failed_where_it_is_not_measured(call, tmp_path, options):
+    call({"kernels": bad}, "--parts", "kernels")
+    status, _ = call({"kernels": skipped}, "--parts", "kernels", *options)
+    found = json.loads((tmp_path / "benchmarks" / "results" / "gpu-cpu.json").read_text())
+    assert (status, found["parts"]["kernels"]["state"]) == (1, records.FAILED)
+    assert found["parts"]["kernels"]["errors"]
+
+
 def test_results_that_again_does_not_replace_stay(call, tmp_path):
     record = tmp_path / "benchmarks" / "results" / "gpu-cpu.json"
 

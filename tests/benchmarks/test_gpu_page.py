@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
 import layer
+import timing
 from on_gpu import machine
 from on_gpu import record as records
 from on_gpu.page import page
@@ -96,15 +97,16 @@ def test_calls_on_other_machines_are_named(tmp_path):
 
 
 def test_a_layer_that_cannot_be_recorded_says_why(tmp_path, monkeypatch):
-    """Too little memory is an error of a recording too."""
+    """If it is the one that others are compared with, they are not tried."""
 
     def refuse(step):
-        if step is steps[1]:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nMore | text.")
+        if step is refused:
+            raise timing.NotRecorded("OutOfMemoryError: CUDA out of memory.\nMore | text.")
         return step
 
     monkeypatch.setattr(layer, "recorded", refuse)
     steps = [lambda: None, lambda: None]
+    refused = steps[1]
     row = {"dtype": "bfloat16", "kernels": "triton", "shape": [9, 9, 9], "rounds": 7, "ms": 1.0,
            "quartiles_ms": [1.0, 1.0], "ratio": 1.0, "quartiles_ratio": [1.0, 1.0]}  # fmt: skip
     rows = [row | {"name": name} for name in ("nn.Linear", "metis")]
@@ -115,6 +117,10 @@ def test_a_layer_that_cannot_be_recorded_says_why(tmp_path, monkeypatch):
     note = "OutOfMemoryError: CUDA out of memory. More \\| text."
     told = f"Not measured:\n\n- 9 x 9: metis, bfloat16, triton, in a CUDA graph: {note}\n"
     assert told in page(record, "x", ["layer"])
+    rows = [row | {"name": name} for name in ("nn.Linear", "metis")]
+    refused = steps[0]
+    layer._add_recorded(rows, steps, 2, 0.0, torch.device("cpu"))
+    assert rows[1]["recorded_note"] == "not tried, since nn.Linear was not recorded"
 
 
 def test_a_record_in_git_is_read_and_its_page_is_what_it_gives():

@@ -59,6 +59,9 @@ class TestArguments:
         path.write_text("max_steps:\n")
         with pytest.raises(ValueError, match=r"x\.yaml: max_steps has no value; give it one, or"):
             arguments("llama3_8b", "--smoke", "--config", str(path))
+        path.write_text("data_seed: null\n")  # as the default is
+        _, training = arguments("llama3_8b", "--smoke", "--config", str(path))
+        assert training.data_seed is None
 
     def test_a_file_that_is_no_yaml(self, tmp_path):
         path = tmp_path / "x.yaml"
