@@ -185,7 +185,7 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
         ("", "is empty"),
         ('{"text": "a"}\n{"text": ', "line 2, is not JSON"),
         ('[\n  {"text": "a"}\n]', r"line 1, is not JSON: .*\. Each line is one whole object"),
-        (f'{{"text": "a", "id": {"1" * 5000}}}', "a.jsonl, line 1, is not JSON: .*4300 digits"),
+        (f'{{"text": "a", "id": {"1" * 5000}}}', "a.jsonl, line 1, is not JSON: .*4300"),
         ('{"text": "a"}\n{"messages": []}', "a.jsonl, line 2: no messages"),
         ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
         ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),

@@ -34,6 +34,7 @@ from training.distributed_run import (
     play_ranks,
     rank,
 )
+from training.recomputation import recomputed
 
 # Without splits at each use (whose sketches are noise) nearest rounding has no noise.
 NOISELESS = {"scheme": "metis", "decompose": ("weight",), "split_weight": True, **NEAREST}
@@ -220,7 +221,7 @@ def checkpointing(engine, out):
         if name == "recomputed" and engine == "fsdp":
             options = {"fsdp_config": {"activation_checkpointing": True}}
         elif name == "recomputed":
-            options = {"activation_checkpointing": True}
+            options = recomputed()
         model = build(scheme="metis", forward_rounding="stochastic")
         trainer = make_trainer(engine, out, model, max_steps=2, **options)
         trainer.train()

@@ -37,6 +37,7 @@ from training.distillation_tools import (
     student,
     trainer,
 )
+from training.recomputation import recomputed
 
 
 class TestGradient:
@@ -166,8 +167,7 @@ class TestTraining:
             for options in (
                 {},
                 {
-                    "activation_checkpointing": True,
-                    "activation_checkpointing_kwargs": {"use_reentrant": reentrant},
+                    **recomputed(use_reentrant=reentrant),
                 },
             )
         )

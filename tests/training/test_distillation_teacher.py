@@ -26,6 +26,7 @@ from training.distillation_tools import (
     student,
     trainer,
 )
+from training.recomputation import recomputed
 
 
 def adapted(scheme="nvfp4-rne", **changes):
@@ -108,7 +109,7 @@ class TestOwnTeacher:
     def test_accumulation_and_checkpointing(self, tmp_path):
         options = {"gradient_accumulation_steps": 2, "max_steps": 2}
         plain = trainer(tmp_path, adapted(), teacher=None, **options)
-        again = trainer(tmp_path, adapted(), teacher=None, activation_checkpointing=True, **options)
+        again = trainer(tmp_path, adapted(), teacher=None, **recomputed(), **options)
         for made in (plain, again):
             made.train()
         assert losses(again) == losses(plain)

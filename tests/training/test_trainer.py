@@ -26,6 +26,7 @@ from metis_hf import (
 )
 from metis_hf.monitoring.run_record import RUN_FILE
 from metis_hf.training.callback import HEALTH_FILE
+from training.recomputation import is_recomputed, recomputed
 
 FP4 = of_each_kind(FP4_SCHEMES)
 # Direct, split, with state: what differs in the loop. `--full` runs all schemes.
@@ -183,12 +184,11 @@ def test_activation_checkpointing_changes_nothing(scheme, reentrant, tmp_path):
         tmp_path,
         converted(scheme),
         max_steps=2,
-        activation_checkpointing=True,
-        activation_checkpointing_kwargs={"use_reentrant": reentrant},
+        **recomputed(use_reentrant=reentrant),
     )
     plain.train()
     checkpointed.train()
-    assert checkpointed.model.is_activation_checkpointing
+    assert is_recomputed(checkpointed.model)
     assert losses(checkpointed) == losses(plain)
     assert states_equal(checkpointed.model, plain.model)
 
