@@ -274,7 +274,8 @@ def mixed_scale(
         return _Candidate(scale, inverse, error_of(one, step, inverse))
 
     first, second = map(candidate, element.formats, element.units)
-    return _best([first, second._replace(scale=-second.scale)])
+    # Spelled out: torch.compile of 2.8 does not trace into `_replace`.
+    return _best([first, _Candidate(-second.scale, second.inverse, second.error)])
 
 
 class _Candidate(NamedTuple):
