@@ -114,8 +114,8 @@ def add_runs(run: Path, name: str) -> None:
             raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
     there = {(each["scheme"], each["seed"]): each for each in record["runs"]}
     offered = {(each["scheme"], each["seed"]): each for each in more["runs"]}
-    for scheme, seed in there.keys() & offered.keys():
-        if there[scheme, seed] != offered[scheme, seed]:
+    for (scheme, seed), run_there in there.items():
+        if offered.get((scheme, seed), run_there) != run_there:
             raise ValueError(f"{name} has another run of {scheme}, seed {seed}")
     if not offered.keys() - there.keys():
         raise ValueError(f"{name} has all runs of {run} already")
