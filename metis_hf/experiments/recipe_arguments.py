@@ -126,7 +126,7 @@ class RecipeArguments:
             device_batch=training.per_device_train_batch_size,
             world_size=world_size,
             bf16=bool(training.bf16),
-            checkpointing=_checkpointing(training),
+            checkpointing=bool(training.gradient_checkpointing),
         )
 
 
@@ -205,7 +205,3 @@ def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
 
 def _as_text(value: Any) -> Any:
     return value if value is None or isinstance(value, dict | list) else str(value)
-
-
-def _checkpointing(training: TrainingArguments) -> bool:
-    return bool(training.gradient_checkpointing or training.activation_checkpointing)

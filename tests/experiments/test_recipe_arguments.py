@@ -128,6 +128,15 @@ class TestArguments:
         with pytest.raises(ValueError, match="2048 does not fit the model's context of 1024"):
             dry_run(config_of("gpt2_130m"), given, training)
 
+    def test_transformers_without_the_new_name_of_checkpointing(self, monkeypatch):
+        """All that Python 3.10 has."""
+        given, training = arguments("llama3_8b", "--dry-run")
+        assert not given.workload(training, 8).checkpointing
+        monkeypatch.delattr(type(training), "activation_checkpointing", raising=False)
+        vars(training).pop("activation_checkpointing", None)
+        training.gradient_checkpointing = True
+        assert given.workload(training, 8).checkpointing
+
     def test_world_that_does_not_divide_the_batch(self):
         given, training = arguments("llama3_8b", "--dry-run", "--world-size", "3")
         with pytest.raises(ValueError, match="multiple of 12"):
