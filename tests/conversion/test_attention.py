@@ -11,6 +11,7 @@ import transformers
 from conftest import VOCAB, llama
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from versions import OLD_TRANSFORMERS
 
 from conversion.architectures import ARCHITECTURES
 from conversion.attention_tools import (
@@ -88,6 +89,8 @@ class TestArchitectures:
     )
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
     def test_windows_and_caps_that_bite(self, name, options, implementation, token_ids):
+        if (name, implementation) == ("Gemma2", "sdpa") and OLD_TRANSFORMERS:
+            pytest.skip("this version of transformers leaves the cap out")
         dense = small(name, **options)
         for parameter in dense.parameters():
             parameter.data.mul_(3.0)  # scores large enough for the cap

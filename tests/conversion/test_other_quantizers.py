@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from versions import reads_packed
 
 from conversion.packed_tools import dense_twin
 from metis_hf import MetisConfig, get_metis_model, metis_layers
@@ -22,6 +23,7 @@ def test_a_model_of_compressed_tensors(called, checkpoint):
     assert not list(metis_layers(model))
 
 
+@reads_packed
 def test_dequantized_it_is_a_dense_model(checkpoint):
     model = get_metis_model(dense_twin(checkpoint, torch.float32), MetisConfig(scheme="nvfp4"))
     assert len(list(metis_layers(model))) == 14

@@ -14,6 +14,7 @@ from conversion import architectures
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from texts import documents
+from versions import reads_packed
 
 from export.checkpoints import ALL_SPLIT, checkpoint, logits, mixtral, relative
 from metis_hf import (
@@ -218,6 +219,7 @@ class TestCompressedTensors:
             model.set_submodule(layer_name, dense)
         assert relative(ran, logits(model, token_ids)) < BF16_TOLERANCE
 
+    @reads_packed
     def test_transformers_dequantizes_while_loading(self, token_ids, tmp_path):
         pytest.importorskip("compressed_tensors")
         source = checkpoint(tmp_path / "metis")

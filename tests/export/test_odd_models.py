@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import CompressedTensorsConfig
+from versions import reads_packed
 
 from export.checkpoints import mixtral
 from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed, to_dense
@@ -108,6 +109,7 @@ def test_what_float16_would_overflow_stays_in_fp32(tmp_path):
     assert {t.dtype for n, t in tensors.items() if n not in kept} == {torch.float16}
 
 
+@reads_packed
 def test_the_lines_that_load_a_packed_model_run(tmp_path):
     """T5's initializer reads weights, which packed layers do not have."""
     pytest.importorskip("compressed_tensors")
