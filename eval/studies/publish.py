@@ -112,16 +112,16 @@ def add_runs(run: Path, name: str) -> None:
     for what, there, now in (*compared, ("variants", known, more["variants"])):
         if there != now:
             raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
-    there = {(each["scheme"], each["seed"]): each for each in record["runs"]}
+    present = {(each["scheme"], each["seed"]): each for each in record["runs"]}
     offered = {(each["scheme"], each["seed"]): each for each in more["runs"]}
-    for (scheme, seed), run_there in there.items():
-        if offered.get((scheme, seed), run_there) != run_there:
+    for (scheme, seed), on_record in present.items():
+        if offered.get((scheme, seed), on_record) != on_record:
             raise ValueError(f"{name} has another run of {scheme}, seed {seed}")
-    if not offered.keys() - there.keys():
+    if not offered.keys() - present.keys():
         raise ValueError(f"{name} has all runs of {run} already")
     record["variants"] |= more["variants"]
     record["seeds"] = list(dict.fromkeys(record["seeds"] + more["seeds"]))
-    record["runs"] = list((there | offered).values())
+    record["runs"] = list((present | offered).values())
     record["timed"] = record.get("timed", False) and more.get("timed", False)
     file.write_text(json.dumps(record) + "\n")
     draw_compare(name)

@@ -15,7 +15,7 @@ from scipy import stats
 
 from metis_hf.experiments.compare.published import grid
 
-STUDIES = ("publish", "gap_law_figure", "gap_law", "beside_paper")
+STUDIES = ("publish", "regression", "gap_law_figure", "gap_law", "beside_paper")
 
 
 @pytest.fixture(autouse=True)
