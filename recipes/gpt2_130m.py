@@ -11,20 +11,7 @@ recipes/README.md says where every other setting comes from.
 from metis_hf.experiments.recipe import Recipe
 from metis_hf.experiments.sizes import SIZES
 
-RECIPE = Recipe(
-    name="gpt2_130m",
-    size=SIZES["130m"],
-    smoke_model={
-        "vocab_size": 512,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-)
-
+RECIPE = Recipe(name="gpt2_130m", size=SIZES["130m"])
 
 if __name__ == "__main__":
     RECIPE.run(description=__doc__)

@@ -12,21 +12,7 @@ recipes/README.md says where every other setting comes from.
 from metis_hf.experiments.recipe import Recipe
 from metis_hf.experiments.sizes import SIZES
 
-RECIPE = Recipe(
-    name="llama3_8b",
-    size=SIZES["8b"],
-    smoke_model={
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 224,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-)
-
+RECIPE = Recipe(name="llama3_8b", size=SIZES["8b"])
 
 if __name__ == "__main__":
     RECIPE.run(description=__doc__)

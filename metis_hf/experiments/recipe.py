@@ -50,6 +50,17 @@ _SMOKE = {
     "dataloader_num_workers": 0,
     "dataloader_pin_memory": False,
 }
+_SMOKE_MODEL: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 224,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    },
+}
+_SMOKE_VOCABULARY = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -59,14 +70,12 @@ class Recipe:
     Attributes:
         name: of the script; its runs are in runs/NAME, unless --output_dir says otherwise.
         size: the model, and how it is trained.
-        smoke_model: what `--smoke` changes in the model's config.
         tokens: of the whole run, unless --tokens says otherwise.
         seed: of weights, data and noise, unless --seed says otherwise.
     """
 
     name: str
     size: Size
-    smoke_model: dict[str, Any]
     tokens: float = 100e9
     seed: int = 42
 
@@ -89,8 +98,9 @@ class Recipe:
 
     def config(self, *, smoke: bool = False) -> PreTrainedConfig:
         """Return the config of the model, or of the tiny one of its architecture."""
-        changes = self.smoke_model if smoke else {}
-        return AutoConfig.for_model(self.size.model_type, **self.size.config | changes)
+        kind = self.size.model_type
+        changes = _SMOKE_MODEL[kind] | _SMOKE_VOCABULARY if smoke else {}
+        return AutoConfig.for_model(kind, **self.size.config | changes)
 
     def run(self, description: str | None) -> None:
         """Do what the command line asks for: train, or print what that would take.
