@@ -279,20 +279,6 @@ def test_experts_that_stay_run_as_before(kept):
     }
 
 
-def test_unconverted_experts_refuse_our_implementation():
-    block = Block("mixtral")
-    block.experts.config._experts_implementation = "metis"
-    with pytest.raises(ValueError, match="for converted experts, and these are not"):
-        block(*routing())
-
-
-def test_expert_parallelism_is_refused():
-    block = get_metis_model(Block("mixtral"), MetisConfig())
-    block.experts._is_expert_parallel = True
-    with pytest.raises(NotImplementedError, match="expert parallelism gives each process"):
-        block(*routing())
-
-
 def test_coverage_of_mixtral_8x7b():
     """At its true shape, on the meta device: nearly all of 46.7 billion parameters."""
     config = transformers.MixtralConfig()  # the defaults are the 8x7B model

@@ -1,4 +1,4 @@
-"""Fused experts at the edges: no tokens, frozen ones, those of older versions of transformers."""
+"""Fused experts at the edges: no tokens, frozen ones, refused ones, those of older versions."""
 
 from __future__ import annotations
 
@@ -42,3 +42,17 @@ def test_experts_that_do_not_tell_whether_they_are_parallel_run():
     expected = block(*routing())
     vars(block.experts).pop("_is_expert_parallel", None)
     assert torch.equal(block(*routing()), expected)
+
+
+def test_unconverted_experts_refuse_our_implementation():
+    block = Block("mixtral")
+    block.experts.config._experts_implementation = "metis"
+    with pytest.raises(ValueError, match="for converted experts, and these are not"):
+        block(*routing())
+
+
+def test_expert_parallelism_is_refused():
+    block = get_metis_model(Block("mixtral"), MetisConfig())
+    block.experts._is_expert_parallel = True
+    with pytest.raises(NotImplementedError, match="expert parallelism gives each process"):
+        block(*routing())
