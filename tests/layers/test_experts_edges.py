@@ -56,3 +56,18 @@ def test_expert_parallelism_is_refused():
     block.experts._is_expert_parallel = True
     with pytest.raises(NotImplementedError, match="expert parallelism gives each process"):
         block(*routing())
+
+
+@pytest.mark.parametrize("scheme", ["nvidia", "metis"])
+def test_frozen_experts_stay_frozen(scheme):
+    """Through conversion and back; biases by themselves."""
+    block = Block("gpt-oss")
+    block.experts.down_proj.requires_grad_(False)
+    block.experts.gate_up_proj_bias.requires_grad_(False)
+    before = {name: param.requires_grad for name, param in block.named_parameters()}
+    get_metis_model(block, MetisConfig(scheme=scheme))
+    for name, param in block.named_parameters():
+        bias = name.endswith("bias")
+        assert param.requires_grad is (("down" in name) is bias), name
+    to_dense(block)
+    assert {name: param.requires_grad for name, param in block.named_parameters()} == before
