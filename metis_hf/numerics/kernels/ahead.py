@@ -89,7 +89,8 @@ def rehearse(rehearsal: Rehearsal, mode: Hashable) -> list[Program]:
 def prepare(program: Program) -> None:
     """Compile a program that is missing, and what else is expected, side by side.
 
-    It returns without it where there is nothing to share out.
+    What earlier processes left on disk is read at once, or small tensors would go without it for a
+    thousand calls. It returns without the program where there is nothing to read or to share out.
 
     Raises:
         CompilationError: the compiler, or torch's way to it, failed.
@@ -100,9 +101,13 @@ def prepare(program: Program) -> None:
         needed = [program, *_expected()]
         # A new thread has the machine's number of threads, not the one that the caller set.
         needed = [p._replace(threads=program.threads) for p in needed]
-        missing = [p for p in dict.fromkeys(needed) if not compiled.is_compiled(p)]
-        missing = [p for p in missing if not kept.is_kept(p)]
-        if len(missing) > 1 and kept.keeps_code():
+        needed = [p for p in dict.fromkeys(needed) if not compiled.is_compiled(p)]
+        if not kept.keeps_code():
+            return
+        for there in filter(kept.is_kept, needed):
+            compiled.compile_program(there)  # hundredths of a second
+        missing = [p for p in needed if not compiled.is_compiled(p)]
+        if len(missing) > 1:
             _compile_side_by_side(missing)
 
 

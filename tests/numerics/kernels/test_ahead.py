@@ -132,6 +132,22 @@ def test_what_is_missing_is_compiled_by_others_too(empty, monkeypatch, caplog) -
     assert ended.startswith("compiled them in")
 
 
+def test_what_is_on_disk_is_read_at_once(empty, monkeypatch) -> None:
+    """Programs of small tensors too, which calls ask for the thousandth time only."""
+    on_disk = [program()._replace(dtype=dtype) for dtype in layout.DTYPES]
+    read: list[Program] = []
+    monkeypatch.setattr(kept, "is_kept", on_disk.__contains__)
+    monkeypatch.setattr(kept, "load", lambda one: read.append(one) or len)
+    monkeypatch.setattr(kept, "keep", lambda *args: pytest.fail("it is there"))
+    other = program(0, ScaleRule.SEARCH)
+    ahead.expect("layer", Rehearsal(other, *on_disk))
+    ahead.prepare(on_disk[-1])
+    assert read == [on_disk[-1], *on_disk[:-1]]
+    assert all(map(compiled.is_compiled, on_disk))
+    assert not empty  # the one that is missing is left to its call
+    assert not compiled.is_compiled(other)
+
+
 @pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python"])
 def test_a_process_that_fails_is_made_up_for(empty, monkeypatch, executable) -> None:
     monkeypatch.setattr(sys, "executable", executable)
