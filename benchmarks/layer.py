@@ -52,14 +52,16 @@ WHOLE = (NN_LINEAR, PAPER, "bf16")  # their GEMMs are not the package's: not tak
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor, kernels: str | None) -> Callable[[], None]:
-    """Forward and backward; gradients are dropped at the end, as after an optimizer's step."""
-    x = x.clone().requires_grad_()
+    """Forward and backward; gradients are dropped at the end, as after an optimizer's step.
+
+    Each step has a tensor of its own: a layer keeps the input that was encoded last.
+    """
+    x = x.clone()
 
     def step() -> None:
         with use_kernels(kernels):
-            layer(x).backward(dy)
+            layer(x.detach().requires_grad_()).backward(dy)
         layer.zero_grad()
-        x.grad = None
 
     return step
 

@@ -28,7 +28,10 @@ import scaling
 import step
 import timing
 
+from metis_hf import MetisConfig
+from metis_hf.layers.make import convert_linear
 from metis_hf.numerics.kernels import choice
+from metis_hf.operands import Spectral
 
 BENCHMARKS = Path(report.__file__).parent
 
@@ -309,6 +312,20 @@ def test_a_step_that_was_not_recorded_says_why():
     assert "| metis, recorded |" in step.markdown([row | {"recorded": True, "note": None}])
     refused = row | {"recorded": False, "note": "no memory"}
     assert "| metis, not recorded: no memory |" in step.markdown([refused])
+
+
+def test_each_step_of_a_layer_has_an_input_of_its_own(monkeypatch):
+    """A layer keeps what it encoded last: the same tensor again would cost it nothing."""
+    encoded = []
+    encode = Spectral.encode
+    monkeypatch.setattr(
+        Spectral, "encode", lambda *args, **kw: encoded.append(args[1]) or encode(*args, **kw)
+    )
+    module = convert_linear(torch.nn.Linear(64, 64), MetisConfig(scheme="metis"), name="layer")
+    step = layer.step_of(module.train(), torch.randn(64, 64), torch.randn(64, 64), "reference")
+    step()
+    step()
+    assert len(encoded) == 2
 
 
 def test_a_layer_that_is_not_taken_apart_has_no_parts():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.numerics.kernels import formulation, kept, vector_units
+from metis_hf.numerics.kernels import byte_loads, formulation, kept, vector_units
 from metis_hf.numerics.kernels.formulation import BLOCK, Noise, Specialization
 from metis_hf.numerics.scaling import TRIED_SCALES
 
@@ -249,7 +249,7 @@ def _build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         return _compiled(program)
     if vector_units.may_be_trusted():
         try:
-            with vector_units.chosen():
+            with vector_units.chosen(), byte_loads.at_once():
                 return _compiled(program)
         except Exception as error:
             logger.debug("a quantizer is compiled again, with vector units tried out: %s", error)
