@@ -22,7 +22,7 @@ _INSTRUCTIONS = {"8": "_mm_loadl_epi64", "16": "_mm_loadu_si128"}
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-    """Generate such loads inside the block, where AVX2 is chosen and torch's are known."""
+    """Write such loads inside the block, where AVX2 is chosen and torch's own are known."""
     from torch._inductor.codegen import cpp
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
