@@ -35,7 +35,7 @@ from timing import (
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import KERNELS, compiled, use_kernels
+from metis_hf.numerics.kernels import KERNELS, compiled, pack, unpack, use_kernels
 from metis_hf.numerics.kernels.choice import ENVIRONMENT, triton_backend
 
 COPY = "copy"
@@ -52,6 +52,8 @@ QUANTIZERS = {
     "mxfp4": {"fmt": "mxfp4"},
 }
 REFERENCE_ONLY = ("mxfp4",)
+# Of the first one: what is saved for the backward pass, and reading it there.
+HALVES = PACK, UNPACK = ("nvfp4, pack", "nvfp4, unpack")
 SHAPES = [(4096, 1024), (1024, 4096), (1024, 128)]
 QUICK_SHAPES = [(512, 512)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -67,6 +69,19 @@ def ours(x: Tensor, name: str, kernels: str) -> Callable[[], Tensor]:
     def call() -> Tensor:
         with use_kernels(kernels):
             return quantizer(x, dim=dim, key=5, dtype=x.dtype)
+
+    return call
+
+
+def half(x: Tensor, name: str, kernels: str) -> Callable[[], object]:
+    quantizer, (rows, columns) = Quantizer(), x.shape
+    packed = pack(x, quantizer)
+
+    def call() -> object:
+        with use_kernels(kernels):
+            if name == PACK:
+                return pack(x, quantizer)
+            return unpack(packed, quantizer, shape=(rows, columns), dtype=x.dtype)
 
     return call
 
@@ -94,10 +109,13 @@ def covered(name: str, kernels: str) -> bool:
 
 
 def own_cases(x: Tensor, names: Sequence[str], kernels: Sequence[str]) -> list[Case]:
-    """Calls that quantize x with each of our kernels."""
+    """Calls that quantize x, or do a half of it, with each of our kernels."""
     kind = str(x.dtype).split(".")[1]
     return [
-        ({"name": name, "kernels": kernel, "dtype": kind}, ours(x, name, kernel))
+        (
+            {"name": name, "kernels": kernel, "dtype": kind},
+            (half if name in HALVES else ours)(x, name, kernel),
+        )
         for name in names
         for kernel in kernels
         if covered(name, kernel)
@@ -114,7 +132,7 @@ def cases(
     for dtype in DTYPES[: 1 if quick else None]:
         typed = x.to(dtype)
         kind = str(dtype).split(".")[1]
-        found += own_cases(typed, list(QUANTIZERS)[: 3 if quick else None], kernels)
+        found += own_cases(typed, [*list(QUANTIZERS)[: 3 if quick else None], *HALVES], kernels)
         others = {
             peer: (lambda make=make, typed=typed: make(typed))
             for peer, make in peers.QUANTIZERS.items()
