@@ -90,7 +90,7 @@ def prepare(program: Program) -> None:
     """Compile a program that is missing, and what else is expected, side by side.
 
     What earlier processes left on disk is read at once, or small tensors would go without it for a
-    thousand calls. It returns without the program where there is nothing to read or to share out.
+    thousand calls. It returns without the program where that is all that is missing.
 
     Raises:
         CompilationError: the compiler, or torch's way to it, failed.
@@ -104,11 +104,12 @@ def prepare(program: Program) -> None:
         needed = [p for p in dict.fromkeys(needed) if not compiled.is_compiled(p)]
         if not kept.keeps_code():
             return
-        for there in filter(kept.is_kept, needed):
-            compiled.compile_program(there)  # hundredths of a second
-        missing = [p for p in needed if not compiled.is_compiled(p)]
+        read = {p for p in needed if compiled.load_program(p)}
+        missing = [p for p in needed if p not in read and not kept.is_kept(p)]
         if len(missing) > 1:
             _compile_side_by_side(missing)
+        elif missing and program in read:
+            compiled.compile_program(*missing)
 
 
 def _expected() -> list[Program]:

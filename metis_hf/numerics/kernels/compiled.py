@@ -199,6 +199,25 @@ def _static_words(static: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return words.to(device), torch.zeros((), dtype=torch.int32, device=device)
 
 
+def load_program(program: Program) -> bool:
+    """Return whether this process has a program now, once what is on disk has been read."""
+    with _lock:
+        return program in _kernels or _load(program)
+
+
+def _load(program: Program) -> bool:
+    # What was compiled for a GPU is left to Inductor's cache: loading it was never tried.
+    if program.device.type != "cpu" or not kept.keeps_code():
+        return False
+    started = time.perf_counter()
+    kernel = kept.load(program)
+    if kernel is None:
+        return False
+    _seconds[program] = time.perf_counter() - started
+    _kernels[program] = kernel
+    return True
+
+
 def compile_program(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     """Compile a program for this process, or load it from disk.
 
@@ -206,16 +225,12 @@ def compile_program(program: Program) -> Callable[..., tuple[Tensor, ...]]:
         CompilationError: the compiler, or torch's way to it, failed.
     """
     with _lock:
-        if program in _kernels:
+        if program in _kernels or _load(program):
             return _kernels[program]
         started = time.perf_counter()
-        # What was compiled for a GPU is left to Inductor's cache: loading it was never tried.
-        loads = program.device.type == "cpu" and kept.keeps_code()
-        kernel = kept.load(program) if loads else None
-        if kernel is None:
-            kernel = _announced_build(program)
-            if loads:
-                kept.keep(program, kernel)
+        kernel = _announced_build(program)
+        if program.device.type == "cpu" and kept.keeps_code():
+            kept.keep(program, kernel)
         _seconds[program] = time.perf_counter() - started
         _kernels[program] = kernel
         return kernel

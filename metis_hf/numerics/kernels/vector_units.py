@@ -15,7 +15,7 @@ import torch
 _KNOWN = "cpp.vec_isa_ok"  # None: try them out
 _WIDTH = "cpp.simdlen"  # None: the widest
 # A block of 16 elements is two vectors of AVX2, whose halves one operation combines; in a vector of
-# AVX-512 that takes shuffles. Measured on a processor with both (benchmarks/README.md).
+# AVX-512 that takes shuffles. Measured on a processor with both (docs/performance.md).
 _BITS = 256
 
 

@@ -136,16 +136,47 @@ def test_what_is_on_disk_is_read_at_once(empty, monkeypatch) -> None:
     """Programs of small tensors too, which calls ask for the thousandth time only."""
     on_disk = [program()._replace(dtype=dtype) for dtype in layout.DTYPES]
     read: list[Program] = []
+
+    def load(one: Program) -> object:
+        read.append(one)
+        return len if one in on_disk else None
+
     monkeypatch.setattr(kept, "is_kept", on_disk.__contains__)
-    monkeypatch.setattr(kept, "load", lambda one: read.append(one) or len)
-    monkeypatch.setattr(kept, "keep", lambda *args: pytest.fail("it is there"))
-    other = program(0, ScaleRule.SEARCH)
-    ahead.expect("layer", Rehearsal(other, *on_disk))
+    monkeypatch.setattr(kept, "load", load)
+    monkeypatch.setattr(kept, "keeps_code", lambda: True)
+    ahead.expect("layer", Rehearsal(*on_disk))
     ahead.prepare(on_disk[-1])
     assert read == [on_disk[-1], *on_disk[:-1]]
     assert all(map(compiled.is_compiled, on_disk))
-    assert not empty  # the one that is missing is left to its call
-    assert not compiled.is_compiled(other)
+    assert not empty
+
+
+def test_one_that_is_missing_beside_what_is_read_is_compiled(empty, monkeypatch, caplog) -> None:
+    """Its call may be of a small tensor, and would wait for it a thousand times."""
+    there, missing = program(), program(0, ScaleRule.SEARCH)
+    monkeypatch.setattr(kept, "is_kept", [there].__contains__)
+    monkeypatch.setattr(kept, "load", lambda one: len if one == there else None)
+    monkeypatch.setattr(kept, "keeps_code", lambda: True)
+    ahead.expect("layer", Rehearsal(missing))
+    ahead.prepare(there)
+    assert empty == [missing]
+    assert not caplog.messages
+
+
+def test_files_that_cannot_be_read_are_left_to_their_calls(empty, monkeypatch) -> None:
+    """Not compiled one after the other for layers that may never need them."""
+    programs = [program()._replace(dtype=dtype) for dtype in layout.DTYPES]
+    monkeypatch.setattr(kept, "keeps_code", lambda: True)
+    for one in programs:
+        file = kept._file(one)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"" if one == programs[0] else b"broken")
+    ahead.expect("layer", Rehearsal(*programs))
+    ahead.prepare(programs[0])
+    assert not empty
+    assert not any(map(compiled.is_compiled, programs))
+    assert compiled.compile_program(programs[1]) is len
+    assert empty == [programs[1]]
 
 
 @pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python"])
