@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.codecache import cache_dir
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import choice, compiled, use_kernels
+from metis_hf.numerics.kernels import ahead, choice, compiled, use_kernels
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
@@ -49,6 +49,12 @@ def test_a_graph_names_its_mode_as_older_compilers_look_for_it(monkeypatch) -> N
         compiled._build(compiled.program_of(variant, torch.zeros(32, 16)))
     assert found
     assert all(found)
+
+
+@pytest.fixture(autouse=True)
+def nothing_expected(monkeypatch) -> None:
+    """No layers of other tests, whose programs would be read along."""
+    monkeypatch.setattr(ahead, "_rehearsals", {})
 
 
 def test_automatic_choice(monkeypatch) -> None:
