@@ -57,6 +57,11 @@ class Key(NamedTuple):
         return Key(self.static, data if self.data is None else self.data + data)
 
 
+def data_on_host(key: Key) -> int | None:
+    """Return the data of a key where the host knows it without waiting for a device, else None."""
+    return int(key.data) if key.data is not None and _on_host(key.data) else None
+
+
 def key_of(*parts: int | str) -> Key:
     """Make a key from integers and strings."""
     return Key(_mix(zlib.crc32(repr(parts).encode())))

@@ -232,11 +232,12 @@ class AttentionProducts(nn.Module):
         """
         refuse_unsupported(self.name, a, (b,))
         scheme = self.active_scheme()
-        keys = CallKeys(self.keys[kind].fold(process_rank()), a, b)
+        rank = process_rank()
+        keys = CallKeys(self.keys[kind].fold(rank), a, b, rank=rank)
         state = None
         if scheme.state is not None:
-            flat = (x.detach().reshape(-1, x.shape[-1]) for x in (a, b))
-            state = scheme.state.freeze({}, *flat)
+            rows, columns = (x.detach().reshape(-1, x.shape[-1]) for x in (a, b))
+            state = scheme.state.freeze({}, rows, columns, keys)
         return QuantizedProduct.apply(a, b, ProductPlan(scheme, dtype, keys, state))
 
     def attend(

@@ -86,6 +86,8 @@ class MetisLayer(nn.Module):
         asks = config.backend != "emulated" and not self.scheme.is_high_precision
         self.native_obstacle = obstacle(self.scheme) if asks else None
         if self._parameters:  # the layer is there already
+            if self.scheme.weight.fits(self.weight_form):
+                self.weight_form = self.scheme.weight
             self.evaluation_weight.forget()
             self._register_state()
 
@@ -137,7 +139,7 @@ class MetisLayer(nn.Module):
             reason = obstacle_of_shards(new, self.shards, (self.out_features, self.in_features))
             if reason is not None:
                 raise ValueError(f"{config.scheme} under tensor parallelism: {reason}")
-        if new.weight == stored:
+        if new.weight.fits(stored):
             return
         if isinstance(stored, SplitWeight) and replace(stored, rank=new.rank) == new.weight:
             raise ValueError(f"rank {new.rank} does not fit stored factors of rank {stored.rank}")
@@ -174,7 +176,14 @@ class MetisLayer(nn.Module):
             params = self.weight_params()
             parts = params if self.weight_form.is_split else params[-1:]
             weight = next((p for p in reversed(parts) if p.requires_grad), params[-1])
-        return CallKeys(self.noise_key(), x, weight, self.input_noise_key())
+        return CallKeys(
+            self.noise_key(),
+            x,
+            weight,
+            self.input_noise_key(),
+            rank=self._batch_rank(),
+            trains=any(p.requires_grad for p in self.parameters(recurse=False)),
+        )
 
     def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:
         """Map x [... i], the input, to [... o]; row_mask [t] bool: which rows may be sampled."""
@@ -230,6 +239,8 @@ class MetisLayer(nn.Module):
             self.evaluation_weight.forget()
         elif self.held_weight is None and can_hold(self):
             return self.evaluation_weight
+        if self.held_weight is not None:
+            self.held_weight.see(self.weight_params())
         return self.held_weight
 
     def train(self, mode: bool = True):
@@ -250,10 +261,10 @@ class MetisLayer(nn.Module):
         buffers, rows = self.state_buffers(), x.detach().reshape(-1, self.in_features)
         weight = self.weight_params()[-1].detach()
         if not update:
-            return state.freeze(buffers, rows, weight)
+            return state.freeze(buffers, rows, weight, keys)
         mark = keys.weight_key.data
         assert mark is not None
-        return state.update_and_freeze(buffers, rows, weight, mark)
+        return state.update_and_freeze(buffers, rows, weight, keys, mark)
 
     def row_mask(self, x: Tensor) -> Tensor | None:
         """Return which rows of x [... i] are tokens, as [t] bool; None: all, or unknown."""

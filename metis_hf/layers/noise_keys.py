@@ -24,23 +24,36 @@ class CallKeys:
     quantized of it along directions of the weight: as gradients. Equal tensors give equal noise,
     so a recomputed forward pass repeats the original exactly.
 
+    A weight that is not trained is the same in each step: what is quantized of it for backward
+    alone then depends on the input, too, or the same error would be in all gradients.
+
     Args:
         layer_key: of config seed, layer name and process rank.
         x: the input of the call.
         weight: the stored weight (the residual of a split one).
         input_key: of config seed and process rank; None: activations have noise of this layer.
+        rank: of the process, by which the data differs as well; see `RandomHadamard`.
+        trains: whether the weight changes from step to step.
     """
 
     def __init__(
-        self, layer_key: Key, x: Tensor, weight: Tensor, input_key: Key | None = None
+        self,
+        layer_key: Key,
+        x: Tensor,
+        weight: Tensor,
+        input_key: Key | None = None,
+        *,
+        rank: int = 0,
+        trains: bool = True,
     ) -> None:
-        data = fingerprint(x)
-        self.weight_key = layer_key.with_data(fingerprint(weight))
+        data = _of_rank(fingerprint(x), rank)
+        self.weight_key = layer_key.with_data(_of_rank(fingerprint(weight), rank))
         self.input_key = (input_key or layer_key).with_data(data)
         self.call_key = self.weight_key.with_data(data)
+        self.trains = trains
 
     def __getitem__(self, role: Role) -> Key:
-        if role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
+        if role is Role.FPROP_WEIGHT or (role is Role.DGRAD_WEIGHT and self.trains):
             key = self.weight_key
         elif role in (Role.FPROP_INPUT, Role.WGRAD_INPUT):
             key = self.input_key
@@ -55,3 +68,8 @@ class CallKeys:
         of their own.
         """
         return self.call_key.fold(_COORDINATES + role)
+
+
+def _of_rank(data: Tensor, rank: int) -> Tensor:
+    """Return a fingerprint, 0-dim int32, that differs between processes; of rank 0 as it is."""
+    return data + (rank * 0x9E3779B1 & 0x7FFFFFFF) if rank else data

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metis_hf.noise import Key
+from metis_hf.noise import Key, data_on_host
 from metis_hf.operands import Encoded, Operand
 
 
@@ -43,7 +43,7 @@ class SavedInput(NamedTuple):
 
 class _Kept(NamedTuple):
     source: weakref.ref[Tensor]
-    version: int
+    version: tuple[Any, ...]  # of the contents
     wanted: tuple[Any, ...]
     row_mask: Tensor | None
     encoded: Encoded
@@ -52,20 +52,29 @@ class _Kept(NamedTuple):
 class LastInput(threading.local):
     """The tensor that this thread encoded last: layers that read one tensor encode it once.
 
-    Kept as long as that tensor lives, or until another is encoded; never its dense parts.
+    Kept as long as that tensor lives, or until another is encoded; never its dense parts. Other
+    contents are known by the tensor's storage and version counter, and on the host, where writes
+    that count no version are most common (`x.data`, numpy, collectives), by its fingerprint, too.
     """
 
     kept: _Kept | None = None
 
-    def find(self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None) -> Encoded | None:
+    def find(
+        self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None, key: Key
+    ) -> Encoded | None:
         """Return what was encoded of this very tensor in this very way."""
         kept = self.kept
-        if kept is None or kept.source() is not x or kept.version != x._version:
+        if kept is None or kept.source() is not x or kept.version != _version(x, key):
             return None
         return kept.encoded if wanted == kept.wanted and row_mask is kept.row_mask else None
 
     def keep(
-        self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None, encoded: Encoded
+        self,
+        x: Tensor,
+        wanted: tuple[Any, ...],
+        row_mask: Tensor | None,
+        key: Key,
+        encoded: Encoded,
     ) -> None:
         """Take what was encoded of x in place of what was kept before."""
         mine = self.__dict__  # this thread's; the tensor may end in another, as in backward's
@@ -75,7 +84,13 @@ class LastInput(threading.local):
             if kept is not None and kept.source is source:
                 mine.pop("kept", None)
 
-        self.kept = _Kept(weakref.ref(x, forget), x._version, wanted, row_mask, encoded.stored())
+        version, source = _version(x, key), weakref.ref(x, forget)
+        self.kept = _Kept(source, version, wanted, row_mask, encoded.stored())
+
+
+def _version(x: Tensor, key: Key) -> tuple[Any, ...]:
+    """Return what differs between two states of a tensor; `key` has its fingerprint."""
+    return x.data_ptr(), x._version, data_on_host(key)
 
 
 last_input = LastInput()
@@ -100,8 +115,8 @@ def encode_once(
     if tensor is None or tensor.is_inference() or torch.compiler.is_compiling():
         return operand.encode(x, dim=dim, key=key, row_mask=row_mask)
     wanted = (operand, dim, key.static)
-    encoded = last_input.find(tensor, wanted, row_mask)
+    encoded = last_input.find(tensor, wanted, row_mask, key)
     if encoded is None:
         encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask)
-        last_input.keep(tensor, wanted, row_mask, encoded)
+        last_input.keep(tensor, wanted, row_mask, key, encoded)
     return encoded

@@ -7,6 +7,7 @@ qdq(residual)`. A new outlier trick is one conditioner. The published ones are i
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -168,8 +169,12 @@ class Conditioner(ABC):
 
     @property
     def has_codes(self) -> bool:
-        """Return whether `encode` and `decode` are overridden; else operands are saved densely."""
-        return type(self).encode is not Conditioner.encode
+        """Return whether `encode` and `decode` give what a call gives; else x_hat is saved densely.
+
+        They are overridden, and the call is not overridden after them.
+        """
+        own = type(self)
+        return own.encode is not Conditioner.encode and not overrides(own, "__call__", "encode")
 
     def encode(
         self,
@@ -296,7 +301,8 @@ class AroundQuantizer(Conditioner):
     def has_codes(self) -> bool:
         own = type(self)
         fixed = own.for_matrix is AroundQuantizer.for_matrix
-        return fixed or own.decode is not AroundQuantizer.decode
+        known = fixed or own.decode is not AroundQuantizer.decode
+        return known and not overrides(own, "__call__", "encode")
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
@@ -333,3 +339,13 @@ class AroundQuantizer(Conditioner):
 def as_fp32(x: Tensor) -> Tensor:
     """Return x in the dtype that transforms compute in: fp32, or fp64 for fp64."""
     return x if x.dtype is torch.float64 else x.float()
+
+
+@functools.cache
+def overrides(kind: type, method: str, other: str) -> bool:
+    """Return whether a class defines one method after another one, in a class that derives from it.
+
+    What the other one does is then of a version of the class that did not know it.
+    """
+    order = [each for each in kind.__mro__ if method in vars(each) or other in vars(each)]
+    return method in vars(order[0]) and other not in vars(order[0])

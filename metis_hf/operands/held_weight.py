@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from metis_hf.noise import Key
 from metis_hf.operands.conditioner import Encoded
@@ -19,12 +20,24 @@ T = TypeVar("T")
 class HeldWeight:
     """Codes and scales of one layer's w_hat, for as long as the parameters do not change.
 
+    A layer says by `see` which parameters its calls have. What is made of others is not kept, as
+    of copies that saved-tensor hooks unpack in backward (`save_on_cpu`).
+
     4.5 bits an element for each operand; the dense w_hat is made of them at each use, except where
     FP4 units take them as they are.
     """
 
     def __init__(self) -> None:
         self._encoded: dict[tuple[Any, ...], Any] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # a copied or pickled layer holds nothing: nobody would release it
+
+    def see(self, params: Sequence[Tensor]) -> None:
+        """Take note that a layer is called with these parameters."""
+        if not params[-1].is_inference():
+            self._seen.add(_mark_of(params))
 
     def operand(
         self,
@@ -57,11 +70,24 @@ class HeldWeight:
             make: what makes it of the parameters as they are.
             key: noise key of the weight.
         """
-        if params[-1].is_inference():
+        if params[-1].is_inference() or (mark := _mark_of(params)) not in self._seen:
             return make()
-        # A parameter that was written to or moved has another storage or version.
-        seen = tuple((param.data_ptr(), param._version) for param in params)
-        name = (*name, seen)
+        name = (*name, mark)
         if name not in self._encoded:
             self._encoded[name] = make()
         return self._encoded[name]
+
+
+def _nothing() -> None:
+    """Return None: what copies of a layer hold."""
+
+
+def _mark_of(params: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what differs between parameters that were written to or moved, and what they were.
+
+    A weak reference to a storage keeps its address from being given to another.
+    """
+    return tuple(
+        (StorageWeakRef(param.untyped_storage()), param.data_ptr(), param._version)
+        for param in params
+    )

@@ -49,7 +49,7 @@ class WeightForm(ABC):
 
     `params` are the parameters in the order of `names`, each as `shapes` says. The last one is a
     matrix [o i]: whatever is added to it is added to the represented weight. Subclasses are frozen
-    dataclasses: layers whose forms are equal can take each other's parameters.
+    dataclasses: layers whose forms are equal can take each other's parameters, and see `fits`.
 
     Attributes:
         names: of the parameters in a layer and in its checkpoints.
@@ -68,6 +68,10 @@ class WeightForm(ABC):
     def sized(self, out_features: int, in_features: int) -> WeightForm:
         """Return the form of a layer of this size, where constants of the form depend on it."""
         return self
+
+    def fits(self, stored: WeightForm) -> bool:
+        """Return whether parameters that are stored in another form are this one's as they are."""
+        return self == stored
 
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], ...]:
@@ -189,6 +193,9 @@ class ClippedWeight(WeightForm):
 
     def shapes(self, out_features, in_features):
         return (out_features,), (out_features, in_features)
+
+    def fits(self, stored: WeightForm) -> bool:
+        return isinstance(stored, ClippedWeight) and self.start == stored.start
 
     def decompose(self, w, key):
         return w.new_zeros(w.shape[0]), w

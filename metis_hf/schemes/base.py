@@ -207,21 +207,28 @@ class Scheme:
         return replace(self, **changes)
 
     def _own_copy(self, role: Role) -> Operand:
-        """Return the operand at a role, for a copy of its own if it has been another role's."""
+        """Return the operand at a role, for a copy of its own if it has been another role's.
+
+        A GEMM whose other operand is not quantized loses with the shared copy all that four bits
+        did to it.
+        """
         used, operand = self.resolve(role)
         if used is role:
             return operand
+        if self.resolve(Role(role ^ 1))[1].quantizer is None:
+            return HIGH_PRECISION
         return replace(operand, conditioner=operand.conditioner.turned())
 
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
         """Return the same with the GEMMs of some passes unquantized: any of "forward", "backward".
 
         What one pass gives up the other keeps: a quantized operand that was shared with it is then
-        quantized for the other pass alone. So does a weight that is quantized in the forward pass
-        keep its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator. That copy
-        is made for a GEMM of its own, and so in blocks along what that GEMM contracts. Rotations of
-        a whole dimension rotate the same one as before; `Hadamard` and `RandomHadamard`, which
-        rotate in blocks, go along with the contraction.
+        quantized for the other pass alone, where the GEMM's other operand is quantized too. So does
+        a weight that is quantized in the forward pass keep its way from dL/dw_hat to dL/dw: trained
+        clipping, or a gradient estimator. That copy is made for a GEMM of its own, and so in blocks
+        along what that GEMM contracts. Rotations of a whole dimension rotate the same one as
+        before; `Hadamard` and `RandomHadamard`, which rotate in blocks, go along with the
+        contraction.
         """
         scheme = self
         if "backward" in passes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import Channels
 from metis_hf.schemes.states import LayerState, StatefulLayer, finite_or
+
+if TYPE_CHECKING:
+    from metis_hf.layers.noise_keys import CallKeys
 
 STATE = ("running_range", "step_range", "step_mark")
 _NO_MARK = torch.iinfo(torch.int64).min
@@ -89,7 +93,9 @@ class Smoothing(RunningRange):
 
     alpha: float = 0.5
 
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Channels:
+    def freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
+    ) -> Channels:
         low, high = self.range(buffers, x)
         largest = torch.maximum(-low, high)
         of_weight = weight.float().abs().amax(0)
@@ -105,7 +111,9 @@ class Shifting(RunningRange):
     median, in logarithms, as SmoothQuant's alpha of one half.
     """
 
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Channels:
+    def freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
+    ) -> Channels:
         low, high = self.range(buffers, x)
         shift = finite_or((low + high) / 2, 0.0)
         half = finite_or((high - low) / 2, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,22 +15,30 @@ from metis_hf.schemes.parts import (
     Operand,
     RandomHadamard,
     Requantized,
+    Role,
     ScaleRule,
     Scheme,
-    fingerprint,
     key_of,
     quantizer,
     refuse_shared,
     register_scheme,
 )
 
+if TYPE_CHECKING:
+    from metis_hf.layers.noise_keys import CallKeys
+
 
 @dataclass(frozen=True)
 class SharedSigns(LayerState):
     """Tells a call's gradients which signs their partners in the two GEMMs have; keeps nothing."""
 
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Contents:
-        return Contents(weight=fingerprint(weight), input=fingerprint(x))
+    def freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
+    ) -> Contents:
+        own = keys[Role.DGRAD_WEIGHT].data, keys[Role.WGRAD_INPUT].data
+        assert own[0] is not None
+        assert own[1] is not None
+        return Contents(weight=own[0], input=own[1])
 
 
 @register_scheme(
@@ -54,7 +63,8 @@ def quartet2(config: MetisConfig, rank: int) -> Scheme:
     signs, amax scaled to 6.07, nearest elements, one correction factor for each block of 16 in its
     scale, which is rounded stochastically (the released code has one for each group of 128). Both
     operands of a GEMM have the same signs: in dgrad a function of the weight, in wgrad of the
-    input; so the signs of dgrad are the same in all micro-batches of a step.
+    input. So the signs of dgrad are the same in all micro-batches of a step; not those of a weight
+    that is not trained, which depend on the input too. Processes have signs of their own.
 
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import TensorAmax
+
+if TYPE_CHECKING:
+    from metis_hf.layers.noise_keys import CallKeys
 
 
 class StatefulLayer(Protocol):
@@ -67,16 +70,30 @@ class LayerState:
     def update(self, buffers: Mapping[str, Tensor], x: Tensor, mark: Tensor) -> None:
         """Take note of the input x [t i] of a call in training, in place, without host sync."""
 
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> Any:
-        """Return what a call with input x [t i] takes for weight [o i]; None: nothing."""
+    def freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
+    ) -> Any:
+        """Return what a call with input x [t i] takes for weight [o i]; None: nothing.
+
+        Args:
+            buffers: of the state, by name.
+            x: the input of the call.
+            weight: the stored matrix.
+            keys: the noise keys of the call, by role.
+        """
         return None
 
     def update_and_freeze(
-        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, mark: Tensor
+        self,
+        buffers: Mapping[str, Tensor],
+        x: Tensor,
+        weight: Tensor,
+        keys: CallKeys,
+        mark: Tensor,
     ) -> Any:
         """Do `update` and then `freeze` for a call in training; override to read x only once."""
         self.update(buffers, x, mark)
-        return self.freeze(buffers, x, weight)
+        return self.freeze(buffers, x, weight, keys)
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
         """Make the processes agree on the buffers of these layers; only where there are several.
@@ -129,17 +146,24 @@ class StaticScales(LayerState):
         if self.input and not is_known_set(buffers["scales_frozen"]):
             self._note(buffers, largest_magnitude(x))
 
-    def freeze(self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor) -> TensorAmax:
+    def freeze(
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
+    ) -> TensorAmax:
         known = buffers["input_amax"], buffers["weight_amax"]
         if is_known_set(buffers["scales_frozen"]):
             return TensorAmax(*known, fixed=not any(each.is_inference() for each in known))
         return self._of_call(buffers, largest_magnitude(x) if self.input else known[0], weight)
 
     def update_and_freeze(
-        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, mark: Tensor
+        self,
+        buffers: Mapping[str, Tensor],
+        x: Tensor,
+        weight: Tensor,
+        keys: CallKeys,
+        mark: Tensor,
     ) -> TensorAmax:
         if not self.input or is_known_set(buffers["scales_frozen"]):
-            return self.freeze(buffers, x, weight)
+            return self.freeze(buffers, x, weight, keys)
         own = largest_magnitude(x)
         self._note(buffers, own)
         return self._of_call(buffers, own, weight)

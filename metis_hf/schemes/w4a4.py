@@ -34,8 +34,21 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
       chain rule has it with quantizers that count as the identity.
 
     Raises:
-        ValueError: `two_level=False`: there is no tensor scale to fix then.
+        ValueError: `two_level=False`: there is no tensor scale to fix then. `split_weight=True`:
+            no deployed layer has factors. Block scales that are not rounded to nearest, as
+            kernels round those of inputs.
     """
+    if config.split_weight:
+        raise ValueError(
+            f'scheme "{config.scheme}" trains what is deployed, and split_weight=True stores '
+            "factors, which no deployed layer has; leave split_weight unset"
+        )
+    if config.scale_rounding not in (None, "nearest"):
+        raise ValueError(
+            f'scheme "{config.scheme}" rounds block scales to nearest, as kernels of deployed '
+            f"layers do, and scale_rounding={config.scale_rounding!r} would train another model; "
+            "leave scale_rounding unset"
+        )
     if not config.two_level:
         raise ValueError(
             f'scheme "{config.scheme}" fixes tensor scales, and two_level=False has none; leave '

@@ -43,8 +43,9 @@ def products_of(scheme: str, **changes) -> AttentionProducts:
 
 def plan_of(products: AttentionProducts, a, b, dtype=torch.float32) -> ProductPlan:
     scheme = products.scheme
-    state = None if scheme.state is None else scheme.state.freeze({}, a, b)
-    return ProductPlan(scheme, dtype, CallKeys(key_of("a test"), a, b), state)
+    keys = CallKeys(key_of("a test"), a, b)
+    state = None if scheme.state is None else scheme.state.freeze({}, a, b, keys)
+    return ProductPlan(scheme, dtype, keys, state)
 
 
 def reference(x: np.ndarray, role: Role, scheme: str, signs: np.ndarray | None) -> np.ndarray:

@@ -95,12 +95,9 @@ def test_quartet2_gradient_is_that_of_the_forward_copies():
     for seed in range(100):
         products = products_of("quartet2", seed=seed)
         x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
-        plan = ProductPlan(
-            products.scheme,
-            torch.float32,
-            CallKeys(key_of("seed", seed), x, y),
-            products.scheme.state.freeze({}, x, y),
-        )
+        keys = CallKeys(key_of("seed", seed), x, y)
+        state = products.scheme.state.freeze({}, x, y, keys)
+        plan = ProductPlan(products.scheme, torch.float32, keys, state)
         QuantizedProduct.apply(x, y, plan).backward(dy)
         found.append((x.grad, y.grad))
     nearest = MetisConfig(attention="quartet2")

@@ -166,6 +166,21 @@ def test_what_is_shared_is_of_this_very_input(monkeypatch):
         assert encodings(lambda: first(x)) == 0  # nothing is saved
 
 
+@pytest.mark.parametrize("write", ["data", "other storage", "numpy"])
+def test_what_is_kept_of_an_input_is_not_used_for_other_contents(write):
+    """Also where the write counts no version: what is written through `.data`, or from numpy."""
+    layer = attention("nvfp4").projections[0]
+    x, other = matrix(64, WIDTH), matrix(64, WIDTH)
+    layer(x)
+    if write == "data":
+        x.data.copy_(other)
+    elif write == "numpy":
+        x.numpy()[:] = other.numpy()
+    else:
+        x.data = other.clone()
+    assert torch.equal(layer(x), layer(other))
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another thread"])
 def test_a_shared_input_is_let_go_with_its_tensor(elsewhere):
     """Whichever thread ends the tensor: on a GPU that may be one of backward's."""

@@ -319,3 +319,35 @@ def test_a_padded_copy_that_two_gemms_share_has_gradients_of_the_layers_shape(mo
     for own, exact in zip(found, wanted):
         assert own.shape == exact.shape
         assert float((own - exact).norm() / exact.norm()) < 0.35
+
+
+@dataclass(frozen=True)
+class HalvedIdentity(Identity):
+    """Overrides the call, and not what is stored."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
+        return super().__call__(x, quantizer, dim=dim, key=key, dtype=dtype) / 2
+
+
+@dataclass(frozen=True)
+class HalvedRotation(Hadamard):
+    """The same around a transform."""
+
+    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
+        return super().__call__(x, quantizer, dim=dim, key=key, dtype=dtype) / 2
+
+
+@pytest.mark.parametrize("conditioner", [HalvedIdentity(), HalvedRotation()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_that_overrides_what_is_stored_counts(conditioner, dtype):
+    """With gradients, where codes are saved, and without; in BF16, too."""
+    _, layer = layer_of("nvfp4-rne", i=32, o=16)
+    layer.to(dtype)
+    layer.bias.data.zero_()
+    x = torch.randn(8, 32, dtype=dtype)
+    with torch.no_grad():
+        whole = layer(x)
+        layer.scheme = Scheme(fprop_input=Operand(Quantizer(), conditioner))
+        halved = layer(x)
+    assert (halved - whole / 2).norm() < 0.2 * whole.norm()
+    assert torch.equal(layer(x.requires_grad_()), halved)

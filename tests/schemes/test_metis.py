@@ -102,3 +102,16 @@ def test_what_stands_beside_stored_factors_is_corrected(tensors):
     assert (
         Role.FPROP_INPUT not in build_scheme(config.replace(split_weight=False), 64, 64).corrected
     )
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split_weight": True}, "stores factors, which no deployed layer has"),
+        ({"scale_rounding": "up"}, "rounds block scales to nearest, as kernels"),
+    ],
+)
+def test_what_is_deployed_has_one_form(scheme, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_scheme(MetisConfig(scheme=scheme, **changes), 64, 64)

@@ -101,8 +101,8 @@ def test_scales_of_a_training_against_the_definition(scheme, monkeypatch):
     found = []
     freeze = type(layer.scheme.state).freeze
 
-    def spy(state, buffers, x, weight):
-        channels = freeze(state, buffers, x, weight)
+    def spy(state, buffers, x, weight, keys):
+        channels = freeze(state, buffers, x, weight, keys)
         found.append((channels, weight.clone()))
         return channels
 

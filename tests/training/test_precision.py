@@ -302,3 +302,27 @@ def test_the_report_follows():
     assert model.metis_report == expected != before
     set_precision(model, scheme="nvfp4")
     assert model.metis_report == before
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
+def test_a_deployed_layer_in_high_precision_is_the_plain_one(scheme):
+    """Its backward pass multiplies what forward does: nothing that forward did not quantize."""
+    model = converted(scheme).train()
+    layer = up_proj(model)
+    set_precision(model, high_precision=("forward",))
+    x, dy = torch.randn(40, 64, requires_grad=True), torch.randn(40, 96)
+    found = torch.autograd.grad(layer(x), [x, layer.weight], dy)
+    wanted = torch.autograd.grad(F.linear(x, layer.weight), [x, layer.weight], dy)
+    for own, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, exact, **FP32_GEMM)
+
+
+def test_clipping_takes_the_blocks_of_another_format():
+    """Its parameters do not depend on them."""
+    model = converted("omniquant")
+    layer = up_proj(model)
+    set_precision(model, format="mxfp4")
+    assert layer.weight_form.block == 32
+    assert torch.isfinite(layer(torch.randn(4, 64))).all()
+    set_precision(model, format=None)
+    assert layer.weight_form.block == 16

@@ -217,3 +217,38 @@ def test_a_step_that_nobody_ended_is_forgotten_at_the_next_update():
     assert found[:3] == found[3:]
     weight_reuse.release(model)
     assert model not in weight_reuse._FORGETTING
+
+
+def test_other_weights_at_one_address_are_told_apart():
+    """Fast weights: each lives for one call, and memory is given to the next."""
+    linear, layer = layer_of("nvfp4-rne", i=64, o=48)
+    x, weight = torch.randn(8, 64), linear.weight.detach()
+    with reuse_weights(layer):
+        for _ in range(4):
+            given = weight + torch.randn_like(weight)
+            y = torch.func.functional_call(layer, {"weight": given}, x)
+            exact = torch.nn.functional.linear(x, given, linear.bias)
+            assert (y - exact).norm() < 0.3 * exact.norm()
+
+
+def test_a_copy_holds_nothing():
+    """Nobody would release it."""
+    _, layer = layer_of("nvfp4-rne", i=64, o=48)
+    x = torch.randn(8, 64)
+    with reuse_weights(layer):
+        layer(x)
+        copied = copy.deepcopy(layer)
+    assert copied.held_weight is None
+    copied.weight.data.mul_(0.5)
+    layer.weight.data.mul_(0.5)
+    assert torch.equal(copied(x), layer(x))
+
+
+def test_copies_that_hooks_unpack_are_not_kept():
+    """As of torch.autograd.graph.save_on_cpu: backward's parameters are other tensors each time."""
+    _, layer = layer_of("nvfp4-rne", i=64, o=48)
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda each: each)
+    with reuse_weights(layer), hooks:
+        for _ in range(3):
+            layer(torch.randn(8, 64, requires_grad=True)).sum().backward()
+        assert len(layer.held_weight._encoded) == 1
