@@ -148,7 +148,7 @@ def convert(
         tuple(reports),
         selection.skipped,
         total,
-        converted / sum(costs.values()),
+        converted / max(sum(costs.values()), 1),
         config.attention,
         attention,
         tuple(name for name in selection.skipped if name not in costs),
@@ -204,8 +204,7 @@ def to_dense(model: nn.Module) -> nn.Module:
             f"{len(adapted)} converted layers have adapters, {adapted[0]} first: call "
             "model.merge_and_unload() before to_dense, or model.unload()"
         )
-    # Several where parts of the model were converted one by one.
-    owners = [each for each in model.modules() if "metis_report" in vars(each)] or [model]
+    converted = owners(model)
     remove_attention(model)
     for module in model.modules():
         for key in converted_names(module):
@@ -220,13 +219,21 @@ def to_dense(model: nn.Module) -> nn.Module:
     restore_fast_path(model)
     if packed:
         _unmark_quantized(model)
-    for owner in owners:
+    for owner in converted:
         vars(owner).pop("metis_report", None)
         TokenMask.unregister(owner)
         forget_part(owner)
         if isinstance(owner, PreTrainedModel) and hasattr(owner.config, "quantization_config"):
             del owner.config.quantization_config
     return model
+
+
+def owners(model: nn.Module) -> list[nn.Module]:
+    """Return the converted models in a model: several where its parts were converted one by one.
+
+    The model itself where none has a report, as in a copy that a framework made.
+    """
+    return [each for each in model.modules() if "metis_report" in vars(each)] or [model]
 
 
 def _unmark_quantized(model: nn.Module) -> None:

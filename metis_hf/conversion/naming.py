@@ -7,10 +7,12 @@ converted, and say the same layers in both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.candidates import AS_THEY_ARE, Naming
@@ -38,6 +40,48 @@ def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Namin
         if _all_names_mean_something(model, config, naming):
             return naming
     return first  # a part without the head that the config names
+
+
+def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint as a model has them; transformers may save them otherwise.
+
+    It renames what it saves, and takes apart what the model holds as one tensor (experts).
+
+    Args:
+        model: a transformers model.
+        tensors: of a checkpoint, by the names in its files; names of the model stay.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    own = model.state_dict()
+    if tensors.keys() <= own.keys():
+        return dict(tensors)
+    mapping = get_model_conversion_mapping(model, None, None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, Tensor] = {}
+    merged: dict[str, Any] = {}
+    for key in sorted(tensors, key=dot_natural_key):  # experts by their numbers
+        tensor = tensors[key]
+        if key in own:
+            found[key] = tensor
+            continue
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if pattern is None:
+            found[name if name in own else key] = tensor
+        else:
+            converter = merged.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+            converter.add_tensor(name, key, pattern, tensor)
+    for name, converter in merged.items():
+        found |= converter.convert(name, model=model, config=model.config)
+    return found
 
 
 def _all_names_mean_something(model: Any, config: MetisConfig, naming: Naming) -> bool:

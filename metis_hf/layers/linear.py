@@ -235,10 +235,9 @@ class MetisLayer(nn.Module):
 
     def _held(self) -> HeldWeight | EvaluationWeight | None:
         """Return what earlier calls with the same weight left for this one."""
-        if self.training or torch.is_grad_enabled() or self.shards is not None:
-            self.evaluation_weight.forget()
-        elif self.held_weight is None and can_hold(self):
-            return self.evaluation_weight
+        if not (self.training or torch.is_grad_enabled() or self.shards is not None):
+            return self.evaluation_weight if can_hold(self) else None
+        self.evaluation_weight.forget()
         if self.held_weight is not None:
             self.held_weight.see(self.weight_params())
         return self.held_weight
@@ -264,6 +263,8 @@ class MetisLayer(nn.Module):
             return state.freeze(buffers, rows, weight, keys)
         mark = keys.weight_key.data
         assert mark is not None
+        if not (keys.trains or state.follows_frozen_weights):
+            return state.freeze(buffers, rows, weight, keys)
         return state.update_and_freeze(buffers, rows, weight, keys, mark)
 
     def row_mask(self, x: Tensor) -> Tensor | None:

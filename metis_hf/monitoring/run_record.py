@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from metis_hf.layers.linear import MetisLayer
+from metis_hf.config import MetisConfig
 from metis_hf.shared.records import device_name, package_versions, write_json
 
 HEALTH_FILE = "metis_health.jsonl"
@@ -146,6 +146,15 @@ def drop_after(directory: Path, step: int) -> None:
         temporary.replace(path)
 
 
-def precision_of(layer: MetisLayer) -> dict[str, Any]:
-    """Return what a precision schedule changes, as a record says it."""
-    return {"scheme": layer.config.scheme, "high_precision": list(layer.config.high_precision)}
+def precision_of(config: MetisConfig, resumed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a precision schedule changes, as a record says it.
+
+    Args:
+        config: of a layer.
+        resumed: config of the checkpoint that a run goes on from, which a schedule takes up later.
+    """
+    scheme, high = config.scheme, config.high_precision
+    if resumed is not None:
+        high = resumed.get("high_precision") or ()
+        scheme = scheme if resumed.get("scheme_pattern") else resumed.get("scheme", scheme)
+    return {"scheme": scheme, "high_precision": list(high)}

@@ -49,8 +49,14 @@ from metis_hf.training.calibration import (
 )
 from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
-from metis_hf.training.refresh import check_engine, check_moments, check_split, refresh
-from metis_hf.training.resume import ResumeGuard
+from metis_hf.training.refresh import (
+    all_are_frozen,
+    check_engine,
+    check_moments,
+    check_split,
+    refresh,
+)
+from metis_hf.training.resume import ResumeGuard, trained_config
 from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
 from metis_hf.training.weight_reuse import hold, release
 
@@ -66,8 +72,8 @@ class MetisCallback(ResumeGuard):
         health_interval: optimizer steps between measurements; 0 never measures, and the log and
             what was run are written all the same. A measured step is logged, and takes a few times
             as long as a normal one.
-        refresh_interval: optimizer steps between re-decompositions of split weights; None takes
-            the model config's `refresh_interval`, 0 never refreshes.
+        refresh_interval: optimizer steps between re-decompositions of split weights that train;
+            None takes the model config's `refresh_interval`, 0 never refreshes.
         freeze_scales: optimizer steps after which static tensor scales are fixed at what training
             has seen ("w4a4" that was not calibrated); None leaves them as they are. As long as a
             layer has seen no input, such as an expert without tokens, it waits for the next step.
@@ -157,6 +163,8 @@ class MetisCallback(ResumeGuard):
                 "MetisCallback found no converted layer in the model. Call "
                 "get_metis_model(model, MetisConfig(...)) before you build the Trainer"
             )
+        saved: Any = state.stateful_callbacks
+        resumed = trained_config(saved) if state.global_step else None
         super().on_train_begin(args, state, control, model=model)
         release(model)  # of a run that was interrupted in the middle of a step
         self._probe.detach()
@@ -176,6 +184,9 @@ class MetisCallback(ResumeGuard):
         self._refresh_every = self.refresh_interval
         if self._refresh_every is None:
             self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
+        if self._refresh_every and self.refresh_interval is None and all_are_frozen(model):
+            logger.info("refresh_interval of the config left out: all split weights are frozen")
+            self._refresh_every = 0
         if self._refresh_every:
             check_split(model, f"refresh_interval={self._refresh_every}")
             check_engine(model, f"refresh_interval={self._refresh_every}")
@@ -201,7 +212,7 @@ class MetisCallback(ResumeGuard):
                 "quantizers are compiled too, once for all layers",
                 len(self._layers),
             )
-        self._precision = precision_of(next(iter(self._layers.values())))
+        self._precision = precision_of(next(iter(self._layers.values())).config, resumed)
         if state.is_world_process_zero:
             if state.is_hyper_param_search and self._trial_directory is None:
                 logger.warning(
@@ -228,9 +239,18 @@ class MetisCallback(ResumeGuard):
                 f"freeze_scales={wanted} of {state.max_steps} steps: scales would never be fixed; "
                 "choose a step of the run"
             )
+        begun = scales_are_fixed(model) or scales_are_begun(model)
         if wanted > state.global_step:
+            if state.global_step and not begun:
+                logger.warning(
+                    "the run goes on from step %d, and its checkpoint has nothing of the inputs "
+                    "before it (one of adapters does not hold that): freeze_scales=%d makes scales "
+                    "of the steps from here on alone",
+                    state.global_step,
+                    wanted,
+                )
             return wanted
-        if not scales_are_fixed(model) and not scales_are_begun(model):
+        if not begun:
             raise ValueError(
                 f"the run goes on from step {state.global_step}, freeze_scales={wanted} has fixed "
                 "scales before it, and the checkpoint has none: one of adapters does not hold "
@@ -274,7 +294,7 @@ class MetisCallback(ResumeGuard):
             # Of its own step. An alarm's waits: where losses stay NaN, each would raise the next.
             if self._due and args.logging_strategy != IntervalStrategy.NO:
                 control.should_log = True
-        precision = precision_of(next(iter(self._layers.values())))
+        precision = precision_of(next(iter(self._layers.values())).config)
         if precision != self._precision:
             self._precision = self._record["switch"] = precision
         if self._record and state.is_world_process_zero:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from metis_hf.config import PASSES, MetisConfig
 from metis_hf.conversion.attention import attention_products, select_attention, set_attention
-from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.convert import metis_layers, owners
 from metis_hf.conversion.report import LayerReport
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer
@@ -78,17 +78,13 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
     _check_patterns(next(iter(layers.values())).config, changes)
     for name, layer in layers.items():
         _check_form(name, layer, configs[name])
-    common = next(iter(configs.values()))  # of what attention takes
-    attending = select_attention(model, common, tuple(layers))
+    parts = [_Part.of(owner, changes) for owner in owners(model) if any(metis_layers(owner))]
     before = {n: (layer.scheme.state, layer.state_buffers()) for n, layer in layers.items()}
     for name, layer in layers.items():
         layer.set_config(configs[name])
-    set_attention(model, common, attending)
     _warn_of_lost({n: _lost(layer, *before[n]) for n, layer in layers.items()}, layers)
-    _update_report(model, layers, changes, attending)
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is not None:
-        model.config.quantization_config = config.replace(**changes)  # type: ignore[union-attr]
+    for part in parts:
+        part.change(changes)
     for adapter in (getattr(model, "peft_config", None) or {}).values():
         if recorded := getattr(adapter, "metis_config", None):  # what it is trained over
             adapter.metis_config = MetisConfig.from_dict(recorded).replace(**changes).to_dict()
@@ -159,16 +155,35 @@ def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> N
     )
 
 
+class _Part(NamedTuple):
+    """A converted model, which may be a part of another, and what its attention is to take."""
+
+    owner: Any
+    layers: dict[str, MetisLayer]
+    attention: MetisConfig
+    attending: tuple[str, ...]
+
+    @classmethod
+    def of(cls, owner: nn.Module, changes: dict[str, Any]) -> _Part:
+        """Return a part before the change; see `select_attention` for what it raises."""
+        layers = dict(metis_layers(owner))
+        config = next(iter(layers.values())).config.replace(**changes)
+        return cls(owner, layers, config, select_attention(owner, config, tuple(layers)))
+
+    def change(self, changes: dict[str, Any]) -> None:
+        """Let attention, config and report be as the layers are now."""
+        set_attention(self.owner, self.attention, self.attending)
+        config = getattr(getattr(self.owner, "config", None), "quantization_config", None)
+        if config is not None:
+            self.owner.config.quantization_config = config.replace(**changes)
+        if "metis_report" in vars(self.owner):
+            _update_report(self.owner, self.layers, changes, self.attending)
+
+
 def _update_report(
-    model: nn.Module,
-    layers: dict[str, MetisLayer],
-    changes: dict[str, Any],
-    attending: tuple[str, ...],
+    owner: Any, layers: dict[str, MetisLayer], changes: dict[str, Any], attending: tuple[str, ...]
 ) -> None:
-    """Let the model's report say how its layers compute now."""
-    owner: Any = next((m for m in model.modules() if "metis_report" in vars(m)), None)
-    if owner is None:
-        return
+    """Let a model's report say how its layers compute now."""
     by_name = {layer.name: layer for layer in layers.values()}  # without what PEFT puts around
     report = owner.metis_report
     rows = [

@@ -50,9 +50,8 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     reshard(model)
     drifts = {}
     for name, layer in metis_layers(model):
-        if not layer.weight_form.is_split:
-            continue
-        drifts[name] = refresh_layer(layer)
+        if _is_refreshed(layer):
+            drifts[name] = refresh_layer(layer)
     if optimizer is not None:
         for param in _factors(model):
             _clear_moments(param, optimizer)
@@ -70,8 +69,24 @@ _BEFORE = dict.fromkeys(
 
 def _factors(model: nn.Module) -> list[Tensor]:
     """Return u, s and vh of every split weight."""
-    split = [layer for _, layer in metis_layers(model) if layer.weight_form.is_split]
+    split = [layer for _, layer in metis_layers(model) if _is_refreshed(layer)]
     return [param for layer in split for param in layer.weight_params()[:-1]]
+
+
+def all_are_frozen(model: nn.Module) -> bool:
+    """Return whether a model has split weights, none of which trains."""
+    layers = [layer for _, layer in metis_layers(model)]
+    split = any(layer.weight_form.is_split for layer in layers)
+    return split and not any(map(_is_refreshed, layers))
+
+
+def _is_refreshed(layer: MetisLayer) -> bool:
+    """Return whether a layer is decomposed again: one that is split, and whose weight trains.
+
+    A frozen one, as under adapters, is in no checkpoint of theirs, and stays what it was.
+    """
+    params = layer.weight_params()
+    return layer.weight_form.is_split and any(param.requires_grad for param in params)
 
 
 def check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -114,7 +129,7 @@ def check_split(model: nn.Module, asked: str) -> None:
         asked: what would refresh, for the message.
 
     Raises:
-        ValueError: no layer stores u, s, vh and residual.
+        ValueError: no layer stores u, s, vh and residual, or all are frozen.
     """
     layers = [layer for _, layer in metis_layers(model)]
     if not any(layer.weight_form.is_split for layer in layers):
@@ -123,6 +138,11 @@ def check_split(model: nn.Module, asked: str) -> None:
             f"{asked} decomposes stored u, s, vh and weight_residual again, and no layer of this "
             f"model has them (scheme {', '.join(map(repr, schemes)) or 'none'} stores one matrix). "
             "Leave it out, or convert with MetisConfig(split_weight=True)"
+        )
+    if all_are_frozen(model):
+        raise ValueError(
+            f"{asked} decomposes weights again as they train, and all split weights of this model "
+            "are frozen, as under adapters. Leave it out (refresh_interval=0)"
         )
 
 

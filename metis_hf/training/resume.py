@@ -1,4 +1,4 @@
-"""Resuming beyond Trainer: the right checkpoint, and none of another scheme.
+"""Resuming beyond Trainer: the right checkpoint, its names, and none of another scheme.
 
 Which checkpoint is whole is found in `shared.checkpoints`, which evaluation asks too.
 
@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.naming import as_in_model
 from metis_hf.layers.linear import MetisLinear
 from metis_hf.shared.checkpoints import last_checkpoint
 
@@ -112,12 +113,18 @@ def guard_loading(model: nn.Module) -> None:
 
 
 def _refuse_other_form(
-    module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *args: Any
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any
 ) -> None:
     """Raise if the tensors are of a model that stores its weights in another form.
 
-    A shard of a checkpoint holds a part of them, so that what is missing says nothing.
+    They get the names that the model has them under, in place: transformers saves some models
+    under others, and Trainer passes over names that it does not find. A shard of a checkpoint holds
+    a part of them, so that what is missing says nothing.
     """
+    if isinstance(module, PreTrainedModel) and not prefix:
+        tensors = as_in_model(module, state_dict)
+        state_dict.clear()
+        state_dict.update(tensors)
     layers = {f"{prefix}{name}": layer for name, layer in metis_layers(module)}
     split = {name: layer for name, layer in layers.items() if isinstance(layer, MetisLinear)}
     stored = {key.removesuffix(_RESIDUAL) for key in state_dict if key.endswith(_RESIDUAL)}

@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB
+from safetensors.torch import load_file
 
+from conversion.architectures import ARCHITECTURES
 from conversion.test_checkpoints import Rows, converted, dense, metis_callbacks, trainer
 from metis_hf import (
     MetisCallback,
@@ -17,7 +19,7 @@ from metis_hf import (
     get_metis_model,
     set_precision,
 )
-from metis_hf.training.resume import ResumeGuard
+from metis_hf.training.resume import ResumeGuard, guard_loading
 
 
 class TestMixedSchemes:
@@ -124,8 +126,6 @@ class TestMixedSchemes:
 
     def test_converted_experts(self):
         """Fused experts are replaced by layers of another name."""
-        from metis_hf.training.resume import guard_loading
-
         config = transformers.MixtralConfig(
             vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
             num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
@@ -140,6 +140,28 @@ class TestMixedSchemes:
         assert len(plain._load_state_dict_pre_hooks) == 1
         with pytest.raises(ValueError, match=r"converted experts .*metis_down_proj.0.weight and 1"):
             plain.load_state_dict(state, strict=False)
+
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_names_of_the_files(self, name, kept, tmp_path):
+        """transformers saves some models under other names, and experts one by one.
+
+        Trainer loads what it finds in the files, and passes over names that it does not know.
+        """
+        build = ARCHITECTURES[name].build
+        names = ["experts"] if kept and ARCHITECTURES[name].mixture else None
+        models = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            config = MetisConfig(scheme="nvfp4", modules_to_not_convert=names)
+            models.append(get_metis_model(build(), config))
+        saved, other = models
+        saved.save_pretrained(tmp_path)
+        guard_loading(other)
+        found = other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+        assert not found.unexpected_keys
+        for key, value in saved.state_dict().items():
+            assert torch.equal(value, other.state_dict()[key]), key
 
     def test_a_scheme_that_was_changed_on_the_way(self, tmp_path):
         """The checkpoint has the scheme that it was written in, and a model from it resumes."""

@@ -380,3 +380,15 @@ def test_processes_agree(engine, tmp_path):
     weight = last["previous_weight"]
     expected = torch.where(oscillates, fake_quantize(weight), weight)
     assert torch.equal(first["tetrajet2"]["state"]["0.weight"], expected)
+
+
+@pytest.mark.parametrize("scheme", CHANNELWISE)
+def test_a_frozen_weight_leaves_the_statistics(scheme):
+    """Those of a base that adapters are trained over, whose checkpoints do not hold them."""
+    _, layer = layer_of(scheme, i=IN, o=OUT)
+    train(layer, inputs(4))
+    before = state_of(layer)
+    layer.requires_grad_(False)
+    for x in inputs(3, seed=1):
+        layer(x.requires_grad_()).sum().backward()
+    assert same(state_of(layer), before)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from conftest import llama
+from peft import LoraConfig, get_peft_model
 
 from metis_hf import (
     MetisCallback,
@@ -79,6 +80,21 @@ class TestErrors:
         callback = made.callback_handler.callbacks[-1]
         with pytest.raises(NotImplementedError, match=r"Trainer runs on mps.*use_cpu=True"):
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
+
+    def test_refresh_of_frozen_weights(self, tmp_path):
+        """Under adapters the base stays: a config's interval is left out, one asked for refused."""
+        config = MetisConfig(scheme="metis", split_weight=True, refresh_interval=1)
+        base = get_metis_model(one_block(), config)
+        before = {name: value.clone() for name, value in base.state_dict().items()}
+        model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+        trainer(tmp_path, model, [MetisCallback()]).train()
+        after = {k.replace(".base_layer", ""): v for k, v in base.state_dict().items()}
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        message = "all split weights of this model are frozen"
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, model, [MetisCallback(refresh_interval=1)]).train()
+        with pytest.raises(ValueError, match=message):
+            refresh(model)
 
     @pytest.mark.parametrize("scheme", ["metis", "bf16"])
     def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):

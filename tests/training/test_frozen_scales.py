@@ -37,7 +37,7 @@ class TestTraining:
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
 
-    def test_a_resumed_adapter_without_the_fixed_scales_is_refused(self, tmp_path):
+    def test_a_resumed_adapter_without_the_fixed_scales_is_refused(self, tmp_path, caplog):
         """Its checkpoints do not hold them: they would be fixed again from one step's inputs."""
 
         def run(checkpoint=None, freeze_at=2):
@@ -49,7 +49,9 @@ class TestTraining:
         run()
         with pytest.raises(ValueError, match="goes on from step 2, freeze_scales=2 has fixed"):
             run(str(tmp_path / "checkpoint-2"))
+        assert "from here on alone" not in caplog.text
         run(str(tmp_path / "checkpoint-2"), freeze_at=3)  # what is not fixed yet can be
+        assert "makes scales of the steps from here on alone" in caplog.text
 
     def test_calibrated_scales_stay_while_weights_train(self, tmp_path):
         model = converted()

@@ -20,6 +20,7 @@ from metis_hf import (
     metis_layers,
     set_precision,
 )
+from metis_hf.conversion.attention import attention_products
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.operands import Quantized
 from metis_hf.schemes import Role, Scheme
@@ -326,3 +327,21 @@ def test_clipping_takes_the_blocks_of_another_format():
     assert torch.isfinite(layer(torch.randn(4, 64))).all()
     set_precision(model, format=None)
     assert layer.weight_form.block == 16
+
+
+def test_the_config_inside_a_wrapper_changes_too():
+    """As under DistributedDataParallel, whose module has the config that is saved."""
+    model = converted("nvfp4")
+    set_precision(torch.nn.ModuleDict({"module": model}), scheme="nvidia")
+    assert model.config.quantization_config.scheme == "nvidia"
+    assert model.metis_report.scheme == "nvidia"
+
+
+def test_parts_keep_their_own_attention():
+    plain, quantized = converted("nvfp4"), converted("nvfp4", attention="nvfp4")
+    both = torch.nn.ModuleList([plain, quantized])
+    set_precision(both, high_precision=("forward",))
+    assert [len(list(attention_products(part))) for part in both] == [0, 1]
+    for part, attention in zip(both, (None, "nvfp4"), strict=True):
+        config = part.config.quantization_config
+        assert (config.high_precision, config.attention) == (("forward",), attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from pathlib import Path
 
@@ -328,3 +329,20 @@ def test_a_switch_behind_the_last_step_is_named(places, message, tmp_path, caplo
         made.train()
     said = [r.getMessage() for r in caplog.records if "PrecisionSchedule" in r.getMessage()]
     assert [text.startswith(message) for text in said] == [True] if message else not said
+
+
+def test_a_resumed_run_records_a_switch_once(tmp_path):
+    """Its model is built anew, in the precision of before the switch."""
+
+    def run(**options):
+        trainer(
+            tmp_path, converted("nvfp4"), PrecisionSchedule(at=2), cls=MetisTrainer,
+            save_strategy="steps", save_steps=3,
+        ).train(**options)  # fmt: skip
+
+    run()
+    lines = (tmp_path / "metis_health.jsonl").read_text().splitlines()
+    assert [entry["step"] for entry in map(json.loads, lines) if "switch" in entry] == [3]
+    run(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    lines = (tmp_path / "metis_health.jsonl").read_text().splitlines()
+    assert [entry["step"] for entry in map(json.loads, lines) if "switch" in entry] == [3]

@@ -252,3 +252,16 @@ def test_copies_that_hooks_unpack_are_not_kept():
         for _ in range(3):
             layer(torch.randn(8, 64, requires_grad=True)).sum().backward()
         assert len(layer.held_weight._encoded) == 1
+
+
+def test_evaluation_does_not_take_what_is_held_for_training():
+    """A step that ended in an exception holds weights still, and averages write through `.data`."""
+    _, layer = layer_of("nvfp4-rne", i=64, o=48)
+    x = torch.randn(8, 64)
+    weight_reuse.hold(layer)
+    layer(x)
+    layer.weight.data.mul_(1.5)
+    fresh = copy.deepcopy(layer)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x), fresh.eval()(x))
+    weight_reuse.release(layer)
