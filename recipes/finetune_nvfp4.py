@@ -16,7 +16,7 @@ from pathlib import Path
 
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.finetune.report import HEADER, describe, tables_of
-from metis_hf.experiments.finetune.run import Finetuning
+from metis_hf.experiments.finetune.run import LEARNING_RATE, Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
 from metis_hf.experiments.recipe import one_line_errors
 from metis_hf.experiments.recipe_arguments import parse_arguments
@@ -24,7 +24,7 @@ from metis_hf.shared.tables import terminal_table
 
 DEFAULTS = {
     "output_dir": "runs/finetune-nvfp4",
-    "learning_rate": 0.0,  # the method's own
+    "learning_rate": LEARNING_RATE,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.05,
     "max_grad_norm": 1.0,

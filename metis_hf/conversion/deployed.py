@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-# Last parts of the names of such layers beside each other; as llm-compressor lists them.
+# Last parts of the names of such layers beside each other, as llm-compressor lists them; those of
+# BERT; and those of the linear attention of Qwen3.5, as ModelOpt does.
 DEPLOYED_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("query", "key", "value"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 
 

@@ -205,12 +205,19 @@ def _common(inputs: set[bool]) -> bool | None:
     return next(iter(inputs)) if len(inputs) == 1 else None
 
 
-def compressed_config(inputs: Mapping[str, bool], ignore: Iterable[str]) -> dict[str, Any]:
+def compressed_config(
+    inputs: Mapping[str, bool],
+    ignore: Iterable[str],
+    experts: Iterable[str] = (),
+    routers: Iterable[str] = (),
+) -> dict[str, Any]:
     """Return compressed-tensors' `quantization_config` as llm-compressor gives it.
 
     Args:
         inputs: name of each packed layer -> whether its input is quantized.
         ignore: names of the nn.Linear modules that are not packed.
+        experts: names of fused experts, which are not packed, as files have them.
+        routers: names of their routers that are no nn.Linear.
     """
     groups: list[dict[str, Any]] = []
     kinds = sorted(set(inputs.values()), reverse=True)
@@ -226,7 +233,7 @@ def compressed_config(inputs: Mapping[str, bool], ignore: Iterable[str]) -> dict
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
-        "ignore": sorted(ignore),
+        "ignore": sorted([*ignore, *routers, *(f"re:{re.escape(name)}.*" for name in experts)]),
     }
 
 

@@ -216,7 +216,10 @@ class PackedLoader(HfQuantizer):
         return True
 
 
-def _written(model: nn.Module, scheme: PackedScheme) -> dict[str, Any]:
+def _written(model: Any, scheme: PackedScheme) -> dict[str, Any]:
+    # Not at the top, as it imports transformers' models, and these import us.
+    from metis_hf.conversion.kept_experts import kept_experts
+
     inputs, ignore = {}, []
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -224,7 +227,7 @@ def _written(model: nn.Module, scheme: PackedScheme) -> dict[str, Any]:
             inputs[name] = quantizes and module.scales_input
         elif isinstance(module, nn.Linear):
             ignore.append(name)
-    return compressed_config(inputs, ignore)
+    return compressed_config(inputs, ignore, *kept_experts(model))
 
 
 def _stored_layers(

@@ -60,8 +60,8 @@ class PrepareArguments:
     perplexity_filter: bool = field(
         default=True,
         metadata={
-            "help": "Drop documents whose perplexity is more than two standard deviations from "
-            "the mean."
+            "help": "Whether documents are dropped whose perplexity is more than two standard "
+            "deviations from the mean; --no-perplexity-filter keeps them."
         },
     )
     reference_model: str = field(

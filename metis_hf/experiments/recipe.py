@@ -17,11 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+)
 
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.data.chunked import META, causal_batch, load_chunked, read_meta
-from metis_hf.experiments.recipe_arguments import RecipeArguments, parse_arguments
+from metis_hf.data.chunked import META, TOKENIZER, causal_batch, load_chunked, read_meta
+from metis_hf.experiments.recipe_arguments import (
+    RecipeArguments,
+    check_context,
+    parse_arguments,
+)
 from metis_hf.experiments.runner import new_model, whole_batches
 from metis_hf.experiments.sizes import Size
 from metis_hf.planning.plan import Plan, meta_model, plan_run
@@ -146,7 +156,7 @@ def dry_run(
     """
     if int(os.environ.get("RANK", 0)) != 0:
         return None
-    _check_context(config, arguments)
+    check_context(config, arguments.sequence_length)
     world_size = arguments.world_size
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -173,19 +183,9 @@ def check_run(
     """
     check_device(training.device)
     _checked_workload(arguments, training)
-    _check_context(config, arguments)
+    check_context(config, arguments.sequence_length)
     with no_warnings():
         get_metis_model(meta_model(config), arguments.metis_config(training.seed))
-
-
-def _check_context(config: PreTrainedConfig, arguments: RecipeArguments) -> None:
-    """Refuse sequences longer than what the model has positions for."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and arguments.sequence_length > context:
-        raise ValueError(
-            f"--sequence_length {arguments.sequence_length} does not fit the model's context of "
-            f"{context} tokens; choose shorter sequences"
-        )
 
 
 def _checked_workload(arguments: RecipeArguments, training: TrainingArguments) -> Workload:
@@ -210,9 +210,12 @@ def load_data(
     Raises:
         ValueError: data that do not fit the arguments or the model.
     """
+    tokenizer: PreTrainedTokenizerBase | None = None
     if arguments.data is not None:
-        dataset, evaluation = _chunked_data(Path(arguments.data), arguments, config)
-        tokenizer = None
+        directory = Path(arguments.data)
+        dataset, evaluation = _chunked_data(directory, arguments, config)
+        if (directory / TOKENIZER).is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(directory / TOKENIZER)
     else:
         dataset, tokenizer = _embedded_text(arguments, config)
         evaluation = None

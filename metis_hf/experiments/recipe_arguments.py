@@ -10,9 +10,9 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 
 from metis_hf.config import MetisConfig
 from metis_hf.data.chunked import read_meta
@@ -20,16 +20,12 @@ from metis_hf.planning.workload import Workload
 from metis_hf.schemes import import_schemes, scheme_names
 from metis_hf.shared.yaml_file import read_yaml
 
-# Arguments of TrainingArguments that recipes do not take, and what says it in their place.
-_NOT_TAKEN = {
-    "num_train_epochs": "--tokens says how long a run is",
-    "resume_from_checkpoint": "a run goes on from its own --output_dir, training with --resume",
-}
-
 
 @dataclass
 class RecipeArguments:
     """Arguments of a recipe besides transformers' TrainingArguments."""
+
+    GOING_ON: ClassVar[str] = "a run goes on from its own --output_dir, training with --resume"
 
     data: str | None = field(
         default=None,
@@ -79,10 +75,15 @@ class RecipeArguments:
         Raises:
             FileNotFoundError: `data` is no directory of chunked tokens, or an unfinished one.
             ValueError: no data, or its description is damaged; tokens that are no number of them;
-                or an option of the dry run without it.
+                a negative interval; or an option of the dry run without it.
         """
         if not math.isfinite(self.tokens):
             raise ValueError(f"--tokens {self.tokens}; expected a finite number, as 1e9")
+        if self.health_interval < 0:
+            raise ValueError(
+                f"--health_interval {self.health_interval}; expected at least 0, which never "
+                "measures"
+            )
         if self.dry_run:
             return
         for name, given in (("world_size", self.world_size is not None), ("json", self.json)):
@@ -130,13 +131,27 @@ class RecipeArguments:
         )
 
 
+def check_context(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuse sequences longer than what the model has positions for.
+
+    Raises:
+        ValueError: they are.
+    """
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and sequence_length > context:
+        raise ValueError(
+            f"--sequence_length {sequence_length} does not fit the model's context of {context} "
+            "tokens; choose shorter sequences"
+        )
+
+
 def parse_arguments(
     defaults: Mapping[str, Any],
     smoke: Mapping[str, Any],
     *,
     description: str | None = None,
     argv: Sequence[str] | None = None,
-    kind: type = RecipeArguments,
+    kind: type[Any] = RecipeArguments,
 ) -> tuple[Any, TrainingArguments]:
     """Read the command line over `--config FILE.yaml` over the recipe's own defaults.
 
@@ -146,7 +161,7 @@ def parse_arguments(
         description: for `--help`.
         argv: default: that of the process.
         kind: dataclass of the recipe's arguments besides TrainingArguments; `smoke` and `dry_run`
-            are among them.
+            are among them, and `GOING_ON` says how a run that was stopped goes on.
 
     Returns:
         (arguments of that kind, TrainingArguments).
@@ -178,7 +193,11 @@ def parse_arguments(
     # 1e-4 is a string).
     parser.set_defaults(**{key: _as_text(value) for key, value in values.items()})
     arguments, training, _ = parser.parse_args_into_dataclasses(args=rest)
-    for name, instead in _NOT_TAKEN.items():
+    instead_of = {  # arguments of TrainingArguments that recipes do not take
+        "num_train_epochs": "--tokens says how long a run is",
+        "resume_from_checkpoint": kind.GOING_ON,
+    }
+    for name, instead in instead_of.items():
         if (value := getattr(training, name)) != getattr(TrainingArguments, name):
             raise ValueError(f"{name}={value}: {instead}; leave it out")
     for source in getattr(arguments, "metis_import", None) or ():

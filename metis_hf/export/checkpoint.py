@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.conversion.kept_experts import kept_experts
 from metis_hf.conversion.packed_layouts import (
     MODELOPT_FILE,
     RESIDUAL_DIR,
@@ -39,7 +40,7 @@ from metis_hf.export.compressed_tensors import (
     split_layer,
     weight_quantizer,
 )
-from metis_hf.export.fused import scale_notes, share_others, shared_amaxes
+from metis_hf.export.fused import mixed_notes, scale_notes, share_others, shared_amaxes
 from metis_hf.export.inputs import QuantizedInput, quantized_input, quantizing_inputs
 from metis_hf.export.loading import load_lines, why_not_packed
 from metis_hf.export.model_card import model_card, read_metrics
@@ -60,7 +61,7 @@ from metis_hf.export.source import (
     load_metis_model,
     represented,
 )
-from metis_hf.export.tied import untie
+from metis_hf.export.tied import head_note, untie
 from metis_hf.layers.experts import is_fused_experts
 
 __all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
@@ -264,6 +265,7 @@ def _write_packed(
     notes: tuple[str, ...] = ()
     if kind != "side-file":
         notes = scale_notes(model, folded, shared, bool(others), share)
+        notes += mixed_notes(model, folded, inputs)
     if experts := next((n for n, m in model.named_modules() if is_fused_experts(m)), None):
         notes += (
             f"{experts} has fused experts, which are not packed. transformers does not read such a "
@@ -271,7 +273,7 @@ def _write_packed(
         )
     reason = why_not_packed(model) if kind in ("compressed-tensors", "w4a4") else None
     dense = _dense(model)
-    notes += untie(dense, folded)
+    notes += untie(dense, folded) + head_note(dense, folded)
     if reason is not None:
         how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)"
         lost = ", which leaves inputs as they are, or with metis_hf.load_packed" * bool(inputs)
@@ -310,14 +312,15 @@ def _save_packed(
         state |= {f"{name}.{part}": tensor for part, tensor in of_layer(weight, scale).items()}
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     ignored = [name for name in linears if name not in packed]
+    experts, routers = kept_experts(model)
     quantizes = {name: name in inputs for name in packed}
     if kind == "modelopt":
-        description = modelopt.describe(ignored, quantizes)
+        description = modelopt.describe(ignored, quantizes, experts, routers)
         model.config.quantization_config = modelopt.quantization_config(description)
         out.mkdir(parents=True, exist_ok=True)
         (out / MODELOPT_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
     else:
-        model.config.quantization_config = compressed_config(quantizes, ignored)
+        model.config.quantization_config = compressed_config(quantizes, ignored, experts, routers)
     model.save_pretrained(out, state_dict=state)
 
 

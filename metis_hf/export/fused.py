@@ -1,4 +1,4 @@
-"""Tensor scales of layers that engines run as one: query, key and value; gate and up.
+"""Layers that engines run as one: query, key and value; gate and up; and their tensor scales.
 
 vLLM joins such layers and takes one tensor scale for all of them: in compressed-tensors' layout the
 largest encode scale, for weights alone without a word. The blocks of a layer whose own scale is
@@ -7,7 +7,7 @@ another one then decode to wrong values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from metis_hf.export.compressed_tensors import (
     weight_quantizer,
 )
 from metis_hf.export.source import represented
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedWeight
 
 OWN_SCALES = (
@@ -36,6 +37,11 @@ NO_SHARED_SCALE = (
 SHARED_SCALES = (
     "Layers that engines run as one (query, key and value; gate and up) are packed under one "
     "tensor scale. In training each had a scale of its own, so codes differ from those there."
+)
+
+MIXED = (
+    "Layers that engines run as one are quantized in several ways here: {1}, of {0}. vLLM refuses "
+    "such a checkpoint: load this one with metis_hf.load_packed, or give these layers one scheme."
 )
 
 
@@ -129,3 +135,26 @@ def scale_notes(
     if moved or any(has_moved(name) for name in amaxes):
         notes.append(SHARED_SCALES)
     return tuple(notes)
+
+
+def mixed_notes(
+    model: nn.Module, packed: Container[str], inputs: Container[str]
+) -> tuple[str, ...]:
+    """Return what to say where layers that are deployed as one are quantized in several ways.
+
+    Args:
+        model: still converted.
+        packed: names of the layers that are packed.
+        inputs: names of those whose inputs are quantized.
+    """
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | MetisLayer)}
+    for group in deployed_groups(sorted(layers)).values():
+        if len({(name in packed, name in inputs) for name in group}) > 1:
+            return (MIXED.format(group[0].rpartition(".")[0], _kinds(group, packed, inputs)),)
+    return ()
+
+
+def _kinds(group: tuple[str, ...], packed: Container[str], inputs: Container[str]) -> str:
+    """Return how each layer of a group is quantized, in words."""
+    kinds = {name: "W4A4" if name in inputs else "W4A16" for name in group if name in packed}
+    return ", ".join(f"{name.rpartition('.')[2]} {kinds.get(name, 'dense')}" for name in group)

@@ -38,19 +38,26 @@ def layer_state(weight: CompressedMatrix, input_scale: Tensor | None) -> dict[st
     return state
 
 
-def describe(ignore: Sequence[str], inputs: Mapping[str, bool]) -> dict[str, Any]:
+def describe(
+    ignore: Sequence[str],
+    inputs: Mapping[str, bool],
+    experts: Sequence[str] = (),
+    routers: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return what `hf_quant_config.json` says.
 
     Args:
         ignore: names of the nn.Linear modules that are not packed.
         inputs: name of each packed layer -> whether its input is quantized.
+        experts: names of fused experts, which are not packed, as files have them.
+        routers: names of their routers that are no nn.Linear.
     """
     kinds = set(inputs.values())
     quantization: dict[str, Any] = {
         "quant_algo": _ALGORITHM[kinds.pop()] if len(kinds) == 1 else MIXED,
         "kv_cache_quant_algo": None,
         "group_size": BLOCK,
-        "exclude_modules": sorted(ignore),
+        "exclude_modules": sorted([*ignore, *routers, *(f"{name}*" for name in experts)]),
     }
     if quantization["quant_algo"] == MIXED:
         del quantization["group_size"]

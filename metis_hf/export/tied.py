@@ -1,8 +1,8 @@
-"""Packed layers whose weight another module reads: the output head and the embeddings, mostly."""
+"""Packed output heads, and other packed layers whose weight another module reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -52,4 +52,20 @@ def untie(model: PreTrainedModel, packed: Iterable[str]) -> tuple[str, ...]:
     return (
         f"{found[0]} is packed in four bits, and {others}, which had the same weight, is not, as "
         "in training. So the two are stored apart and the config says tie_word_embeddings=false.",
+    )
+
+
+def head_note(model: PreTrainedModel, packed: Container[str]) -> tuple[str, ...]:
+    """Return a sentence for the report where the output head is packed, else nothing.
+
+    Args:
+        model: plain.
+        packed: names of the layers that are stored in four bits.
+    """
+    head = model.get_output_embeddings()
+    names = (name for name, module in model.named_modules() if module is head and name in packed)
+    return tuple(
+        f"{name} is the output head and is packed in four bits, which not every engine reads. "
+        f"exclude=[{name!r}] (--exclude {name}) keeps it dense."
+        for name in names
     )

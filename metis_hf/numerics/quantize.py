@@ -85,9 +85,10 @@ class Quantizer(QuantizerDefinition):
 
         The global scale is 0-dim, or [.. 1] where each row has one.
 
-        For 4-bit elements code * block scale has 7 significant bits at most, so bf16 holds it
-        exactly (not for "if4", whose integer blocks have a step of 6/7); the product with the fp32
-        tensor scale it could not. A GEMM applies the tensor scales to its output.
+        Under E8M0 block scales, and for 4-bit elements under E4M3 ones, code * block scale has 7
+        significant bits at most, so bf16 holds it exactly (not for "if4", whose integer blocks have
+        a step of 6/7); the product with the fp32 tensor scale it could not. A GEMM applies the
+        tensor scales to its output. Under fp32 block scales bf16 rounds most values.
         """
         if x.numel() == 0:
             return x.to(dtype), None

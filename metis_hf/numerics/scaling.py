@@ -139,7 +139,8 @@ def block_scale(
             assert not isinstance(fmt.element, CodebookFormat)
             scale = torch.where(amax >= scale * next_binade(fmt.element), scale * 2, scale)
         scale.clamp_(max=fmt.scale.max)  # near FLT_MAX, of a codebook that ends at 1 or below
-        return scale, scale.reciprocal()
+        # The smallest scale is subnormal: zero in a process that flushes those.
+        return scale, scale.reciprocal().clamp_(max=1 / _SMALLEST_E8M0)
     scale = _scale_to(largest_code(fmt, rule), amax, fmt, rounding, tensor)
     return scale, inverse_scale(scale, tensor)
 

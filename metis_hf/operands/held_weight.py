@@ -31,8 +31,8 @@ class HeldWeight:
         self._encoded: dict[tuple[Any, ...], Any] = {}
         self._seen: set[tuple[Any, ...]] = set()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # a copied or pickled layer holds nothing: nobody would release it
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copied or pickled layer holds None: nobody would release it
 
     def see(self, params: Sequence[Tensor]) -> None:
         """Take note that a layer is called with these parameters."""
@@ -76,10 +76,6 @@ class HeldWeight:
         if name not in self._encoded:
             self._encoded[name] = make()
         return self._encoded[name]
-
-
-def _nothing() -> None:
-    """Return None: what copies of a layer hold."""
 
 
 def _mark_of(params: Sequence[Tensor]) -> tuple[Any, ...]:

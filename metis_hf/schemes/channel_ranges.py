@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import Channels
-from metis_hf.schemes.states import LayerState, StatefulLayer, finite_or
-
-if TYPE_CHECKING:
-    from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.schemes.states import CallKeys, LayerState, StatefulLayer, finite_or
 
 STATE = ("running_range", "step_range", "step_mark")
 _NO_MARK = torch.iinfo(torch.int64).min

@@ -80,7 +80,7 @@ from metis_hf.operands import (
 from metis_hf.schemes.base import Role, Scheme
 from metis_hf.schemes.channel_ranges import Shifting, Smoothing
 from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme, share_of
-from metis_hf.schemes.states import LayerState, Oscillation, StaticScales
+from metis_hf.schemes.states import CallKeys, LayerState, Oscillation, StaticScales
 
 __all__ = [
     "HIGH_PRECISION",
@@ -93,6 +93,7 @@ __all__ = [
     "UFP4",
     "AroundQuantizer",
     "BlockFormat",
+    "CallKeys",
     "Clamped",
     "ClippedWeight",
     "CodebookFormat",

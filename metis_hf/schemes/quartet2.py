@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from metis_hf.schemes.parts import (
+    CallKeys,
     Contents,
     LayerState,
     MetisConfig,
@@ -23,9 +23,6 @@ from metis_hf.schemes.parts import (
     refuse_shared,
     register_scheme,
 )
-
-if TYPE_CHECKING:
-    from metis_hf.layers.noise_keys import CallKeys
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from metis_hf.noise import Key
 from metis_hf.operands import TensorAmax
 
-if TYPE_CHECKING:
-    from metis_hf.layers.noise_keys import CallKeys
+
+class CallKeys(Protocol):
+    """The noise keys of a call; see `layers.noise_keys`."""
+
+    def __getitem__(self, role: Any) -> Key:
+        """Return the key of the operand at a `Role`."""
 
 
 class StatefulLayer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def test_sharded_models_are_refused(name, source, tmp_path, monkeypatch):
         ({"eval_sequences": 0}, "--eval_sequences 0; expected at least 1"),
         ({"lora_rank": 0}, "--lora_rank 0; expected at least 1"),
         ({"sequence_length": 1}, "--sequence_length 1; expected at least 2"),
-        ({"tokens": -5.0}, r"--tokens -5\.0; expected more than 0"),
+        ({"tokens": -5.0}, r"--tokens -5\.0; expected a finite number above 0"),
+        ({"tokens": math.inf}, "--tokens inf; expected a finite number above 0"),
+        ({"lora_learning_rate": math.nan}, "--lora_learning_rate nan; expected a finite number"),
         ({"temperature": 0.0}, r"--temperature 0\.0; expected a finite number above 0"),
         ({"cross_entropy_share": 3.0}, r"--cross_entropy_share 3\.0; expected a share from 0"),
         ({"global_batch": 3}, "--global_batch 3 is no multiple of 2"),
@@ -79,7 +82,8 @@ def test_sharded_models_are_refused(name, source, tmp_path, monkeypatch):
         ({"compare": "nvfp5"}, "scheme 'nvfp5' is not registered"),
         ({"held_out": "a/x.jsonl,b/x.jsonl"}, "two files of one name"),
         ({"model": ""}, "no model: give a directory or hub name, or try --smoke"),
-        ({"sequence_length": 10**6}, "held-out sequences of 1000000"),
+        ({"eval_sequences": 10**6}, "1000000 held-out sequences of 64"),
+        ({"sequence_length": 2049}, "2049 does not fit the model's context of 2048 tokens"),
     ],
 )
 def test_bad_input(options, message, source, tmp_path):

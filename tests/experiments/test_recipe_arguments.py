@@ -9,7 +9,9 @@ import pytest
 from paths import ROOT
 
 from experiments.recipe_tools import NAMES, arguments, config_of
+from metis_hf.experiments.finetune.arguments import FinetuneArguments
 from metis_hf.experiments.recipe import dry_run, one_line_errors
+from metis_hf.experiments.recipe_arguments import parse_arguments
 from metis_hf.shared.locks import hold_directory
 
 
@@ -107,6 +109,18 @@ class TestArguments:
     def test_a_checkpoint_to_resume_from(self):
         with pytest.raises(ValueError, match="a run goes on from its own --output_dir"):
             arguments("llama3_8b", "--smoke", "--resume_from_checkpoint", "runs/other/checkpoint-5")
+
+    def test_a_checkpoint_to_resume_a_fine_tuning_from(self):
+        """Which goes on by itself and has no `--resume`."""
+        defaults = {"output_dir": "runs/x"}
+        with pytest.raises(ValueError, match="goes on with the methods that are not finished"):
+            parse_arguments(
+                defaults, {}, argv=["--resume_from_checkpoint", "x"], kind=FinetuneArguments
+            )
+
+    def test_an_interval_below_zero(self):
+        with pytest.raises(ValueError, match="--health_interval -1; expected at least 0"):
+            arguments("llama3_8b", "--smoke", "--health_interval", "-1")
 
     @pytest.mark.parametrize("tokens", ["inf", "nan"])
     def test_tokens_that_are_no_number_of_them(self, tokens):
@@ -206,6 +220,14 @@ def test_a_failure_of_the_training_keeps_its_traceback():
         raise NotImplementedError("no fp64")
     with pytest.raises(KeyError), one_line_errors():
         raise KeyError("a fault of the program")
+
+
+def test_help_of_fine_tuning_has_the_learning_rate_that_is_taken(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["finetune_nvfp4", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "recipes" / "finetune_nvfp4.py"), run_name="__main__")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "initial learning rate for the optimizer. (default: 1e-05)" in said
 
 
 def test_fine_tuning_says_what_is_wrong_in_one_line(monkeypatch, capsys):

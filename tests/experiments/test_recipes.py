@@ -18,10 +18,12 @@ import torch
 from design import full_only, named, thinned
 from layers.layer_tools import of_each_kind
 from paths import ROOT
+from texts import documents
 
 from experiments.recipe_tools import NAMES, arguments, config_of
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.data.chunked import write_shards
+from metis_hf.data.corpus import train_tokenizer
 from metis_hf.experiments.recipe import (
     build_model,
     build_trainer,
@@ -188,6 +190,13 @@ class TestData:
         assert self.firsts(held_out) == [100, 101, 102]  # eval_sequences of them
         with pytest.raises(ValueError, match="eval_sequences=0: nothing would be evaluated"):
             self.load(path, "--eval_sequences", "0")
+
+    def test_the_tokenizer_beside_the_data_is_loaded(self, tmp_path):
+        path = self.prepared(tmp_path / "data")
+        assert self.load(path)[2] is None
+        train_tokenizer(documents()[:3], vocab_size=500).save_pretrained(path / "tokenizer")
+        tokenizer = self.load(path)[2]
+        assert len(tokenizer) == 500
 
     def test_order_follows_the_seed(self, tmp_path):
         path = self.prepared(tmp_path / "data")

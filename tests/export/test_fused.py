@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from conftest import llama
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -74,15 +75,14 @@ def test_an_engine_that_joins_layers_reads_the_weights(config, rule, tmp_path):
     "config",
     [
         {"scheme": "metis", "scheme_pattern": {"v_proj": "nvfp4-rne", "up_proj": "nvfp4-rne"}},
-        {"scheme": "w4a4", "split_weight": True},
-        {"scheme": "w4a4", "scheme_pattern": {"k_proj": "nvfp4-rne", "gate_proj": "metis"}},
+        {"scheme": "w4a16", "scheme_pattern": {"k_proj": "nvfp4-rne", "gate_proj": "metis"}},
     ],
-    ids=["scale rules", "calibrated and split", "some calibrated"],
+    ids=["scale rules", "some calibrated"],
 )
 def test_one_scale_whatever_the_schemes(config, tmp_path):
     """An amax gives another scale by each rule, and calibrated layers have amaxes of their own."""
     model = get_metis_model(llama(), MetisConfig(**config))
-    if config["scheme"] == "w4a4":
+    if config["scheme"] == "w4a16":
         calibrate(model, [torch.arange(32).reshape(2, 16)])
     model.save_pretrained(tmp_path / "metis")
     report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
@@ -158,6 +158,80 @@ def test_the_one_scale_holds_the_largest_weight(larger, tmp_path):
     whole = torch.cat([layers[name].weight for name in names]).detach()
     found = joined_as_vllm_does(state, names)
     assert float((found - whole).norm() / whole.norm()) < 0.12  # cut at an eighth: .5 and more
+
+
+def qwen3_5():
+    return transformers.Qwen3_5ForCausalLM(
+        transformers.Qwen3_5TextConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=32, linear_key_head_dim=16,
+            linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+            layer_types=["linear_attention"],
+        )
+    )  # fmt: skip
+
+
+def bert():
+    return transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "parent", "joined"),
+    [
+        (qwen3_5, "linear_attn", ("in_proj_qkv", "in_proj_z")),
+        (qwen3_5, "linear_attn", ("in_proj_b", "in_proj_a")),
+        (bert, "attention.self", ("query", "key", "value")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_other_layers_that_engines_join(build, parent, joined, tmp_path):
+    model = build()
+    for name, param in model.named_parameters():
+        if name.endswith(f"{joined[-1]}.weight"):
+            param.data.mul_(4)
+    get_metis_model(model, MetisConfig(scheme="nvfp4-rne")).save_pretrained(tmp_path / "metis")
+    report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
+    state, layers = load_file(tmp_path / "out/model.safetensors"), dict(metis_layers(model))
+    names = [name for own in joined for name in layers if name.endswith(f"0.{parent}.{own}")]
+    assert len(names) == len(joined)
+    whole = torch.cat([layers[name].weight for name in names]).detach()
+    found = joined_as_vllm_does(state, names)
+    assert float((found - whole).norm() / whole.norm()) < 0.12  # under their own scales: .7
+    assert report.notes == (SHARED_SCALES,)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"scheme": "w4a4", "scheme_pattern": {"k_proj": "w4a16"}},
+            "q_proj W4A4, k_proj W4A16, v_proj W4A4, of model.layers.0.self_attn",
+        ),
+        (
+            {"scheme": "nvfp4-rne", "modules_to_not_convert": ["gate_proj", "lm_head"]},
+            "gate_proj dense, up_proj W4A16, of model.layers.0.mlp",
+        ),
+        (
+            {"scheme": "nvfp4-rne", "scheme_pattern": {"up_proj": "bf16"}},
+            "gate_proj W4A16, up_proj dense, of model.layers.0.mlp",
+        ),
+    ],
+    ids=["inputs", "kept", "in high precision"],
+)
+def test_layers_that_engines_join_and_that_differ_are_said_to(config, said, layout, tmp_path):
+    model = get_metis_model(llama(), MetisConfig(**config))
+    if config["scheme"] == "w4a4":
+        calibrate(model, [torch.arange(32).reshape(2, 16)])
+    model.save_pretrained(tmp_path / "metis")
+    report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format=layout)
+    (note,) = (note for note in report.notes if "several ways" in note)
+    assert said in note
 
 
 def test_layers_without_a_split_keep_their_own_scales_beside_a_side_file(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import re
 
 import pytest
 import torch
@@ -157,11 +159,7 @@ def test_the_target_may_be_a_link_to_an_empty_directory(tmp_path):
 
 
 def test_packed_beside_experts_says_who_reads_it(tmp_path):
-    config = transformers.Qwen3MoeConfig(
-        **TINY, intermediate_size=32, moe_intermediate_size=32, num_experts=4, head_dim=16,
-        num_experts_per_tok=2, num_key_value_heads=2, decoder_sparse_step=1,
-    )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = qwen3_moe()
     get_metis_model(model, MetisConfig(scheme="w4a16", exclude_modules=".*experts.*"))
     calibrate(model, [])
     model.save_pretrained(tmp_path / "run")
@@ -182,3 +180,67 @@ def test_packed_beside_experts_in_high_precision(tmp_path):
     report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
     assert report.packed
     assert not any("experts" in name for name in report.packed)
+
+
+def qwen3_moe():
+    config = transformers.Qwen3MoeConfig(
+        **TINY, intermediate_size=32, moe_intermediate_size=32, num_experts=4, head_dim=16,
+        num_experts_per_tok=2, num_key_value_heads=2, decoder_sparse_step=1,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def ignored(path):
+    """The names and patterns of a checkpoint, and whether an engine leaves a layer out by them."""
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    names = config["ignore"]
+    if config["quant_method"] == "modelopt":
+        described = json.loads((path / "hf_quant_config.json").read_text())
+        assert described["quantization"]["exclude_modules"] == names
+        return names, lambda layer: any(fnmatch.fnmatchcase(layer, name) for name in names)
+    patterns = [name[3:] for name in names if name.startswith("re:")]
+    return names, lambda layer: layer in names or any(re.match(p, layer) for p in patterns)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    ("build", "place", "expert"),
+    [(mixtral, "block_sparse_moe", "w1"), (qwen3_moe, "mlp", "gate_proj")],
+    ids=["mixtral", "qwen"],
+)
+def test_experts_and_routers_are_ignored_by_their_names_in_the_files(
+    build, place, expert, layout, tmp_path
+):
+    """What the config does not ignore, engines take for packed."""
+    model = get_metis_model(build(), MetisConfig(scheme="nvfp4-rne", exclude_modules=".*experts.*"))
+    model.save_pretrained(tmp_path / "run")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "out", format=layout)
+    names, is_ignored = ignored(tmp_path / "out")
+    state = load_file(tmp_path / "out/model.safetensors")
+    matrices = {
+        key.removesuffix(".weight")
+        for key, tensor in state.items()
+        if key.endswith(".weight") and tensor.dim() == 2 and "embed_tokens" not in key
+    }
+    dense = matrices - set(report.packed)
+    block = f"model.layers.0.{place}"
+    assert {f"{block}.gate", f"{block}.experts.0.{expert}"} <= dense
+    assert all(is_ignored(name) for name in dense)
+    assert is_ignored(f"{block}.experts")  # as vLLM names all of them
+    assert not any(is_ignored(name) for name in report.packed)
+    load_packed(tmp_path / "out").save_pretrained(tmp_path / "again")
+    again, is_ignored = ignored(tmp_path / "again")
+    assert all(is_ignored(name) for name in dense)
+    assert not any(is_ignored(name) for name in report.packed)
+    assert layout == "modelopt" or again == names
+
+
+def test_a_packed_head_is_said_to_be_one(tmp_path):
+    config = MetisConfig(scheme="nvfp4-rne", target_modules=["lm_head", "down_proj"])
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TINY, intermediate_size=32, tie_word_embeddings=False)
+    )
+    get_metis_model(model, config).save_pretrained(tmp_path / "run")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "out", format="compressed-tensors")
+    (note,) = report.notes
+    assert note.startswith("lm_head is the output head and is packed in four bits")

@@ -16,7 +16,8 @@ import torch
 from design import cases
 from torch import Tensor
 
-from metis_hf.numerics import fake_quantize
+from metis_hf.numerics import SCALE_FP32, Quantizer, fake_quantize
+from numerics.cases import FORMAT_NAMES, MIXED_FORMATS, OPTIONS, assert_same_bits, label
 from numerics.helpers import (
     DTYPES,
     SCALE_ROUNDINGS,
@@ -255,6 +256,21 @@ def test_scale_up_with_two_levels_never_clips(size) -> None:
     assert (nearest < top * (1 - fp32_noise)).any()  # the property is not vacuous
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_zeros_stay_zero_where_subnormal_numbers_are_flushed(options) -> None:
+    """The scale of a block of zeros may be subnormal."""
+    x = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    x[:32] = 0
+    wanted = fake_quantize(x, **options)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes none")
+    try:
+        flushed = fake_quantize(x, **options)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits(flushed, wanted)
+
+
 # --- what must not be hidden ---------------------------------------------------------------------
 
 BAD_VALUES = [math.nan, math.inf, -math.inf]
@@ -291,6 +307,16 @@ def test_fp64_beyond_fp32_is_not_hidden() -> None:
     x = torch.ones(16, dtype=torch.float64)
     x[3] = 1e300
     assert not fake_quantize(x).isfinite().any()
+
+
+@pytest.mark.parametrize("fmt", FORMAT_NAMES + MIXED_FORMATS)
+def test_bf16_holds_values_without_outer_scale(fmt) -> None:
+    """Exactly, but under fp32 block scales and in integers with a step of 6/7."""
+    quantizer, x = Quantizer(fmt), normal(64, 64)
+    values, _ = quantizer.unscaled(x)
+    in_bf16, _ = quantizer.unscaled(x, dtype=torch.bfloat16)
+    rounds = quantizer.fmt.scale == SCALE_FP32 or fmt == "if4"
+    assert torch.equal(in_bf16.float(), values) is not rounds
 
 
 # --- gradient, metadata, errors ------------------------------------------------------------------

@@ -19,7 +19,6 @@ from metis_hf import (
     get_metis_model,
     metis_layers,
 )
-from metis_hf.conversion.deployed import DEPLOYED_TOGETHER
 from metis_hf.monitoring.health import operand_health
 from metis_hf.noise import Key
 from metis_hf.numerics import fake_quantize
@@ -27,6 +26,15 @@ from metis_hf.training.calibration import TRIED_SHARES
 
 IN, OUT, TOKENS = 70, 48, 40
 FP32 = {"rtol": 1e-5, "atol": 1e-6}
+JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("query", "key", "value"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 
 
 def converted(scheme="w4a4", **options):
@@ -55,7 +63,7 @@ def inputs_of(model, batches):
 
 def group_of(name, names):
     parent, _, own = name.rpartition(".")
-    together = next((group for group in DEPLOYED_TOGETHER if own in group), (own,))
+    together = next((group for group in JOINED if own in group), (own,))
     return [f"{parent}.{other}" for other in together if f"{parent}.{other}" in names]
 
 

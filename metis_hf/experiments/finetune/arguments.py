@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from metis_hf.schemes import scheme_info
 from metis_hf.training.calibration import METHODS as CALIBRATIONS
@@ -23,6 +24,10 @@ LAYOUTS = ("compressed-tensors", "modelopt")
 @dataclass
 class FinetuneArguments:
     """Arguments of a fine-tuning besides transformers' TrainingArguments."""
+
+    GOING_ON: ClassVar[str] = (
+        "the same command with the same --output_dir goes on with the methods that are not finished"
+    )
 
     model: str = field(default="", metadata={"help": "Directory or hub name of a causal LM."})
     data: str | None = field(
@@ -105,8 +110,10 @@ class FinetuneArguments:
         for name, good, expected in (
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
             ("sequence_length", self.sequence_length >= 2, "at least 2"),
-            ("tokens", self.tokens > 0, "more than 0"),
-            ("temperature", 0 < self.temperature < math.inf, "a finite number above 0"),
+            *(
+                (name, 0 < getattr(self, name) < math.inf, "a finite number above 0")
+                for name in ("tokens", "temperature", "lora_learning_rate")
+            ),
             ("cross_entropy_share", 0 <= self.cross_entropy_share <= 1, "a share from 0 to 1"),
         ):
             if not good:

@@ -46,6 +46,7 @@ from metis_hf.experiments.finetune.report import (
     parameters_to_pack,
     trainable,
 )
+from metis_hf.experiments.recipe_arguments import check_context
 from metis_hf.experiments.runner import whole_batches
 from metis_hf.export import export_checkpoint
 from metis_hf.shared.checkpoints import load_complete
@@ -88,9 +89,10 @@ class Finetuning:
                 "DeepSpeed have cut; run it in one process or under DDP (accelerate launch)"
             )
         parameters_to_pack(arguments)  # or refuses
+        self.config = AutoConfig.from_pretrained(arguments.model)
+        check_context(self.config, arguments.sequence_length)
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.model)
         self.train, texts = self._sequences()
-        self.config = AutoConfig.from_pretrained(arguments.model)
         vocabulary = self.config.get_text_config().vocab_size
         for rows in (self.train, *texts.values()):
             check_vocabulary(rows, vocabulary, arguments.model)

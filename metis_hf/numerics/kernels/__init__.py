@@ -329,7 +329,9 @@ def _run(
         return compiled.run(variant, noise_key, x, *others)
     except compiled.CompilationError as error:
         fall_back(x, error)
-        return None
+    except OSError as error:  # of the folder of compiled code: it cannot be made, or is a file
+        fall_back(x, compiled.failure(error))
+    return None
 
 
 def _detached(x: Tensor | None) -> Tensor | None:

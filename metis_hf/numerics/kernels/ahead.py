@@ -31,6 +31,7 @@ from metis_hf.numerics.kernels import compiled, kept
 from metis_hf.numerics.kernels.compiled import Program
 from metis_hf.numerics.scaling import TRIED_SCALES
 
+_ROOT = Path(__file__).parents[3]  # of the package
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of Linux: microseconds, of a period of so many
 
 logger = logging.getLogger(__name__)
@@ -156,13 +157,16 @@ def processes() -> int:
 def _helper(waiting: deque[Program], stack: ExitStack) -> threading.Thread:
     """Start a process that compiles programs, and a thread that gives it one when it asks."""
     thread = threading.Thread(target=lambda: None)
+    # Modules from where this process has them, and none of the current directory: whatever lies
+    # there may have the name of one of Python's own.
+    path = [*filter(None, sys.path), str(_ROOT)]
+    program = f"import sys; sys.path[:] = {path!r}; import {__name__} as ahead; ahead.main()"
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
     except OSError as error:  # nothing depends on it
         logger.debug("no process for compiling could be started: %s", error)
@@ -204,7 +208,3 @@ def main() -> None:
             program = pickle.load(sys.stdin.buffer)
             torch.set_num_threads(program.threads)
             compiled.compile_program(program)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from metis_hf.numerics.kernels import kept
 
 _METHOD = "_get_vec_load_line"  # of Inductor's `CppVecKernel`
 # What it returns, to load the first 8 or 16 bytes of a vector of 32.
@@ -47,19 +47,10 @@ def at_once() -> Iterator[None]:
 
     setattr(kernel, _METHOD, load_line)
     try:
-        with _told_apart():
+        with kept.told_apart(_TAG):
             yield
     finally:
         setattr(kernel, _METHOD, written)
-
-
-def _told_apart() -> contextlib.AbstractContextManager[Any]:
-    """Let Inductor's cache keep what is compiled in the block apart from torch's own code."""
-    known: Any = getattr(torch.compiler, "config", None)
-    tag = getattr(known, "cache_key_tag", None)
-    if tag is None:
-        return contextlib.nullcontext()
-    return known.patch(cache_key_tag=f"{tag}{_TAG}")
 
 
 def loaded_at_once(line: str) -> str:

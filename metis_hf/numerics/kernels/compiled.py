@@ -246,9 +246,17 @@ def _announced_build(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     try:
         return _build(program)
     except Exception as error:
-        raise CompilationError(f"compiling a quantizer failed: {error}") from error
+        raise failure(error) from error
     finally:
         timer.cancel()
+
+
+def failure(error: Exception) -> CompilationError:
+    """Return the error to raise where compiling met another one: what failed, and what to do."""
+    what = f"compiling a quantizer failed: {error}"
+    if isinstance(getattr(error, "inner_exception", error), OSError):  # Inductor wraps it
+        what += "; set TORCHINDUCTOR_CACHE_DIR to a folder that can be written to"
+    return CompilationError(what)
 
 
 def announce(what: str) -> None:
@@ -311,6 +319,8 @@ def _compiled(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     if device.type == "cpu":
         options |= _ON_CPU
     with (
+        # Older versions of torch take code for another number of threads from their cache.
+        kept.told_apart(f"metis_hf: {program.threads} threads" if device.type == "cpu" else ""),
         _loops_apart() if _has_loops_apart(program) else contextlib.nullcontext(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),

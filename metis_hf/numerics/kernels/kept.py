@@ -84,6 +84,15 @@ def keeps_code() -> bool:
     return inductor.fx_graph_cache and not inductor.force_disable_caches
 
 
+def told_apart(tag: str) -> contextlib.AbstractContextManager[Any]:
+    """Let Inductor's cache keep what is compiled in the block apart from what has another tag."""
+    known: Any = getattr(torch.compiler, "config", None)
+    tags = getattr(known, "cache_key_tag", None)
+    if tags is None:
+        return contextlib.nullcontext()
+    return known.patch(cache_key_tag=f"{tags}{tag}")
+
+
 def _file(program: Any) -> Path:
     name = hashlib.sha256(repr(program).encode() + _settings()).hexdigest()[:32]
     return directory() / "metis_hf" / _version() / name

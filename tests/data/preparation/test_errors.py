@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from paths import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from data.preparation.sources import FOREIGN, VOCAB, english_texts, write_source
-from metis_hf.data import prepare
+from metis_hf.data import PrepareArguments, prepare
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.shared.locks import hold_directory
 
@@ -172,3 +172,11 @@ def test_error_for_a_reference_model_that_gives_nan(tmp_path, reference, argumen
     AutoTokenizer.from_pretrained(reference).save_pretrained(tmp_path / "broken")
     with pytest.raises(ValueError, match="gives a loss that is not finite"):
         prepare(arguments(reference_model=str(tmp_path / "broken")))
+
+
+def test_help_says_what_the_option_that_keeps_documents_does(capsys):
+    """transformers shows one text for an option and its opposite."""
+    with pytest.raises(SystemExit):
+        HfArgumentParser(PrepareArguments).parse_args(["--help"])
+    said = "".join(capsys.readouterr().out.split())  # argparse breaks lines at hyphens too
+    assert said.count("--no-perplexity-filterkeepsthem") == 2

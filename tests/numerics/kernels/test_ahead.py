@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -186,6 +187,19 @@ def test_a_process_that_fails_is_made_up_for(empty, monkeypatch, executable) -> 
     ahead.expect("layer", Rehearsal(*programs))
     ahead.prepare(programs[0])
     assert set(empty) == set(programs)
+
+
+def test_processes_run_nothing_of_the_current_directory(empty, monkeypatch, tmp_path) -> None:
+    """Whatever lies there may have the name of one of Python's own modules."""
+    for name in ("random", "torch", "metis_hf"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close(); raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(ahead, "_next", lambda waiting: asked.append(waiting))
+    with ExitStack() as stack:
+        ahead._helper(deque(), stack).join()
+    assert asked == [deque()]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_longest_come_first(empty, monkeypatch) -> None:

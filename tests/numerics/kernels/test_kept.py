@@ -84,6 +84,25 @@ def test_nothing_is_kept_for_other_code_processors_and_settings(folder, monkeypa
     assert kept._version() == version
 
 
+def test_programs_for_other_numbers_of_threads_are_told_apart(monkeypatch) -> None:
+    """In Inductor's cache too, whose own keys do not have the number in every version of torch."""
+    import torch._inductor
+
+    tags = []
+
+    def compile_(*args, **options):
+        tags.append(torch.compiler.config.cache_key_tag)
+        return len
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compile_)
+    before = torch.compiler.config.cache_key_tag
+    for threads in (1, 2, 1):
+        compiled._build(program()._replace(threads=threads))
+    assert tags[0] == tags[2] != tags[1]
+    assert all(tag.startswith(before) for tag in tags)
+    assert torch.compiler.config.cache_key_tag == before
+
+
 @pytest.mark.parametrize("text", ["flags\t: sse2 avx512f\n", None])
 def test_processors_with_other_instructions_are_told_apart(text, tmp_path, monkeypatch) -> None:
     """Of one family, too: what is compiled for all of one's instructions ends on another."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.codecache import cache_dir
+from torch._inductor.exc import InductorError
 
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import ahead, choice, compiled, use_kernels
@@ -152,6 +153,42 @@ def test_a_failing_compilation_leaves_the_reference(monkeypatch, keeps_nothing) 
     assert chosen(x) == "reference"  # and is not tried again
     with use_kernels("compiled"), pytest.raises(RuntimeError, match="out of memory"):
         Quantizer()(x)
+
+
+def test_without_a_folder_for_compiled_code_the_reference_runs(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(choice, "_chosen", None)
+    monkeypatch.setattr(choice, "_warned", set())
+    monkeypatch.setattr(choice, "_failed", set())
+    monkeypatch.setattr(ahead, "_rehearsals", {})
+    monkeypatch.setattr(compiled, "missing", lambda device: None)
+    monkeypatch.setattr(compiled, "_kernels", {})
+    x = torch.randn(256, 256, generator=seeded(0))
+    with use_kernels("reference"):
+        wanted = Quantizer()(x)
+    with pytest.warns(UserWarning, match=r"Not a directory.*set TORCHINDUCTOR_CACHE_DIR") as warned:
+        found = [Quantizer()(x) for _ in range(2)]
+    assert len(warned) == 1
+    for actual in found:
+        assert_same_bits(actual, wanted)
+    with use_kernels("compiled"), pytest.raises(compiled.CompilationError, match="Not a directory"):
+        Quantizer()(x)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_folder_that_cannot_be_written_to_is_named(wrapped, monkeypatch) -> None:
+    error = PermissionError(13, "Permission denied", "/cache/73")
+
+    def fail(program):
+        raise InductorError(error, None) if wrapped else error
+
+    monkeypatch.setattr(compiled, "_build", fail)
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled.kept, "load", lambda program: None)
+    program = compiled.program_of(Specialization("quantize", (1,), True), torch.ones(2, BLOCK))
+    with pytest.raises(compiled.CompilationError, match=r"/cache/73.*set TORCHINDUCTOR_CACHE_DIR"):
+        compiled.compile_program(program)
 
 
 def test_a_long_compilation_says_so_once(monkeypatch, caplog, keeps_nothing) -> None:
