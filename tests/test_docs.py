@@ -23,6 +23,7 @@ from metis_hf import MetisConfig, scheme_names
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHER_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 OTHER_PAGES += [ROOT / name for name in ("recipes/README.md", "benchmarks/README.md")]
+RECORDS = sorted((ROOT / "eval" / "results").rglob("*.md"))
 DOCTESTED = ["metis_hf.numerics.formats", "metis_hf.numerics.storage"]
 
 
@@ -76,7 +77,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT))
+    "page", [*PAGES, *OTHER_PAGES, *RECORDS], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
@@ -92,6 +93,24 @@ def test_every_page_is_linked_from_the_first():
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     missing = [page.name for page in PAGES if f"docs/{page.name}" not in text]
     assert missing == ["index.md"]
+
+
+def test_messages_are_quoted_as_they_are_printed():
+    """Of what the page of troubles quotes, all but names, numbers and dots is in the sources."""
+    of_transformers = {"Unknown quantization type, got metis"}
+    texts = [
+        re.sub(r"\s+", " ", node.value)
+        for path in (ROOT / "metis_hf").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    page = re.sub(r"\s+", " ", (ROOT / "docs/troubleshooting.md").read_text())
+    headings = " ".join(re.findall(r"\*\*(.*?)\*\*", page))
+    quoted = set(re.findall(r'"([^"]+)"', headings)) - of_transformers
+    assert len(quoted) > 10
+    for message in quoted:
+        for part in re.split(r"\.\.\.\S*|\d+|\(\w+\)|'[\w-]+'|\b(?:mps|DeepSpeed)\b", message):
+            assert any(part.strip() in text for text in texts), message
 
 
 def test_scheme_table_is_the_registry():

@@ -43,7 +43,8 @@ def compare(
     preset: Annotated[
         str | None,
         typer.Option(
-            help=f"{_either(PRESETS)}; docs/compare.md says what they train.",
+            help=f"{_either(PRESETS)}; default main, unless schemes or variants are named. "
+            "docs/compare.md says what they train.",
             callback=_one_of("preset", PRESETS),
         ),
     ] = None,

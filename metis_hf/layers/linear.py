@@ -182,7 +182,7 @@ class MetisLayer(nn.Module):
             weight,
             self.input_noise_key(),
             rank=self._batch_rank(),
-            trains=any(p.requires_grad for p in self.parameters(recurse=False)),
+            trains=any(getattr(self, name).requires_grad for name in self.weight_form.names),
         )
 
     def forward(self, input: Tensor, row_mask: Tensor | None = None) -> Tensor:

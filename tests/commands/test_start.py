@@ -51,6 +51,11 @@ def test_help_of_a_command(command):
     assert "--import FILE_OR_MODULE" in printed
 
 
+def test_help_says_what_compare_trains_without_options():
+    _, printed, _ = start("compare", "--help")
+    assert "default main, unless schemes or variants are named" in " ".join(printed.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -379,8 +379,8 @@ class TestContent:
     def test_gradients_through_a_frozen_weight_average_out(self, scheme, held):
         """As under LoRA: the weight is not rounded alike in every step, held or not."""
         torch.manual_seed(0)
-        layer = convert_linear(nn.Linear(128, 128, False), MetisConfig(scheme=scheme), name="a")
-        layer.weight.requires_grad_(False)
+        layer = convert_linear(nn.Linear(128, 128), MetisConfig(scheme=scheme), name="a")
+        layer.weight.requires_grad_(False)  # its bias trains
         dy, calls = torch.randn(TOKENS, 128), 16
         forward = layer.scheme.fprop_weight.quantizer
         exact = dy @ forward(layer.weight.detach(), dim=-1)
