@@ -259,17 +259,28 @@ def universality(models: Data) -> bytes:
     figure, axes = figure_axes(1, 1, (6.4, 3.8 + 0.25 * len(models)))
     axis = axes[0, 0]
     _spectrum_axes(axis, list(models.values()))
+    names = short_models(models)
     for color, (model, curve) in zip([*COLORS, *(["black"] * len(models))], models.items()):
         share = "no elbow" if curve["elbow"] is None else f"f = {curve['fraction']:.1%}"
-        _curve(axis, curve, color, f"{short_model(model)}, {curve['layer']}: {share}")
+        _curve(axis, curve, color, f"{names[model]}, {curve['layer']}: {share}")
     axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
     _legend(figure, [axis], columns=1)
     return as_png(figure)
 
 
-def short_model(path: str) -> str:
-    """Return the last two parts of a path, which tell runs apart."""
-    return "/".join(path.rstrip("/").split("/")[-2:])
+def short_model(path: str, parts: int = 2) -> str:
+    """Return the last parts of a path, without the `model` in which a run keeps its weights."""
+    return "/".join(path.rstrip("/").removesuffix("/model").split("/")[-parts:])
+
+
+def short_models(paths: Iterable[str]) -> dict[str, str]:
+    """Return path -> its last parts, as many as tell all paths apart; else the whole path."""
+    paths = list(paths)
+    for parts in range(2, max(path.count("/") for path in paths) + 2):
+        names = {path: short_model(path, parts) for path in paths}
+        if len(set(names.values())) == len(names):
+            return names
+    return {path: path for path in paths}
 
 
 def all_spectra(lines: Data) -> bytes:

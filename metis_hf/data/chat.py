@@ -45,8 +45,8 @@ def read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list
     Raises:
         FileNotFoundError: no such file.
         ValueError: a line that is no such object; its number is named. Nothing in the file, bytes
-            that are not UTF-8, or such objects in a file that is a text by its name. A conversation
-            that the chat template does not take; or as `tokens_of`.
+            that are not UTF-8, half a character, or such objects in a file that is a text by its
+            name. A conversation that the chat template does not take; or as `tokens_of`.
     """
     for number, document in _numbered(path):
         try:
@@ -105,6 +105,18 @@ def refuse_objects(path: Path, content: str) -> None:
         )
 
 
+def refuse_surrogates(path: Path, number: int, found: Any) -> None:
+    """Refuse what a line of JSON holds if half a character, cut from its other half, is in it."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise ValueError(
+            f"{path}, line {number}: {half} is one half of a surrogate pair, as it is left where a "
+            "text is cut within an emoji; mend the line, or remove it"
+        ) from None
+
+
 def _document(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
@@ -112,6 +124,7 @@ def _document(path: Path, number: int, line: str) -> dict[str, Any]:
         raise ValueError(
             f"{path}, line {number}, is not JSON: {error}. Each line is one whole object"
         ) from None
+    refuse_surrogates(path, number, found)
     if isinstance(found, dict) and isinstance(found.get("text"), str):
         return {"text": found["text"]}
     messages = found.get("messages") if isinstance(found, dict) else None

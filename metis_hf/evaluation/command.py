@@ -218,9 +218,18 @@ def _jobs(
 
 
 def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose tokens the model does not embed; added tokens may stay unused."""
+    """Refuse a tokenizer whose tokens the model does not embed, or that has no prefix token.
+
+    Added tokens may stay unused.
+    """
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    highest = max(tokenizer.vocab_size - 1, -1 if prefix is None else prefix)
+    if prefix is None:
+        raise ValueError(
+            f"the tokenizer of {checkpoint.label} ({tokenizer.name_or_path}) has neither a BOS nor "
+            "an EOS token, one of which lm-eval puts before each text; set "
+            "tokenizer.eos_token and save it, or name another with --tokenizer"
+        )
+    highest = max(tokenizer.vocab_size - 1, prefix)
     known = getattr(checkpoint.config().get_text_config(), "vocab_size", None)
     if known is not None and highest >= known:
         raise ValueError(

@@ -80,6 +80,7 @@ class MetisLM(HFLM):
         self.truncated = 0
         self.truncated_tokens = 0
         self.nonfinite: Counter[str] = Counter()
+        self._rolling = False
         super().__init__(pretrained, tokenizer=tokenizer, softmax_dtype=softmax_dtype, **kwargs)
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
@@ -97,10 +98,20 @@ class MetisLM(HFLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
         bar = tqdm(desc="Rolling likelihood", unit=" windows", disable=disable_tqdm)
-        with bar as self._windows:
-            results = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        self._rolling = True
+        try:
+            with bar as self._windows:
+                results = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._rolling = False
         self._count_nan(requests, results)
         return results
+
+    def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
+        ids = super().tok_encode(string, *args, **kwargs)
+        # HFLM puts the prefix token before each text of a rolling likelihood, also where the text
+        # has it already: the second one would be scored.
+        return ids[1:] if self._rolling and ids[:1] == [self.prefix_token_id] else ids
 
     def _count_nan(self, requests, values: list[float]) -> None:
         for request, value in zip(requests, values, strict=True):

@@ -16,7 +16,7 @@ import torch
 from metis_hf.shared.quiet import quiet_datasets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -49,12 +49,11 @@ def preserve_random_state(device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserve_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+def preserve_model(model: PreTrainedModel) -> Iterator[None]:
     """Evaluate without a key-value cache; afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     had_cache_flag = hasattr(model.config, "use_cache")
     use_cache = getattr(model.config, "use_cache", None)
-    pad_token = tokenizer.pad_token  # HFLM sets one where there is none
     model.config.use_cache = False
     try:
         yield
@@ -65,8 +64,6 @@ def preserve_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
             model.config.use_cache = use_cache
         else:
             del model.config.use_cache
-        if tokenizer.pad_token != pad_token:
-            tokenizer.pad_token = pad_token
 
 
 @contextlib.contextmanager

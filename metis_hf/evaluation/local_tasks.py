@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from metis_hf.data.chat import refuse_surrogates
+
 if TYPE_CHECKING:
     import datasets
 
@@ -261,7 +263,8 @@ def json_lines(path: Path, content: bytes) -> list[tuple[int, Row]]:
     """Return (line number, object) of every line that is not blank.
 
     Raises:
-        ValueError: a line is not UTF-8 or no JSON object; the message names file and line.
+        ValueError: a line is not UTF-8, no JSON object, or holds half a character; the message
+            names file and line.
     """
     rows = []
     for number, line in enumerate(content.removeprefix(BOM_UTF8).split(b"\n"), start=1):
@@ -275,6 +278,7 @@ def json_lines(path: Path, content: bytes) -> list[tuple[int, Row]]:
             ) from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object: {_shown(line)}")
+        refuse_surrogates(path, number, row)
         rows.append((number, row))
     return rows
 

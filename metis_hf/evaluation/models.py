@@ -86,7 +86,11 @@ def choose_models(
             return [*_converted(found, conversions, precision), own], own.label
         control = next(one.label for one in found if one.place.resolve() == place)
     chosen = _converted(found, conversions, precision)
-    rows = [row_name(one.label, one.scheme, p) for one in chosen for p in one.precisions(precision)]
+    rows = [
+        row_name(one.label, one.scheme, each, converted=one.conversion is not None)
+        for one in chosen
+        for each in one.precisions(precision)
+    ]
     if control in rows:
         return chosen, control
     named = next((one for one in found if one.label == control), None)
@@ -103,8 +107,9 @@ def choose_models(
 
 
 def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return name -> SHA-256 of the source for a checkpoint's schemes from outside this package."""
-    return source_digests(checkpoint.schemes)
+    """Return name -> SHA-256 of a checkpoint's schemes and format from outside this package."""
+    metis = checkpoint.metis
+    return {} if metis is None else source_digests(metis.schemes, metis.format)
 
 
 def _converted(

@@ -184,14 +184,21 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
     twice = [str(path) for path, count in places.items() if count > 1]
     if twice:
         raise ValueError(f"named twice: {', '.join(twice)}")
-    more = 0
-    while len({checkpoint.label for checkpoint in found}) < len(found):
+    labels, more = [one.label for one in found], 0
+    local = [Path(name).is_dir() for name in names]  # a model of the hub keeps its name
+    while len(set(labels)) < len(labels):
         more += 1
-        found = [
-            replace(one, label=_label(one.place, more, places)) if Path(name).is_dir() else one
-            for one, name in zip(found, names)
+        before = labels
+        labels = [
+            _label(one.place, more, places) if here else one.label
+            for one, here in zip(found, local)
         ]
-    return found
+        if labels == before:  # a directory at the root has the name of a model of the hub
+            labels = [
+                str(one.place.resolve()) if here else one.label for one, here in zip(found, local)
+            ]
+            break
+    return [replace(one, label=label) for one, label in zip(found, labels)]
 
 
 def _label(path: Path, more: int, beside: Container[Path] = ()) -> str:

@@ -27,6 +27,16 @@ METHODS = {
     "metis-paper": "FP4-Metis",
     "nvidia": "FP4-Nvidia's Recipe",
 }
+# Fields that change what a scheme computes, and the values that leave it the published method.
+_AS_PUBLISHED: dict[str, tuple[Any, ...]] = {
+    "format": (None, "nvfp4"),
+    "outer_scale": (None, "tensor"),
+    "high_precision": (None, (), []),
+    "split_weight": (None,),
+    "operand_mode": (None,),
+    "scheme_pattern": (None, {}),
+    "attention": (None,),
+}
 ABLATIONS = {
     "weight": "w/o Weight Decomposition",
     "activation": "w/o Activation Decomposition",
@@ -44,10 +54,9 @@ def paper_tables() -> dict[str, Any]:
 
 def published_method(quantization: dict[str, Any]) -> str | None:
     """Return the paper's name for a checkpoint's `quantization_config`; None if it has none."""
-    scheme = quantization.get("scheme")
-    if scheme is None or quantization.get("scheme_pattern") or quantization.get("attention"):
+    if any(quantization.get(name) not in known for name, known in _AS_PUBLISHED.items()):
         return None
-    method = METHODS.get(scheme)
+    method = METHODS.get(quantization.get("scheme", ""))
     if method == "FP4-Metis":
         parts = quantization.get("decompose")  # None: the method as it is
         missing = [] if parts is None else [part for part in ABLATIONS if part not in parts]

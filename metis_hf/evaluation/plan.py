@@ -20,6 +20,7 @@ from metis_hf.evaluation.local_tasks import (
     read_task,
 )
 from metis_hf.evaluation.run import TaskSpec, count_tokens
+from metis_hf.shared.texts import utf8_text
 
 if TYPE_CHECKING:
     import datasets
@@ -100,10 +101,7 @@ def read_text(path: Path) -> HeldOutText:
                 )
             documents.append(row["text"])
     else:
-        try:
-            documents = [content.decode("utf-8-sig")]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+        documents = [utf8_text(path, "utf-8-sig")]
         refuse_objects(path, documents[0])
     documents = [text for text in documents if text.strip()]
     if not documents:

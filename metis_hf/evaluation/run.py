@@ -8,6 +8,7 @@ caches stay off: neither of them knows which model or which data an entry belong
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import json
 import math
@@ -87,6 +88,8 @@ def evaluate_model(
 
     if not tasks:
         raise ValueError("tasks is empty; name at least one")
+    if tokenizer.pad_token is None:  # HFLM sets one, or adds one
+        tokenizer = copy.deepcopy(tokenizer)
     device_type = model.device.type
     autocast = torch.is_autocast_enabled(device_type)
     with contextlib.ExitStack() as stack:
@@ -95,7 +98,7 @@ def evaluate_model(
         stack.enter_context(isolation.environment(DISABLE_MULTIPROC="1", LOCAL_RANK="0"))
         stack.enter_context(isolation.quiet_harness(progress))
         stack.enter_context(isolation.preserve_random_state(device_type))
-        stack.enter_context(isolation.preserve_model(model, tokenizer))
+        stack.enter_context(isolation.preserve_model(model))
         manager = task_manager(tasks, include_path)
         lm = MetisLM(
             pretrained=model,
@@ -139,7 +142,7 @@ def held_out_loss(
     """Return the cross entropy in nats per token of a rolling log-likelihood task.
 
     lm-eval reports bits per byte; the total over all bytes divided by the number of tokens that
-    HFLM scored is the loss that training reports, each document being preceded by one prefix token.
+    were scored is the loss that training reports, each document being preceded by one prefix token.
 
     Args:
         result: Holds `bits_per_byte` of `task`.
@@ -172,11 +175,13 @@ def held_out_loss(
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Return tokens of `text` as HFLM encodes it: no second prefix token where it has one."""
+    """Return tokens of `text` that `MetisLM` scores: without the prefix token before them."""
     prefix = tokenizer.bos_token or tokenizer.eos_token
     if prefix and text.startswith(prefix):
-        return len(tokenizer.encode(text, add_special_tokens=False))
-    return len(tokenizer.encode(text))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        ids = tokenizer.encode(text)
+    return len(ids) - (prefix is not None and ids[:1] == [tokenizer.convert_tokens_to_ids(prefix)])
 
 
 def _items(samples: Mapping[str, list[dict]], nonfinite: Mapping[str, int]) -> dict:

@@ -227,8 +227,9 @@ def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, s
     mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
     if mean is not None:
         scores[AVERAGE] = mean
+    converted = "conversion" in ours["settings"]
     return Row(
-        row_name(ours["label"], ours["scheme"], ours["precision"]),
+        row_name(ours["label"], ours["scheme"], ours["precision"], converted=converted),
         scores,
         ours["label"],
         ours["scheme"],
@@ -237,9 +238,13 @@ def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, s
     )
 
 
-def row_name(label: str, scheme: str, precision: str) -> str:
-    """Return what the first column calls an evaluation: checkpoint, scheme, precision."""
-    name = label if scheme in label else f"{label} {scheme}"
+def row_name(label: str, scheme: str, precision: str, *, converted: bool) -> str:
+    """Return what the first column calls an evaluation: checkpoint, scheme, precision.
+
+    A directory of the scheme's name says it already, unless the checkpoint is converted.
+    """
+    named = scheme in label.split("/") and not converted
+    name = label if named else f"{label} {scheme}"
     return f"{name}, dense" if precision == "dense" and scheme not in BASES else name
 
 

@@ -65,7 +65,7 @@ def head_note(model: PreTrainedModel, packed: Container[str]) -> tuple[str, ...]
     head = model.get_output_embeddings()
     names = (name for name, module in model.named_modules() if module is head and name in packed)
     return tuple(
-        f"{name} is the output head and is packed in four bits, which not every engine reads. Leave "
-        "it out when the model is converted, or by --exclude where the export quantizes."
+        f"{name} is the output head and is packed in four bits, which not every engine reads. "
+        "Leave it out when the model is converted, or by --exclude where the export quantizes."
         for name in names
     )

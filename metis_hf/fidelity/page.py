@@ -91,7 +91,7 @@ def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
         ("exact loss", f"{exact:.4f}", "nats per token, held-out"),
         ("smallest loss rise", best.rise.text("+.2f") + " %", best.name),
     ]
-    graded = [r for r in finite if r.gradients]
+    graded = [r for r in finite if math.isfinite(r.gradient("cosine").mean)]
     if graded:
         near = max(graded, key=lambda r: r.gradient("cosine").mean)
         cosine = near.gradient("cosine").text(".3f")

@@ -213,7 +213,7 @@ class _Measurements:
     def _measure(self, name: str, config: MetisConfig, alone: bool) -> SchemeResult:
         result = SchemeResult(name, config.scheme, config.rank)
         parts = [LOSS, GRADIENTS, OPERANDS, *([ALONE] if alone else [])]
-        kind = digest(config.to_dict(), source_digests(config.schemes))
+        kind = digest(config.to_dict(), source_digests(config.schemes, config.format))
         found = {part: self.store.get(part, name, kind, self.depends) for part in parts}
         missing = [part for part, value in found.items() if value is None]
         self._skip(part for part in parts if part not in missing)

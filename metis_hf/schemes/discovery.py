@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from metis_hf.numerics.formats import FORMATS, get_format
 from metis_hf.schemes.registry import all_or_nothing, registered, scheme_info
 
 _PACKAGE = Path(__file__).parents[1]
+_FORMATS = tuple(FORMATS.values())  # this package's own, before anyone registers others
 _imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives it -> schemes
 
 
@@ -75,13 +77,28 @@ def _import_and_name(source: str) -> list[str]:
     return names
 
 
-def source_digests(names: Iterable[str]) -> dict[str, str]:
+def source_digests(names: Iterable[str], number_format: str | None = None) -> dict[str, str]:
     """Return name -> SHA-256 of the file that builds a scheme; this package's own are left out.
 
-    Results of a user's scheme belong to this digest: the file may change under its name.
+    Results of a user's scheme belong to this digest: the file may change under its name. So may
+    a number format, whose SHA-256 is that of its definition, under "format <name>".
+
+    Args:
+        names: of schemes.
+        number_format: name of the format that a config asks for.
     """
     digests = {name: _source_digest(name) for name in names}
+    if number_format is not None:
+        digests[f"format {number_format}"] = _format_digest(number_format)
     return {name: digest for name, digest in digests.items() if digest is not None}
+
+
+def _format_digest(name: str) -> str | None:
+    try:
+        found = get_format(name)
+    except ValueError:  # unknown: whoever builds its scheme says so
+        return None
+    return None if found in _FORMATS else hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _source_digest(name: str) -> str | None:

@@ -192,3 +192,20 @@ def test_layers_of_unknown_risk_come_first_in_the_table(tmp_path):
     write_csv(tmp_path / "layers.csv", result)
     rows = (tmp_path / "layers.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["b", "d", "e", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (
+            ["/o/runs/bf16/seed-0/model", "/o/runs/metis/seed-0/model"],
+            ["bf16/seed-0", "metis/seed-0"],
+        ),
+        (["a/run/seed-0/model/", "b/run/seed-0"], ["a/run/seed-0", "b/run/seed-0"]),
+        (["org/name"], ["org/name"]),
+        (["run", "run/model"], ["run", "run/model"]),
+    ],
+)
+def test_models_are_told_apart(paths, names):
+    """Runs of a comparison keep their weights in directories of one name."""
+    assert figures.short_models(paths) == dict(zip(paths, names))

@@ -166,7 +166,7 @@ def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
     write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})
     _check_begun(run, silent)  # nothing was trained: the file may have been mended
     write_json(tmp_path / RESULT_FILE, {})
-    with pytest.raises(ValueError, match=f"holds a run of scheme '{NAME}' as its file was before"):
+    with pytest.raises(ValueError, match=f"holds a run of '{NAME}' as its file was before"):
         _check_begun(run, silent)
     checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
     assert own_schemes(checkpoint) == digests
@@ -208,7 +208,7 @@ def test_compare_in_real_processes(folder, monkeypatch):
     refused = metis_hf(*command)
     file.write_text(SCHEME)
     assert isinstance(refused.exception, ValueError)
-    assert f"holds a run of scheme '{NAME}' as its file was before" in str(refused.exception)
+    assert f"holds a run of '{NAME}' as its file was before" in str(refused.exception)
 
 
 def test_recipes_take_it(tmp_path):

@@ -187,6 +187,11 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
         ('[\n  {"text": "a"}\n]', r"line 1, is not JSON: .*\. Each line is one whole object"),
         (f'{{"text": "a", "id": {"1" * 5000}}}', "a.jsonl, line 1, is not JSON: .*4300"),
         ('{"text": "a"}\n{"messages": []}', "a.jsonl, line 2: no messages"),
+        (
+            '{"text": "a"}\n{"text": "cut \\ud83d"}',
+            r"a.jsonl, line 2: \\ud83d is one half of a surr",
+        ),
+        ('{"messages": [{"role": "user", "content": "\\ude00"}]}', r"line 1: \\ude00 is one half"),
         ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
         ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),
         ('{"text": "short"}', "at least one to train on are needed.*eval_sequences"),

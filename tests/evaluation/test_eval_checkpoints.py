@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from metis_hf import (
     metis_layers,
     to_dense,
 )
+from metis_hf.evaluation import opening
 from metis_hf.evaluation.checkpoints import Checkpoint
 from metis_hf.evaluation.command import _check_vocabulary
 from metis_hf.evaluation.harness import MetisLM
@@ -62,6 +65,16 @@ def test_labels_tell_apart(tmp_path):
     save(run / "model", "bf16")
     found = open_checkpoints([run, run / "model"])
     assert [c.label for c in found] == [f"{tmp_path.name}/run", "run/model"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="paths begin with a drive")
+def test_a_directory_at_the_root_with_the_name_of_a_model_of_the_hub(monkeypatch):
+    """As in a container, where models are mounted there."""
+    places = {"/gpt2": Path("/gpt2"), "gpt2": Path("/cache/models--gpt2/snapshots/abc")}
+    named = {name: Checkpoint(place, "gpt2", {}) for name, place in places.items()}
+    monkeypatch.setattr(opening, "open_model", named.__getitem__)
+    monkeypatch.setattr(Path, "is_dir", lambda path: str(path) == "/gpt2")
+    assert [one.label for one in open_checkpoints(list(places))] == ["/gpt2", "gpt2"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
+from metis_hf.data.chat import read_documents
 from metis_hf.evaluation import plan, store
+from metis_hf.evaluation.plan import read_text
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -84,3 +88,13 @@ def test_largest_batch_that_fits():
     assert plan.largest_batch_size(fits, start=256) == 32
     assert tried == [256, 128, 64, 32]
     assert plan.largest_batch_size(lambda size: False) == 1
+
+
+def test_line_ends_of_a_held_out_text_are_those_of_fidelity(tmp_path):
+    """Whatever system has written the file; its digest is that of the file itself."""
+    path = tmp_path / "held_out.txt"
+    content = b"\xef\xbb\xbfone\r\ntwo\rthree\n"
+    path.write_bytes(content)
+    found = read_text(path)
+    assert found.documents == ["one\ntwo\nthree\n"] == [d["text"] for d in read_documents(path)]
+    assert found.sha256 == hashlib.sha256(content).hexdigest()

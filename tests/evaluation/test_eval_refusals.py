@@ -67,6 +67,10 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
     train_tokenizer(documents()[:40], vocab_size=600).save_pretrained(tmp_path / "other")
     said = refused(good, "--tokenizer", tmp_path / "other")
     assert "other) gives tokens up to 599, and the model knows 512" in said
+    without = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    without.save_pretrained(tmp_path / "without")
+    said = refused(good, "--tokenizer", tmp_path / "without")
+    assert "without) has neither a BOS nor an EOS token" in said
     assert not out.exists()
     out.write_text("a file")
     assert "out cannot be written to (" in refused(good)
@@ -81,6 +85,7 @@ def test_refused_before_the_first_evaluation(runs, tokenizer, tmp_path, monkeypa
         ("binary.txt", b"\xff\xfe", "is not UTF-8"),
         ("named.txt", b'\xef\xbb\xbf{"text": "x"}\n', "read as one text; name it named.jsonl"),
         ("rows.jsonl", b'{"text": "x"}\n{"txt": "x"}\n', 'line 2: field "text" is missing'),
+        ("half.jsonl", b'{"text": "x"}\n{"text": "cut \\ud83d"}\n', "line 2: \\ud83d is one half"),
         ("cut.jsonl", b'{"text": "x"}\n{"te', "line 2 is not JSON"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from paths import ROOT
 from rich.console import Console
 
+from metis_hf import MetisConfig
 from metis_hf.commands.evaluate import DEFAULT_TASKS
 from metis_hf.evaluation import formats, paper
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
@@ -160,10 +161,30 @@ def test_published_rows_and_differences():
         ({"scheme": "metis", "scheme_pattern": {"x": "bf16"}}, None),
         ({"scheme": "metis-paper", "decompose": ["weight", "activation", "gradient"]}, "FP4-Metis"),
         ({"scheme": "metis", "decompose": ["weight"]}, None),
+        (MetisConfig(scheme="nvfp4").to_dict(), "FP4"),
+        ({"scheme": "nvfp4", "format": "nvfp4"}, "FP4"),
+        ({"scheme": "nvfp4", "format": "nf4"}, None),
+        ({"scheme": "nvfp4", "outer_scale": "token"}, None),
+        ({"scheme": "nvfp4", "high_precision": ["backward"]}, None),
+        ({"scheme": "metis", "split_weight": True}, None),
+        ({"scheme": "metis-paper", "operand_mode": "contraction"}, None),
     ],
 )
 def test_published_method(config, method):
     assert paper.published_method(config) == method
+
+
+def test_rows_have_names_of_their_own():
+    """A scheme is named where no directory has exactly its name, and in every conversion."""
+
+    def named(label, scheme, **settings):
+        one = record(label, scheme=scheme, settings={"batch_size": 8, **settings})
+        return compare([one], TASKS).blocks[0].rows[0].name
+
+    assert named("runs/nvfp4", "nvfp4") == "runs/nvfp4"
+    assert named("export-nvfp4-rne", "nvfp4") == "export-nvfp4-rne nvfp4"
+    assert named("export-nvfp4-rne", "nvfp4-rne") == "export-nvfp4-rne nvfp4-rne"
+    assert named("nvfp4", "nvfp4", conversion={}) == "nvfp4 nvfp4"
 
 
 def test_latex_is_well_formed():

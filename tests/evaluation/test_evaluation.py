@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from texts import documents
+from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from metis_hf.data.corpus import split_documents, train_tokenizer
 from metis_hf.evaluation import EvalResult, evaluate_model, held_out_loss, run
 from metis_hf.evaluation.harness import MetisLM
-from metis_hf.evaluation.isolation import preserve_model
+from metis_hf.evaluation.plan import LOSS_TASK, HeldOutText
+from metis_hf.evaluation.run import count_tokens
 from metis_hf.experiments.demo.tasks import TASK_NAMES, write_tasks
 
 CONTEXT = 512
@@ -157,6 +159,26 @@ def test_held_out_loss_of_one_short_document_is_cross_entropy(model, tokenizer, 
         expected = model.eval()(batch, labels=batch).loss.item()
     loss = held_out_loss(result, "one_document", tokenizer, [document])
     assert loss == pytest.approx(expected, rel=SAME_FLOAT32)
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return x\n", "<s>def f(x):\n"])
+def test_prefix_token_of_the_tokenizer_is_not_scored(text, model, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=begin
+    )
+    model.resize_token_embeddings(len(tokenizer))
+    held_out = HeldOutText(Path("held_out.txt"), "", [text])
+    result = evaluate_model(model, tokenizer, [held_out.task()])
+    ids = torch.tensor([tokenizer.encode(text.removeprefix("<s>"))])
+    assert ids[0, 0] == tokenizer.bos_token_id
+    with torch.no_grad():
+        expected = model.eval()(ids, labels=ids).loss.item()
+    loss = held_out_loss(result, LOSS_TASK, tokenizer, [text])
+    assert loss == pytest.approx(expected, rel=SAME_FLOAT32)
+    assert count_tokens(tokenizer, text) == ids.shape[1] - 1
 
 
 def test_random_model_is_at_chance(model, tokenizer, directory):
@@ -376,9 +398,13 @@ def test_a_request_that_just_fits_is_not_truncated(tokens, cut, model, tokenizer
     assert (lm.truncated, lm.truncated_tokens) == (cut > 0, cut)
 
 
-def test_the_padding_token_is_put_back(model, tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = None
-    with preserve_model(model, tokenizer):
-        tokenizer.pad_token = tokenizer.eos_token  # as HFLM does
+@pytest.mark.parametrize(
+    "special", [{"bos_token": "<|endoftext|>"}, {"eos_token": "<|endoftext|>"}]
+)
+def test_a_tokenizer_without_padding_stays_so(special, model, tokenizer):
+    """HFLM pads with the EOS token, or adds a token."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special)
+    before = len(tokenizer)
+    evaluate_model(model, tokenizer, [HeldOutText(Path("held_out.txt"), "", ["text"]).task()])
     assert tokenizer.pad_token is None
+    assert len(tokenizer) == before

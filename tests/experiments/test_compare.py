@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from metis_hf import to_dense
 from metis_hf.cli import main
 from metis_hf.experiments.compare import plan as plans
 from metis_hf.experiments.compare import run as comparison
+from metis_hf.experiments.compare import timing
 from metis_hf.experiments.compare.data import load_data
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.compare.progress import RunProgress
@@ -296,11 +298,30 @@ def test_half_a_result_is_named_and_removed(tmp_path, monkeypatch):
     assert not path.exists()
 
 
-def test_times_of_other_variants_are_not_mixed_in(tmp_path):
-    (tmp_path / "times.json").write_text('{"seconds": {"bf16": 1.0, "nvfp4": 2.0}}')
-    assert load_times(tmp_path, ["bf16", "bf16", "nvfp4"]) == {"bf16": 1.0, "nvfp4": 2.0}
-    assert load_times(tmp_path, ["bf16"])["bf16"] == 1.0
-    assert load_times(tmp_path, ["bf16", "metis"]) == {}
+def test_times_of_other_variants_are_not_mixed_in(tmp_path, monkeypatch):
+    def planned(**fields):
+        own = {"variants": {"own": {"scheme": "nvfp4", **fields}}, "schemes": ["bf16", "metis"]}
+        return make_plan(**CONFIG | own)
+
+    plan = planned()
+    monkeypatch.setattr(timing, "_batches", lambda *_: [])
+    monkeypatch.setattr(timing, "_step", lambda *_: lambda: None)
+    measured = [variant for variant in plan.variants if variant.name != "metis"]
+    seconds = timing.measure_times(replace(plan, variants=tuple(measured)), tmp_path)
+    assert seconds.keys() == {"bf16", "own"}
+    assert load_times(plan, tmp_path, {"bf16", "own"}) == seconds
+    assert load_times(plan, tmp_path, {"bf16"}) == seconds
+    assert load_times(plan, tmp_path, {"bf16", "metis"}) == {}
+    other = planned(forward_rounding="stochastic")
+    assert load_times(other, tmp_path, {"bf16"}) == seconds
+    assert load_times(other, tmp_path, {"bf16", "own"}) == {}
+    monkeypatch.setattr(timing, "source_digests", lambda *_: {"own": "another file"})
+    assert load_times(plan, tmp_path, {"bf16", "own"}) == {}
+    monkeypatch.undo()
+    monkeypatch.setattr(timing, "code_digest", lambda: "other code")
+    assert load_times(plan, tmp_path, {"bf16", "own"}) == {}
+    (tmp_path / "times.json").write_text('{"seconds": {"bf16": 1.0, "own": 2.0}}')  # as before
+    assert load_times(plan, tmp_path, {"bf16", "own"}) == {}
 
 
 @pytest.mark.parametrize(

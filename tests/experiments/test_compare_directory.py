@@ -90,8 +90,8 @@ def test_a_variant_that_cannot_be_converted_is_refused_before_training(fields, m
     broken = plan(variants={**MINE, "broken": {"scheme": "metis", **fields}})
     with pytest.raises(ValueError, match=f"variant 'broken': .*{message}"):
         run_plan(broken, tmp_path)
-    assert not (tmp_path / "data").exists()
-    assert not (tmp_path / "runs").exists()
+    for name in ("settings.json", "data", "runs"):
+        assert not (tmp_path / name).exists()
 
 
 def test_times_are_of_what_was_trained_and_take_nothing_with_them(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 
 import pytest
 import transformers
 from conftest import hear_interrupts
 from design import full, full_only
 from paths import ROOT
+from rich.console import Console
 
 from experiments import kills
 from metis_hf.cli import main
@@ -23,6 +26,7 @@ from metis_hf.experiments.demo import QUICK_TIME
 from metis_hf.experiments.demo import run as demo
 from metis_hf.experiments.demo.run import SCHEMES
 from metis_hf.experiments.results import SchemeResult
+from metis_hf.shared.records import write_json
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli"]
 # All schemes of the demo take a minute and a half on two idle cores.
@@ -221,3 +225,46 @@ def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):
     assert "without bf16 units" in where["device"] or "CPU" not in where["device"]
     assert demo.control_label(where) == "bf16 (run in fp32)"
     assert demo.control_label(where | {"precision": "bf16"}) == "bf16"
+
+
+def test_a_directory_of_before_there_were_all_settings_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_run", lambda *_: [])
+    settings = asdict(demo.demo_experiment(None, 0, quick=True))
+    for name in ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals"):
+        del settings[name]
+    write_json(tmp_path / "settings.json", settings)
+    assert demo.run_demo(out=tmp_path, quick=True) == []
+    with pytest.raises(ValueError, match="seed: 0 there, 1 now"):
+        demo.run_demo(out=tmp_path, quick=True, seed=1)
+
+
+def test_a_changed_file_of_a_scheme_is_refused(tmp_path, monkeypatch):
+    class Begun(Exception):
+        """Stands for all that follows."""
+
+    def begin(documents):
+        raise Begun
+
+    monkeypatch.setattr(demo, "stdlib_documents", list)
+    monkeypatch.setattr(demo, "split_documents", begin)
+    for digest, expected in (("1", Begun), ("1", Begun), ("2", ValueError)):
+        monkeypatch.setattr(demo, "source_digests", lambda names, digest=digest: {"mine": digest})
+        with pytest.raises(expected) as raised:
+            demo.run_demo(out=tmp_path, quick=True, schemes=["bf16"])
+    assert str(raised.value).startswith("scheme mine changed after ")
+
+
+def test_results_of_different_code_are_named(tmp_path, monkeypatch):
+    for name in ("plot_curves", "plot_spectra"):
+        monkeypatch.setattr(demo.figures, name, lambda *_: None)
+    results = [
+        replace(result(name, 2.0), code={"sha256": code, "commit": None}, parameters=1000)
+        for name, code in (("bf16", "a"), ("metis", "b"))
+    ]
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    experiment = demo.demo_experiment(None, 0, quick=True)
+    demo._report(experiment, results, tmp_path, {"precision": "fp32"}, 1000, console)
+    for text in (said.getvalue(), (tmp_path / "table.md").read_text()):
+        assert "Runs of different code or torch" in text
+        assert "a: bf16; b: metis" in text

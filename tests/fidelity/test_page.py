@@ -19,7 +19,8 @@ def result(name, losses, cosines, **more):
 def test_cards_are_of_the_smallest_rise_and_the_largest_cosine():
     near = result("near", [4.4, 4.4], [0.9, 0.9])
     low = result("low", [4.04, 4.12], [0.5, 0.7])
-    assert _cards([near, low]) == [
+    lost = result("lost", [4.2, 4.2], [math.nan, 0.9])
+    assert _cards([lost, near, low]) == [
         ("exact loss", "4.0000", "nats per token, held-out"),
         ("smallest loss rise", "+2.00 ± 1.00 %", "low"),
         ("nearest gradient", "0.900 ± 0.000", "cosine, one batch: near"),

@@ -214,6 +214,22 @@ class TestImportSchemes:
         assert source_digests(["mine"]) != first
         assert source_digests(["metis"]) == {}
 
+    def test_digest_of_a_format_is_of_its_definition(self, write, monkeypatch):
+        found = []
+        for top in (1, 2):
+            monkeypatch.setattr(discovery, "_imported", {})
+            monkeypatch.setattr(formats, "FORMATS", known := dict(formats.FORMATS))
+            monkeypatch.setattr(registry, "FORMATS", known)
+            known.pop("own", None)
+            text = FORMAT.format(top=top) + SCHEME.format(name=f"mine{top}")
+            import_schemes(write(f"mine{top}.py", text))
+            found.append(source_digests(["nvfp4-rne"], "own"))
+        first, second = found
+        assert first.keys() == second.keys() == {"format own"}
+        assert first != second
+        assert source_digests(["nvfp4-rne"], "mxfp4") == {}
+        assert source_digests(["nvfp4-rne"], "unknown") == {}
+
 
 class TestMistakes:
     """What a builder returns is looked at, so that the error names it."""

@@ -59,7 +59,7 @@ def write_outputs(
         jobs: runs side by side; None where it is not known.
         console: where the table goes.
     """
-    times = load_times(out, [result.scheme for result in results])
+    times = load_times(plan, out, {result.scheme for result in results})
     if times:
         results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
     timed = bool(times) or jobs == 1

@@ -70,17 +70,24 @@ class ComparisonPlan:
         settings = asdict(self)
         for name in ("variants", "seeds", "reference"):
             del settings[name]
+        settings["experiment"] = experiment_settings(self.experiment)
         del settings["experiment"]["seed"]
-        defaults = {field.name: field.default for field in fields(Experiment)}
-        for name in _OPTIONAL:  # as records had it before there was one
-            if settings["experiment"][name] == defaults[name]:
-                del settings["experiment"][name]
         return settings
 
     @property
     def tokens(self) -> int:
         """Training tokens of one run."""
         return self.experiment.steps * self.global_batch * self.experiment.sequence_length
+
+
+def experiment_settings(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment as records have it: what they did not always name only if it is set."""
+    settings = asdict(experiment)
+    defaults = {field.name: field.default for field in fields(Experiment)}
+    for name in _OPTIONAL:
+        if settings[name] == defaults[name]:
+            del settings[name]
+    return settings
 
 
 def make_plan(

@@ -55,21 +55,29 @@ def _ranks(scheme: str) -> tuple[Variant, ...]:
 
 
 def _with_split_weights() -> tuple[Variant, ...]:
-    """Return every scheme with its weights stored as u, s, vh and residual, and that control."""
+    """Return the schemes with weights stored as u, s, vh and residual, and that control."""
     from metis_hf.schemes import scheme_names
 
     quantized = (name for name in scheme_names() if not name.startswith("bf16"))
-    return (*schemes("bf16", "bf16-split"), *map(_stored_split, quantized))
+    stored = filter(None, map(_stored_split, quantized))
+    return (*schemes("bf16", "bf16-split"), *stored)
 
 
-def _stored_split(name: str) -> Variant:
-    """Return the scheme itself where it stores weights split by its own definition."""
+def _stored_split(name: str) -> Variant | None:
+    """Return the scheme itself where it stores weights split by its own definition.
+
+    None where it refuses to, as those of deployed layers do.
+    """
     from metis_hf.config import MetisConfig
     from metis_hf.schemes import build_scheme
 
     side = 64  # of any layer: schemes do not choose by size
     if build_scheme(MetisConfig(scheme=name), side, side).weight.is_split:
         return Variant.of_scheme(name)
+    try:
+        build_scheme(MetisConfig(scheme=name, split_weight=True), side, side)
+    except ValueError:
+        return None
     return Variant(f"{name}, split", {"scheme": name, "split_weight": True})
 
 

@@ -68,8 +68,9 @@ class Run:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Digests of the files of its schemes, of those from outside this package."""
-        return source_digests(self.variant.metis_config(self.seed).schemes)
+        """Digests of its schemes and its format, of those from outside this package."""
+        config = self.variant.metis_config(self.seed)
+        return source_digests(config.schemes, config.format)
 
 
 def run_plan(
@@ -123,6 +124,8 @@ def _run_plan(
     imports: Sequence[str],
     progress: RunProgress,
 ) -> list[SchemeResult]:
+    runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
+    _check_conversions(plan, [r for r in runs if not (r.directory / RESULT_FILE).is_file()])
     claim_directory(out, plan.settings())
     tasks_dir = plan.tasks_dir if plan.tasks else None
     read = (plan.experiment.checkpoint, plan.data, plan.validation, tasks_dir)
@@ -130,11 +133,9 @@ def _run_plan(
     if imports:
         write_json(out / IMPORTS_FILE, list(imports))
     data = Path(plan.data) if plan.data is not None else out / "data"
-    runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
     for run in runs:
         _check_begun(run, progress)
     waiting = [run for run in runs if not _finished(run, plan, progress)]
-    _check_conversions(plan, waiting)
     if plan.data is None:
         embed(
             data,
@@ -249,8 +250,8 @@ def _check_begun(run: Run, progress: RunProgress) -> None:
     changed = [name for name in now if there.get(name) != now[name]]
     if changed:
         raise ValueError(
-            f"{run.directory} holds a run of scheme {changed[0]!r} as its file was before it was "
-            "changed; delete this directory to train it again, or choose another --out"
+            f"{run.directory} holds a run of {changed[0]!r} as its file was before it was changed; "
+            "delete this directory to train it again, or choose another --out"
         )
 
 

@@ -22,6 +22,8 @@ from metis_hf.experiments.compare.data import load_data
 from metis_hf.experiments.compare.plan import ComparisonPlan, with_seed
 from metis_hf.experiments.runner import initial_model, training_arguments
 from metis_hf.experiments.variants import Variant
+from metis_hf.schemes import source_digests
+from metis_hf.shared.measured import code_digest, digest
 from metis_hf.shared.records import environment, read_json, write_json
 from metis_hf.training.cuda_graph import obstacles
 from metis_hf.training.weight_reuse import reuse_weights
@@ -52,19 +54,29 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
             rounds[name].append(time.perf_counter() - start)
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in rounds.items()}
     unrecorded = {"unrecorded": True} if not obstacles(_arguments(plan)) else {}
-    found = {"seconds": seconds, "rounds": ROUNDS, **unrecorded, **environment()}
+    of = {variant.name: _identity(plan, variant) for variant in plan.variants}
+    found = {"seconds": seconds, "rounds": ROUNDS, "of": of, **unrecorded, **environment()}
     write_json(out / TIMES_FILE, found)
     return seconds
 
 
-def load_times(out: Path, variants: Collection[str]) -> dict[str, float]:
-    """Return what `measure_times` found, or nothing if it was not measured of all `variants`.
+def load_times(plan: ComparisonPlan, out: Path, names: Collection[str]) -> dict[str, float]:
+    """Return what `measure_times` found, or nothing if it was not measured of all these variants.
 
-    Times that were not measured side by side are not comparable with those that were.
+    Times that were not measured side by side are not comparable with those that were, and those of
+    other code or of another variant of the name are of something else.
     """
     path = out / TIMES_FILE
-    seconds: dict[str, float] = read_json(path)["seconds"] if path.exists() else {}
-    return seconds if seconds.keys() >= set(variants) else {}
+    found: dict[str, Any] = read_json(path) if path.exists() else {}
+    asked = {each.name: _identity(plan, each) for each in plan.variants if each.name in names}
+    return found["seconds"] if found and asked.items() <= found.get("of", {}).items() else {}
+
+
+def _identity(plan: ComparisonPlan, variant: Variant) -> str:
+    """Return a digest of what a variant's steps are: its fields, its schemes' files, the code."""
+    config = variant.metis_config(plan.seeds[0])
+    sources = source_digests(config.schemes, config.format)
+    return digest(code_digest(), variant.fields(), sources)
 
 
 def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:

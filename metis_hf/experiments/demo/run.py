@@ -14,11 +14,13 @@ from rich.console import Console
 
 from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
 from metis_hf.experiments import figures, tables
+from metis_hf.experiments.compare.outputs import different_code
+from metis_hf.experiments.compare.plan import experiment_settings
 from metis_hf.experiments.demo.tasks import write_tasks
 from metis_hf.experiments.results import SchemeResult, headlines
 from metis_hf.experiments.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
 from metis_hf.experiments.variants import LARGEST_SEED, Experiment, Variant
-from metis_hf.schemes import CONTROL, scheme_info
+from metis_hf.schemes import CONTROL, scheme_info, source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_texts
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.progress import ExperimentProgress
@@ -86,7 +88,8 @@ def run_demo(
 
     Raises:
         ValueError: an unknown scheme, or one named twice; steps or a seed out of range; or `out`
-            holds a run with other settings or is in use by another process.
+            holds a run with other settings, of a scheme whose file has changed since, or is in use
+            by another process.
     """
     console = console or Console()
     if steps is not None and steps < 1:
@@ -102,7 +105,7 @@ def run_demo(
         scheme_info(scheme)
     experiment = demo_experiment(steps, seed, quick)
     with hold_directory(out), quiet():
-        claim_directory(out, asdict(experiment))
+        claim_directory(out, experiment_settings(experiment))
         return _run(experiment, list(schemes), out, quick, console)
 
 
@@ -110,7 +113,9 @@ def _run(
     experiment: Experiment, schemes: list[str], out: Path, quick: bool, console: Console
 ) -> list[SchemeResult]:
     documents = stdlib_documents()
-    claim_inputs(out, {"Python's library": digest_of_texts(one.text for one in documents)})
+    own = {f"scheme {name}": digest for name, digest in source_digests(schemes).items()}
+    library = digest_of_texts(one.text for one in documents)
+    claim_inputs(out, {"Python's library": library, **own})
     splits = split_documents(documents)
     tokenizer = train_tokenizer(
         splits.train,
@@ -175,13 +180,16 @@ def _report(
 ) -> None:
     label = control_label(where)
     parameters = results[0].parameters
-    sentence = tables.verdict(results, parameters, tokens)
+    verdict = tables.verdict(results, parameters, tokens)
+    sentences = [verdict, *different_code(results)]
     header, rows = tables.header(results), tables.rows(results, label)
     title = "Loss: nats per held-out token. Tasks: %, by chance 5 (cloze) and 25 (choice)."
     console.print(terminal_table(header, rows, title=title))
-    console.print(sentence)
+    for sentence in sentences:
+        console.print(sentence)
 
-    (out / "table.md").write_text(f"{markdown_table(header, rows)}\n{sentence}\n")
+    below = "\n\n".join(sentences)
+    (out / "table.md").write_text(f"{markdown_table(header, rows)}\n{below}\n")
     title = f"Llama, {parameters / 1e6:.1f}M parameters, Python's standard library"
     figures.plot_curves(results, out / "loss.png", title)
     figures.plot_spectra(results, out / "spectra.png", f"Spectral health: {title}")
@@ -190,7 +198,7 @@ def _report(
         "parameters": parameters,
         "tokens": tokens,
         **where,
-        "verdict": sentence,
+        "verdict": verdict,
         "results": [asdict(result) for result in results],
     }
     write_json(out / "results.json", record)
