@@ -49,13 +49,7 @@ from metis_hf.training.calibration import (
 )
 from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
-from metis_hf.training.refresh import (
-    all_are_frozen,
-    check_engine,
-    check_moments,
-    check_split,
-    refresh,
-)
+from metis_hf.training.refresh import check_moments, interval_of, refresh
 from metis_hf.training.resume import ResumeGuard, trained_config
 from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
 from metis_hf.training.weight_reuse import hold, release
@@ -100,7 +94,7 @@ class MetisCallback(ResumeGuard):
         self._model: nn.Module = nn.Identity()
         self._layers: dict[str, MetisLayer] = {}
         self._probe = LayerProbe()
-        self._refresh_every: int | None = 0
+        self._refresh_every = 0
         self._freeze_at: int | None = None  # the step from which on scales are to be fixed
         self._unseen: str | None = None  # what keeps them from that
         self._measuring = self._due = False
@@ -150,7 +144,7 @@ class MetisCallback(ResumeGuard):
         Raises:
             ValueError: no converted layer, an optimizer that does not own their parameters,
                 parameters of several dtypes in one FSDP2 unit, a checkpoint of another scheme, or
-                a refresh interval where no weight is stored split.
+                a refresh interval where no weight is stored split, or all are frozen.
             NotImplementedError: refresh under an engine that keeps its own copy of the weights,
                 accelerate's FP8, context or sequence parallelism, or measurements under tensor
                 parallelism.
@@ -181,15 +175,7 @@ class MetisCallback(ResumeGuard):
         if args.logging_nan_inf_filter:
             logger.info("logging_nan_inf_filter switched off: a NaN loss must show in the logs")
             args.logging_nan_inf_filter = False
-        self._refresh_every = self.refresh_interval
-        if self._refresh_every is None:
-            self._refresh_every = next(iter(self._layers.values())).config.refresh_interval
-        if self._refresh_every and self.refresh_interval is None and all_are_frozen(model):
-            logger.info("refresh_interval of the config left out: all split weights are frozen")
-            self._refresh_every = 0
-        if self._refresh_every:
-            check_split(model, f"refresh_interval={self._refresh_every}")
-            check_engine(model, f"refresh_interval={self._refresh_every}")
+        self._refresh_every = interval_of(model, self.refresh_interval)
         check_states(model)
         check_precision()
         check_accelerate()

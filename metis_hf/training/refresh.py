@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.utils import logging
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.conversion.refusals import DEEPSPEED_MARKS
@@ -21,10 +22,14 @@ from metis_hf.layers.parallelism import is_spread
 from metis_hf.layers.sharding import full_tensor, several_processes
 from metis_hf.operands import SplitWeight
 
+logger = logging.get_logger(__name__)
+
 
 @torch.no_grad()
 def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Decompose every split weight of a model again. All processes have to call it together.
+    """Decompose the split weights of a model again that train; all of them where none trains.
+
+    All processes have to call it together.
 
     The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
     to the old factors and start again in place, the step count with them: the optimizer's state
@@ -49,9 +54,8 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         check_moments(model, optimizer)
     reshard(model)
     drifts = {}
-    for name, layer in metis_layers(model):
-        if _is_refreshed(layer):
-            drifts[name] = refresh_layer(layer)
+    for name, layer in _refreshed(model).items():
+        drifts[name] = refresh_layer(layer)
     if optimizer is not None:
         for param in _factors(model):
             _clear_moments(param, optimizer)
@@ -69,24 +73,54 @@ _BEFORE = dict.fromkeys(
 
 def _factors(model: nn.Module) -> list[Tensor]:
     """Return u, s and vh of every split weight."""
-    split = [layer for _, layer in metis_layers(model) if _is_refreshed(layer)]
-    return [param for layer in split for param in layer.weight_params()[:-1]]
+    return [param for layer in _refreshed(model).values() for param in layer.weight_params()[:-1]]
 
 
-def all_are_frozen(model: nn.Module) -> bool:
-    """Return whether a model has split weights, none of which trains."""
-    layers = [layer for _, layer in metis_layers(model)]
-    split = any(layer.weight_form.is_split for layer in layers)
-    return split and not any(map(_is_refreshed, layers))
+def interval_of(model: nn.Module, asked: int | None) -> int:
+    """Return the steps between two refreshes of a run, checked at its start; 0: never.
 
+    Args:
+        model: converted.
+        asked: by the user; None takes what the model's config says, where a weight trains.
 
-def _is_refreshed(layer: MetisLayer) -> bool:
-    """Return whether a layer is decomposed again: one that is split, and whose weight trains.
-
-    A frozen one, as under adapters, is in no checkpoint of theirs, and stays what it was.
+    Raises:
+        ValueError: no weight is stored split, or all that are asked for are frozen.
+        NotImplementedError: as `check_engine`.
     """
-    params = layer.weight_params()
-    return layer.weight_form.is_split and any(param.requires_grad for param in params)
+    every = asked
+    if every is None:
+        every = next(layer for _, layer in metis_layers(model)).config.refresh_interval
+    split = _split(model).values()
+    if every and split and not any(map(_trains, split)):
+        if asked is None:
+            logger.info("refresh_interval of the config left out: all split weights are frozen")
+            return 0
+        raise ValueError(
+            f"refresh_interval={asked} decomposes weights again as they train, and all split "
+            "weights of this model are frozen, as under adapters. Leave it out"
+        )
+    if every:
+        check_split(model, f"refresh_interval={every}")
+        check_engine(model, f"refresh_interval={every}")
+    return every or 0
+
+
+def _refreshed(model: nn.Module) -> dict[str, MetisLayer]:
+    """Return the layers that are decomposed again, by name: those whose split weight trains.
+
+    A frozen weight beside them, as under adapters, is in no checkpoint of theirs, and stays what it
+    was. All where none trains, as after adapters were merged.
+    """
+    split = _split(model)
+    return {name: layer for name, layer in split.items() if _trains(layer)} or split
+
+
+def _split(model: nn.Module) -> dict[str, MetisLayer]:
+    return {name: layer for name, layer in metis_layers(model) if layer.weight_form.is_split}
+
+
+def _trains(layer: MetisLayer) -> bool:
+    return any(param.requires_grad for param in layer.weight_params())
 
 
 def check_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +163,7 @@ def check_split(model: nn.Module, asked: str) -> None:
         asked: what would refresh, for the message.
 
     Raises:
-        ValueError: no layer stores u, s, vh and residual, or all are frozen.
+        ValueError: no layer stores u, s, vh and residual.
     """
     layers = [layer for _, layer in metis_layers(model)]
     if not any(layer.weight_form.is_split for layer in layers):
@@ -138,11 +172,6 @@ def check_split(model: nn.Module, asked: str) -> None:
             f"{asked} decomposes stored u, s, vh and weight_residual again, and no layer of this "
             f"model has them (scheme {', '.join(map(repr, schemes)) or 'none'} stores one matrix). "
             "Leave it out, or convert with MetisConfig(split_weight=True)"
-        )
-    if all_are_frozen(model):
-        raise ValueError(
-            f"{asked} decomposes weights again as they train, and all split weights of this model "
-            "are frozen, as under adapters. Leave it out (refresh_interval=0)"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from design import cases
-from layers.layer_tools import layer_of
+from layers.layer_tools import DEPLOYED, layer_of
 
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.layers.make import convert_linear
@@ -76,6 +76,7 @@ def test_units_of_factors():
 @cases({"scheme": scheme_names()}, rotated={"split": [None, True, False]})
 def test_a_layer_has_the_parameters_of_its_scheme(scheme, split):
     """The form is decided by `build_scheme` alone; layers and their checkpoints follow it."""
+    split = split and scheme not in DEPLOYED
     config = MetisConfig(scheme=scheme, split_weight=split, rank=RANK)
     built = build_scheme(config, IN, OUT)
     assert built.rank == RANK
