@@ -8,8 +8,9 @@ converted, and say the same layers in both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from safetensors import safe_open
 from torch import Tensor
@@ -17,6 +18,10 @@ from torch import Tensor
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.candidates import AS_THEY_ARE, Naming
 from metis_hf.conversion.select import select_modules
+
+# Parts of tensors that the shards of a checkpoint have given so far: model -> name -> key ->
+# (pattern of transformers' converter, part).
+_WAITING: MutableMapping[Any, dict[str, dict[str, tuple[str, Tensor]]]] = WeakKeyDictionary()
 
 
 def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Naming:
@@ -45,11 +50,13 @@ def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Namin
 def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint as a model has them; transformers may save them otherwise.
 
-    It renames what it saves, and takes apart what the model holds as one tensor (experts).
+    It renames what it saves, and takes apart what the model holds as one tensor (experts). A shard
+    may have some of such parts: they wait for those of the next calls.
 
     Args:
         model: a transformers model.
-        tensors: of a checkpoint, by the names in its files; names of the model stay.
+        tensors: of a checkpoint, or of a shard of it, by the names in its files; names of the model
+            stay.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -62,12 +69,14 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = model.state_dict()
     if tensors.keys() <= own.keys():
         return dict(tensors)
-    mapping = get_model_conversion_mapping(model, None, None)
+    mapping = getattr(model, "_weight_conversions", None)  # of what `from_pretrained` was told
+    if mapping is None:
+        mapping = get_model_conversion_mapping(model, None, None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found: dict[str, Tensor] = {}
-    merged: dict[str, Any] = {}
+    waiting = _WAITING.setdefault(model, {})
     for key in sorted(tensors, key=dot_natural_key):  # experts by their numbers
         tensor = tensors[key]
         if key in own:
@@ -77,11 +86,29 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if pattern is None:
             found[name if name in own else key] = tensor
         else:
-            converter = merged.setdefault(name, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(name, key, pattern, tensor)
-    for name, converter in merged.items():
-        found |= converter.convert(name, model=model, config=model.config)
+            waiting.setdefault(name, {})[key] = (pattern, tensor)
+    for name, parts in list(waiting.items()):
+        converter = copy.deepcopy(by_pattern[next(iter(parts.values()))[0]])
+        for key in sorted(parts, key=dot_natural_key):
+            pattern, part = parts[key]
+            converter.add_tensor(name, key, pattern, part)  # type: ignore[arg-type]
+        if whole := _converted(converter, name, model, own):
+            found |= whole
+            del waiting[name]
     return found
+
+
+def _converted(
+    converter: Any, name: str, model: Any, own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what a converter makes of its tensors; nothing where some are still missing."""
+    try:
+        made = converter.convert(name, model=model, config=model.config)
+    except (RuntimeError, ValueError, IndexError):  # of a list that is not complete
+        return {}
+    made = {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+    fits = all(key in own and own[key].shape == value.shape for key, value in made.items())
+    return made if fits else {}
 
 
 def _all_names_mean_something(model: Any, config: MetisConfig, naming: Naming) -> bool:

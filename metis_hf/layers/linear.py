@@ -261,11 +261,9 @@ class MetisLayer(nn.Module):
         weight = self.weight_params()[-1].detach()
         if not update:
             return state.freeze(buffers, rows, weight, keys)
-        mark = keys.weight_key.data
-        assert mark is not None
         if not (keys.trains or state.follows_frozen_weights):
             return state.freeze(buffers, rows, weight, keys)
-        return state.update_and_freeze(buffers, rows, weight, keys, mark)
+        return state.update_and_freeze(buffers, rows, weight, keys, keys.mark)
 
     def row_mask(self, x: Tensor) -> Tensor | None:
         """Return which rows of x [... i] are tokens, as [t] bool; None: all, or unknown."""

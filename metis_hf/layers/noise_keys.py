@@ -34,6 +34,9 @@ class CallKeys:
         input_key: of config seed and process rank; None: activations have noise of this layer.
         rank: of the process, by which the data differs as well; see `RandomHadamard`.
         trains: whether the weight changes from step to step.
+
+    Attributes:
+        mark: of this state of the weight, the same on all processes.
     """
 
     def __init__(
@@ -46,8 +49,8 @@ class CallKeys:
         rank: int = 0,
         trains: bool = True,
     ) -> None:
-        data = _of_rank(fingerprint(x), rank)
-        self.weight_key = layer_key.with_data(_of_rank(fingerprint(weight), rank))
+        data, self.mark = _of_rank(fingerprint(x), rank), fingerprint(weight)
+        self.weight_key = layer_key.with_data(_of_rank(self.mark, rank))
         self.input_key = (input_key or layer_key).with_data(data)
         self.call_key = self.weight_key.with_data(data)
         self.trains = trains

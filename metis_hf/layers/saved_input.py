@@ -7,7 +7,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metis_hf.noise import Key, data_on_host
 from metis_hf.operands import Encoded, Operand
@@ -90,7 +90,8 @@ class LastInput(threading.local):
 
 def _version(x: Tensor, key: Key) -> tuple[Any, ...]:
     """Return what differs between two states of a tensor; `key` has its fingerprint."""
-    return x.data_ptr(), x._version, data_on_host(key)
+    place = x.data_ptr() if type(x) in (Tensor, nn.Parameter) else 0  # others may have none
+    return place, x._version, data_on_host(key)
 
 
 last_input = LastInput()

@@ -143,7 +143,8 @@ class TestMixedSchemes:
 
     @pytest.mark.parametrize("name", ARCHITECTURES)
     @pytest.mark.parametrize("kept", [False, True])
-    def test_names_of_the_files(self, name, kept, tmp_path):
+    @pytest.mark.parametrize("size", ["1GB", "20KB"])
+    def test_names_of_the_files(self, name, kept, size, tmp_path):
         """transformers saves some models under other names, and experts one by one.
 
         Trainer loads what it finds in the files, and passes over names that it does not know.
@@ -156,10 +157,13 @@ class TestMixedSchemes:
             config = MetisConfig(scheme="nvfp4", modules_to_not_convert=names)
             models.append(get_metis_model(build(), config))
         saved, other = models
-        saved.save_pretrained(tmp_path)
+        saved.save_pretrained(tmp_path, max_shard_size=size)
         guard_loading(other)
-        found = other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-        assert not found.unexpected_keys
+        shards = sorted(tmp_path.glob("*.safetensors"))
+        assert (len(shards) > 1) == (size == "20KB")
+        for shard in shards:
+            found = other.load_state_dict(load_file(shard), strict=False)
+            assert not found.unexpected_keys
         for key, value in saved.state_dict().items():
             assert torch.equal(value, other.state_dict()[key]), key
 

@@ -227,10 +227,14 @@ def test_the_table_says_when_the_control_ran_in_fp32(monkeypatch):
     assert demo.control_label(where | {"precision": "bf16"}) == "bf16"
 
 
-def test_a_directory_of_before_there_were_all_settings_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "missing", [(), ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")]
+)
+def test_a_directory_of_other_versions_goes_on(missing, tmp_path, monkeypatch):
+    """Which named all settings, or not all that there are."""
     monkeypatch.setattr(demo, "_run", lambda *_: [])
     settings = asdict(demo.demo_experiment(None, 0, quick=True))
-    for name in ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals"):
+    for name in missing:
         del settings[name]
     write_json(tmp_path / "settings.json", settings)
     assert demo.run_demo(out=tmp_path, quick=True) == []

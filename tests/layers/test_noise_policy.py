@@ -184,6 +184,16 @@ class TestRanks:
             found += [int(each) for each in contents]
         assert len(set(found)) == 4
 
+    @pytest.mark.parametrize("scheme", ["smoothquant", "quartet2"])
+    def test_the_mark_of_a_weight_does_not(self, scheme, monkeypatch):
+        """By it processes know the same optimizer step."""
+        layer = stochastic_layer(scheme)
+        marks = []
+        for rank in (0, 1):
+            set_rank(monkeypatch, rank)
+            marks.append(int(layer.call_keys(torch.randn(TOKENS, IN)).mark))
+        assert marks[0] == marks[1]
+
     def test_one_process_is_rank_zero(self, monkeypatch):
         """So that a run on one device does not depend on how it was launched."""
         alone = keys_of(one_pass(stochastic_layer("metis")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,7 +26,13 @@ from metis_hf.shared.inputs import claim_inputs, digest_of_texts
 from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.progress import ExperimentProgress
 from metis_hf.shared.quiet import quiet
-from metis_hf.shared.records import claim_directory, environment, write_json
+from metis_hf.shared.records import (
+    SETTINGS_FILE,
+    claim_directory,
+    environment,
+    read_json,
+    write_json,
+)
 from metis_hf.shared.tables import markdown_table, terminal_table
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
@@ -105,8 +112,16 @@ def run_demo(
         scheme_info(scheme)
     experiment = demo_experiment(steps, seed, quick)
     with hold_directory(out), quiet():
-        claim_directory(out, experiment_settings(experiment))
+        claim_directory(out, _settings(experiment, out))
         return _run(experiment, list(schemes), out, quick, console)
+
+
+def _settings(experiment: Experiment, out: Path) -> dict[str, Any]:
+    """Return settings as the directory has them: versions differ in what they name."""
+    path = out / SETTINGS_FILE
+    named = read_json(path) if path.exists() else {}
+    short = experiment_settings(experiment)
+    return {k: v for k, v in asdict(experiment).items() if k in short or k in named}
 
 
 def _run(
