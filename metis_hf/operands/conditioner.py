@@ -7,7 +7,6 @@ qdq(residual)`. A new outlier trick is one conditioner. The published ones are i
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -100,6 +99,15 @@ class Work(NamedTuple):
     gradient: Mapping[str, float] = {}
 
 
+def overrides(kind: type, method: str, other: str) -> bool:
+    """Return whether a class defines one method after another one, in a class that derives from it.
+
+    What the other one does is then of a version of the class that did not know it.
+    """
+    order = [each for each in kind.__mro__ if method in vars(each) or other in vars(each)]
+    return method in vars(order[0]) and other not in vars(order[0])
+
+
 class Conditioner(ABC):
     """x [t c] -> x_hat [t c] in `dtype`, quantizing what it likes on the way.
 
@@ -113,11 +121,19 @@ class Conditioner(ABC):
             padding among the rows, and `row_mask` is None.
         needs_state: it quantizes by what `bind` gives it of the layer's state, and measures
             nothing of interest without.
+        call_is_stored: `encode`, if there is one, knows what a call does; found of each class.
     """
 
     is_direct: ClassVar[bool] = False
     uses_row_mask: ClassVar[bool] = False
     needs_state: ClassVar[bool] = False
+    call_is_stored: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.call_is_stored = not overrides(cls, "__call__", "encode")
+        if overrides(cls, "__call__", "is_direct"):
+            cls.is_direct = False
 
     @abstractmethod
     def __call__(
@@ -173,8 +189,7 @@ class Conditioner(ABC):
 
         They are overridden, and the call is not overridden after them.
         """
-        own = type(self)
-        return own.encode is not Conditioner.encode and not overrides(own, "__call__", "encode")
+        return type(self).encode is not Conditioner.encode and self.call_is_stored
 
     def encode(
         self,
@@ -301,8 +316,7 @@ class AroundQuantizer(Conditioner):
     def has_codes(self) -> bool:
         own = type(self)
         fixed = own.for_matrix is AroundQuantizer.for_matrix
-        known = fixed or own.decode is not AroundQuantizer.decode
-        return known and not overrides(own, "__call__", "encode")
+        return (fixed or own.decode is not AroundQuantizer.decode) and self.call_is_stored
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
@@ -339,13 +353,3 @@ class AroundQuantizer(Conditioner):
 def as_fp32(x: Tensor) -> Tensor:
     """Return x in the dtype that transforms compute in: fp32, or fp64 for fp64."""
     return x if x.dtype is torch.float64 else x.float()
-
-
-@functools.cache
-def overrides(kind: type, method: str, other: str) -> bool:
-    """Return whether a class defines one method after another one, in a class that derives from it.
-
-    What the other one does is then of a version of the class that did not know it.
-    """
-    order = [each for each in kind.__mro__ if method in vars(each) or other in vars(each)]
-    return method in vars(order[0]) and other not in vars(order[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import Packed, unpack
-from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank, overrides
+from metis_hf.operands.conditioner import Conditioner, Encoded, LowRank
 from metis_hf.operands.conditioners.identity import IDENTITY
 
 
@@ -111,9 +111,7 @@ class Operand:
     def _keeps_scale_apart(self, dtype: torch.dtype) -> bool:
         if dtype is not torch.bfloat16 or self.quantizer is None:
             return False
-        conditioner = self.conditioner
-        direct = conditioner.is_direct and not overrides(type(conditioner), "__call__", "is_direct")
-        return direct and bool(self.quantizer.two_level)
+        return self.conditioner.is_direct and bool(self.quantizer.two_level)
 
     def has_codes(self, x: Tensor) -> bool:
         """Return whether `encode` takes x [t c]."""
