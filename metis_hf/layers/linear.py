@@ -263,7 +263,7 @@ class MetisLayer(nn.Module):
             return state.freeze(buffers, rows, weight, keys)
         if not (keys.trains or state.follows_frozen_weights):
             return state.freeze(buffers, rows, weight, keys)
-        return state.update_and_freeze(buffers, rows, weight, keys, keys.mark)
+        return state.update_and_freeze(buffers, rows, weight, keys)
 
     def row_mask(self, x: Tensor) -> Tensor | None:
         """Return which rows of x [... i] are tokens, as [t] bool; None: all, or unknown."""

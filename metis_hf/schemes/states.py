@@ -21,7 +21,13 @@ from metis_hf.operands import TensorAmax
 
 
 class CallKeys(Protocol):
-    """The noise keys of a call; see `layers.noise_keys`."""
+    """The noise keys of a call; see `layers.noise_keys`.
+
+    Attributes:
+        mark: of this state of the weight, the same on all processes.
+    """
+
+    mark: Tensor
 
     def __getitem__(self, role: Any) -> Key:
         """Return the key of the operand at a `Role`."""
@@ -92,15 +98,10 @@ class LayerState:
         return None
 
     def update_and_freeze(
-        self,
-        buffers: Mapping[str, Tensor],
-        x: Tensor,
-        weight: Tensor,
-        keys: CallKeys,
-        mark: Tensor,
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
     ) -> Any:
         """Do `update` and then `freeze` for a call in training; override to read x only once."""
-        self.update(buffers, x, mark)
+        self.update(buffers, x, keys.mark)
         return self.freeze(buffers, x, weight, keys)
 
     def synchronize(self, layers: Mapping[str, StatefulLayer]) -> None:
@@ -165,12 +166,7 @@ class StaticScales(LayerState):
         return self._of_call(buffers, largest_magnitude(x) if self.input else known[0], weight)
 
     def update_and_freeze(
-        self,
-        buffers: Mapping[str, Tensor],
-        x: Tensor,
-        weight: Tensor,
-        keys: CallKeys,
-        mark: Tensor,
+        self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
     ) -> TensorAmax:
         if not self.input or is_known_set(buffers["scales_frozen"]):
             return self.freeze(buffers, x, weight, keys)
