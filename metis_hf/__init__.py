@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from metis_hf.training.calibration import calibrate, freeze_scales
     from metis_hf.training.callback import MetisCallback
     from metis_hf.training.distillation import DistillTrainer, DistillTrainerMixin
-    from metis_hf.training.precision_schedule import (
-        PrecisionSchedule,
-        high_precision,
-        set_precision,
-    )
+    from metis_hf.training.precision import high_precision, set_precision
+    from metis_hf.training.precision_schedule import PrecisionSchedule
     from metis_hf.training.refresh import refresh
     from metis_hf.training.trainer import MetisTrainer, MetisTrainerMixin
     from metis_hf.training.weight_reuse import reuse_weights
@@ -68,7 +65,7 @@ _LAZY = {
     "calibrate": "training.calibration",
     "freeze_scales": "training.calibration",
     "get_metis_model": "conversion.convert",
-    "high_precision": "training.precision_schedule",
+    "high_precision": "training.precision",
     "load_packed": "conversion.packed",
     "merge_packed": "conversion.merge",
     "metis_layers": "conversion.convert",
@@ -77,7 +74,7 @@ _LAZY = {
     "register_scheme": "schemes",
     "reuse_weights": "training.weight_reuse",
     "scheme_names": "schemes",
-    "set_precision": "training.precision_schedule",
+    "set_precision": "training.precision",
     "to_dense": "conversion.convert",
 }
 

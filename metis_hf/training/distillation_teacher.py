@@ -16,7 +16,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.shared.messages import shown
-from metis_hf.training.precision_schedule import high_precision
+from metis_hf.training.precision import high_precision
 
 # What only the student gets.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")

@@ -25,7 +25,7 @@ from metis_hf import (
 from metis_hf.export import export_checkpoint
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.token_mask import TokenMask
-from metis_hf.training.precision_schedule import high_precision
+from metis_hf.training.precision import high_precision
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 SCHEMES = ["nvfp4-rne", "nvidia", "metis", "w4a4"]  # to nearest, tiles, split by call, with a state

@@ -25,7 +25,7 @@ from metis_hf.layers.gemm import GemmPlan
 from metis_hf.operands import Quantized
 from metis_hf.schemes import Role, Scheme
 from metis_hf.training.calibration import scales_are_fixed
-from metis_hf.training.precision_schedule import CHANGEABLE
+from metis_hf.training.precision import CHANGEABLE
 from training.precision_tools import KINDS, PASSES, converted
 
 # Products of fp32 operands in another order: at most 96 terms of size about 1.

@@ -26,7 +26,7 @@ from metis_hf.shared import checkpoints
 from metis_hf.shared.processes import end_with_parent
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import read_json
-from metis_hf.training.precision_schedule import high_precision
+from metis_hf.training.precision import high_precision
 
 
 def say(**values: Any) -> None:

@@ -1,0 +1,229 @@
+"""Changing how a converted model computes while it lives; `precision_schedule` does it in a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from metis_hf.config import PASSES, MetisConfig
+from metis_hf.conversion.attention import attention_products, select_attention, set_attention
+from metis_hf.conversion.convert import metis_layers, owners
+from metis_hf.conversion.report import LayerReport
+from metis_hf.layers.attention import AttentionProducts
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.native import why_emulated
+from metis_hf.schemes.states import LayerState
+
+logger = logging.get_logger(__name__)
+
+# Fields that say how to compute. The others say which parameters there are, or key the noise.
+CHANGEABLE = (
+    "scheme",
+    "scheme_pattern",
+    "sample_frac",
+    "oversample",
+    "n_iter",
+    "operand_mode",
+    "format",
+    "forward_rounding",
+    "backward_rounding",
+    "scale_rounding",
+    "high_precision",
+    "attention",
+    "two_level",
+    "outer_scale",
+    "refresh_interval",
+)
+
+
+def set_precision(model: nn.Module, **changes: Any) -> None:
+    """Change how the layers of a converted model compute; its parameters stay as they are.
+
+    So do the products of its attention, which `attention=...` quantizes, and None gives back.
+
+    The model's config and its `metis_report` change with it, so a checkpoint saved afterwards loads
+    as the model is now.
+
+    What a scheme has noted of a layer's inputs and weight, such as calibrated scales, goes where
+    the new scheme keeps no such; a warning names it. The scheme before then starts afresh when it
+    comes back.
+
+    Args:
+        model: converted by `get_metis_model`.
+        changes: fields of `MetisConfig`: `high_precision=("forward",)`, `forward_rounding=...`,
+            `scheme="nvidia"`; see `CHANGEABLE`.
+
+    Raises:
+        ValueError: no converted layer, a field that cannot change, a scheme that stores weights in
+            another form, or one that attention does not take; nothing changes.
+    """
+    layers = _converted(model)
+    fixed = [name for name in changes if name not in CHANGEABLE]
+    if fixed:
+        raise ValueError(
+            f"{', '.join(fixed)} cannot change after conversion; these can: {', '.join(CHANGEABLE)}"
+        )
+    configs = {name: layer.config.replace(**changes) for name, layer in layers.items()}
+    _check_patterns(next(iter(layers.values())).config, changes)
+    for name, layer in layers.items():
+        _check_form(name, layer, configs[name])
+    parts = [_Part.of(owner, changes) for owner in owners(model) if any(metis_layers(owner))]
+    before = {n: (layer.scheme.state, layer.state_buffers()) for n, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.set_config(configs[name])
+    _warn_of_lost({n: _lost(layer, *before[n]) for n, layer in layers.items()}, layers)
+    for part in parts:
+        part.change(changes)
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if recorded := getattr(adapter, "metis_config", None):  # what it is trained over
+            adapter.metis_config = MetisConfig.from_dict(recorded).replace(**changes).to_dict()
+
+
+@contextlib.contextmanager
+def high_precision(model: nn.Module) -> Iterator[None]:
+    """Run all converted layers of a model, and its attention, unquantized inside the block.
+
+        with high_precision(model), torch.no_grad():
+            exact = model(**batch).logits
+
+    The layers compute as those that `to_dense` makes do, bit for bit. Their configs, buffers and
+    noise stay as they are, so that training goes on as if the block had not been; a layer whose
+    precision is changed inside by `set_precision` keeps that change. Backward passes through
+    activations that are recomputed belong inside too. For a switch that checkpoints carry see
+    `set_precision`.
+
+    Raises:
+        ValueError: no converted layer.
+    """
+    layers: list[MetisLayer | AttentionProducts] = list(_converted(model).values())
+    layers += [products for _, products in attention_products(model)]
+    before = [(layer, layer.scheme, layer.eval_scheme) for layer in layers]
+    exact = [layer.scheme.in_high_precision(PASSES) for layer in layers]
+    for layer, scheme in zip(layers, exact):
+        layer.scheme = layer.eval_scheme = scheme
+    try:
+        yield
+    finally:
+        for (layer, *schemes), scheme in zip(before, exact):
+            if layer.scheme is scheme:
+                layer.scheme, layer.eval_scheme = schemes
+
+
+def _converted(model: nn.Module) -> dict[str, MetisLayer]:
+    """Return the converted layers by name; a model without any is refused."""
+    layers = dict(metis_layers(model))
+    if not layers:
+        raise ValueError("the model has no Metis layer; call get_metis_model first")
+    return layers
+
+
+def _lost(layer: MetisLayer, state: LayerState | None, buffers: dict[str, Tensor]) -> set[str]:
+    """Return the names of buffers that a layer has no more, and that were not as at first."""
+    gone = buffers.keys() - set(layer.state_names)
+    if state is None or not gone:
+        return set()
+    with torch.device(next(iter(buffers.values())).device):
+        initial = state.initial(layer.in_features, layer.out_features)
+    return {name for name in gone if not torch.equal(buffers[name], initial[name])}
+
+
+def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> None:
+    """Name what a change of schemes has taken from layers."""
+    names = [name for name, buffers in lost.items() if buffers]
+    if not names:
+        return
+    buffers = set().union(*lost.values())
+    again = "; calibrate again if you go back" if "scales_frozen" in buffers else ""
+    logger.warning(
+        "scheme %r keeps no %s, so what %d layers had of that is lost (%s first)%s",
+        layers[names[0]].config.scheme,
+        ", ".join(sorted(buffers)),
+        len(names),
+        names[0],
+        again,
+    )
+
+
+class _Part(NamedTuple):
+    """A converted model, which may be a part of another, and what its attention is to take."""
+
+    owner: Any
+    layers: dict[str, MetisLayer]
+    attention: MetisConfig
+    attending: tuple[str, ...]
+
+    @classmethod
+    def of(cls, owner: nn.Module, changes: dict[str, Any]) -> _Part:
+        """Return a part before the change; see `select_attention` for what it raises."""
+        layers = dict(metis_layers(owner))
+        config = next(iter(layers.values())).config.replace(**changes)
+        return cls(owner, layers, config, select_attention(owner, config, tuple(layers)))
+
+    def change(self, changes: dict[str, Any]) -> None:
+        """Let attention, config and report be as the layers are now."""
+        set_attention(self.owner, self.attention, self.attending)
+        config = getattr(getattr(self.owner, "config", None), "quantization_config", None)
+        if config is not None:
+            self.owner.config.quantization_config = config.replace(**changes)
+        if "metis_report" in vars(self.owner):
+            _update_report(self.owner, self.layers, changes, self.attending)
+
+
+def _update_report(
+    owner: Any, layers: dict[str, MetisLayer], changes: dict[str, Any], attending: tuple[str, ...]
+) -> None:
+    """Let a model's report say how its layers compute now."""
+    by_name = {layer.name: layer for layer in layers.values()}  # without what PEFT puts around
+    report = owner.metis_report
+    rows = [
+        _as_it_is(row, by_name[row.name]) if row.name in by_name else row for row in report.layers
+    ]
+    report = replace(report, layers=tuple(rows))
+    if "scheme" in changes:
+        report = replace(report, scheme=changes["scheme"])
+    if "attention" in changes:
+        report = replace(report, attention=changes["attention"], attention_modules=attending)
+    owner.metis_report = report
+
+
+def _as_it_is(row: LayerReport, layer: MetisLayer) -> LayerReport:
+    """Return what the report says of a layer, as it computes now."""
+    scheme, config = layer.scheme, layer.config
+    emulated = why_emulated(config, scheme, layer.weight_params()[-1].device)
+    asks = config.backend != "emulated" and not scheme.is_high_precision
+    return replace(
+        row,
+        scheme=config.scheme,
+        rank=scheme.rank if scheme.splits else None,
+        bits_per_weight=scheme.weight_bits(layer.out_features, layer.in_features),
+        native=asks and emulated is None,
+        emulated=emulated,
+    )
+
+
+def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
+    """Refuse new patterns; one scheme for all layers, or the schemes that there are."""
+    if changes.get("scheme_pattern"):
+        raise ValueError(
+            "scheme_pattern can only be emptied (scheme_pattern={}, with a scheme for all layers): "
+            "which layer had which scheme is decided by the conversion"
+        )
+    if ("scheme" in changes) != ("scheme_pattern" in changes) and config.scheme_pattern:
+        raise ValueError(
+            f"the model has scheme_pattern={dict(config.scheme_pattern)}: give both scheme=... and "
+            "scheme_pattern={} to set one scheme for all layers, or neither"
+        )
+
+
+def _check_form(name: str, layer: MetisLayer, config: MetisConfig) -> None:
+    """Refuse a scheme for which a checkpoint of the stored parameters could not be loaded."""
+    try:
+        layer.check_config(config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; nothing was changed") from error
