@@ -19,6 +19,9 @@ from metis_hf.commands.ranks import ranks
 from metis_hf.commands.report import report
 from metis_hf.commands.schemes import schemes
 
+# Modules of the extra "eval".
+_EXTRA = {"lm_eval", "evaluate", "jinja2", "matplotlib", "yaml", "rich", "scipy", "typer"}
+
 app = typer.Typer(
     help="Train Hugging Face language models in four bits, emulated exactly on CPU and CUDA.",
     no_args_is_help=True,
@@ -41,9 +44,23 @@ def main() -> None:
     """Run the command line; an error that a user can mend is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        if _is_bug(error):
+            raise
+        print(f"error: {error}{_advice(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _is_bug(error: Exception) -> bool:
+    """Return whether an error is of no use to a user: this package's own import, or no message."""
+    own = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "metis_hf"
+    return own or (isinstance(error, NotImplementedError) and not str(error))
+
+
+def _advice(error: Exception) -> str:
+    """Return what to install where a module of the extra "eval" is missing; else nothing."""
+    missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0]
+    return '; pip install "metis-hf[eval]"' if missing in _EXTRA else ""
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ class MetisConfig:
             "gradient"; None takes the scheme's own: all three for "metis-paper", activations and
             gradients for "metis".
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
-            (False), under any scheme; None takes the scheme's own: True for "metis-paper",
-            "bf16-split" and "svdquant", False for the others.
+            (False), under any scheme but "w4a4" and "w4a16"; None takes the scheme's own: True for
+            "metis-paper", "bf16-split" and "svdquant", False for the others.
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.

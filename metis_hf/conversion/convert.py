@@ -273,6 +273,10 @@ _KEYS_AND_VALUES = (
 )
 
 
+# In the name of a class whose keys and values read the decoder's rows and the encoder's: T5Gemma 2.
+_MERGED_ATTENTION = "MergedAttention"
+
+
 class _TokenMasks:
     """The masks of a model: one, or two where it has an encoder and a decoder."""
 
@@ -283,10 +287,20 @@ class _TokenMasks:
         find = getattr(model, "get_output_embeddings", None)
         head = None if find is None else find()
         self.heads = {name for name, module in model.named_modules() if module is head}
+        self.merged = {
+            name
+            for name, module in model.named_modules()
+            if _MERGED_ATTENTION in type(module).__name__
+        }
 
-    def of(self, name: str) -> TokenMask:
-        """Return the mask for the layer of that name; an output head reads what a decoder gives."""
+    def of(self, name: str) -> TokenMask | None:
+        """Return the mask for the layer of that name; an output head reads what a decoder gives.
+
+        None for one that is called on rows of both, whose masks cannot be told apart by shape.
+        """
         parts = name.split(".")
+        if parts[-1] in _KEYS_AND_VALUES and ".".join(parts[:-1]) in self.merged:
+            return None
         of_encoder = parts[-1] in _KEYS_AND_VALUES and bool(_CROSS_ATTENTION & set(parts))
         in_decoder = not of_encoder and ("decoder" in parts or name in self.heads)
         return self.decoder if self.decoder is not None and in_decoder else self.tokens

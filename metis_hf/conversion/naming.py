@@ -18,6 +18,7 @@ from torch import Tensor
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.candidates import AS_THEY_ARE, Naming
 from metis_hf.conversion.select import select_modules
+from metis_hf.layers.experts import converted_names
 
 # Parts of tensors that the shards of a checkpoint have given so far: model -> name -> key ->
 # (pattern of transformers' converter, part).
@@ -51,7 +52,8 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint as a model has them; transformers may save them otherwise.
 
     It renames what it saves, and takes apart what the model holds as one tensor (experts). A shard
-    may have some of such parts: they wait for those of the next calls.
+    may have some of such parts: they wait for those of the next calls. Of a weight that the model
+    has layers for (`weights_in_layers`) none waits: the last part found has the weight's name.
 
     Args:
         model: a transformers model.
@@ -77,13 +79,19 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found: dict[str, Tensor] = {}
     waiting = _WAITING.setdefault(model, {})
+    in_layers = weights_in_layers(model)
+    known = {**own, **dict.fromkeys(in_layers, True)}
     for key in sorted(tensors, key=dot_natural_key):  # experts by their numbers
         tensor = tensors[key]
         if key in own:
             found[key] = tensor
             continue
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
-        if pattern is None:
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, known
+        )
+        if name in in_layers:
+            found[name] = tensor
+        elif pattern is None:
             found[name if name in own else key] = tensor
         else:
             waiting.setdefault(name, {})[key] = (pattern, tensor)
@@ -96,6 +104,15 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found |= whole
             del waiting[name]
     return found
+
+
+def weights_in_layers(model: Any) -> set[str]:
+    """Return the names of fused experts' weights in whose place a model has converted layers."""
+    return {
+        f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        for key in converted_names(module)
+    }
 
 
 def _converted(

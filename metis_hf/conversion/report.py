@@ -232,7 +232,10 @@ def _config_around(model: nn.Module, name: str) -> object:
 
 
 def experts_per_token(config: object) -> int:
-    """Return how many experts of a layer a token visits, by a model's config; 1 if it is silent."""
+    """Return how many experts of a layer a token visits, by a model's config; 1 if it is silent.
+
+    Of a config that has a number for each layer, the mean.
+    """
     for name in (
         "num_experts_per_tok",
         "moe_topk",
@@ -243,4 +246,6 @@ def experts_per_token(config: object) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
+        if isinstance(value, list | tuple) and value:  # one for each layer
+            return round(sum(value) / len(value))
     return 1

@@ -146,7 +146,7 @@ def check_reference(name: str, tokens: int) -> None:
             f"the tokenizer of {name} gives tokens up to {highest}, and the model knows {known}: "
             "they do not belong together; save the model's own tokenizer beside it"
         )
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and tokens + 1 > context:
         raise ValueError(
             f"perplexity_tokens={tokens}, and one token before them, do not fit the context of "

@@ -34,8 +34,9 @@ from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import device_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+PAPER_TOKENS = 2048  # more than a request of the paper's tasks has
 PRECISIONS = ("scheme", "dense", "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = {
@@ -251,12 +252,18 @@ def _batch_size(
         jobs, key=lambda job: sum(f.stat().st_size for f in job.checkpoint.weight_files())
     )
 
+    config = largest.checkpoint.config()
+    tokens = longest_sequence(config, options)
+
     def probe() -> int:
         with quiet():
             model = largest.checkpoint.load(largest.precision, options.dtype, device)
-        return probe_batch_size(model, _context(model))
+        return probe_batch_size(model, tokens)
 
-    models = digest(largest.weights, largest.precision, options.dtype, device_name(device))
+    shorter = [tokens] if tokens < _context(config) else []
+    models = digest(
+        largest.weights, largest.precision, options.dtype, device_name(device), *shorter
+    )
     size, known = store.known_batch_size(out, models, probe, again=options.overwrite)
     if known:
         file = out / store.BATCH_SIZES
@@ -290,9 +297,20 @@ def _evaluate(
     return store.join_results(results)
 
 
-def _context(model: PreTrainedModel) -> int:
+def longest_sequence(config: PreTrainedConfig, options: Options) -> int:
+    """Return the most tokens of a sequence that a batch size must allow for.
+
+    The windows of a held-out text are as long as the model's context, and so may be the requests of
+    tasks that are not known; those of the paper's tasks are shorter than `PAPER_TOKENS`.
+    """
+    known = options.loss_text is None and set(options.tasks) <= set(PAPER_TASKS)
+    context = _context(config)
+    return min(context, PAPER_TOKENS) if known else context
+
+
+def _context(config: PreTrainedConfig) -> int:
     """Return the longest sequence in tokens, as HFLM finds it."""
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     return next((getattr(config, name) for name in names if hasattr(config, name)), 2048)
 

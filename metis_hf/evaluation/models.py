@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from metis_hf.evaluation.checkpoints import DENSE, Checkpoint
 from metis_hf.evaluation.opening import open_checkpoints, open_model
 from metis_hf.evaluation.table import row_name
 from metis_hf.schemes import source_digests
+from metis_hf.shared.records import read_json
 
 
 def read_conversions(schemes: Sequence[str], file: Path | None) -> tuple[MetisConfig, ...]:
@@ -36,8 +36,8 @@ def read_conversions(schemes: Sequence[str], file: Path | None) -> tuple[MetisCo
         return tuple(MetisConfig(scheme=name) for name in schemes)
     if not file.is_file():
         raise FileNotFoundError(f"config {file} is missing; give a JSON file of a MetisConfig")
+    values = read_json(file)
     try:
-        values = json.loads(file.read_text())
         if not isinstance(values, dict):
             raise ValueError("expected a JSON object of MetisConfig's fields")
         config = read_config(values.get("quantization_config", values))

@@ -28,6 +28,7 @@ METHODS = {
     "nvidia": "FP4-Nvidia's Recipe",
 }
 # Fields that change what a scheme computes, and the values that leave it the published method.
+# Ranks and samples are free: the paper's are shares, and small models need larger ones.
 _AS_PUBLISHED: dict[str, tuple[Any, ...]] = {
     "format": (None, "nvfp4"),
     "outer_scale": (None, "tensor"),
@@ -36,7 +37,13 @@ _AS_PUBLISHED: dict[str, tuple[Any, ...]] = {
     "operand_mode": (None,),
     "scheme_pattern": (None, {}),
     "attention": (None,),
+    "forward_rounding": (None,),
+    "backward_rounding": (None,),
+    "scale_rounding": (None,),
+    "two_level": (None, True),
 }
+# Blocks in high precision are part of NVIDIA's recipe, and of no other method.
+_KEPT_BLOCKS = ("keep_first_blocks", "keep_last_blocks")
 ABLATIONS = {
     "weight": "w/o Weight Decomposition",
     "activation": "w/o Activation Decomposition",
@@ -57,6 +64,9 @@ def published_method(quantization: dict[str, Any]) -> str | None:
     if any(quantization.get(name) not in known for name, known in _AS_PUBLISHED.items()):
         return None
     method = METHODS.get(quantization.get("scheme", ""))
+    kept = any(quantization.get(name) for name in _KEPT_BLOCKS)
+    if kept and method != METHODS["nvidia"]:
+        return None
     if method == "FP4-Metis":
         parts = quantization.get("decompose")  # None: the method as it is
         missing = [] if parts is None else [part for part in ABLATIONS if part not in parts]

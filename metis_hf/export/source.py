@@ -115,8 +115,9 @@ def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
     ids = torch.tensor([tokens])
     if ids.shape[1] < 2:
         raise ValueError(f"{text} has fewer than two tokens; give a longer text")
-    check_vocabulary(ids, config.get_text_config(decoder=True).vocab_size, checkpoint)
-    context = getattr(config, "max_position_embeddings", None) or _WINDOW
+    of_text = config.get_text_config(decoder=True)
+    check_vocabulary(ids, of_text.vocab_size, checkpoint)
+    context = getattr(of_text, "max_position_embeddings", None) or _WINDOW
     return [part for part in ids.split(min(context, _WINDOW), dim=1) if part.shape[1] > 1]
 
 

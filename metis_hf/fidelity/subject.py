@@ -96,7 +96,7 @@ def open_subject(
         model = checkpoint.load("dense", dtype, torch.device(device))
     embeddings: Any = model.get_input_embeddings()
     check_vocabulary(ids, embeddings.weight.shape[0], name)
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and length > context:
         raise ValueError(f"{length} tokens do not fit the context of {name}, {context} tokens")
     for one in (model.config, getattr(model, "generation_config", None)):

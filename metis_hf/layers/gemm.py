@@ -69,10 +69,8 @@ class GemmPlan:
 
     def _comes_again(self, role: Role, operand: Operand) -> bool:
         """Return whether the next call has an operand that is equal to this call's."""
-        if role is Role.DGRAD_WEIGHT and not self.keys.trains:
-            assert operand.quantizer is not None
-            if operand.quantizer.needs_noise or operand.conditioner.uses_row_mask:
-                return False  # of a frozen weight, rounded or split anew in each call
+        if role is Role.DGRAD_WEIGHT and not self.keys.trains and operand.draws:
+            return False  # of a frozen weight, whose key is of the call
         return operand.conditioner.comes_again or operand == self.scheme.resolve(role)[1]
 
     def fprop(

@@ -60,7 +60,7 @@ class NativePlan(GemmPlan):
                 dtype=self.dtype,
             )
 
-        if self.held is None or self.state is not None:
+        if self.held is None or self.state is not None or not self._comes_again(source, operand):
             return make()
         name = ("native", operand, dim, contracted, self.dtype, key.static)
         return self.held.keep(params, name, make, key=key)

@@ -117,6 +117,7 @@ class Conditioner(ABC):
 
     Attributes:
         is_direct: it is the quantizer alone, so that a GEMM may take the tensor scale apart.
+        draws: the result depends on the key where the quantizer draws nothing, as by random signs.
         uses_row_mask: the result depends on which rows are padding. Without it nobody looks for
             padding among the rows, and `row_mask` is None.
         needs_state: it quantizes by what `bind` gives it of the layer's state, and measures
@@ -125,6 +126,7 @@ class Conditioner(ABC):
     """
 
     is_direct: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
     uses_row_mask: ClassVar[bool] = False
     needs_state: ClassVar[bool] = False
     call_is_stored: ClassVar[bool] = True
@@ -311,6 +313,10 @@ class AroundQuantizer(Conditioner):
         Codes of such a transform need a `decode` that knows it; else they are not stored.
         """
         return self
+
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return type(self).for_matrix is not AroundQuantizer.for_matrix
 
     @property
     def has_codes(self) -> bool:

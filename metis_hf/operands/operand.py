@@ -75,6 +75,13 @@ class Operand:
                 "quantized is kept by it; write a frozen dataclass: @dataclass(frozen=True)"
             )
 
+    @property
+    def draws(self) -> bool:
+        """Return whether another noise key gives another result."""
+        if self.quantizer is None:
+            return False
+        return self.quantizer.needs_noise or self.conditioner.draws
+
     def bind(self, state: Any) -> Operand:
         """Return the operand of one call, which knows what the layer's state froze for it."""
         return replace(self, conditioner=self.conditioner.bind(state))

@@ -62,7 +62,9 @@ class SplitWeight(WeightForm):
 
     def dense(self, params):
         u, s, vh, residual = params
-        return torch.addmm(residual, u * (s * self.gain), vh)
+        kind = residual.device.type if residual.device.type != "meta" else "cpu"
+        with torch.autocast(kind, enabled=False):  # which would round the factors, and the sum
+            return torch.addmm(residual, u * (s * self.gain), vh)
 
     def quantize(self, params, operand, *, dim, key, dtype):
         if operand.quantizer is None:

@@ -1,7 +1,8 @@
 """The plan of a training run before it is paid for: memory, FLOPs and communication.
 
 Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
-forward pass with fake tensors. Costs of single layers are in `costs`. Dense decoder models only.
+forward pass with fake tensors. Costs of single layers are in `costs`. Dense decoders of attention
+alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from metis_hf.planning.communication import (
 from metis_hf.planning.costs import LayerCost, forward_cost, layer_cost
 from metis_hf.planning.saved_bytes import SavedBytes, trace_saved_bytes
 from metis_hf.planning.workload import BF16, DDP, FP32, FSDP2, TP, Workload
+
+# As transformers names layers of softmax attention in `layer_types`; "attention" in older configs.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,9 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
         workload: what is trained.
 
     Raises:
-        ValueError: an encoder-decoder, a model of several modalities or a mixture of experts,
-            checkpointing of a model whose blocks are unknown, or what `get_metis_model` refuses.
+        ValueError: an encoder-decoder, a model of several modalities, a mixture of experts or a
+            model with layers other than attention (Mamba, hybrids), checkpointing of a model whose
+            blocks are unknown, or what `get_metis_model` refuses.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; plans are for decoders only")
@@ -107,10 +112,14 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
             f"{config.model_type} has a text model among others; plan that one alone, with "
             "config.get_text_config()"
         )
+    if (others := _other_layers(config)) is not None:
+        raise ValueError(
+            f"{config.model_type} has {others}; plans are for dense decoders of attention alone"
+        )
     model = meta_model(config)
     original = count_elements(model)
     gemms = gemm_weights(model)
-    if has_fused_experts(model):
+    if _has_experts(model):
         raise ValueError(
             f"{config.model_type} has fused experts; how many tokens each sees is not known before "
             "the run, so it cannot be planned"
@@ -142,6 +151,24 @@ def plan_run(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -
         communication=sent,
         uncut=uncut,
     )
+
+
+def _other_layers(config: PreTrainedConfig) -> str | None:
+    """Return which layers a model has whose cost is not that of attention; None if there are none.
+
+    Jamba's config and others' say `layers_block_type`.
+    """
+    if getattr(config, "num_attention_heads", None) is None:
+        return "no attention heads (num_attention_heads)"
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    others = sorted(set(types or ()) - _ATTENTION)
+    return f"layers of {', '.join(others)}" if others else None
+
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    """Return whether a model has experts, also outside of transformers' experts interface."""
+    named = any("Expert" in type(module).__name__ for module in model.modules())
+    return named or has_fused_experts(model)
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

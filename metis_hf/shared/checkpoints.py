@@ -94,7 +94,7 @@ def model_damage(directory: Path) -> str | None:
     weights = [path for path in sorted(directory.iterdir()) if _may_hold_weights(path)]
     if not weights:
         return "no weights"
-    configs = [*directory.glob("config.json"), *sorted(directory.glob("*.index.json"))]
+    configs = [*directory.glob("config.json"), *_indices(directory)]
     return _file_damage([*weights, *configs]) or _missing_shard(directory)
 
 
@@ -135,14 +135,26 @@ def _file_damage(paths: Iterable[Path]) -> str | None:
 def _missing_shard(directory: Path) -> str | None:
     """Return which part of a model that is saved in several files is missing, or None."""
     names = {path.name for path in directory.iterdir()}
-    indices = [name for name in names if name.endswith(".index.json")]
-    if not indices and any(_SHARD.search(name) for name in names):
+    indices = _indices(directory)
+    kind = _weights_kind(directory)
+    if not indices and any(_SHARD.search(name) and name.endswith(kind) for name in names):
         return "no index of its weights"
     wanted: set[str] = set()
-    for name in indices:
-        wanted |= set(read_json(directory / name).get("weight_map", {}).values())
+    for path in indices:
+        wanted |= set(read_json(path).get("weight_map", {}).values())
     missing = sorted(wanted - names)
     return f"no {missing[0]}" if missing else None
+
+
+def _indices(directory: Path) -> list[Path]:
+    """Return the indices of the weights that transformers loads, of all that lie there."""
+    return sorted(directory.glob(f"*{_weights_kind(directory)}.index.json"))
+
+
+def _weights_kind(directory: Path) -> str:
+    """Return the ending of the weights that transformers loads: safetensors where there are any."""
+    found = any(directory.glob("*.safetensors")) or any(directory.glob("*.safetensors.index.json"))
+    return ".safetensors" if found else ".bin"
 
 
 def file_damage(path: Path) -> str | None:

@@ -279,7 +279,12 @@ def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
 
 
 def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) -> None:
-    """Add the squared errors of rows x [t i] under each share of the largest magnitude."""
+    """Add the squared errors of rows x [t i] under each share of the largest magnitude.
+
+    Rows with NaN or inf in them are left out, as `_note` leaves them out.
+    """
+    if not x.isfinite().all():
+        return
     x32 = x.float()
     for index, share in enumerate(TRIED_SHARES):
         amax = x32.new_tensor(largest * share)

@@ -49,7 +49,7 @@ from metis_hf.training.calibration import (
 )
 from metis_hf.training.console import summarize, summary
 from metis_hf.training.layer_states import after_step, check_states
-from metis_hf.training.refresh import check_moments, interval_of, refresh
+from metis_hf.training.refresh import check_moments, interval_of, refresh, refreshed
 from metis_hf.training.resume import ResumeGuard, trained_config
 from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
 from metis_hf.training.weight_reuse import hold, release
@@ -361,7 +361,7 @@ class MetisCallback(ResumeGuard):
 
     def _refresh(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Refresh, and note of which layers, and what changed where health is measured at all."""
-        layers = {name: m for name, m in self._layers.items() if m.weight_form.is_split}
+        layers = refreshed(self._model)
         measured = layers if self.health_interval else {}
         before = {name: split_health(layer) for name, layer in measured.items()}
         drifts = refresh(self._model, optimizer)

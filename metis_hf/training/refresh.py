@@ -54,7 +54,7 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         check_moments(model, optimizer)
     reshard(model)
     drifts = {}
-    for name, layer in _refreshed(model).items():
+    for name, layer in refreshed(model).items():
         drifts[name] = refresh_layer(layer)
     if optimizer is not None:
         for param in _factors(model):
@@ -72,8 +72,8 @@ _BEFORE = dict.fromkeys(
 
 
 def _factors(model: nn.Module) -> list[Tensor]:
-    """Return u, s and vh of every split weight."""
-    return [param for layer in _refreshed(model).values() for param in layer.weight_params()[:-1]]
+    """Return u, s and vh of every weight that is decomposed again."""
+    return [param for layer in refreshed(model).values() for param in layer.weight_params()[:-1]]
 
 
 def interval_of(model: nn.Module, asked: int | None) -> int:
@@ -105,7 +105,7 @@ def interval_of(model: nn.Module, asked: int | None) -> int:
     return every or 0
 
 
-def _refreshed(model: nn.Module) -> dict[str, MetisLayer]:
+def refreshed(model: nn.Module) -> dict[str, MetisLayer]:
     """Return the layers that are decomposed again, by name: those whose split weight trains.
 
     A frozen weight beside them, as under adapters, is in no checkpoint of theirs, and stays what it

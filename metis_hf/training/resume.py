@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.conversion.naming import as_in_model
+from metis_hf.conversion.naming import as_in_model, weights_in_layers
 from metis_hf.layers.linear import MetisLinear
 from metis_hf.shared.checkpoints import last_checkpoint
 
@@ -146,6 +146,12 @@ def _refuse_other_form(
             f"the checkpoint has converted experts ({other[0]}{_and_more(other)}), which this "
             f"model does not have. {_ADVICE}"
         )
+    in_layers = {f"{prefix}{name}" for name in weights_in_layers(module)}
+    if other := sorted(in_layers & state_dict.keys()):
+        raise ValueError(
+            f"the checkpoint has fused experts ({other[0]}{_and_more(other)}), and this model has "
+            f"a converted layer for each expert. {_ADVICE}"
+        )
     for name, layer in split.items():
         for key in _FACTORS:
             tensor = state_dict.get(f"{name}.{key}")
@@ -159,7 +165,7 @@ def _refuse_other_form(
 
 _ADVICE = (
     "Convert the model with the config that the checkpoint was trained with (its config.json has "
-    "it; split_weight=True stores u, s, vh and weight_residual under any scheme), or load it with "
+    "it; split_weight=True stores u, s, vh and weight_residual), or load it with "
     "from_pretrained"
 )
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from metis_hf import cli
 from metis_hf.commands.options import device_or_best
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich", "lm_eval", "datasets", "peft")
@@ -96,6 +97,47 @@ def test_files_that_cannot_be_read_are_named(arguments, content, message, tmp_pa
     code, printed, imported = start(*arguments, str(file))
     assert (code, imported) == ("2", [])
     assert f"error: {file} {message}" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.pyplot"),
+            "No module named 'matplotlib'; pip install \"metis-hf[eval]\"",
+        ),
+        (ModuleNotFoundError("No module named 'own'", name="own"), "No module named 'own'"),
+        (ImportError("evaluation needs lm_eval"), "evaluation needs lm_eval"),
+        (NotImplementedError("FSDP2 instead"), "FSDP2 instead"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(error, line, monkeypatch, capsys):
+    _raise(error, monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'metis_hf.x'", name="metis_hf.x"),
+        ImportError("cannot import name 'x' from 'metis_hf'", name="metis_hf"),
+        NotImplementedError(),
+    ],
+)
+def test_a_bug_keeps_its_traceback(error, monkeypatch):
+    _raise(error, monkeypatch)
+    with pytest.raises(type(error)):
+        cli.main()
+
+
+def _raise(error, monkeypatch):
+    def app():
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
 
 
 @pytest.mark.parametrize("name", ["foo", "meta", "cuda:99"])

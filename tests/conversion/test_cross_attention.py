@@ -54,3 +54,32 @@ def test_what_reads_the_encoder_has_the_encoders_mask(name):
         for key in keys.split():
             found = [masks[path] for path in masks if path.endswith(where.format(key))]
             assert found == [mask], key
+
+
+def test_what_reads_the_encoder_and_the_decoder_has_no_mask():
+    """T5Gemma 2 calls one layer on the rows of both, and they may be equally many."""
+    text = {
+        **SIZES, "vocab_size": 64, "intermediate_size": 96, "num_key_value_heads": 2,
+        "head_dim": 16,
+    }  # fmt: skip
+    vision = {**SIZES, "intermediate_size": 96, "image_size": 28, "patch_size": 14}
+    encoder = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    model = get_metis_model(
+        on_meta(
+            "T5Gemma2ForConditionalGeneration", encoder=encoder, decoder=text,
+            image_token_index=60, eoi_token_index=61,
+        ),
+        MetisConfig(scheme="bf16"),
+    )  # fmt: skip
+    attention = "decoder.layers.0.self_attn"
+    masks = {
+        path.rpartition(".")[2]: module.token_mask and module.token_mask.argument
+        for path, module in model.named_modules()
+        if hasattr(module, "token_mask") and attention in path
+    }
+    assert masks == {
+        "q_proj": "decoder_attention_mask",
+        "k_proj": None,
+        "v_proj": None,
+        "o_proj": "decoder_attention_mask",
+    }

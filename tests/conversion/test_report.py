@@ -15,6 +15,7 @@ from transformers.distributed import DistributedConfig
 from conversion.architectures import ARCHITECTURES
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.conversion.distributed import cut_layers
+from metis_hf.conversion.report import experts_per_token
 from metis_hf.numerics.native import use_gemm
 
 
@@ -109,6 +110,13 @@ def test_share_counts_experts_that_are_not_converted(composite):
     rest = sum(layer.weight.numel() for layer in other.values())
     share = report.converted_params / (report.converted_params + rest + experts)
     assert report.flops_share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("visited", "expected"), [(8, 8), ([8, 8], 8), ([1, 2, 2], 2), ([], 1)])
+def test_experts_per_token(visited, expected):
+    """HunYuan's config may have a number for each layer."""
+    config = transformers.HunYuanMoEV1Config(num_experts=8, moe_topk=visited)
+    assert experts_per_token(config) == expected
 
 
 def test_share_names_what_it_leaves_out():

@@ -141,6 +141,37 @@ class TestMixedSchemes:
         with pytest.raises(ValueError, match=r"converted experts .*metis_down_proj.0.weight and 1"):
             plain.load_state_dict(state, strict=False)
 
+    @pytest.mark.parametrize("size", ["1GB", "20KB"])
+    @pytest.mark.parametrize("kind", ["one by one", "base", "fused", "transposed"])
+    def test_experts_that_are_not_converted(self, kind, size, tmp_path):
+        """transformers saves Mixtral's one by one; Qwen3-VL's may lie transposed."""
+        options = dict(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        )  # fmt: skip
+        cls = transformers.MixtralForCausalLM
+        config = transformers.MixtralConfig(**options, num_local_experts=2)
+        if kind == "transposed":
+            cls = transformers.Qwen3VLMoeForConditionalGeneration
+            vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4,
+                      "out_hidden_size": 64, "deepstack_visual_indexes": [0]}  # fmt: skip
+            text = options | {"num_experts": 2, "num_experts_per_tok": 1}
+            text["moe_intermediate_size"] = 48
+            config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+        plain = cls(config)
+        model = get_metis_model(cls(config), MetisConfig(scheme="nvfp4"))
+        guard_loading(model)
+        source = plain.model if kind == "base" else plain
+        source.save_pretrained(tmp_path, max_shard_size=size)
+        shards = [load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+        if kind == "fused":
+            shards = [plain.state_dict()]
+        names = r"\S*layers\.\d\.mlp\.experts\.(down|gate_up)_proj"
+        match = rf"has fused experts \({names}.* has a converted layer for each expert\. Convert"
+        shard = next(shard for shard in shards if any(".experts." in key for key in shard))
+        with pytest.raises(ValueError, match=match):
+            model.load_state_dict(shard, strict=False)
+
     @pytest.mark.parametrize("name", ARCHITECTURES)
     @pytest.mark.parametrize("kept", [False, True])
     @pytest.mark.parametrize("size", ["1GB", "20KB"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,12 +171,20 @@ def test_config_file(folder, tmp_path):
     assert read_conversions([], None) == ()
 
 
+def test_a_config_file_is_utf8(tmp_path, monkeypatch):
+    """Also where the locale's encoding is another: Windows, LANG=C."""
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": read(path, encoding))
+    (tmp_path / "c.json").write_text('{"exclude_modules": ["é"]}', encoding="utf-8")
+    assert read_conversions([], tmp_path / "c.json") == (MetisConfig(exclude_modules=("é",)),)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"scheme": "nvfp4", "rnk": 3}', r"config .*c.json: unknown key 'rnk'.* did you mean"),
         ("[]", "expected a JSON object"),
-        ("{", "c.json: "),
+        ("{", "c.json is not a whole JSON file"),
     ],
 )
 def test_unusable_config_file(content, message, tmp_path):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+
+import pytest
+import transformers
 
 from metis_hf.data.chat import read_documents
-from metis_hf.evaluation import plan, store
+from metis_hf.evaluation import command, plan, store
 from metis_hf.evaluation.plan import read_text
 
 
@@ -76,6 +80,20 @@ def test_a_batch_size_that_was_chosen_is_remembered(tmp_path):
     again = store.known_batch_size(tmp_path, "one", lambda: next(sizes), again=True)
     assert again == (16, False)
     assert store.known_batch_size(tmp_path, "one", lambda: next(sizes)) == (16, True)
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "tokens"),
+    [
+        (131_072, {}, 2048),
+        (1024, {}, 1024),
+        (131_072, {"loss_text": Path("held_out.txt")}, 131_072),
+        (131_072, {"tasks": ("piqa", "longbench")}, 131_072),
+    ],
+)
+def test_a_batch_size_is_tried_on_what_tasks_are_known_to_need(context, changes, tokens):
+    config = transformers.LlamaConfig(max_position_embeddings=context)
+    assert command.longest_sequence(config, command.Options(**changes)) == tokens
 
 
 def test_largest_batch_that_fits():

@@ -168,6 +168,14 @@ def test_published_rows_and_differences():
         ({"scheme": "nvfp4", "high_precision": ["backward"]}, None),
         ({"scheme": "metis", "split_weight": True}, None),
         ({"scheme": "metis-paper", "operand_mode": "contraction"}, None),
+        ({"scheme": "nvfp4", "forward_rounding": "nearest"}, None),
+        ({"scheme": "nvfp4", "backward_rounding": "nearest"}, None),
+        ({"scheme": "nvfp4", "scale_rounding": "nearest"}, None),
+        ({"scheme": "nvfp4", "two_level": False}, None),
+        ({"scheme": "metis", "keep_first_blocks": 1}, None),
+        ({"scheme": "nvfp4", "keep_last_blocks": 2}, None),
+        ({"scheme": "nvidia", "keep_last_blocks": 2}, "FP4-Nvidia's Recipe"),
+        ({"scheme": "metis", "rank": 8, "sample_frac": 0.5}, "FP4-Metis"),
     ],
 )
 def test_published_method(config, method):

@@ -10,12 +10,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from texts import documents
 from transformers import CompressedTensorsConfig
 from versions import reads_packed
 
 from export.checkpoints import mixtral
 from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed, to_dense
+from metis_hf.data.corpus import train_tokenizer
+from metis_hf.data.perplexity import check_reference
+from metis_hf.experiments.finetune.ptq import Calibration, _rows
 from metis_hf.export import export_checkpoint, load_low_rank
+from metis_hf.export.source import held_out_windows
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROUNDED = 0.15  # relative error of a weight in FP4 in two parts
@@ -51,6 +56,23 @@ def test_side_file_of_a_model_with_other_names_in_its_files(tmp_path):
     for name in split:  # of the residual alone it is .6
         assert (found[name] - exact[name]).norm() < ROUNDED * exact[name].norm(), name
     assert loaded.generation_config.eos_token_id == [5, 6]
+
+
+def test_the_context_of_a_composite_model_is_that_of_its_text(tmp_path):
+    """Only the part that reads text says how long it may be."""
+    vocabulary = 300
+    text = TINY | {"intermediate_size": 32, "vocab_size": vocabulary, "max_position_embeddings": 16}
+    config = transformers.Gemma3Config(text_config=text)
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    train_tokenizer(documents()[:2], vocab_size=vocabulary).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    path = tmp_path / "text.txt"
+    path.write_text(documents()[5].text[:1000])
+    assert {window.shape[1] for window in held_out_windows(tmp_path, path)[:-1]} == {16}
+    assert _rows(config, tmp_path, Calibration(text=path)).shape[1] == 16
+    with pytest.raises(ValueError, match=r"do not fit the context .* choose at most 15"):
+        check_reference(str(tmp_path), 16)
 
 
 def test_all_that_was_tied_to_a_packed_head_is_written(tmp_path):

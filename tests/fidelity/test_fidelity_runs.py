@@ -299,6 +299,25 @@ def test_seeds(tmp_path):
 
 
 class TestBadInput:
+    def test_the_context_of_a_composite_model_is_that_of_its_text(self, place, tmp_path):
+        sizes = {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }  # fmt: skip
+        text = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 16} | sizes
+        config = transformers.Gemma3Config(
+            text_config=text | {"max_position_embeddings": 16},
+            vision_config=sizes | {"image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+        transformers.AutoTokenizer.from_pretrained(place / "model").save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"32 tokens do not fit the context of .*, 16"):
+            open_subject(
+                str(tmp_path), place / "text.txt", tokenizer=None, sequences=3, length=32, batch=1,
+                dtype="float32", device="cpu",
+            )  # fmt: skip
+
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [

@@ -164,6 +164,18 @@ def test_weights_are_packed_once_a_step(monkeypatch):
         assert torch.equal(second[name], value)
 
 
+def test_a_frozen_weight_is_rounded_anew_in_each_micro_batch():
+    """As under adapters, for dgrad: in emulation, too."""
+    _, layer = layer_of("tetrajet2", "contraction", backend="native")
+    layer.weight.requires_grad_(False)
+    dy, batches = torch.randn(32, 32), [torch.randn(32, 48) for _ in range(2)]
+    with use_gemm(SlowGemm()):
+        plain = [call(layer, x, dy)["x"] for x in batches]
+        with reuse_weights(torch.nn.Sequential(layer)):
+            assert all(map(torch.equal, [call(layer, x, dy)["x"] for x in batches], plain))
+    assert not torch.equal(*plain)
+
+
 class TestWhatCannotRun:
     @pytest.mark.parametrize(
         ("scheme", "changes", "said"),

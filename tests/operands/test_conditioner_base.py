@@ -17,6 +17,7 @@ from metis_hf.operands import (
     AroundQuantizer,
     ChannelAffine,
     Channels,
+    Clamped,
     Conditioner,
     FullHadamard,
     Hadamard,
@@ -31,6 +32,7 @@ from metis_hf.operands import (
     Work,
 )
 from metis_hf.operands.conditioners.mean import row_mean
+from metis_hf.operands.conditioners.static_scale import GivenScale
 from metis_hf.planning.costs import layer_cost
 from metis_hf.schemes import Scheme
 from metis_hf.schemes.parts import in_mode
@@ -95,7 +97,7 @@ class TestDefaults:
         assert conditioner.weight_gradient(x, matrix(), STOCHASTIC) is x
         assert conditioner.work((37, 70), dim=-1) == Work({}, {}, {}, ((37, 70),))
         said = conditioner.is_direct, conditioner.uses_row_mask, conditioner.needs_state
-        assert said == (False, False, False)
+        assert (*said, conditioner.draws) == (False, False, False, False)
 
     def test_no_codes(self):
         conditioner, x = Halved(), matrix()
@@ -252,6 +254,32 @@ class TestState:
                 assert conditioner.needs_state
         for conditioner in (IDENTITY, Hadamard(), MeanRemoved(), HotChannels()):
             assert not conditioner.needs_state
+
+
+@pytest.mark.parametrize("conditioner", [
+    IDENTITY, Hadamard(), HotChannels(), Clamped(0.9), FullHadamard(5), MeanRemoved(),
+    RandomHadamard(), Spectral(4), MeanRemoved(Spectral(4)), MeanRemoved(RandomHadamard()),
+    Requantized(Hadamard()), Requantized(RandomHadamard()),
+], ids=repr)  # fmt: skip
+def test_who_draws(conditioner):
+    """By the key alone: the quantizer rounds to nearest."""
+    x, quantizer = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)), Quantizer()
+    keys = [Key(3, torch.tensor(n, dtype=torch.int32)) for n in (7, 8)]
+    first, second = (conditioner(x, quantizer, dim=-1, key=key) for key in keys)
+    assert torch.equal(first, second) == (not conditioner.draws)
+    assert Operand(quantizer, conditioner).draws == conditioner.draws
+    assert Operand(STOCHASTIC, conditioner).draws
+    assert not Operand(None, conditioner).draws
+
+
+def test_a_given_scale_is_the_tensor_s_own():
+    """In BF16 too, where a GEMM takes the scale apart."""
+    x, quantizer = matrix().bfloat16(), Quantizer()
+    options = {"dim": -1, "key": KEY, "dtype": torch.bfloat16}
+    given = Operand(quantizer, GivenScale(x.abs().amax().float()))(x, **options)
+    own = Operand(quantizer, IDENTITY)(x, **options)
+    assert torch.equal(given.values, own.values)
+    assert torch.equal(given.scale, own.scale)
 
 
 def test_layers_of_a_conditioner_with_a_row_mask_ask_for_it():

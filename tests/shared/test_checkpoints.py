@@ -91,6 +91,35 @@ def test_a_shard_is_missing(copied):
     assert checkpoint_damage(checkpoint) == "no model-00002-of-00002.safetensors"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        "pytorch_model.bin.index.json",
+        "flax_model.msgpack.index.json",
+        "tf_model.h5.index.json",
+        "pytorch_model-00001-of-00002.bin",
+    ],
+)
+def test_what_else_lies_beside_the_weights_is_not_missed(other, copied):
+    """Repositories of the hub have indices of weights that transformers does not load from them."""
+    checkpoint = copied / "checkpoint-4"
+    if other.endswith(".json"):
+        (checkpoint / other).write_text('{"weight_map": {"a": "gone-00001-of-00002.bin"}}')
+    else:
+        shutil.copy(checkpoint / "optimizer.pt", checkpoint / other)
+    assert checkpoint_damage(checkpoint) is None
+
+
+def test_a_shard_of_torch_files_is_missing(copied):
+    checkpoint = copied / "checkpoint-4"
+    (checkpoint / "model.safetensors").unlink()
+    shutil.copy(checkpoint / "optimizer.pt", checkpoint / "pytorch_model-00001-of-00002.bin")
+    assert checkpoint_damage(checkpoint) == "no index of its weights"
+    index = '{"weight_map": {"a": "pytorch_model-00002-of-00002.bin"}}'
+    (checkpoint / "pytorch_model.bin.index.json").write_text(index)
+    assert checkpoint_damage(checkpoint) == "no pytorch_model-00002-of-00002.bin"
+
+
 @pytest.fixture(params=["whole", "sharded", "zero"])
 def of_several_processes(request, copied):
     """The newest checkpoint laid out as accelerate and Trainer write it under FSDP, or ZeRO-2."""
@@ -132,7 +161,7 @@ def test_json_is_utf8_wherever_it_is_read(copied, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": read(path, encoding))
     (copied / "checkpoint-4" / "tokenizer.json").write_text('{"é": 1}', encoding="utf-8")
     index = '{"weight_map": {"é": "model.safetensors"}}'
-    (copied / "checkpoint-4" / "m.index.json").write_text(index, encoding="utf-8")
+    (copied / "checkpoint-4" / "m.safetensors.index.json").write_text(index, encoding="utf-8")
     assert checkpoint_damage(copied / "checkpoint-4") is None
 
 

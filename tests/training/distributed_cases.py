@@ -323,8 +323,7 @@ def architectures(engine, out):
 def experts(engine, out):
     """Experts of which each rank visits others."""
     models = {"MixtralDecoderLayer": build(mixtral, **NOISELESS)}
-    options = {"ddp_find_unused_parameters": True} if engine == "ddp" else {}
-    return _train_blocks(engine, out, models, per_device_train_batch_size=1, **options)
+    return _train_blocks(engine, out, models, per_device_train_batch_size=1)
 
 
 class Padded(Rows):

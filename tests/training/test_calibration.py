@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import forked
 import pytest
 import torch
@@ -22,6 +24,7 @@ from metis_hf import (
 from metis_hf.monitoring.health import operand_health
 from metis_hf.noise import Key
 from metis_hf.numerics import fake_quantize
+from metis_hf.training import calibration
 from metis_hf.training.calibration import TRIED_SHARES
 
 IN, OUT, TOKENS = 70, 48, 40
@@ -303,6 +306,23 @@ class TestCalibrate:
                 with pytest.raises(ValueError, match=rf"{name}.* saw .* NaN or inf in every batch"):
                     calibrate(model, ids())
             hook.remove()
+
+    @pytest.mark.parametrize("method", ["mse", "amax", "percentile"])
+    def test_a_batch_that_is_not_finite_is_left_out(self, method, monkeypatch):
+        """In both passes: the scale is that of the other batches."""
+        monkeypatch.setattr(calibration, "TRIED_SHARES", (1e9, 1.0))  # the worst first
+        first, bad, last = ids(3)
+
+        def spoil(_, args, embedded):
+            return embedded * torch.inf if torch.equal(args[0], bad) else embedded
+
+        found, start = [], converted()
+        for batches in ([first, bad, last], [first, last]):
+            model = copy.deepcopy(start)
+            model.get_input_embeddings().register_forward_hook(spoil)
+            found.append(calibrate(model, batches, method=method))
+        assert found[0] == found[1]
+        assert all(each.input_amax <= each.largest for each in found[0].values())
 
     def test_a_layer_without_tokens_is_named(self):
         model = converted()

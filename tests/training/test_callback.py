@@ -235,6 +235,16 @@ def test_a_refresh_is_recorded_where_health_is_not_measured(tmp_path):
     assert text in run_page(run).render()
 
 
+def test_only_layers_that_are_decomposed_again_are_recorded(tmp_path):
+    model = get_metis_model(one_block(), MetisConfig(refresh_interval=2, split_weight=True))
+    frozen, *trained = (name for name, _ in metis_layers(model))
+    model.get_submodule(frozen).requires_grad_(False)
+    trainer(tmp_path, model, [MetisCallback(2)], max_steps=2).train()
+    records = [json.loads(line) for line in (tmp_path / HEALTH_FILE).read_text().splitlines()]
+    (refreshed,) = (record["refresh"] for record in records if "refresh" in record)
+    assert list(refreshed) == trained
+
+
 def test_refresh_refuses_a_state_that_it_does_not_know():
     """An average of weights, as schedule-free optimizers keep, must not be cleared."""
     model = get_metis_model(one_block(), MetisConfig(split_weight=True))

@@ -26,10 +26,11 @@ class TestHighPrecision:
 
     @pytest.mark.parametrize("scheme", KINDS)
     @pytest.mark.parametrize("training", [True, False])
-    def test_is_the_dense_model(self, scheme, training, token_ids):
+    @pytest.mark.parametrize("autocast", [True, False])
+    def test_is_the_dense_model(self, scheme, training, autocast, token_ids):
         model = converted(scheme).train(training)
         dense = to_dense(copy.deepcopy(model))
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             before = model(input_ids=token_ids).logits
             with high_precision(model):
                 inside = model(input_ids=token_ids).logits

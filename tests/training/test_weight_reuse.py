@@ -244,6 +244,34 @@ def test_a_copy_holds_nothing():
     assert torch.equal(copied(x), layer(x))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "options", "training"),
+    [
+        ("nvfp4", {"high_precision": ("backward",)}, True),
+        ("metis", {"high_precision": ("backward",)}, True),
+        ("tetrajet2", {}, True),
+        ("quartet2", {}, False),  # rotated with the signs of the call, rounded to nearest
+    ],
+)
+def test_frozen_weights(scheme, options, training):
+    """As under adapters: what the backward pass draws is drawn anew in each call."""
+    _, layer = layer_of(scheme, i=64, o=48, **options)
+    layer.weight.requires_grad_(False)
+    layer.train(training)
+
+    def gradients():
+        found = []
+        for seed in range(2):
+            x = torch.randn(40, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            layer(x).square().sum().backward()
+            found.append(x.grad)
+        return found
+
+    plain = gradients()
+    with reuse_weights(layer):
+        assert all(map(torch.equal, gradients(), plain))
+
+
 def test_copies_that_hooks_unpack_are_not_kept():
     """As of torch.autograd.graph.save_on_cpu: backward's parameters are other tensors each time."""
     _, layer = layer_of("nvfp4-rne", i=64, o=48)

@@ -189,12 +189,13 @@ def _rows(config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibra
             f"{cls.__name__} does not read token ids alone; calibrate it in a script: "
             "metis_hf.calibrate(model, batches) with its own arguments, save it and export that"
         )
-    context = getattr(config, "max_position_embeddings", None) or calibration.length
+    of_text = config.get_text_config(decoder=True)
+    context = getattr(of_text, "max_position_embeddings", None) or calibration.length
     rows = first_sequences(
         Path(calibration.text),
         AutoTokenizer.from_pretrained(checkpoint),
         min(context, calibration.length),
         calibration.sequences,
     )
-    check_vocabulary(rows, config.get_text_config(decoder=True).vocab_size, checkpoint)
+    check_vocabulary(rows, of_text.vocab_size, checkpoint)
     return rows

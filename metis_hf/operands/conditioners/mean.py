@@ -35,6 +35,10 @@ class MeanRemoved(Conditioner):
         return self.inner.has_codes
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return self.inner.draws
+
+    @property
     def needs_state(self) -> bool:  # type: ignore[override]
         return self.inner.needs_state
 

@@ -31,6 +31,10 @@ class Requantized(Conditioner):
         return self.second.has_codes
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return self.second.draws
+
+    @property
     def uses_row_mask(self) -> bool:  # type: ignore[override]
         return self.second.uses_row_mask
 

@@ -54,6 +54,7 @@ class Spectral(Conditioner):
     summed: bool = False
     compensated: bool = True
 
+    draws: ClassVar[bool] = True
     uses_row_mask: ClassVar[bool] = True
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:

@@ -61,6 +61,8 @@ class GivenScale(Identity):
     amax: Tensor
     mark: tuple[int, int] | None = None
 
+    is_direct: ClassVar[bool] = True
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GivenScale) or self.mark is None:
             return self is other
