@@ -31,7 +31,6 @@ from metis_hf.layers.tensor_parallel import WHOLE, Shards
 from metis_hf.noise import uniform
 from metis_hf.operands import HotChannels, MeanRemoved, Spectral
 from metis_hf.schemes import Role
-from metis_hf.training import weight_reuse
 from metis_hf.transforms import spectral
 
 TOKENS, IN, OUT = 40, 48, 32
@@ -383,26 +382,3 @@ class TestContent:
             other(x)
         layer.eval()(x)
         assert torch.equal(layer.train()(x), y)
-
-    @pytest.mark.parametrize("scheme", ["quartet2", "tetrajet2"])
-    @pytest.mark.parametrize("held", [False, True])
-    def test_gradients_through_a_frozen_weight_average_out(self, scheme, held):
-        """As under LoRA: the weight is not rounded alike in every step, held or not."""
-        torch.manual_seed(0)
-        layer = convert_linear(nn.Linear(128, 128), MetisConfig(scheme=scheme), name="a")
-        layer.weight.requires_grad_(False)  # its bias trains
-        dy, calls = torch.randn(TOKENS, 128), 16
-        forward = layer.scheme.fprop_weight.quantizer
-        exact = dy @ forward(layer.weight.detach(), dim=-1)
-        if held:
-            weight_reuse.hold(layer)
-        gradients = []
-        for _ in range(calls):
-            x = torch.randn(TOKENS, 128, requires_grad=True)
-            layer(x).backward(dy)
-            gradients.append(x.grad)
-        single = sum((each - exact).norm() for each in gradients) / calls
-        assert (sum(gradients) / calls - exact).norm() < 0.4 * single  # 1/4, were all unbiased
-        again = x.detach().requires_grad_()
-        layer(again).backward(dy)
-        assert torch.equal(again.grad, x.grad)

@@ -244,6 +244,30 @@ def test_a_copy_holds_nothing():
     assert torch.equal(copied(x), layer(x))
 
 
+@pytest.mark.parametrize("scheme", ["quartet2", "tetrajet2"])
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_through_a_frozen_weight_average_out(scheme, held):
+    """As under LoRA: the weight is not rounded alike in every step, held or not."""
+    torch.manual_seed(0)
+    _, layer = layer_of(scheme, i=128, o=128)
+    layer.weight.requires_grad_(False)  # its bias trains
+    dy, calls = torch.randn(40, 128), 16
+    forward = layer.scheme.fprop_weight.quantizer
+    exact = dy @ forward(layer.weight.detach(), dim=-1)
+    if held:
+        weight_reuse.hold(layer)
+    gradients = []
+    for _ in range(calls):
+        x = torch.randn(40, 128, requires_grad=True)
+        layer(x).backward(dy)
+        gradients.append(x.grad)
+    single = sum((each - exact).norm() for each in gradients) / calls
+    assert (sum(gradients) / calls - exact).norm() < 0.4 * single  # 1/4, were all unbiased
+    again = x.detach().requires_grad_()
+    layer(again).backward(dy)
+    assert torch.equal(again.grad, x.grad)
+
+
 @pytest.mark.parametrize(
     ("scheme", "options", "training"),
     [
