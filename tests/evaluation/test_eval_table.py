@@ -18,6 +18,7 @@ from metis_hf import MetisConfig
 from metis_hf.commands.evaluate import DEFAULT_TASKS
 from metis_hf.evaluation import formats, paper
 from metis_hf.evaluation.local_tasks import LOCAL_TASKS
+from metis_hf.evaluation.results import EvalResult
 from metis_hf.evaluation.table import compare, parse_metrics
 
 TASKS = ["boolq", "hellaswag"]
@@ -276,3 +277,27 @@ def test_paper_tables_are_beside_the_results_too():
     assert link.read_text() == (ROOT / "metis_hf" / "evaluation" / "paper_tables.json").read_text()
     if link.is_symlink():  # a copy of the tree may have turned it into a file
         assert os.readlink(link) == "../metis_hf/evaluation/paper_tables.json"
+
+
+def test_headline_picks_the_metric_of_the_table():
+    both = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": math.nan}
+    perplexity = {"word_perplexity,none": 9.0, "bits_per_byte,none": 2.0}
+    result = EvalResult(
+        {
+            "hellaswag": both,
+            "piqa": both,
+            "text": {**perplexity, "bits_per_byte_stderr,none": "N/A"},
+        },
+        versions={},
+        n_samples={},
+    )
+    assert result.headline("piqa") == ("acc", 0.5, 0.1)
+    name, value, stderr = result.headline("hellaswag")
+    assert name == "acc_norm"
+    assert math.isnan(value)
+    assert math.isnan(stderr)
+    name, value, stderr = result.headline("text")
+    assert (name, value) == ("bits_per_byte", 2.0)
+    assert math.isnan(stderr)
+    with pytest.raises(ValueError, match=r"no results for 'boolq'; there are \['hellaswag'"):
+        result.headline("boolq")

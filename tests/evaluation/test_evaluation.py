@@ -317,30 +317,6 @@ def test_unknown_task_names_the_closest(model, tokenizer, monkeypatch):
         evaluate_model(model, tokenizer, ["helaswag"])
 
 
-def test_headline_picks_the_metric_of_the_table():
-    both = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": math.nan}
-    perplexity = {"word_perplexity,none": 9.0, "bits_per_byte,none": 2.0}
-    result = EvalResult(
-        {
-            "hellaswag": both,
-            "piqa": both,
-            "text": {**perplexity, "bits_per_byte_stderr,none": "N/A"},
-        },
-        versions={},
-        n_samples={},
-    )
-    assert result.headline("piqa") == ("acc", 0.5, 0.1)
-    name, value, stderr = result.headline("hellaswag")
-    assert name == "acc_norm"
-    assert math.isnan(value)
-    assert math.isnan(stderr)
-    name, value, stderr = result.headline("text")
-    assert (name, value) == ("bits_per_byte", 2.0)
-    assert math.isnan(stderr)
-    with pytest.raises(ValueError, match=r"no results for 'boolq'; there are \['hellaswag'"):
-        result.headline("boolq")
-
-
 def test_held_out_loss_errors(tokenizer):
     values = {"loss": {"bits_per_byte,none": 1.0}, "piqa": {"acc,none": 0.5}}
     samples = {"loss": {"original": 2, "effective": 2}}
