@@ -15,7 +15,12 @@ import sys
 from pathlib import Path
 
 from metis_hf.experiments.finetune.arguments import FinetuneArguments
-from metis_hf.experiments.finetune.report import HEADER, describe, tables_of
+from metis_hf.experiments.finetune.report import (
+    HEADER,
+    describe,
+    different_code,
+    tables_of,
+)
 from metis_hf.experiments.finetune.run import LEARNING_RATE, Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
 from metis_hf.experiments.recipe import one_line_errors
@@ -75,7 +80,9 @@ def main() -> None:
         for text, rows in tables_of([outcomes]).items():
             title = f"{arguments.model} on {text}, nats per token"
             console.print(terminal_table(HEADER, rows, title=title))
-        console.print(f"Exported below {run.exports}", soft_wrap=True, highlight=False)
+        exported = [f"{each.method} to {each.directory}" for each in outcomes if each.directory]
+        said = [*different_code(outcomes), f"Exported: {', '.join(exported)}"]
+        console.print("\n".join(said), soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

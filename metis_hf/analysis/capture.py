@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from metis_hf.analysis.source import WeightSource
+from metis_hf.data.chat import check_vocabulary
 from metis_hf.data.sequences import read_sequences
 from metis_hf.shared.quiet import quiet
 
@@ -33,7 +34,8 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
 
     Raises:
         FileNotFoundError: no such file; no tokenizer beside the weights.
-        ValueError: the text is empty, or too short for a single sequence; impossible sizes.
+        ValueError: the text is empty, or too short for a single sequence; impossible sizes; tokens
+            that the model does not embed.
     """
     if length < MIN_LENGTH or sequences < 1:
         raise ValueError(
@@ -68,6 +70,8 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
             f"{text} has {tokens} tokens, fewer than one sequence of {length}; give a longer "
             "text, or shorter sequences"
         )
+    vocabulary = source.config.get_text_config(decoder=True).vocab_size
+    check_vocabulary(ids, vocabulary, source.checkpoint)
     return ids
 
 

@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import json
 import math
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from metis_hf.config import MetisConfig
 from metis_hf.data.chunked import read_meta
@@ -179,7 +180,7 @@ def parse_arguments(
     types = (kind, TrainingArguments)
     in_file = _read_yaml(chosen.config, types) if chosen.config else {}
     switches = {key: getattr(chosen, key) or in_file.get(key) for key in ("smoke", "dry_run")}
-    on = {key for key, value in switches.items() if str(value).lower() in ("true", "1", "yes")}
+    on = {key for key, value in switches.items() if _is_on(value)}
     if "smoke" in on:
         values |= smoke
     if on:
@@ -220,6 +221,13 @@ def _read_yaml(path: str, types: Sequence[type]) -> dict[str, Any]:
     if isinstance(values.get("metis_import"), str):
         values["metis_import"] = [values["metis_import"]]
     return values
+
+
+def _is_on(value: Any) -> bool:
+    try:
+        return value is not None and string_to_bool(str(value))
+    except ArgumentTypeError:  # the parser says what it takes
+        return False
 
 
 def _as_text(value: Any) -> Any:

@@ -160,6 +160,7 @@ FORMATS: dict[str, BlockFormat] = {
         MIXFP4,
     )
 }
+OWN_FORMATS = tuple(FORMATS.values())  # this package's, before anyone registers others
 
 
 def register_format(fmt: BlockFormat) -> BlockFormat:

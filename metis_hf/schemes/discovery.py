@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from metis_hf.numerics.formats import FORMATS, get_format
+from metis_hf.numerics.formats import OWN_FORMATS, get_format
 from metis_hf.schemes.registry import all_or_nothing, registered, scheme_info
 
 _PACKAGE = Path(__file__).parents[1]
-_FORMATS = tuple(FORMATS.values())  # this package's own, before anyone registers others
 _imported: dict[str, tuple[str, ...]] = {}  # source, as `absolute_source` gives it -> schemes
 
 
@@ -98,7 +97,7 @@ def _format_digest(name: str) -> str | None:
         found = get_format(name)
     except ValueError:  # unknown: whoever builds its scheme says so
         return None
-    return None if found in _FORMATS else hashlib.sha256(repr(found).encode()).hexdigest()
+    return None if found in OWN_FORMATS else hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _source_digest(name: str) -> str | None:

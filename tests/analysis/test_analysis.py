@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.analysis import analyze, capture, figures
+from metis_hf.analysis.capture import token_ids
 from metis_hf.analysis.distortion import Quantizers
 from metis_hf.analysis.result import KINDS
 from metis_hf.analysis.source import WeightSource, last_ffn, portrait_layers
@@ -351,6 +352,15 @@ def test_command_line(undrawn, checkpoint, tmp_path):
     assert "no text was given" in page
     failed = CliRunner().invoke(app, ["analyze", *arguments, "--text", str(tmp_path / "none")])
     assert isinstance(failed.exception, FileNotFoundError)
+
+
+def test_tokens_that_the_model_does_not_embed_are_refused(checkpoint, tmp_path):
+    """As of another model's tokenizer."""
+    tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=320)
+    shutil.copytree(checkpoint / "plain", tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300"):
+        token_ids(WeightSource(tmp_path / "plain"), checkpoint / "text.py", 4, 64)
 
 
 def test_a_text_longer_than_the_models_positions_is_refused(checkpoint, tmp_path):

@@ -24,6 +24,7 @@ from metis_hf.experiments.compare import plan as plans
 from metis_hf.experiments.compare import run as comparison
 from metis_hf.experiments.compare import timing
 from metis_hf.experiments.compare.data import load_data
+from metis_hf.experiments.compare.outputs import about_times
 from metis_hf.experiments.compare.plan import make_plan
 from metis_hf.experiments.compare.progress import RunProgress
 from metis_hf.experiments.compare.run import run_plan
@@ -312,6 +313,9 @@ def test_times_of_other_variants_are_not_mixed_in(tmp_path, monkeypatch):
     assert load_times(plan, tmp_path, {"bf16", "own"}) == seconds
     assert load_times(plan, tmp_path, {"bf16"}) == seconds
     assert load_times(plan, tmp_path, {"bf16", "metis"}) == {}
+    assert about_times(tmp_path, seconds) == []
+    (said,) = about_times(tmp_path, {})
+    assert "times.json are of other code or variants; --times measures again" in said
     other = planned(forward_rounding="stochastic")
     assert load_times(other, tmp_path, {"bf16"}) == seconds
     assert load_times(other, tmp_path, {"bf16", "own"}) == {}

@@ -258,6 +258,15 @@ def test_a_changed_file_of_a_scheme_is_refused(tmp_path, monkeypatch):
     assert str(raised.value).startswith("scheme mine changed after ")
 
 
+def test_a_demo_that_goes_on_knows_the_code_that_began_it(tmp_path, monkeypatch):
+    """As long as there is a checkpoint of it."""
+    for code, earlier in (("a", []), ("b", []), ("c", ["b"]), ("c", ["b", "c"])):
+        monkeypatch.setattr(demo, "code_digest", lambda code=code: code)
+        assert demo._earlier_code(tmp_path / "metis") == earlier
+        if code == "b":
+            (tmp_path / "metis/checkpoint-5").mkdir()
+
+
 def test_results_of_different_code_are_named(tmp_path, monkeypatch):
     for name in ("plot_curves", "plot_spectra"):
         monkeypatch.setattr(demo.figures, name, lambda *_: None)

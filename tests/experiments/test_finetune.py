@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,14 @@ from peft import PeftModel
 from experiments.finetune_tools import finetuning
 from metis_hf.conversion.packed import load_packed
 from metis_hf.experiments.finetune.measure import HeldOut, Measured
-from metis_hf.experiments.finetune.report import Outcome, describe, markdown_tables, rows_of
-from metis_hf.experiments.finetune.run import Finetuning
+from metis_hf.experiments.finetune.report import (
+    Outcome,
+    describe,
+    different_code,
+    markdown_tables,
+    rows_of,
+)
+from metis_hf.experiments.finetune.run import LEARNING_RATE, Finetuning
 from metis_hf.experiments.finetune.smoke import smoke_model
 
 
@@ -96,7 +103,9 @@ def test_what_is_finished_is_kept(source, tmp_path):
     again = finetuning(source, tmp_path, method="qat").run(report=said.append)
     assert again[:2] == [exact, ptq]
     assert [outcome.method for outcome in again] == ["exact", "ptq", "qat"]
-    assert said == ["exact: finished before", "ptq: finished before", "qat ..."]
+    where = f"exported to {tmp_path / 'export/ptq'}"
+    assert said == ["exact: finished before", f"ptq: finished before, {where}", "qat ..."]
+    assert again[0].code == again[2].code
     with pytest.raises(ValueError, match="temperature"):
         finetuning(source, tmp_path, temperature=2.0).run()
     (tmp_path / "other/qad").mkdir(parents=True)
@@ -256,6 +265,22 @@ def test_the_table_of_two_seeds_has_intervals_where_they_differ():
     assert rows[1] == ("ptq", "", "", "2.2000", "+10.00", "", "0.3000", "2.2100")
     assert rows[2][3:6] == ("2.0400 ± 0.1271", "+2.00 ± 6.35", "80 ± 64")
     assert "| qad | 1,000 | 7 |" in markdown_tables(outcomes(2.2, 2.05), outcomes(2.2, 2.05)[:2])
+
+
+def test_methods_of_different_code_are_named():
+    exact, ptq, qad = outcomes(2.2, 2.05)
+    assert different_code([exact, replace(ptq, code="a"), replace(qad, code="a")]) == []
+    (said,) = different_code([replace(exact, code="b"), replace(ptq, code="a"), qad])
+    assert said.startswith("Methods of different code or torch")
+    assert said.endswith(" b: exact; a: ptq.")
+
+
+def test_a_learning_rate_of_zero_is_the_default(source, tmp_path):
+    """The same settings: a directory of one goes on with the other."""
+    for rate in (0.0, LEARNING_RATE):
+        run = finetuning(source, tmp_path)
+        run.training.learning_rate = rate
+        run._claim()
 
 
 def test_a_model_trained_under_autocast_is_measured_in_fp32(source, tmp_path):

@@ -39,9 +39,10 @@ class TestArguments:
         assert given.metis_config(3).seed == 3
         assert training.use_cpu
 
-    def test_smoke_in_the_file(self, tmp_path):
+    @pytest.mark.parametrize("word", ["true", "t", "Y", "'1'", "yes"])
+    def test_smoke_in_the_file(self, word, tmp_path):
         path = tmp_path / "x.yaml"
-        path.write_text("smoke: true\n")
+        path.write_text(f"smoke: {word}\n")
         given, training = arguments("llama3_8b", "--config", str(path))
         assert given.smoke
         assert training.max_steps == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -229,6 +230,15 @@ class TestImportSchemes:
         assert first != second
         assert source_digests(["nvfp4-rne"], "mxfp4") == {}
         assert source_digests(["nvfp4-rne"], "unknown") == {}
+
+    def test_a_format_may_be_registered_before_any_scheme_is_imported(self):
+        code = """
+from metis_hf.numerics import SCALE_FP32, BlockFormat, CodebookFormat, register_format
+register_format(BlockFormat("own", CodebookFormat("own", (-1.0, 0.0, 1.0)), SCALE_FP32, 16, "here"))
+from metis_hf.schemes import source_digests
+assert source_digests([], "own").keys() == {"format own"}
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class TestMistakes:

@@ -70,7 +70,7 @@ def write_outputs(
         *table.findings(summaries, plan.reference),
         *different_machines(results),
         *different_code(results),
-        *unrecorded(out, times),
+        *about_times(out, times),
     ]
     record = {
         "plan": plan.settings(),
@@ -212,11 +212,15 @@ def _of_mixed_seeds(
     return [text] if text else []
 
 
-def unrecorded(out: Path, times: Mapping[str, float]) -> list[str]:
-    """Say so where steps were timed otherwise than they were trained."""
-    if not times or not read_json(out / TIMES_FILE).get("unrecorded"):
+def about_times(out: Path, times: Mapping[str, float]) -> list[str]:
+    """Say so where steps were timed otherwise than they were trained, or times are left out."""
+    if not (out / TIMES_FILE).exists():
         return []
-    return [UNRECORDED]
+    if not times:
+        return [
+            f"Step times in {TIMES_FILE} are of other code or variants; --times measures again."
+        ]
+    return [UNRECORDED] if read_json(out / TIMES_FILE).get("unrecorded") else []
 
 
 def _compact(result: SchemeResult) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from metis_hf.experiments.variants import LARGEST_SEED, Experiment, Variant
 from metis_hf.schemes import CONTROL, scheme_info, source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_texts
 from metis_hf.shared.locks import hold_directory
+from metis_hf.shared.measured import code_digest
 from metis_hf.shared.progress import ExperimentProgress
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import (
@@ -37,6 +38,7 @@ from metis_hf.shared.tables import markdown_table, terminal_table
 
 SCHEMES = ("bf16", "nvfp4", "nvidia", "metis-paper", "metis")
 STEPS, QUICK_STEPS = 450, 12
+CODE_FILE = "code.json"  # of a run: digests of the code that has trained it
 
 
 def demo_experiment(steps: int | None, seed: int, quick: bool) -> Experiment:
@@ -177,12 +179,23 @@ def _run(
                 evaluate,
                 on_step=progress.step,
                 on_evaluate=progress.evaluating,
+                earlier_code=_earlier_code(out / scheme),
             )
             assert result is not None
             results.append(result)
             progress.finish(scheme, f"held-out loss {result.loss:.4f}")
     _report(experiment, results, out, where, tokens, console)
     return results
+
+
+def _earlier_code(run: Path) -> list[str]:
+    """Return digests of the code that has trained a run until now, and note this code's, too."""
+    path = run / CODE_FILE
+    begun = path.is_file() and any(run.glob("checkpoint-*"))
+    earlier = read_json(path) if begun else []
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(path, list(dict.fromkeys([*earlier, code_digest()])))
+    return earlier
 
 
 def _report(

@@ -45,6 +45,7 @@ class Outcome:
         trained: parameters that trained.
         steps: of the optimizer.
         directory: of the export; None where nothing is exported.
+        code: commit and digest of the code; None where they were not noted.
     """
 
     method: str
@@ -52,6 +53,7 @@ class Outcome:
     trained: int = 0
     steps: int = 0
     directory: str | None = None
+    code: str | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Outcome:
@@ -133,6 +135,17 @@ def markdown_tables(*runs: Run) -> str:
     return "\n".join(
         f"**{text}**\n\n" * titled + markdown_table(HEADER, rows) for text, rows in tables.items()
     )
+
+
+def different_code(run: Run) -> list[str]:
+    """Say what measured which methods, a sentence, if it was not the same code for all."""
+    found: dict[str, list[str]] = {}
+    for outcome in run:
+        if outcome.code is not None:
+            found.setdefault(outcome.code, []).append(outcome.method)
+    said = "; ".join(f"{code}: {', '.join(methods)}" for code, methods in found.items())
+    start = "Methods of different code or torch, whose losses differ by that too."
+    return [f"{start} {said}."] if len(found) > 1 else []
 
 
 def _count(parameters: int) -> str:

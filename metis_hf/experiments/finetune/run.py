@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from metis_hf.experiments.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.experiments.finetune.measure import HeldOut
 from metis_hf.experiments.finetune.report import (
     Outcome,
+    different_code,
     markdown_tables,
     parameters_to_pack,
     trainable,
@@ -52,7 +53,14 @@ from metis_hf.export import export_checkpoint
 from metis_hf.shared.checkpoints import load_complete
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
-from metis_hf.shared.records import claim_directory, environment, read_json, write_json
+from metis_hf.shared.measured import code_digest
+from metis_hf.shared.records import (
+    claim_directory,
+    commit,
+    environment,
+    read_json,
+    write_json,
+)
 from metis_hf.training.calibration import calibrate
 from metis_hf.training.callback import MetisCallback
 from metis_hf.training.distillation import DistillTrainer
@@ -144,6 +152,7 @@ class Finetuning:
         settings = {k: v for k, v in asdict(self.arguments).items() if k not in free}
         given = self.training.to_dict().items()
         settings |= {k: v for k, v in given if not k.startswith(_NOT_IN_RESULT)}
+        settings["learning_rate"] = self.training.learning_rate or LEARNING_RATE
         settings["format_version"] = _RESULT_VERSION
         claim_directory(self.out, settings, "--output_dir")
         a = self.arguments
@@ -228,11 +237,13 @@ class Finetuning:
 
     def _run(self, report: Callable[[str], None]) -> list[Outcome]:
         for method in ("exact", *self.methods[:1], *self.compared, *self.methods[1:]):
-            if method in self.finished:
-                report(f"{method}: finished before")
+            if (done := self.finished.get(method)) is not None:
+                where = "" if done.directory is None else f", exported to {done.directory}"
+                report(f"{method}: finished before{where}")
                 continue
             report(f"{method} ...")
-            self.finished[method] = self._outcome(method)
+            code = " ".join(filter(None, (commit(), code_digest()[:6])))  # before: files may change
+            self.finished[method] = replace(self._outcome(method), code=code)
             gc.collect()
             if self.is_main:
                 self._write(self._outcomes())
@@ -379,7 +390,8 @@ class Finetuning:
             **environment(self.training.device),
         }
         write_json(self.out / RESULTS_FILE, record)
-        (self.out / TABLE_FILE).write_text(markdown_tables(outcomes))
+        below = "".join(f"\n{sentence}\n" for sentence in different_code(outcomes))
+        (self.out / TABLE_FILE).write_text(markdown_tables(outcomes) + below)
 
 
 def _identity(directory: Path) -> list[Any]:
