@@ -85,6 +85,7 @@ def publish_compare(run: Path, name: str) -> None:
     target = RESULTS / name
     _copy(run, target, COMPARE_FILES)
     record = json.loads((run / "compare.json").read_text())
+    record["weights"] = _weights(run, record["plan"])
     record["plan"] = _without_paths(record["plan"])
     target.with_suffix(".json").write_text(json.dumps(record) + "\n")
     _into_pages(f"compare {name}", target)
@@ -97,8 +98,8 @@ def add_runs(run: Path, name: str) -> None:
     """Add the runs that a comparison on record lacks, and draw it again.
 
     Raises:
-        ValueError: runs of another plan, of a variant that is another one there, that differ from
-            those on record, or none besides those.
+        ValueError: runs of another plan, from other weights, or of a variant that is another one
+            there; runs that differ from those on record; none besides those.
     """
     file = RESULTS / f"{name}.json"
     record, more = json.loads(file.read_text()), json.loads((run / "compare.json").read_text())
@@ -112,6 +113,9 @@ def add_runs(run: Path, name: str) -> None:
     for what, there, now in (*compared, ("variants", known, more["variants"])):
         if there != now:
             raise ValueError(f"{run} is of other {what} than {name}: {now}, not {there}")
+    weights, own = record.get("weights"), _weights(run, more["plan"])
+    if weights and own and weights != own:
+        raise ValueError(f"{run} began from other weights than {name}")
     present = {(each["scheme"], each["seed"]): each for each in record["runs"]}
     offered = {(each["scheme"], each["seed"]): each for each in more["runs"]}
     for (scheme, seed), on_record in present.items():
@@ -280,6 +284,12 @@ def _copy(run: Path, target: Path, names: tuple[str, ...]) -> None:
             (target / name).unlink(missing_ok=True)
         else:
             shutil.copyfile(run / name, target / name)
+
+
+def _weights(run: Path, plan: dict[str, Any]) -> str | None:
+    """Return the digest of the weights that all runs began from; None: new ones, or not noted."""
+    file, checkpoint = run / "inputs.json", plan.get("experiment", {}).get("checkpoint")
+    return json.loads(file.read_text()).get(checkpoint) if file.is_file() else None
 
 
 def _without_paths(plan: dict[str, Any]) -> dict[str, Any]:

@@ -213,6 +213,11 @@ def test_runs_join_those_of_a_record(publish, tmp_path, monkeypatch):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"is of other {key} than x"):
             offer(plan=old["plan"] | {key: value})
+    checkpoint = old["plan"]["experiment"]["checkpoint"]
+    (run / "inputs.json").write_text(json.dumps({checkpoint: "a"}))
+    target.with_suffix(".json").write_text(json.dumps({**old, "weights": "b"}))
+    with pytest.raises(ValueError, match="began from other weights than x"):
+        offer()
     later = [each for each in old["runs"] if each["scheme"] != "nvidia"]  # which came after these
     known = {name: config for name, config in old["variants"].items() if name != "nvidia"}
     target.with_suffix(".json").write_text(json.dumps({**old, "variants": known, "runs": later}))
