@@ -4,7 +4,7 @@
     python benchmarks/scaling.py --quick    # seconds
 
 A slope is that of log time against log size over the upper half of a sweep: 1 is proportional, 0
-flat. Theory is the same fit to the FLOPs of `metis_hf.planning.costs`, which follow
+flat. Theory is the same fit to the FLOPs of `metis_hf.lab.planning.costs`, which follow
 O(lmk + mnk + lnk) for a layer of m inputs and n outputs, l tokens and k directions. Writes
 results/scaling.json and .png.
 """
@@ -25,9 +25,9 @@ from timing import Row, arguments, before_start, figure, parse, prepare, short, 
 from torch import nn
 
 from metis_hf import MetisConfig
+from metis_hf.lab.planning.costs import layer_cost
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import convert_linear
-from metis_hf.planning.costs import layer_cost
 
 ROUNDS, BUDGET = 3, 150.0
 WIDTH, SHARE = 1024, 0.015

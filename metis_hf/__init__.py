@@ -8,8 +8,8 @@ from metis_hf.conversion.registration import register_on_import
 
 if TYPE_CHECKING:
     from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-    from metis_hf.conversion.merge import merge_packed
     from metis_hf.conversion.packed import load_packed, packed_config
+    from metis_hf.deploy.merge import merge_packed
     from metis_hf.layers.linear import MetisLinear, QuantLinear
     from metis_hf.layers.packed import PackedLinear
     from metis_hf.schemes import register_scheme, scheme_names
@@ -67,7 +67,7 @@ _LAZY = {
     "get_metis_model": "conversion.convert",
     "high_precision": "training.precision",
     "load_packed": "conversion.packed",
-    "merge_packed": "conversion.merge",
+    "merge_packed": "deploy.merge",
     "metis_layers": "conversion.convert",
     "packed_config": "conversion.packed",
     "refresh": "training.refresh",

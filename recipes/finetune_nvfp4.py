@@ -14,18 +14,18 @@ each text to measure on. docs/finetuning.md says which to take.
 import sys
 from pathlib import Path
 
-from metis_hf.experiments.finetune.arguments import FinetuneArguments
-from metis_hf.experiments.finetune.report import (
+from metis_hf.lab.finetune.arguments import FinetuneArguments
+from metis_hf.lab.finetune.report import (
     HEADER,
     describe,
     different_code,
     tables_of,
 )
-from metis_hf.experiments.finetune.run import LEARNING_RATE, Finetuning
-from metis_hf.experiments.finetune.smoke import smoke_model
-from metis_hf.experiments.recipe import one_line_errors
-from metis_hf.experiments.recipe_arguments import parse_arguments
-from metis_hf.shared.tables import terminal_table
+from metis_hf.lab.finetune.run import LEARNING_RATE, Finetuning
+from metis_hf.lab.finetune.smoke import smoke_model
+from metis_hf.lab.recipe import one_line_errors
+from metis_hf.lab.recipe_arguments import parse_arguments
+from metis_hf.lab.show.tables import terminal_table
 
 DEFAULTS = {
     "output_dir": "runs/finetune-nvfp4",

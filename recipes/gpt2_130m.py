@@ -8,8 +8,8 @@ From the paper (arXiv 2509.00404): the size, 100B tokens of DCLM, W4A4G4 in NVFP
 recipes/README.md says where every other setting comes from.
 """
 
-from metis_hf.experiments.recipe import Recipe
-from metis_hf.experiments.sizes import SIZES
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.recipe import Recipe
 
 RECIPE = Recipe(name="gpt2_130m", size=SIZES["130m"])
 

@@ -9,8 +9,8 @@ tokens of DCLM, W4A4G4 in NVFP4, rank 1.5 %.
 recipes/README.md says where every other setting comes from.
 """
 
-from metis_hf.experiments.recipe import Recipe
-from metis_hf.experiments.sizes import SIZES
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.recipe import Recipe
 
 RECIPE = Recipe(name="gpt2_1b1", size=SIZES["1b1"])
 

@@ -9,8 +9,8 @@ From the paper (arXiv 2509.00404): the model, 100B tokens of DCLM, W4A4G4 in NVF
 recipes/README.md says where every other setting comes from.
 """
 
-from metis_hf.experiments.recipe import Recipe
-from metis_hf.experiments.sizes import SIZES
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.recipe import Recipe
 
 RECIPE = Recipe(name="llama3_8b", size=SIZES["8b"])
 

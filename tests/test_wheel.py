@@ -15,9 +15,9 @@ from paths import ROOT
 SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 DATA = {
     "metis_hf/py.typed",
-    "metis_hf/evaluation/paper_tables.json",
-    "metis_hf/experiments/compare/quartet2_grid.json",
-    "metis_hf/shared/html/page.html",
+    "metis_hf/lab/evaluate/paper_tables.json",
+    "metis_hf/lab/compare/quartet2_grid.json",
+    "metis_hf/lab/show/html/page.html",
 }
 
 

@@ -18,7 +18,7 @@ from on_gpu.machine import FP4_CAPABILITIES
 from on_gpu.record import FAILURES, Item, Skipped, free_memory, text_of
 
 LARGE_LAYERS = [(TOKENS, 4096, 4096), (2 * TOKENS, 4096, 4096)]
-MODEL_SIZES = ("130m", "1b1")  # whose layers are timed, names in metis_hf.experiments.sizes
+MODEL_SIZES = ("130m", "1b1")  # whose layers are timed, names in metis_hf.lab.compare.sizes
 STEP_SIZE, STEP_BATCHES = "130m", (16, 8, 4)  # sequences of a step, the first that fits
 FIDELITY_SCHEMES = ("metis", "nvfp4-rne", "nvidia", "quartet2", "four-over-six")
 # docs/native.md: each quantizes along the dimension that is contracted, or is made to.
@@ -48,7 +48,7 @@ def layers(context: Context) -> Iterator[Item]:
 
 def layer_shapes(quick: bool) -> list[tuple[str, tuple[int, int, int]]]:
     """(model, (tokens, in_features, out_features)) of each layer that is timed."""
-    from metis_hf.experiments.sizes import SIZES
+    from metis_hf.lab.compare.sizes import SIZES
 
     if quick:
         return [("", (128, 64, 64))]
@@ -69,7 +69,7 @@ def steps(context: Context) -> Iterator[Item]:
         for name, shape in step.QUICK_SHAPES.items():
             yield Item(name, partial(_steps, name, [shape], context))
         return
-    from metis_hf.experiments.sizes import SIZES
+    from metis_hf.lab.compare.sizes import SIZES
 
     size = SIZES[STEP_SIZE]
     config = partial(transformers.AutoConfig.for_model, size.model_type, **size.config)
@@ -107,8 +107,8 @@ def fidelity(context: Context) -> Iterator[Item]:
 
 
 def _fidelity(scheme: str, context: Context) -> Row:
-    from metis_hf.fidelity.run import Settings
-    from metis_hf.fidelity.run import fidelity as measure
+    from metis_hf.lab.fidelity.run import Settings
+    from metis_hf.lab.fidelity.run import fidelity as measure
 
     assert context.model is not None
     assert context.text is not None

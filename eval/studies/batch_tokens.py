@@ -18,11 +18,11 @@ from pathlib import Path
 from publish import RESULTS, ROOT, publish_table
 
 from metis_hf import MetisConfig
-from metis_hf.fidelity.loss import predictions
-from metis_hf.fidelity.subject import converted, open_subject
+from metis_hf.lab.fidelity.loss import predictions
+from metis_hf.lab.fidelity.subject import converted, open_subject
+from metis_hf.lab.show.tables import markdown_table
 from metis_hf.schemes.parts import Scheme, Spectral
 from metis_hf.shared.records import environment
-from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "fidelity.md"
 OUT = RESULTS / "batch-tokens"

@@ -2,8 +2,8 @@
 
     python eval/studies/beside_paper.py
 
-Reads the published rows (metis_hf/evaluation/paper_tables.json), the records of `metis-hf compare`
-and the table of tasks on the demo's checkpoints. Nothing is trained.
+Reads the published rows (metis_hf/lab/evaluate/paper_tables.json), the records of
+`metis-hf compare` and the table of tasks on the demo's checkpoints. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from publish import RESULTS, ROOT, page_with
 
-from metis_hf.evaluation.paper import PAPER_TASKS, TITLES, paper_tables
-from metis_hf.experiments.compare.statistics import Interval
-from metis_hf.experiments.compare.table import format_gap
+from metis_hf.lab.compare.statistics import Interval
+from metis_hf.lab.compare.table import format_gap
+from metis_hf.lab.evaluate.paper import PAPER_TASKS, TITLES, paper_tables
+from metis_hf.lab.show.tables import markdown_table
 from metis_hf.shared.numbers import short_number
-from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "beside-published.md"
 TABLES = ("main", "ablation", "nvidia")

@@ -31,7 +31,7 @@ from refresh import kept, load_bytes
 from torch import nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
-from metis_hf.analysis.capture import Capture
+from metis_hf.lab.analyze.capture import Capture
 from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import relative_error
 from metis_hf.operands import SplitWeight

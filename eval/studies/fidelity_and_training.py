@@ -16,11 +16,11 @@ from pathlib import Path
 from publish import RESULTS, ROOT, publish_table
 from scipy.stats import spearmanr
 
-from metis_hf.experiments.compare.statistics import Interval
-from metis_hf.fidelity.result import SchemeResult
+from metis_hf.lab.compare.statistics import Interval
+from metis_hf.lab.fidelity.result import SchemeResult
+from metis_hf.lab.show.figures import COLORS, MARKERS, figure_axes
+from metis_hf.lab.show.tables import markdown_table
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import COLORS, MARKERS, figure_axes
-from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "fidelity.md"
 OUT = RESULTS / "prediction"

@@ -17,17 +17,17 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.conversion.report import gemm_weights
-from metis_hf.experiments.sizes import SIZES
-from metis_hf.planning.overhead import Overhead, model_overhead
-from metis_hf.planning.plan import (
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.planning.overhead import Overhead, model_overhead
+from metis_hf.lab.planning.plan import (
     meta_model,
     saved_bytes,
     state_memory,
     step_costs,
 )
-from metis_hf.planning.saved_bytes import SavedBytes
-from metis_hf.planning.workload import Workload
-from metis_hf.shared.tables import markdown_table
+from metis_hf.lab.planning.saved_bytes import SavedBytes
+from metis_hf.lab.planning.workload import Workload
+from metis_hf.lab.show.tables import markdown_table
 
 RECORD = RESULTS / "four-bit-share.json"
 PAGE = ROOT / "docs" / "performance.md"

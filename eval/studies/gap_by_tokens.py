@@ -24,12 +24,12 @@ from fidelity_and_training import read as read_points
 from gap_figure import plot_gaps
 from publish import RESULTS, ROOT, publish_table
 
-from metis_hf.experiments.compare.statistics import Interval, t_interval
-from metis_hf.experiments.compare.table import format_gap
-from metis_hf.experiments.tables import gaps_percent
+from metis_hf.lab.compare.statistics import Interval, t_interval
+from metis_hf.lab.compare.table import format_gap
+from metis_hf.lab.compare.tasks_table import gaps_percent
+from metis_hf.lab.show.figures import figure_axes
+from metis_hf.lab.show.tables import markdown_table
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.figures import figure_axes
-from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "from-scratch.md"
 RECORDS = ("tokens-5", "tokens-10", "tokens-20", "tokens-40")

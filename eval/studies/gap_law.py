@@ -24,11 +24,11 @@ from regression import Array, Estimate, Fit, clustered, least_squares
 from scipy import stats
 from transformers import AutoConfig
 
-from metis_hf.experiments.compare.published import NAMES, body_parameters, grid
-from metis_hf.experiments.compare.statistics import CONFIDENCE, t_interval
-from metis_hf.experiments.tables import gaps_percent
+from metis_hf.lab.compare.published import NAMES, body_parameters, grid
+from metis_hf.lab.compare.statistics import CONFIDENCE, t_interval
+from metis_hf.lab.compare.tasks_table import gaps_percent
+from metis_hf.lab.show.tables import markdown_table
 from metis_hf.schemes import CONTROL
-from metis_hf.shared.tables import markdown_table
 
 PAGE = ROOT / "docs" / "beside-published.md"
 TARGET = RESULTS / "gap-law"

@@ -39,8 +39,8 @@ from study_conditioners import (
 from torch import Tensor, nn
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, register_scheme
-from metis_hf.analysis.capture import Capture
 from metis_hf.data.chunked import load_chunked
+from metis_hf.lab.analyze.capture import Capture
 from metis_hf.layers.make import convert_linear
 from metis_hf.numerics import relative_error
 from metis_hf.operands import (

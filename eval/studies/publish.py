@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from metis_hf.experiments.compare.plan import ComparisonPlan
-    from metis_hf.experiments.results import SchemeResult
+    from metis_hf.lab.compare.plan import ComparisonPlan
+    from metis_hf.lab.compare.results import SchemeResult
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -133,7 +133,7 @@ def add_runs(run: Path, name: str) -> None:
 
 def results_of(record: dict[str, Any]) -> list[SchemeResult]:
     """Return the runs of a comparison that is on record, with their curves."""
-    from metis_hf.experiments.results import SchemeResult
+    from metis_hf.lab.compare.results import SchemeResult
 
     found = []
     for run in record["runs"]:
@@ -146,8 +146,8 @@ def results_of(record: dict[str, Any]) -> list[SchemeResult]:
 
 def plan_of(record: dict[str, Any]) -> ComparisonPlan:
     """Return the plan of a comparison that is on record, with names in place of its paths."""
-    from metis_hf.experiments.compare.plan import ComparisonPlan
-    from metis_hf.experiments.variants import Experiment, Variant
+    from metis_hf.lab.compare.plan import ComparisonPlan
+    from metis_hf.lab.compare.variants import Experiment, Variant
 
     settings, seeds = record["plan"], tuple(record["seeds"])
     variants = record["variants"].items()
@@ -166,8 +166,8 @@ def draw_compare(name: str) -> None:
     """Write what follows from the runs of a comparison on record, and its costs of today."""
     import training_parts  # noqa: F401  # schemes that some records have
 
-    from metis_hf.experiments.compare import published, table
-    from metis_hf.experiments.compare.outputs import (
+    from metis_hf.lab.compare import published, table
+    from metis_hf.lab.compare.outputs import (
         UNRECORDED,
         count_extra,
         describe,
@@ -175,7 +175,7 @@ def draw_compare(name: str) -> None:
         different_machines,
         write_tables,
     )
-    from metis_hf.experiments.compare.statistics import summarize
+    from metis_hf.lab.compare.statistics import summarize
 
     target = RESULTS / name
     record = json.loads(target.with_suffix(".json").read_text())
@@ -216,8 +216,8 @@ def publish_fidelity(run: Path, name: str) -> None:
 
 def draw_fidelity(name: str) -> None:
     """Write the table and the figure of a measurement that is on record."""
-    from metis_hf.fidelity.page import write_outputs
-    from metis_hf.fidelity.result import SchemeResult
+    from metis_hf.lab.fidelity.page import write_outputs
+    from metis_hf.lab.fidelity.result import SchemeResult
 
     target = RESULTS / name
     record = json.loads((target / "results.json").read_text())
@@ -251,7 +251,7 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
 
 def draw_finetune(name: str) -> None:
     """Write the table of a fine-tuning that is on record."""
-    from metis_hf.experiments.finetune.report import Outcome, markdown_tables
+    from metis_hf.lab.finetune.report import Outcome, markdown_tables
 
     target = RESULTS / name
     records = json.loads((target / "results.json").read_text())["runs"]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from metis_hf.experiments.compare.statistics import CONFIDENCE
+from metis_hf.lab.compare.statistics import CONFIDENCE
 
 Array = NDArray[np.float64]
 

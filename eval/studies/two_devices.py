@@ -14,9 +14,9 @@ from pathlib import Path
 
 from publish import RESULTS, ROOT, page_with
 
-from metis_hf.experiments.compare.statistics import Interval, t_interval
-from metis_hf.experiments.compare.table import format_gap
-from metis_hf.experiments.tables import gaps_percent
+from metis_hf.lab.compare.statistics import Interval, t_interval
+from metis_hf.lab.compare.table import format_gap
+from metis_hf.lab.compare.tasks_table import gaps_percent
 
 PAGE = ROOT / "docs" / "from-scratch.md"
 CPU, GPU = RESULTS / "width-768.json", RESULTS / "width-768-gpu" / "losses.csv"

@@ -22,10 +22,10 @@ from publish import RESULTS
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from metis_hf.experiments.compare.statistics import Interval, t_interval
+from metis_hf.lab.compare.statistics import Interval, t_interval
+from metis_hf.lab.show.tables import markdown_table
 from metis_hf.numerics import NVFP4, Quantizer
 from metis_hf.numerics.scaling import ScaleRule
-from metis_hf.shared.tables import markdown_table
 
 OUT = RESULTS / "deploy" / "weight-scales"
 SHARES = [1 - 0.02 * step for step in range(18)]  # 1 to .66 of the largest magnitude

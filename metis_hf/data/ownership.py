@@ -10,9 +10,8 @@ from metis_hf.data.arguments import PrepareArguments
 from metis_hf.data.chunked import ARGUMENTS
 from metis_hf.data.perplexity import device_type
 from metis_hf.data.source import local_files
-from metis_hf.shared.inputs import digest_of_path
+from metis_hf.shared.inputs import digest, digest_of_path
 from metis_hf.shared.locks import LOCK_FILE
-from metis_hf.shared.measured import digest
 from metis_hf.shared.records import read_json
 
 

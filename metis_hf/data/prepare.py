@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers.utils import logging
 
-import metis_hf
 from metis_hf.data.arguments import PrepareArguments
 from metis_hf.data.chunked import (
     ARGUMENTS,
@@ -311,7 +310,7 @@ def _meta(
 
 
 def _versions() -> dict[str, str]:
-    return {"metis-hf": metis_hf.__version__, **{name: version(name) for name in _LIBRARIES}}
+    return {"metis-hf": version("metis-hf"), **{name: version(name) for name in _LIBRARIES}}
 
 
 def _scores(work: Path, part: int) -> Path:

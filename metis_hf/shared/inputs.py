@@ -7,13 +7,21 @@ would then stand side by side as if it had not.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from metis_hf.shared.records import read_json, write_json
 
 INPUTS_FILE = "inputs.json"
 _SAMPLES, _BLOCK = 16, 1 << 16  # of a file: blocks that are read, and the bytes of each
+
+
+def digest(*parts: Any) -> str:
+    """Return a short digest of JSON-ready values."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def digest_of_path(path: Path) -> str:

@@ -23,23 +23,6 @@ from transformers.utils import logging
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.parallelism import check_accelerate
-from metis_hf.monitoring.gradient_noise import noise_ratios
-from metis_hf.monitoring.health import (
-    LayerProbe,
-    group_means,
-    nonfinite_layers,
-    split_health,
-    weight_health,
-)
-from metis_hf.monitoring.run_record import (
-    HEALTH_FILE,
-    append_log,
-    append_record,
-    describe_run,
-    drop_after,
-    precision_of,
-    write_run,
-)
 from metis_hf.training.calibration import (
     UnseenLayers,
     freeze_scales,
@@ -48,9 +31,26 @@ from metis_hf.training.calibration import (
     scales_are_fixed,
 )
 from metis_hf.training.console import summarize, summary
+from metis_hf.training.gradient_noise import noise_ratios
+from metis_hf.training.health import (
+    LayerProbe,
+    group_means,
+    nonfinite_layers,
+    split_health,
+    weight_health,
+)
 from metis_hf.training.layer_states import after_step, check_states
 from metis_hf.training.refresh import check_moments, interval_of, refresh, refreshed
 from metis_hf.training.resume import ResumeGuard, trained_config
+from metis_hf.training.run_record import (
+    HEALTH_FILE,
+    append_log,
+    append_record,
+    describe_run,
+    drop_after,
+    precision_of,
+    write_run,
+)
 from metis_hf.training.start_checks import check_dtypes, check_optimizer, check_precision
 from metis_hf.training.weight_reuse import hold, release
 

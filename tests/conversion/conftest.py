@@ -16,7 +16,7 @@ from metis_hf import (
     MetisConfig,
     get_metis_model,
 )
-from metis_hf.export import export_checkpoint
+from metis_hf.deploy import export_checkpoint
 
 
 @pytest.fixture(scope="module")

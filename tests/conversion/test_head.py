@@ -22,7 +22,7 @@ from metis_hf import (
     reuse_weights,
     to_dense,
 )
-from metis_hf.export import export_checkpoint
+from metis_hf.deploy import export_checkpoint
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.training.precision import high_precision

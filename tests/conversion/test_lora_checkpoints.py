@@ -20,7 +20,7 @@ from metis_hf import (
     set_precision,
     to_dense,
 )
-from metis_hf.monitoring.gradient_noise import group_of
+from metis_hf.training.gradient_noise import group_of
 
 
 class TestAdapterOverADenseCheckpoint:

@@ -32,8 +32,8 @@ from metis_hf import (
 )
 from metis_hf.conversion.packed import packed_config, packed_layers
 from metis_hf.conversion.packed_layouts import PackedScheme
-from metis_hf.export import export_checkpoint, load_metis_model
-from metis_hf.export.compressed_tensors import CompressedMatrix
+from metis_hf.deploy import export_checkpoint, load_metis_model
+from metis_hf.deploy.compressed_tensors import CompressedMatrix
 from metis_hf.layers.packed import PackedLinear, quantize_input
 
 

@@ -155,7 +155,7 @@ def test_pack_errors(documents, tokenizer):
 
 def test_imports_stay_light():
     code = (
-        "import sys, metis_hf.data.corpus, metis_hf.experiments.demo.tasks, metis_hf.evaluation\n"
+        "import sys, metis_hf.data.corpus, metis_hf.lab.demo.tasks, metis_hf.lab.evaluate\n"
         "assert not {'lm_eval', 'datasets'} & {*sys.modules}, 'too much'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ from layers.layer_tools import layer_of
 from metis_hf import MetisConfig, calibrate, get_metis_model
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.packed import PackedLinear, PackedWeight
-from metis_hf.monitoring.health import LayerProbe
+from metis_hf.training.health import LayerProbe
 
 IN, OUT = 32, 48
 LAYERS = ["nvfp4", "metis", "packed"]

@@ -25,9 +25,9 @@ from metis_hf import (
     set_precision,
     to_dense,
 )
-from metis_hf.monitoring.health import group_means
 from metis_hf.numerics import fake_quantize
 from metis_hf.training.callback import HEALTH_FILE
+from metis_hf.training.health import group_means
 
 HIDDEN, INNER, TOKENS, TOP_K = 64, 96, 40, 3
 

@@ -220,7 +220,7 @@ def test_packs_as_the_quantizer_does():
 def test_is_packed_as_the_deployed_schemes_and_their_exports_pack():
     """With the scales that leave the least error: merging into a packed weight costs no more."""
     from metis_hf import MetisConfig
-    from metis_hf.export.compressed_tensors import CompressedMatrix
+    from metis_hf.deploy.compressed_tensors import CompressedMatrix
     from metis_hf.numerics import fake_quantize, relative_error
     from metis_hf.schemes import build_scheme
 

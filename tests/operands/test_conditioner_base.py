@@ -8,6 +8,7 @@ import pytest
 import torch
 from layers.layer_tools import layer_of
 
+from metis_hf.lab.planning.costs import layer_cost
 from metis_hf.layers.make import convert_linear
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
@@ -33,7 +34,6 @@ from metis_hf.operands import (
 )
 from metis_hf.operands.conditioners.mean import row_mean
 from metis_hf.operands.conditioners.static_scale import GivenScale
-from metis_hf.planning.costs import layer_cost
 from metis_hf.schemes import Scheme
 from metis_hf.schemes.parts import in_mode
 

@@ -10,7 +10,7 @@ from layers.layer_tools import FP4_SCHEMES
 from typer.testing import CliRunner
 
 from metis_hf import scheme_names
-from metis_hf.cli import app
+from metis_hf.cli.main import app
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import AroundQuantizer, Operand
 from metis_hf.schemes import Scheme, registry

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from metis_hf import MetisConfig, get_metis_model, load_packed
-from metis_hf.export import export_checkpoint
+from metis_hf.deploy import export_checkpoint
 from training.distributed_cases import mixtral
 from training.distributed_run import (
     NEAREST,

@@ -19,10 +19,10 @@ from metis_hf import (
     metis_layers,
     refresh,
 )
-from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
-from metis_hf.run_report.page import run_page
-from metis_hf.run_report.read import read_run
-from metis_hf.run_report.run import events
+from metis_hf.lab.run_report.page import run_page
+from metis_hf.lab.run_report.read import read_run
+from metis_hf.lab.run_report.run import events
+from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
 
 STATS = {
     "nonfinite",

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from metis_hf import MetisCallback, MetisConfig, MetisTrainer, get_metis_model
-from metis_hf.monitoring.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE
+from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE
 from training.test_callback import Rows, one_block, trainer
 
 

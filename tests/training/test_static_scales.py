@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from layers.layer_tools import layer_of
 from torch.utils.checkpoint import checkpoint
 
-from metis_hf.monitoring.health import operand_health
 from metis_hf.noise import Key
 from metis_hf.numerics import fake_quantize
+from metis_hf.training.health import operand_health
 
 IN, OUT, TOKENS = 70, 48, 40
 FP32 = {"rtol": 1e-5, "atol": 1e-6}

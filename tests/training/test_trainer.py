@@ -24,8 +24,8 @@ from metis_hf import (
     get_metis_model,
     metis_layers,
 )
-from metis_hf.monitoring.run_record import RUN_FILE
 from metis_hf.training.callback import HEALTH_FILE
+from metis_hf.training.run_record import RUN_FILE
 from training.recomputation import is_recomputed, recomputed
 
 FP4 = of_each_kind(FP4_SCHEMES)

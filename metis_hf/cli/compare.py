@@ -1,0 +1,220 @@
+"""`metis-hf compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from metis_hf.cli.options import Imports, import_sources
+from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.shared.yaml_file import read_yaml
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+def _one_of(what: str, names: Iterable[str]) -> Callable[[str | None], str | None]:
+    """Return what refuses other names before anything is imported."""
+    known = tuple(names)
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            raise ValueError(f"{what} {value!r} is not known; choose from {', '.join(known)}")
+        return value
+
+    return check
+
+
+def _yaml_file(path: Path | None) -> Path | None:
+    """Return the path of a YAML file, which is refused if it cannot be read."""
+    if path is not None:
+        read_yaml(path)
+    return path
+
+
+def compare(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{_either(PRESETS)}; default main, unless schemes or variants are named. "
+            "docs/compare.md says what they train.",
+            callback=_one_of("preset", PRESETS),
+        ),
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated, or all; `metis-hf schemes` lists them."),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Variant that the others are compared with beside the control; default: metis, "
+            "if it takes part."
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Comma-separated; default 0,1,2, or 0 with quartet2-30m.")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{_either(SIZES)}; default tiny, or the preset's.",
+            callback=_one_of("size", SIZES),
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint directory of transformers that every run starts from, instead of a "
+            "--size; --data has to be of its tokenizer."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML with these options and more; see docs/compare.md.", callback=_yaml_file
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Chunked tokens of recipes/prepare_data.py; default at size tiny: the "
+            "standard library's sources."
+        ),
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="Chunked held-out tokens; default: those of --data.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Training tokens of each run.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval tasks for every trained model, comma-separated.")
+    ] = None,
+    tasks_dir: Annotated[Path | None, typer.Option(help="Local data of these tasks.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; default runs/compare-<preset>-<size or model>.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs side by side; default: one per device or CPU core.")
+    ] = None,
+    launcher: Annotated[
+        str, typer.Option(help="Starts a run on several devices: 'accelerate launch ...'.")
+    ] = "",
+    times: Annotated[
+        bool,
+        typer.Option(
+            "--times",
+            help="Afterwards time a step of every variant side by side in this process, and show "
+            "these times rather than those of the runs. All models are in memory at once.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the runs, their FLOPs and what is published of them; train nothing.",
+        ),
+    ] = False,
+    imports: Imports = None,
+) -> None:
+    """Train several schemes alike and compare them with error bars.
+
+    All are trained with the same seeds and data. Interrupt it and run it again: finished runs are
+    kept, others resume. More schemes or seeds can be added to a directory later.
+    """
+    from rich.console import Console
+
+    from metis_hf.lab.compare.dry_run import show_plan
+    from metis_hf.lab.compare.options import given_values
+    from metis_hf.lab.compare.outputs import write_outputs
+    from metis_hf.lab.compare.plan import make_plan
+    from metis_hf.lab.compare.progress import RunProgress
+    from metis_hf.lab.compare.run import (
+        RunsFailed,
+        jobs_of,
+        load_results,
+        remembered_imports,
+        run_plan,
+    )
+    from metis_hf.lab.compare.timing import measure_times
+    from metis_hf.shared.locks import hold_directory
+    from metis_hf.shared.quiet import quiet
+
+    values = given_values(
+        config,
+        preset=preset,
+        schemes=_split(schemes),
+        reference=reference,
+        seeds=_seeds(seeds),
+        size=size,
+        checkpoint=None if model is None else str(model),
+        data=None if data is None else str(data),
+        validation=None if validation is None else str(validation),
+        tokens=tokens,
+        tasks=_split(tasks),
+        tasks_dir=None if tasks_dir is None else str(tasks_dir),
+    )
+    out = out or _default_directory(**values)
+    # Before the plan, which looks schemes up. A directory's sources hold until others are given.
+    sources = import_sources(imports or remembered_imports(out))
+    plan = make_plan(**values, needs_data=not dry_run)
+    console = Console(markup=False)
+    if dry_run:
+        show_plan(plan, console)
+        return
+    failures: list[str] = []
+    with quiet():
+        try:
+            results = run_plan(
+                plan,
+                out,
+                jobs=jobs,
+                launcher=launcher,
+                imports=sources,
+                progress=RunProgress(console),
+            )
+        except RunsFailed as error:
+            failures.append(str(error))
+            results = load_results(plan, out)
+    if results:
+        trained = {result.scheme for result in results}
+        variants = tuple(variant for variant in plan.variants if variant.name in trained)
+        with hold_directory(out), quiet():
+            if times:
+                try:
+                    measure_times(replace(plan, variants=variants), out)
+                except (RuntimeError, ValueError, OSError) as error:  # of memory, first of all
+                    failures.append(f"--times: steps were not timed: {error}")
+            write_outputs(plan, results, out, jobs=jobs_of(plan, out), console=console)
+    for failure in failures:
+        typer.echo(f"error: {failure}", err=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _default_directory(
+    preset: str | None = None, size: str | None = None, checkpoint: str | None = None, **_: Any
+) -> Path:
+    own = PRESET_DEFAULTS.get(preset or "", {}).get("size")
+    model = (size or own or "tiny") if checkpoint is None else Path(checkpoint).resolve().name
+    if model == preset:  # a preset of the name of its size
+        return Path("runs") / f"compare-{preset}"
+    return Path("runs") / f"compare-{preset or 'custom'}-{model}"
+
+
+def _split(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _seeds(text: str | None) -> list[int] | None:
+    parts = _split(text)
+    try:
+        return None if parts is None else [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"--seeds {text}: expected whole numbers, as in 0,1,2") from None

@@ -1,0 +1,157 @@
+"""`metis-hf export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from metis_hf.cli.options import Imports, device_or_best, import_sources, utf8_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="Directory of a Metis checkpoint; to quantize it, also a dense model."),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    format: Annotated[
+        Literal["dense", "compressed-tensors", "modelopt"], typer.Option(help="What is written.")
+    ] = "dense",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of what is not packed.")
+    ] = "bfloat16",
+    low_rank: Annotated[
+        Literal["fold", "side-file"], typer.Option(help="Low-rank part of split weights.")
+    ] = "fold",
+    share_scales: Annotated[
+        bool,
+        typer.Option(
+            "--share-scales/--own-scales",
+            help="One tensor scale for layers that engines run as one, or as trained.",
+        ),
+    ] = True,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Quantize the model: text or .jsonl that the scales of inputs are found on.",
+            callback=utf8_file,
+        ),
+    ] = None,
+    scheme: Annotated[
+        Literal["w4a4", "w4a16"] | None,
+        typer.Option(help="What it is quantized to.", show_default="w4a4"),
+    ] = None,
+    calibration_sequences: Annotated[
+        int | None, typer.Option(help="Sequences of that text, at most.", show_default="128")
+    ] = None,
+    calibration_length: Annotated[
+        int | None, typer.Option(help="Tokens of each.", show_default="512")
+    ] = None,
+    calibration_method: Annotated[
+        Literal["mse", "amax", "percentile"] | None,
+        typer.Option(help="How the scales are chosen.", show_default="mse"),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="A module that is not quantized, by name or regular expression; repeatable.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help='For calibration, as "cuda".', show_default="a GPU if there is one"),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Held-out text or .jsonl to measure the loss on.", callback=utf8_file),
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="JSON of metrics for the model card.")
+    ] = None,
+    imports: Imports = None,
+) -> None:
+    """Write a model for software without metis_hf.
+
+    A checkpoint of this package as it is; or, with --calibrate TEXT and a packed --format, any
+    model in NVFP4 with quantized inputs. Prints what each choice costs, and how to load what was
+    written.
+    """
+    import_sources(imports)
+    quantizes = calibrate is not None or scheme is not None
+    given: dict[str, Any] = {
+        "sequences": calibration_sequences,
+        "length": calibration_length,
+        "method": calibration_method,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    for options, used, of in (
+        ([f"--calibration-{name}" for name in given], calibrate is not None, "--calibrate TEXT"),
+        (["--exclude"] * bool(exclude), quantizes, "--calibrate TEXT or --scheme"),
+        (["--device"] * bool(device), quantizes, "--calibrate TEXT or --scheme"),
+        (["--own-scales"] * (not share_scales), format != "dense", "a packed --format"),
+    ):
+        if options and not used:
+            raise ValueError(f"{options[0]} does nothing without {of}; leave it out, or give both")
+    if quantizes and format == "dense":
+        raise ValueError(
+            "--calibrate and --scheme quantize the model, and --format dense does not; choose "
+            "--format compressed-tensors or modelopt"
+        )
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from metis_hf.deploy import export_checkpoint, load_metis_model
+    from metis_hf.deploy.report import HEADER, LOSS_HEADER, loss_rows, report_rows
+
+    console = Console(markup=False)
+    load: Callable[[str | Path], PreTrainedModel] = load_metis_model
+    if quantizes:
+        from metis_hf.lab.finetune.ptq import Calibration, calibrated_model
+
+        calibration = Calibration(
+            text=calibrate,
+            scheme=scheme,
+            device=device_or_best(device),
+            exclude=tuple(exclude or ()),
+            **given,
+        )
+        load = partial(calibrated_model, calibration=calibration, report=console.print)
+    report = export_checkpoint(
+        checkpoint,
+        out,
+        format=format,
+        dtype=dtype,
+        low_rank=low_rank,
+        share_scales=share_scales,
+        text=text,
+        results=results,
+        load=load,
+    )
+    table = Table(title="Error of the weights against those that the checkpoint represents")
+    for index, title in enumerate(HEADER):
+        table.add_column(title, justify="left" if index < 2 else "right")
+    for cells in report_rows(report):
+        table.add_row(*cells)
+    console.print(table)
+    if report.held_out:
+        losses = Table(box=SIMPLE)
+        for index, title in enumerate(LOSS_HEADER):
+            losses.add_column(title, justify="right" if index else "left")
+        for cells in loss_rows(report):
+            losses.add_row(*cells)
+        console.print(losses)
+    for note in report.notes:
+        console.print(note, highlight=False)
+    summary = f"{out}: {report.bytes:,} bytes, {len(report.packed)} layers in NVFP4. Load it:"
+    for lines in (summary, report.loading):  # a path is never broken into lines
+        console.print(lines, soft_wrap=True, markup=False, highlight=False)

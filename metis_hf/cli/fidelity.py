@@ -1,0 +1,129 @@
+"""`metis-hf fidelity`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from metis_hf.cli.options import (
+    Imports,
+    device_or_best,
+    import_sources,
+    split_names,
+    utf8_file,
+)
+
+
+def fidelity(
+    model: Annotated[str, typer.Argument(help="Directory or hub name of a causal language model.")],
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="UTF-8 text, or .jsonl of documents, that the model has not been trained on.",
+            callback=utf8_file,
+        ),
+    ],
+    schemes: Annotated[
+        str, typer.Option(help='Comma-separated names, or "all".')
+    ] = "metis,nvfp4-rne,nvidia,quartet2,four-over-six",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory.", show_default="runs/fidelity-MODEL")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Measure metis at these ranks too, as 8,16,64.")] = "",
+    configs: Annotated[
+        str, typer.Option(help="Measure these configs too: JSON files, comma-separated.")
+    ] = "",
+    alone: Annotated[
+        str | None,
+        typer.Option(
+            help='Schemes whose layers are also quantized one at a time, or "none".',
+            show_default="the first",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Sequences of the text: two thirds for the loss, one for gradients.")
+    ] = 18,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = 2,
+    tokens_per_step: Annotated[
+        int, typer.Option(help="Tokens that the cost of a training step is counted for.")
+    ] = 8192,
+    dtype: Annotated[str, typer.Option(help="Of the weights and the exact model.")] = "float32",
+    device: Annotated[
+        str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all noise.", show_default="0, or that of a config's file")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Directory of another tokenizer than the model's own.")
+    ] = None,
+    imports: Imports = None,
+) -> None:
+    """Measure what four-bit schemes do to a model, nothing trained.
+
+    Writes loss, divergence, gradient errors and cost of each scheme, and which layers suffer. An
+    interrupted measurement goes on where it stopped.
+    """
+    import_sources(imports)
+    from rich.console import Console
+
+    from metis_hf.lab.fidelity.result import narrow_table
+    from metis_hf.lab.fidelity.run import Settings
+    from metis_hf.lab.fidelity.run import fidelity as run
+    from metis_hf.lab.show.tables import terminal_table
+
+    chosen = split_names(schemes)
+    settings = Settings(
+        model=model,
+        text=text,
+        schemes=None if chosen == ["all"] else tuple(chosen),
+        ranks=tuple(_numbers(ranks)),
+        configs=tuple(map(Path, split_names(configs))),
+        alone=None if alone is None else tuple(_rows(alone) if alone != "none" else ()),
+        sequences=limit,
+        length=length,
+        batch=batch,
+        tokens_per_step=tokens_per_step,
+        dtype=dtype,
+        device=device_or_best(device),
+        seed=seed,
+        tokenizer=tokenizer,
+    )
+    out = out or Path("runs") / f"fidelity-{_name_of(model)}"
+    console = Console(markup=False)
+    results = run(settings, out, console)
+    console.print(terminal_table(*narrow_table(results), title=f"Fidelity of {model}"))
+    for result in results:
+        if result.note:
+            console.print(f"{result.name} was not measured: {result.note}", highlight=False)
+    console.print(str(out / "index.html"), soft_wrap=True, highlight=False)
+
+
+def _name_of(model: str) -> str:
+    """Return a name for a model's directory of results: of a run, not of the `model/` in it."""
+    from metis_hf.lab.evaluate.opening import open_model
+
+    return (open_model(model).label if Path(model).is_dir() else Path(model).name).replace("/", "-")
+
+
+def _rows(text: str) -> list[str]:
+    """Return comma-separated names of rows, of which "metis, rank 4" is one."""
+    names: list[str] = []
+    for name in split_names(text):
+        if names and re.fullmatch(r"rank \d+", name):
+            names[-1] += f", {name}"
+        else:
+            names.append(name)
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    """Return comma-separated positive whole numbers."""
+    names = split_names(text)
+    if not all(name.isdigit() and int(name) > 0 for name in names):
+        raise ValueError(f"--ranks {text}: expected whole numbers from 1, separated by commas")
+    return [int(name) for name in names]

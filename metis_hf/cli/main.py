@@ -1,0 +1,67 @@
+"""The `metis-hf` command line."""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import typer
+except ImportError as error:  # pragma: no cover
+    raise SystemExit(f'{error.name} is missing; pip install "metis-hf[eval]"') from error
+
+from metis_hf.cli.analyze import analyze
+from metis_hf.cli.compare import compare
+from metis_hf.cli.demo import demo
+from metis_hf.cli.evaluate import evaluate
+from metis_hf.cli.export import export
+from metis_hf.cli.fidelity import fidelity
+from metis_hf.cli.ranks import ranks
+from metis_hf.cli.report import report
+from metis_hf.cli.schemes import schemes
+
+# Modules of the extra "eval".
+_EXTRA = {"lm_eval", "evaluate", "jinja2", "matplotlib", "yaml", "rich", "scipy", "typer"}
+
+app = typer.Typer(
+    help="Train Hugging Face language models in four bits, emulated exactly on CPU and CUDA.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: importing rich takes as long as all the rest
+)
+app.command()(demo)
+app.command()(compare)
+app.command("eval")(evaluate)
+app.command()(fidelity)
+app.command()(ranks)
+app.command()(analyze)
+app.command()(report)
+app.command()(export)
+app.command()(schemes)
+
+
+def main() -> None:
+    """Run the command line; an error that a user can mend is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        if _is_bug(error):
+            raise
+        print(f"error: {error}{_advice(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_bug(error: Exception) -> bool:
+    """Return whether an error is of no use to a user: this package's own import, or no message."""
+    own = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "metis_hf"
+    return own or (isinstance(error, NotImplementedError) and not str(error))
+
+
+def _advice(error: Exception) -> str:
+    """Return what to install where a module of the extra "eval" is missing; else nothing."""
+    missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0]
+    return '; pip install "metis-hf[eval]"' if missing in _EXTRA else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Exports a Metis checkpoint for software that does not know this package.
+
+"dense": a plain transformers directory with the represented weights. "compressed-tensors": NVFP4 in
+the layout `nvfp4-pack-quantized`, with the low-rank part of split weights folded in or kept beside
+it. "modelopt": NVFP4 as NVIDIA's ModelOpt lays it out. Layers with calibrated scales quantize their
+inputs too (W4A4). How a matrix is packed is in `compressed_tensors`, what it costs in `report`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import ModelCard
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from metis_hf.conversion.convert import metis_layers, to_dense
+from metis_hf.conversion.kept_experts import kept_experts
+from metis_hf.conversion.packed_layouts import (
+    MODELOPT_FILE,
+    RESIDUAL_DIR,
+    UNPACKED,
+    compressed_config,
+)
+from metis_hf.deploy import modelopt
+from metis_hf.deploy.casting import cast
+from metis_hf.deploy.compressed_tensors import (
+    CompressedFactors,
+    CompressedMatrix,
+    compress,
+    is_split,
+    layer_state,
+    load_low_rank,
+    save_low_rank,
+    split_layer,
+    weight_quantizer,
+)
+from metis_hf.deploy.fused import mixed_notes, scale_notes, share_others, shared_amaxes
+from metis_hf.deploy.inputs import QuantizedInput, quantized_input, quantizing_inputs
+from metis_hf.deploy.loading import load_lines, why_not_packed
+from metis_hf.deploy.model_card import model_card, read_metrics
+from metis_hf.deploy.report import (
+    CONVERTED,
+    REFERENCE,
+    ExportReport,
+    LossRow,
+    WeightErrors,
+    report_section,
+)
+from metis_hf.deploy.source import (
+    check_calibrated,
+    check_finite,
+    check_packable,
+    copy_companions,
+    held_out_windows,
+    load_metis_model,
+    represented,
+)
+from metis_hf.deploy.tied import head_note, untie
+from metis_hf.layers.experts import is_fused_experts
+
+__all__ = ["ExportReport", "LossRow", "export_checkpoint", "load_low_rank", "load_metis_model"]
+
+FORMATS = ("dense", "compressed-tensors", "modelopt")
+LOW_RANK = ("fold", "side-file")
+DTYPES = ("bfloat16", "float16", "float32")
+UNPACKED_DTYPE = str(UNPACKED).removeprefix("torch.")
+REPORT_FILE = "metis_export.json"
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    format: str = "dense",
+    dtype: str = "bfloat16",
+    low_rank: str = "fold",
+    share_scales: bool = True,
+    text: str | Path | None = None,
+    results: str | Path | None = None,
+    load: Callable[[str | Path], PreTrainedModel] = load_metis_model,
+) -> ExportReport:
+    """Write a Metis checkpoint in a format that needs no metis_hf.
+
+    All arithmetic is in fp32, whatever the checkpoint's dtype. The directory gets its files when
+    all are written; until then they lie in a temporary directory beside it, or in it where it is
+    there already.
+
+    Args:
+        checkpoint: a directory that `save_pretrained` or Trainer wrote for a converted model;
+            with another `load`, whatever that takes.
+        out: the directory to write; must not exist, or be empty.
+        format: "dense", "compressed-tensors" or "modelopt". Where tensor scales are calibrated
+            (schemes "w4a4" and "w4a16"), the packed formats hold them, and inputs are quantized as
+            the scheme says; else weights alone are.
+        dtype: "bfloat16", "float16" or "float32", for everything that is not packed; a packed
+            checkpoint for the compressed-tensors library takes "bfloat16".
+        low_rank: for weights that are split, in storage or when they are quantized, in
+            compressed-tensors: "fold" quantizes the dense weight they represent, in place of the
+            quantized parts that they were trained as; "side-file" packs the residual and keeps the
+            factors, quantized as in training, in a file beside it.
+        share_scales: pack weights that inference engines run as one (query, key and value; gate
+            and up) under one tensor scale, without which engines compute wrong values. False packs
+            each under its own, as it was trained; a side file's parts always are.
+        text: a file of held-out text (UTF-8), or JSON lines of messages or texts (.jsonl), to
+            measure the loss on, for causal language models.
+        results: a JSON file of metrics to show in the model card.
+        load: makes the converted model of `checkpoint`, in fp32 on the CPU. Tokenizer and other
+            files beside the weights are taken from `checkpoint`, a directory or name on the hub.
+
+    Returns:
+        The report, also written to `metis_export.json`.
+
+    Raises:
+        ValueError: not a Metis checkpoint; an unknown choice; a layer that the layout cannot hold;
+            scales that are not calibrated; a packed weight that is not finite; `out` is not empty;
+            a checkpoint that is not whole; a text for a model that is no causal language model, or
+            of tokens that it does not know; a text that is not UTF-8, or results that are no JSON
+            object.
+    """
+    for name, value, choices in (
+        ("format", format, FORMATS),
+        ("dtype", dtype, DTYPES),
+        ("low_rank", low_rank, LOW_RANK),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}; choose one of {', '.join(choices)}")
+    if format == "compressed-tensors" and low_rank == "fold" and dtype != UNPACKED_DTYPE:
+        raise ValueError(
+            f"dtype={dtype!r}: the compressed-tensors library unpacks to {UNPACKED_DTYPE} whatever "
+            "the rest is stored in, so this checkpoint would fail at its first forward pass; "
+            f"choose {UNPACKED_DTYPE}. To compute in another dtype, load the checkpoint with that "
+            "dtype and quantization_config=CompressedTensorsConfig(dequantize=True)"
+        )
+    shown, out = str(out), Path(out).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists already; give a new directory, or remove it first")
+    if format != "compressed-tensors" and low_rank == "side-file":
+        raise ValueError(
+            f'low_rank="side-file" is for format="compressed-tensors": format={format!r} has no '
+            'place for factors. Use low_rank="fold"'
+        )
+    metrics = None if results is None else read_metrics(Path(results))
+    windows = None if text is None else held_out_windows(checkpoint, Path(text))
+    model = load(checkpoint)
+    split = any(is_split(layer) for _, layer in metis_layers(model))
+    if format != "dense":
+        check_packable(model)
+        check_calibrated(model)
+        check_finite(model)
+        if low_rank == "side-file" and not split:
+            raise ValueError(
+                'low_rank="side-file" needs weights that are split, and scheme '
+                f"{model.config.quantization_config.scheme!r} with this checkpoint's config splits "
+                'none; use low_rank="fold"'
+            )
+    kind = _kind(model, format, low_rank)
+    card = model_card(model, name=out.name, kind=kind, results=metrics)
+    loading = load_lines(model, kind, shown)
+    values = getattr(torch, dtype)
+    notes: tuple[str, ...] = ()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A directory that is there may be a volume, into which nothing moves from beside it.
+    place, dot = (out, ".") if out.exists() else (out.parent, "")
+    prefix = f"{dot}{out.name}.partial-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
+        partial = Path(folder)
+        held_out = {} if windows is None else {CONVERTED: _loss(model, windows)}
+        if kind == "dense":
+            packed, rows = _write_dense(model, partial, values, windows, held_out)
+        else:
+            packed, rows, notes = _write_packed(
+                model, partial, values, kind, share_scales, windows, held_out
+            )
+        copy_companions(checkpoint, partial)
+        size = sum(path.stat().st_size for path in partial.rglob("*.safetensors"))
+        kept = low_rank if kind != "dense" and split else None
+        order = [name for name in (REFERENCE, CONVERTED) if name in held_out]
+        held_out = {name: held_out[name] for name in dict.fromkeys([*order, *held_out])}
+        report = ExportReport(format, dtype, kept, packed, rows, held_out, size, loading, notes)
+        (partial / REPORT_FILE).write_text(report.to_json(), "utf-8")
+        ModelCard(f"{card.content}\n{report_section(report)}").save(partial / "README.md")
+        out.mkdir(exist_ok=True)
+        for path in partial.iterdir():
+            path.rename(out / path.name)
+    return report
+
+
+def _kind(model: PreTrainedModel, format: str, low_rank: str) -> str:
+    """Return which kind of export, of those of `model_card`, the choices ask for."""
+    if low_rank == "side-file":
+        return low_rank
+    quantizes = any(quantized_input(layer) is not None for _, layer in metis_layers(model))
+    return "w4a4" if format == "compressed-tensors" and quantizes else format
+
+
+def _write_dense(
+    model: PreTrainedModel,
+    out: Path,
+    dtype: torch.dtype,
+    windows: list[Tensor] | None,
+    held_out: dict[str, float],
+) -> tuple[tuple[str, ...], tuple[LossRow, ...]]:
+    """Write the dense model; return the packed layers (none) and the errors."""
+    errors = WeightErrors()
+    for name, layer in metis_layers(model):
+        weight = represented(layer)
+        errors.add("dense", name, weight, weight.to(dtype).float())
+    dense = _dense(model)
+    if windows is not None:
+        held_out[REFERENCE] = _loss(dense, windows)
+        if dtype is not torch.float32:
+            _round_parameters(dense, dtype)
+            held_out[f"dense, {str(dtype).removeprefix('torch.')}"] = _loss(dense, windows)
+    cast(dense, dtype)
+    dense.save_pretrained(out)
+    return (), errors.rows()
+
+
+def _write_packed(
+    model: PreTrainedModel,
+    out: Path,
+    dtype: torch.dtype,
+    kind: str,
+    share: bool,
+    windows: list[Tensor] | None,
+    held_out: dict[str, float],
+) -> tuple[tuple[str, ...], tuple[LossRow, ...], tuple[str, ...]]:
+    """Write the packed model; return the packed layers, the errors and the notes.
+
+    Args:
+        kind: as of `model_card`, any but "dense".
+        share: pack layers that are deployed as one under one tensor scale; the parts of a side
+            file never are.
+    """
+    share = share and kind != "side-file"
+    shared = shared_amaxes(model) if share else {}
+    errors = WeightErrors()
+    folded: dict[str, CompressedMatrix] = {}
+    residuals: dict[str, CompressedMatrix] = {}
+    factors: dict[str, CompressedFactors] = {}
+    inputs: dict[str, QuantizedInput] = {}
+    for name, layer in metis_layers(model):
+        quantizer = weight_quantizer(layer)
+        if quantizer is None:
+            continue  # a layer that its scheme leaves in high precision stays so
+        weight = represented(layer)
+        folded[name] = compress(layer, weight, shared.get(name))
+        if is_split(layer):
+            residuals[name], factors[name] = split_layer(layer, quantizer)
+            whole = residuals[name].dequantize() + factors[name].dense()
+            errors.add("side-file", name, weight, whole)
+        if (quantized := quantized_input(layer)) is not None:
+            inputs[name] = quantized
+    layers = dict(metis_layers(model))
+    others = share_others(model, folded, lambda n: represented(layers[n])) if share else {}
+    folded |= others
+    for name, matrix in folded.items():
+        errors.add("fold", name, represented(layers[name]), matrix.dequantize())
+    notes: tuple[str, ...] = ()
+    if kind != "side-file":
+        notes = scale_notes(model, folded, shared, bool(others), share)
+        notes += mixed_notes(model, folded, inputs)
+    if experts := next((n for n, m in model.named_modules() if is_fused_experts(m)), None):
+        notes += (
+            f"{experts} has fused experts, which are not packed. transformers does not read such a "
+            "checkpoint; metis_hf.load_packed does.",
+        )
+    reason = why_not_packed(model) if kind in ("compressed-tensors", "w4a4") else None
+    dense = _dense(model)
+    notes += untie(dense, folded) + head_note(dense, folded)
+    if reason is not None:
+        how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)"
+        lost = ", which leaves inputs as they are, or with metis_hf.load_packed" * bool(inputs)
+        notes += (f"{reason} {how}{lost}.",)
+    if windows is not None:
+        held_out[REFERENCE] = _loss(dense, windows)
+        _round_parameters(dense, dtype)
+        with quantizing_inputs(dense, inputs):
+            held_out["fold"] = _loss(_with_weights(dense, folded, {}), windows)
+        if factors:  # `load_low_rank` gives plain layers, which do not quantize their inputs
+            parts = _with_weights(dense, folded | residuals, factors)
+            held_out["side-file"] = _loss(parts, windows)
+    if kind == "side-file":
+        _save_packed(dense, out / RESIDUAL_DIR, folded | residuals, {}, kind, dtype)
+        save_low_rank(out, factors)
+    else:
+        _save_packed(dense, out, folded, inputs, kind, dtype)
+    return tuple(folded), errors.rows(), notes
+
+
+def _save_packed(
+    model: PreTrainedModel,
+    out: Path,
+    packed: Mapping[str, CompressedMatrix],
+    inputs: Mapping[str, QuantizedInput],
+    kind: str,
+    dtype: torch.dtype,
+) -> None:
+    """Write `model` as a packed checkpoint: packed layers, all else in `dtype`."""
+    cast(model, dtype)
+    state = model.state_dict()
+    for name, weight in packed.items():
+        del state[f"{name}.weight"]
+        scale = inputs[name].global_scale if name in inputs else None
+        of_layer = modelopt.layer_state if kind == "modelopt" else layer_state
+        state |= {f"{name}.{part}": tensor for part, tensor in of_layer(weight, scale).items()}
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    ignored = [name for name in linears if name not in packed]
+    experts, routers = kept_experts(model)
+    quantizes = {name: name in inputs for name in packed}
+    if kind == "modelopt":
+        description = modelopt.describe(ignored, quantizes, experts, routers)
+        model.config.quantization_config = modelopt.quantization_config(description)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MODELOPT_FILE).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
+    else:
+        model.config.quantization_config = compressed_config(quantizes, ignored, experts, routers)
+    model.save_pretrained(out, state_dict=state)
+
+
+def _dense(model: PreTrainedModel) -> PreTrainedModel:
+    to_dense(model)
+    return model
+
+
+def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give parameters and buffers the values that they will be saved with, in place, in fp32."""
+    cast(model, dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+
+
+@torch.no_grad()
+def _with_weights(
+    model: PreTrainedModel,
+    packed: Mapping[str, CompressedMatrix],
+    low: Mapping[str, CompressedFactors],
+) -> PreTrainedModel:
+    """Give the model the weights that packed layers and their factors represent, in place."""
+    for name, weight in packed.items():
+        values = weight.dequantize()
+        if name in low:
+            values += low[name].dense()
+        model.get_parameter(f"{name}.weight").copy_(values)
+    return model
+
+
+@torch.no_grad()
+def _loss(model: PreTrainedModel, windows: list[Tensor]) -> float:
+    """Return the cross entropy in nats per predicted token, one window at a time."""
+    total, count = 0.0, 0
+    for ids in windows:
+        logits = model(input_ids=ids).logits[0, :-1]
+        total += F.cross_entropy(logits.float(), ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    return total / count

@@ -1,0 +1,160 @@
+"""Layers that engines run as one: query, key and value; gate and up; and their tensor scales.
+
+vLLM joins such layers and takes one tensor scale for all of them: in compressed-tensors' layout the
+largest encode scale, for weights alone without a word. The blocks of a layer whose own scale is
+another one then decode to wrong values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.deployed import deployed_groups
+from metis_hf.deploy.compressed_tensors import (
+    CompressedMatrix,
+    is_split,
+    static_scales,
+    weight_quantizer,
+)
+from metis_hf.deploy.source import represented
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.packed import PackedWeight
+
+OWN_SCALES = (
+    "Layers that engines run as one (query, key and value; gate and up) have tensor scales of "
+    "their own here. vLLM takes one for all of them and then computes wrong values: load this "
+    "checkpoint in transformers, or export it with shared scales."
+)
+NO_SHARED_SCALE = (
+    "Layers that engines run as one (query, key and value; gate and up) are packed under different "
+    "tensor scales here: the scheme of some has none. vLLM takes one for all of them and then "
+    "computes wrong values: load this checkpoint in transformers."
+)
+SHARED_SCALES = (
+    "Layers that engines run as one (query, key and value; gate and up) are packed under one "
+    "tensor scale. In training each had a scale of its own, so codes differ from those there."
+)
+
+MIXED = (
+    "Layers that engines run as one are quantized in several ways here: {1}, of {0}. vLLM refuses "
+    "such a checkpoint: load this one with metis_hf.load_packed, or give these layers one scheme."
+)
+
+
+@torch.no_grad()
+def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
+    """Return what the tensor scale of each layer is made of, where it is deployed with others.
+
+    0-dim fp32: the largest magnitude of all their weights. Without the layers of calibrated scales,
+    which share theirs already, and of quantizers that have no tensor scale.
+    """
+    layers = {
+        name: layer
+        for name, layer in metis_layers(model)
+        if static_scales(layer) is None
+        and (quantizer := weight_quantizer(layer)) is not None
+        and quantizer.two_level
+    }
+    groups = {name: group for name, group in deployed_groups(layers).items() if len(group) > 1}
+    amaxes = {}
+    for name in groups:
+        amaxes[name] = represented(layers[name]).abs().amax()
+    return {
+        name: torch.stack([amaxes[member] for member in group]).amax()
+        for name, group in groups.items()
+    }
+
+
+@torch.no_grad()
+def share_others(
+    model: nn.Module,
+    packed: Mapping[str, CompressedMatrix],
+    represented: Callable[[str], Tensor],
+) -> dict[str, CompressedMatrix]:
+    """Return what `shared_amaxes` leaves under scales of their own, packed under one a group.
+
+    Layers deployed as one may be of schemes with other scale rules, or only some of calibrated
+    scales: one magnitude then gives several tensor scales. The smallest, an encode scale, holds all
+    weights.
+
+    Args:
+        model: still converted.
+        packed: what is to be written, by layer.
+        represented: gives a layer's weight [o i] by its name.
+    """
+    layers, found = dict(metis_layers(model)), {}
+    for group in _apart(packed):
+        quantizers = {name: weight_quantizer(layers[name]) for name in group}
+        if all(quantizer is not None and quantizer.two_level for quantizer in quantizers.values()):
+            scale = torch.stack([packed[name].global_scale for name in group]).amin(0)
+            for name, quantizer in quantizers.items():
+                if not torch.equal(packed[name].global_scale, scale):
+                    weight = represented(name)
+                    again = PackedWeight.of(weight, scale.clone(), quantizer=quantizer)  # type: ignore[arg-type]
+                    found[name] = CompressedMatrix(*again, columns=weight.shape[1])
+    return found
+
+
+def _apart(packed: Mapping[str, CompressedMatrix]) -> list[tuple[str, ...]]:
+    """Return the groups of layers deployed as one that have several tensor scales."""
+    return [
+        group
+        for group in dict.fromkeys(deployed_groups(packed).values())
+        if len({packed[name].global_scale.item() for name in group}) > 1
+    ]
+
+
+def scale_notes(
+    model: nn.Module,
+    packed: Mapping[str, CompressedMatrix],
+    amaxes: Mapping[str, Tensor],
+    moved: bool,
+    shared: bool,
+) -> tuple[str, ...]:
+    """Return what to say of the tensor scales of packed layers that are deployed as one.
+
+    Args:
+        model: still converted.
+        packed: what is written, by layer.
+        amaxes: those of `shared_amaxes` that were used.
+        moved: whether `share_others` gave other scales.
+        shared: whether scales were to be shared.
+    """
+    layers, notes = dict(metis_layers(model)), []
+    if _apart(packed):
+        notes.append(NO_SHARED_SCALE if shared else OWN_SCALES)
+
+    def has_moved(name: str) -> bool:
+        layer = layers[name]
+        return not is_split(layer) and bool(layer.weight_params()[-1].abs().amax() != amaxes[name])
+
+    if moved or any(has_moved(name) for name in amaxes):
+        notes.append(SHARED_SCALES)
+    return tuple(notes)
+
+
+def mixed_notes(
+    model: nn.Module, packed: Container[str], inputs: Container[str]
+) -> tuple[str, ...]:
+    """Return what to say where layers that are deployed as one are quantized in several ways.
+
+    Args:
+        model: still converted.
+        packed: names of the layers that are packed.
+        inputs: names of those whose inputs are quantized.
+    """
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | MetisLayer)}
+    for group in deployed_groups(sorted(layers)).values():
+        if len({(name in packed, name in inputs) for name in group}) > 1:
+            return (MIXED.format(group[0].rpartition(".")[0], _kinds(group, packed, inputs)),)
+    return ()
+
+
+def _kinds(group: tuple[str, ...], packed: Container[str], inputs: Container[str]) -> str:
+    """Return how each layer of a group is quantized, in words."""
+    kinds = {name: "W4A4" if name in inputs else "W4A16" for name in group if name in packed}
+    return ", ".join(f"{name.rpartition('.')[2]} {kinds.get(name, 'dense')}" for name in group)

@@ -1,0 +1,59 @@
+"""Inputs of exported layers: their calibrated scales, and plain models that quantize them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from metis_hf.deploy.compressed_tensors import static_scales
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.packed import encode_scale
+from metis_hf.numerics import Quantizer
+
+
+@dataclass(frozen=True)
+class QuantizedInput:
+    """The quantization of an exported layer's input.
+
+    Attributes:
+        quantizer: of its blocks.
+        amax: what the tensor scale is made of, 0-dim fp32.
+    """
+
+    quantizer: Quantizer
+    amax: Tensor
+
+    @property
+    def global_scale(self) -> Tensor:
+        """The encode scale, fp32 [1]."""
+        return encode_scale(self.amax, self.quantizer)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Quantize and back, in the dtype of x."""
+        return self.quantizer(x, dtype=x.dtype, amax=self.amax)
+
+
+def quantized_input(layer: MetisLayer) -> QuantizedInput | None:
+    """Return how a layer quantizes its input under a calibrated scale; None if it does not."""
+    state, quantizer = static_scales(layer), layer.eval_scheme.fprop_input.quantizer
+    if state is None or not state.input or quantizer is None:
+        return None
+    return QuantizedInput(quantizer, layer.get_buffer("input_amax").detach().clone())
+
+
+@contextmanager
+def quantizing_inputs(model: nn.Module, inputs: Mapping[str, QuantizedInput]) -> Iterator[None]:
+    """Let plain layers quantize their inputs for a block, as deployed ones do."""
+
+    def hook(quantize: QuantizedInput) -> Callable[..., tuple[Any, ...]]:
+        return lambda module, args: (quantize(args[0]), *args[1:])
+
+    with ExitStack() as stack:
+        for name, quantize in inputs.items():
+            module = model.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(hook(quantize)))
+        yield

@@ -1,0 +1,52 @@
+"""Lines of Python that load an export again."""
+
+from __future__ import annotations
+
+import json
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.conversion.packed import why_not_late
+from metis_hf.deploy.compressed_tensors import weight_quantizer
+
+
+def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:
+    """Return the Python that loads a directory of some kind, of the class that `model` is.
+
+    Args:
+        model: converted.
+        kind: as for `model_card`.
+        name: the directory.
+    """
+    shown = json.dumps(name, ensure_ascii=False)
+    if kind == "side-file":
+        first = "from metis_hf.deploy import load_low_rank"
+        return f"{first}\n\nmodel = load_low_rank({shown})"
+    if kind == "modelopt":
+        return f"from vllm import LLM\n\nmodel = LLM({shown})"
+    first = "import metis_hf  # registers the format\n" if kind == "metis" else ""
+    cls = type(model).__name__
+    if kind in ("compressed-tensors", "w4a4") and why_not_packed(model):
+        return (
+            f"from transformers import CompressedTensorsConfig, {cls}\n\n"
+            f"model = {cls}.from_pretrained(\n    {shown},\n"
+            "    quantization_config=CompressedTensorsConfig(dequantize=True),\n)"
+        )
+    return f"{first}from transformers import {cls}\n\nmodel = {cls}.from_pretrained({shown})"
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Return why transformers must decompress a packed export while it loads, or None.
+
+    Args:
+        model: converted.
+    """
+    layers = metis_layers(model)
+    packed = {
+        name: nn.Linear if layer.origin is None else layer.origin.cls
+        for name, layer in layers
+        if weight_quantizer(layer) is not None
+    }
+    return why_not_late(model, packed)

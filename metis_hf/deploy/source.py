@@ -1,0 +1,213 @@
+"""The model that is exported, and the files beside its weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import metis_layers
+from metis_hf.data.chat import check_vocabulary, read_tokens
+from metis_hf.deploy.compressed_tensors import static_scales, unsupported, weight_quantizer
+from metis_hf.layers.experts import converted_names, layers_of
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.shared.checkpoints import load_complete
+
+_WINDOW = 512  # tokens of a window of held-out text, or the model's context if that is shorter
+
+# What a checkpoint holds besides weights, config and trainer state; copied as it is.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "bpe.codes",
+    "normalizer.json",
+    "tekken.json",
+    "additional_chat_templates",
+    "chat_template*",
+    "*processor_config.json",
+)
+
+
+def load_metis_model(checkpoint: str | Path) -> PreTrainedModel:
+    """Return a Metis checkpoint in fp32 and eval mode, as the class that its config names.
+
+    Raises:
+        ValueError: no directory, no Metis checkpoint, or a class that transformers does not have.
+    """
+    path = Path(checkpoint)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; give a directory that save_pretrained wrote")
+    method = quantization_of(AutoConfig.from_pretrained(path))
+    if method is None:
+        raise ValueError(
+            f"{path} is no Metis checkpoint but a plain checkpoint; there is nothing to export. To "
+            "quantize it: metis-hf export --calibrate TEXT --format compressed-tensors (W4A4), or "
+            "--scheme w4a16 in place of a text"
+        )
+    if method != MetisConfig.quant_method:
+        kind = f"quantized by {method!r}"
+        raise ValueError(f"{path} is no Metis checkpoint but {kind}; there is nothing to export")
+    return load_model(path)
+
+
+def load_model(checkpoint: str | Path) -> PreTrainedModel:
+    """Return a dense or Metis checkpoint in fp32 and eval mode, as the class its config names.
+
+    Args:
+        checkpoint: a directory or a name on the hub.
+
+    Raises:
+        ValueError: a class that transformers does not have, or a checkpoint that is not whole.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    return load_complete(model_class(config, checkpoint), checkpoint, dtype=torch.float32)
+
+
+def model_class(config: Any, checkpoint: str | Path) -> type[PreTrainedModel]:
+    """Return the class that the config of a checkpoint names.
+
+    Raises:
+        ValueError: transformers has no such class.
+    """
+    name = (config.architectures or ["none"])[0]
+    if not hasattr(transformers, name):
+        raise ValueError(
+            f"{checkpoint}: transformers has no class {name!r}, which its config names"
+        )
+    return getattr(transformers, name)
+
+
+def held_out_windows(checkpoint: str | Path, text: Path) -> list[Tensor]:
+    """Return a text as windows of token ids [1, length] without overlap; no model is loaded.
+
+    Args:
+        checkpoint: a directory or a name on the hub, of config and tokenizer.
+        text: see `data.chat`.
+
+    Raises:
+        FileNotFoundError: no such text.
+        ValueError: no causal language model; a text that cannot be read, is too short, or has
+            tokens that the model does not know.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    cls = model_class(config, checkpoint)
+    if not cls.can_generate() or config.is_encoder_decoder:
+        raise ValueError(
+            f"{cls.__name__} is no causal language model, so it has no held-out loss; leave the "
+            "text out"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokens = [token for document in read_tokens(text, tokenizer) for token in document]
+    ids = torch.tensor([tokens])
+    if ids.shape[1] < 2:
+        raise ValueError(f"{text} has fewer than two tokens; give a longer text")
+    of_text = config.get_text_config(decoder=True)
+    check_vocabulary(ids, of_text.vocab_size, checkpoint)
+    context = getattr(of_text, "max_position_embeddings", None) or _WINDOW
+    return [part for part in ids.split(min(context, _WINDOW), dim=1) if part.shape[1] > 1]
+
+
+def represented(layer: MetisLayer) -> Tensor:
+    """Return the weight [o i] that a layer stands for, fp32."""
+    return layer.weight_form.dense(layer.weight_params()).detach().float()
+
+
+def quantization_of(config: Any) -> str | None:
+    """Return the method that a checkpoint's config says it is quantized by; None: it is dense."""
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method")
+
+
+def copy_companions(checkpoint: str | Path, out: Path) -> None:
+    """Copy the files beside the weights, such as the tokenizer's, of a directory or hub name."""
+    if not Path(checkpoint).is_dir():
+        checkpoint = snapshot_download(
+            str(checkpoint), allow_patterns=[*_COMPANIONS, "additional_chat_templates/*"]
+        )
+    for path in _companions(Path(checkpoint)):
+        (shutil.copytree if path.is_dir() else shutil.copy2)(path, out / path.name)
+
+
+def _companions(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.iterdir()):
+        if any(fnmatch(path.name, pattern) for pattern in _COMPANIONS):
+            yield path
+
+
+_INSTEAD = (
+    "Leave it out when the model is converted (modules_to_not_convert; --exclude where the export "
+    "quantizes it), or convert it and use format='dense'"
+)
+
+
+def check_packable(model: nn.Module) -> None:
+    """Refuse what the packed layouts cannot hold, with the layer's name.
+
+    Raises:
+        ValueError: fused experts, a layer that the layout cannot hold, or none to pack.
+    """
+    for name, module in model.named_modules():
+        for key in converted_names(module):
+            experts = [cast(MetisLayer, layer) for layer in layers_of(module, key)]
+            if any(weight_quantizer(layer) is not None for layer in experts):
+                raise ValueError(
+                    f"{name}.{key}: fused experts, which transformers does not read "
+                    f"from the nvfp4-pack-quantized layout. {_INSTEAD}"
+                )
+    packable = 0
+    for name, layer in metis_layers(model):
+        if reason := unsupported(layer):
+            raise ValueError(
+                f"{name}: {reason}; the nvfp4-pack-quantized layout cannot hold it. {_INSTEAD}"
+            )
+        packable += weight_quantizer(layer) is not None
+    if not packable:
+        _, layer = next(metis_layers(model))
+        passes = layer.config.high_precision
+        why = f"high_precision={list(passes)}" if passes else f"scheme {layer.config.scheme!r}"
+        raise ValueError(
+            f"no layer of this checkpoint has quantized weights in its forward pass ({why}), so "
+            "there is nothing to pack. Use format='dense'"
+        )
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse weights that no scale holds, with the layer's name.
+
+    Raises:
+        ValueError: such a layer, which is to be packed.
+    """
+    for name, layer in metis_layers(model):
+        if weight_quantizer(layer) is not None and not represented(layer).isfinite().all():
+            raise ValueError(
+                f"{name}: its weight has NaN or inf, which cannot be packed; the training has "
+                "diverged, or the checkpoint is damaged. Export an earlier checkpoint"
+            )
+
+
+def check_calibrated(model: nn.Module) -> None:
+    """Refuse static tensor scales that nobody fixed, with the layer's name.
+
+    Raises:
+        ValueError: such a layer.
+    """
+    for name, layer in metis_layers(model):
+        if static_scales(layer) is not None and not layer.get_buffer("scales_frozen").item():
+            raise ValueError(
+                f"{name}: its tensor scales are not calibrated. Export with --calibrate TEXT "
+                "(metis-hf export), or load the checkpoint, call metis_hf.calibrate(model, "
+                "batches) (or freeze_scales(model) after training), save it and export that"
+            )

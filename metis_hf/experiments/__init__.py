@@ -1,1 +1,0 @@
-"""Trainings that are compared: the runner, model sizes, recipes, `compare` and the demo."""

@@ -1,0 +1,1 @@
+"""Measure schemes: fidelity, comparisons, evaluations, analyses, and what they cost."""

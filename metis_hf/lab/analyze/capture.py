@@ -1,0 +1,174 @@
+"""Inputs and output gradients of linear layers, from a batch of text through the model.
+
+Every layer is measured inside its hook, on the first micro-batch, and its tensors are let go at
+once; only the few layers that get a portrait keep their rows of the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from metis_hf.data.chat import check_vocabulary
+from metis_hf.data.sequences import read_sequences
+from metis_hf.lab.analyze.source import WeightSource
+from metis_hf.shared.quiet import quiet
+
+MICRO_BATCH = 8  # sequences
+MIN_LENGTH = 8  # tokens of a sequence
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+Measure = Callable[[str, str, Tensor], None]  # layer, "activation" or "gradient", rows [t c]
+
+
+def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> Tensor:
+    """Return the beginning of a text as sequences of token ids [n length], n <= sequences.
+
+    Raises:
+        FileNotFoundError: no such file; no tokenizer beside the weights.
+        ValueError: the text is empty, or too short for a single sequence; impossible sizes; tokens
+            that the model does not embed.
+    """
+    if length < MIN_LENGTH or sequences < 1:
+        raise ValueError(
+            f"{sequences} sequences of {length} tokens; choose at least 1 of {MIN_LENGTH}"
+        )
+    if not text.read_text(encoding="utf-8").strip():
+        raise ValueError(
+            f"{text} is empty; activations need at least {length} tokens of text, one sequence"
+        )
+    most = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ValueError(
+            f"{source.checkpoint} has {most} positions, and sequences would have {length} tokens; "
+            f"choose a --length of at most {most}"
+        )
+    for name in _TOKENIZER_FILES:
+        try:
+            source.file(name)
+            break
+        except FileNotFoundError:
+            continue
+    else:
+        raise FileNotFoundError(
+            f"{source.checkpoint} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}), "
+            "which a text needs. Save it there with tokenizer.save_pretrained, or leave the text "
+            "out: weights need none"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
+    ids, tokens = read_sequences(tokenizer, text, sequences, length)
+    if not len(ids):
+        raise ValueError(
+            f"{text} has {tokens} tokens, fewer than one sequence of {length}; give a longer "
+            "text, or shorter sequences"
+        )
+    vocabulary = source.config.get_text_config(decoder=True).vocab_size
+    check_vocabulary(ids, vocabulary, source.checkpoint)
+    return ids
+
+
+def load_model(source: WeightSource) -> PreTrainedModel:
+    """Return the model, in eval mode (no dropout, rounding to nearest), parameters frozen.
+
+    Raises:
+        ValueError: transformers has no class of that name.
+    """
+    name = (getattr(source.config, "architectures", None) or ["none"])[0]
+    cls: Any = getattr(transformers, name, None)
+    if cls is None:
+        raise ValueError(
+            f"{source.checkpoint}: transformers has no class {name!r}, which its config names; "
+            "without text its weights alone can be analyzed"
+        )
+    with quiet():
+        return cls.from_pretrained(source.checkpoint).eval().requires_grad_(False)
+
+
+def has_loss(model: PreTrainedModel) -> bool:
+    """Return whether the model predicts tokens and computes its own loss, and has gradients."""
+    return "labels" in inspect.signature(model.forward).parameters and model.can_generate()
+
+
+@dataclass
+class Capture:
+    """Hooks on a model's layers while batches run.
+
+    Args:
+        keep: layers whose rows are kept.
+        measure: called once per layer and kind with the rows of the first micro-batch.
+        kept: (layer, kind) -> rows of all micro-batches so far.
+    """
+
+    keep: set[str]
+    measure: Measure
+    kept: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    _seen: set[tuple[str, str]] = field(default_factory=set)
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        layers: Iterable[str],
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run forward (and backward, where the model has a loss) over ids [n length].
+
+        Args:
+            layers: names of modules; those that the model lacks are left out.
+            advance: called after each micro-batch.
+        """
+        modules = dict(model.named_modules())
+        handles = [
+            modules[name].register_forward_hook(self._hook(name))
+            for name in layers
+            if name in modules
+        ]
+        backward = has_loss(model)
+        # Labels give a decoder its input. Where there are none, it reads the same text.
+        names = ("input_ids", "decoder_input_ids")
+        inputs = [n for n in names if n in inspect.signature(model.forward).parameters]
+        if backward:  # parameters are frozen; the graph starts at the embeddings
+            model.enable_input_require_grads()
+        try:
+            for batch in ids.to(model.device).split(MICRO_BATCH):
+                if not backward:
+                    with torch.no_grad():
+                        model(**dict.fromkeys(inputs, batch))
+                else:
+                    # A mean over its tokens: those of a smaller batch would count for more.
+                    share = len(batch) / MICRO_BATCH
+                    (model(input_ids=batch, labels=batch).loss * share).backward()
+                advance()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def rows(self, layer: str, kind: str) -> Tensor | None:
+        """Return all kept rows [t c] of a layer, fp32, and forgets them."""
+        parts = self.kept.pop((layer, kind), None)
+        return None if parts is None else torch.cat(parts).float()
+
+    def _hook(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            self._take(name, "activation", args[0])
+            if output.requires_grad:
+                output.register_hook(lambda grad: self._take(name, "gradient", grad))
+
+        return hook
+
+    @torch.no_grad()
+    def _take(self, name: str, kind: str, x: Tensor) -> None:
+        x = x.detach().reshape(-1, x.shape[-1]).cpu()
+        if (name, kind) not in self._seen:
+            self._seen.add((name, kind))
+            self.measure(name, kind, x.float())
+        if name in self.keep:
+            self.kept.setdefault((name, kind), []).append(x.clone())

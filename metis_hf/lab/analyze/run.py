@@ -1,0 +1,138 @@
+"""`analyze`: finds the layers of a checkpoint, has them measured, and writes the page."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from metis_hf.lab.analyze import capture
+from metis_hf.lab.analyze.measure import Measurements
+from metis_hf.lab.analyze.result import Analysis
+from metis_hf.lab.analyze.source import WeightSource, portrait_layers
+from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
+from metis_hf.shared.locks import hold_directory
+
+# Compiled quantizers are several times as fast, and a minute passes until they are compiled. Fewer
+# elements than these take less than that minute.
+_WORTH_COMPILING = 1 << 29
+
+
+def analyze(
+    models: Sequence[str | Path],
+    out: str | Path,
+    *,
+    text: str | Path | None = None,
+    control: str | Path | None = None,
+    layers: str | None = None,
+    rank: int | None = None,
+    sequences: int = 128,
+    length: int = 128,
+    console: Console | None = None,
+) -> Analysis:
+    """Analyze a model's weights and, with a text, its activations and gradients.
+
+    Weights are read from safetensors one matrix at a time. With a text the model is loaded and run
+    in micro-batches of 8 sequences; memory then holds the model, a micro-batch, and the rows of the
+    at most four layers that get a portrait.
+
+    The page is there from the first figure on. What `out` holds already of the same model, text and
+    settings is not measured again.
+
+    Args:
+        models: checkpoint directories or hub names; the first is analyzed, the last FFN of all
+            of them is compared.
+        out: directory to write: index.html, layers.csv, figures/ with a PNG and a JSON each, and
+            measured.jsonl, which another run goes on from.
+        text: a UTF-8 file, or JSON lines, see `data.chat`.
+        control: a checkpoint trained without Metis, to compare a Metis-trained residual with.
+        layers: regular expression, searched in layer names; None takes all.
+        rank: directions that Metis keeps apart; None takes 1.5 %, at least 48, in multiples of 16.
+        sequences: at most so many of the text.
+        length: tokens of each.
+        console: where progress goes; None shows none.
+
+    Raises:
+        FileNotFoundError: a file of a checkpoint, or its tokenizer, is missing.
+        ValueError: no layer matches; the text is too short; see `WeightSource` and `capture`.
+    """
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank={rank}; choose at least 1")
+    source = WeightSource(models[0])
+    names = _matching(source, layers)
+    reference = None if control is None else WeightSource(control)
+    others = [WeightSource(model) for model in models[1:]]
+    result = Analysis(source.checkpoint, control="" if control is None else str(control))
+    ids = None
+    if text is not None:
+        ids = capture.token_ids(source, Path(text), sequences, length)
+        result.text = {"file": Path(text).name, "sequences": len(ids), "length": length}
+        if len(ids) < sequences:
+            result.notes.append(
+                f"{text} gives {len(ids)} sequences of {length} tokens, {sequences} were asked for"
+            )
+    else:
+        result.notes.append("no text was given, so there are no activations and gradients")
+    chosen = portrait_layers(names)
+    for name in chosen:
+        _check_control(reference, source, name)
+    console = console or Console(quiet=True)
+    work = Measurements(source, reference, [source, *others], names, chosen, rank, ids, result)
+    with hold_directory(out), _kernels(source, names), work.progress(console):
+        try:
+            work.run(Path(out))
+        except KeyboardInterrupt:
+            console.print(
+                f"interrupted: {Path(out) / 'index.html'} has the figures that were drawn, and the "
+                "same command goes on from here",
+                soft_wrap=True,
+            )
+            raise
+    return result
+
+
+@contextlib.contextmanager
+def _kernels(source: WeightSource, names: Sequence[str]) -> Iterator[None]:
+    """Run the quantizers uncompiled where the model is small; the results are equal."""
+    shapes = (source.shape(name) for name in names)
+    small = sum(rows * columns for rows, columns in shapes) < _WORTH_COMPILING
+    with use_kernels("reference" if small and chosen_kernels() is None else chosen_kernels()):
+        yield
+
+
+def _matching(source: WeightSource, layers: str | None) -> list[str]:
+    try:
+        pattern = re.compile(layers or "")
+    except re.error as error:
+        raise ValueError(f"--layers {layers!r} is no regular expression: {error}") from None
+    names = [name for name in source.names if pattern.search(name)]
+    if not names:
+        shown = ", ".join(source.names[:6])
+        raise ValueError(
+            f"layers={layers!r} matches none of the {len(source.names)} layers of "
+            f"{source.checkpoint}: {shown}, ..."
+        )
+    return names
+
+
+def _check_control(control: WeightSource | None, source: WeightSource, name: str) -> None:
+    """Check that the control has a layer of that name and shape.
+
+    Raises:
+        ValueError: it has none: another model.
+    """
+    if control is None:
+        return
+    if name not in control.names:
+        raise ValueError(
+            f"the control {control.checkpoint} has no layer {name}; give a checkpoint of "
+            "the same architecture"
+        )
+    if control.shape(name) != source.shape(name):
+        raise ValueError(
+            f"{name} is {control.shape(name)} in the control {control.checkpoint} and "
+            f"{source.shape(name)} here; give a checkpoint of the same architecture"
+        )

@@ -1,0 +1,137 @@
+"""A comparison before it is paid for: model, tokens, steps, FLOPs, and what is published."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rich.console import Console
+from transformers import AutoConfig, PreTrainedConfig
+
+from metis_hf.conversion.convert import get_metis_model
+from metis_hf.conversion.report import gemm_weights
+from metis_hf.data.chunked import META, read_meta
+from metis_hf.lab.compare import published
+from metis_hf.lab.compare.plan import ComparisonPlan
+from metis_hf.lab.compare.variants import Variant
+from metis_hf.lab.planning.plan import meta_model, step_costs
+from metis_hf.lab.planning.workload import Workload
+from metis_hf.lab.show.tables import terminal_table
+from metis_hf.layers.experts import has_fused_experts
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.numbers import si
+
+_DENSE = ("gemm", "other_gemm", "attention", "recomputation")  # what the plain model costs too
+
+
+def show_plan(plan: ComparisonPlan, console: Console) -> None:
+    """Print what a comparison would train; nothing is trained or written.
+
+    FLOPs are those of `planning`: the three GEMMs of each layer, output head, attention, and what
+    emulation adds to them.
+    """
+    config = AutoConfig.for_model(**plan.experiment.model)
+    for line in describe(plan, config):
+        console.print(f"- {line}")
+    beside = published.match(plan)
+    console.print(
+        terminal_table(header(beside), rows(plan, config, beside), title="One run of each variant")
+    )
+    if any(variant.precision_schedule for variant in plan.variants):
+        console.print("- Of a run whose precision switches, the FLOPs are those without a switch.")
+    if beside is not None:
+        console.print(f"- {published.describe(beside)}")
+        for sentence in beside.differences:
+            console.print(f"- {sentence}")
+    console.print("Nothing was trained.")
+
+
+def describe(plan: ComparisonPlan, config: PreTrainedConfig) -> list[str]:
+    """Return what all runs share, a line each."""
+    model = meta_model(config)
+    total, body = sum(p.numel() for p in model.parameters()), published.body_parameters(config)
+    load, count = _workload(plan), len(plan.runs())
+    lines = [
+        f"Model: {config.model_type}, {total:,} parameters, {body:,} without embeddings and head",
+        f"Tokens of a run: {plan.tokens:,}, {plan.tokens / body:.3g} for each of these",
+        f"Steps: {plan.experiment.steps:,} of {load.global_batch} sequences x "
+        f"{load.sequence_length} tokens, in micro-batches of {load.device_batch} on one device",
+        f"Runs: {count}, {len(plan.variants)} variants x {len(plan.seeds)} "
+        f"seed{'s' * (len(plan.seeds) > 1)} ({', '.join(map(str, plan.seeds))})",
+    ]
+    return [*lines, f"Data: {_describe_data(plan)}"]
+
+
+def header(beside: published.Beside | None) -> list[str]:
+    """Return the titles of the columns of `rows`."""
+    theirs: list[str] = []
+    if beside is not None and beside.losses:
+        theirs = ["Published as", *(["Loss"] if beside.exact else []), "Gap, %"]
+    return ["Variant", "FLOPs of a run", "of them added by emulation", *theirs]
+
+
+def rows(
+    plan: ComparisonPlan, config: PreTrainedConfig, beside: published.Beside | None
+) -> list[list[str]]:
+    """Return a row of cells for each variant of a plan."""
+    cells = []
+    for variant in plan.variants:
+        total, added = run_flops(plan, config, variant)
+        flops = ["not counted", ""]
+        if not math.isnan(total):
+            flops = [si(total, "FLOP"), f"{added / total:.1%}"]
+        theirs: list[str] = []
+        if beside is not None and beside.losses:
+            name = beside.names.get(variant.name)
+            theirs = [""] * (2 + beside.exact)
+            if name is not None:
+                loss = [f"{beside.losses[name]:.4f}"] if beside.exact else []
+                gap = "" if variant.name == CONTROL else f"{beside.gap(name):+.2f}"
+                theirs = [published.grid()["schemes"][name], *loss, gap]
+        cells.append([variant.name, *flops, *theirs])
+    return cells
+
+
+def run_flops(
+    plan: ComparisonPlan, config: PreTrainedConfig, variant: Variant
+) -> tuple[float, float]:
+    """Return the FLOPs of a run and those that emulation adds; NaN for a model of fused experts."""
+    model = meta_model(config)
+    if has_fused_experts(model):
+        return math.nan, math.nan
+    gemms = gemm_weights(model)
+    get_metis_model(model, variant.metis_config(plan.seeds[0]))
+    costs = step_costs(model, gemms, _workload(plan))
+    del costs["quantizer_bytes"]
+    added = sum(value for kind, value in costs.items() if kind not in _DENSE)
+    steps = plan.experiment.steps
+    return steps * sum(costs.values()), steps * added
+
+
+def _workload(plan: ComparisonPlan) -> Workload:
+    return Workload(
+        tokens=plan.tokens,
+        sequence_length=plan.experiment.sequence_length,
+        global_batch=plan.global_batch,
+        device_batch=min(
+            plan.experiment.training["per_device_train_batch_size"], plan.global_batch
+        ),
+    )
+
+
+def _describe_data(plan: ComparisonPlan) -> str:
+    if plan.data is None:
+        return (
+            "the sources of Python's standard library"
+            if plan.size == "tiny"
+            else "none is given; a run needs --data DIR of recipes/prepare_data.py"
+        )
+    if not Path(plan.data).is_dir():
+        return f"{plan.data}, which is no directory on this machine"
+    if not (Path(plan.data) / META).is_file():
+        return plan.data
+    held = read_meta(Path(plan.data))["num_tokens"]
+    passes = plan.tokens / held
+    return f"{plan.data}, {held:,} tokens" + (
+        f": a run reads them {passes:.3g} times" if passes > 1 else ""
+    )

@@ -1,0 +1,238 @@
+"""A comparison in a user's words: the keys of the YAML file, read and checked one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, TrainingArguments
+
+from metis_hf.lab.compare.presets import PRESETS
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.compare.variants import LARGEST_SEED
+from metis_hf.shared.yaml_file import read_yaml
+
+DEFAULT_SEEDS = (0, 1, 2)
+_TEXTS = {"preset", "reference", "size", "checkpoint", "data", "validation", "tasks_dir"}
+# Arguments of TrainingArguments that a comparison sets for every run, and what sets them.
+OWN_ARGUMENTS = {
+    "output_dir": "every run has a directory below --out",
+    "seed": "name the seeds with the key seeds, or --seeds",
+    "data_seed": "the order of the data follows from seeds",
+    "gradient_accumulation_steps": "it follows from global_batch",
+    "train_sampling_strategy": "the order of the data follows from seeds",
+    "num_train_epochs": "say tokens, or training: {max_steps: N}",
+    "logging_strategy": "curves and times are of logged steps; say how many are by logging_steps",
+    "resume_from_checkpoint": "the same command resumes by itself",
+    "eval_strategy": "the held-out loss is taken when a run has ended",
+    "eval_on_start": "the held-out loss is taken when a run has ended",
+}
+_FROM_ZERO = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon")
+_BELOW_ONE = ("adam_beta1", "adam_beta2")
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Input of `make_plan`, as a YAML file or a command line gives it; checked when made.
+
+    Raises:
+        ValueError: a value that is out of range or of another kind; the message names its key.
+    """
+
+    preset: str | None = None
+    schemes: Sequence[str] | None = None
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reference: str | None = None
+    seeds: Sequence[int] = DEFAULT_SEEDS
+    size: str | None = None
+    checkpoint: str | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    tokens: float | None = None
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    health_interval: int | None = None
+    eval_sequences: int | None = None
+    data: str | None = None
+    validation: str | None = None
+    tasks: Sequence[str] = ()
+    tasks_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            _one_of("preset", self.preset, PRESETS)
+        if self.size is not None:
+            _one_of("size", self.size, SIZES)
+        if self.checkpoint is not None and (self.size is not None or self.model):
+            raise ValueError(
+                f"checkpoint={self.checkpoint} brings its model; leave size and model out, and "
+                "change the training with training, tokens, sequence_length and global_batch"
+            )
+        for name, example in (("schemes", "[bf16, metis]"), ("seeds", "[0, 1]"), ("tasks", "[a]")):
+            value = getattr(self, name)
+            if name == "schemes" and value is None:
+                continue
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise ValueError(f"{name}: {value!r} is not a list; write {name}: {example}")
+        if self.schemes is not None and not self.schemes:
+            raise ValueError("schemes: the list is empty; name some, or leave schemes out")
+        for name in ("schemes", "tasks"):
+            for each in getattr(self, name) or ():
+                _text(name, each)
+        for name in ("variants", "model", "training"):
+            _mapping(name, getattr(self, name))
+        for key in self.model:
+            _text("a key of model", key)
+        for name, fields in self.variants.items():
+            _mapping(f"variants: {name}", fields)
+            if "scheme" in fields:
+                _text(f"variants: {name}: scheme", fields["scheme"])
+            if fields.get("precision_schedule") is not None:
+                _mapping(f"variants: {name}: precision_schedule", fields["precision_schedule"])
+            if "seed" in fields:
+                raise ValueError(
+                    f"variant {name!r} sets seed, which every run takes from the key seeds; "
+                    "leave it out"
+                )
+        for name in ("sequence_length", "global_batch", "eval_sequences"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "health_interval", self.health_interval)
+        self.tokens = None if self.tokens is None else _positive("tokens", self.tokens)
+        for seed in self.seeds:
+            _at_least(0, "seeds", seed, LARGEST_SEED)
+        self.training = _training(self.training)
+
+
+def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
+    """Return the keys of a YAML file and options, which win over it; None means not given.
+
+    Raises:
+        ValueError: as `_in_file`; or a list or a number where a name or a path belongs.
+    """
+    values = _in_file(file) if file is not None else {}
+    values |= {key: value for key, value in options.items() if value is not None}
+    for name in _TEXTS & values.keys():
+        _text(name, values[name])
+    return values
+
+
+def check_model(given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse keys of `model` that its config has not, which transformers would take silently.
+
+    Args:
+        given: those that were asked for.
+        model: all of them, with the `model_type`.
+
+    Raises:
+        ValueError: such a key, an unknown `model_type`, or values that make no model.
+    """
+    try:
+        made = vars(AutoConfig.for_model(**model))
+        plain = AutoConfig.for_model(model["model_type"])
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"model: {' '.join(str(error).split())}") from None
+    for key in given:
+        if key in made and key not in vars(plain):
+            near = _near(key, [*vars(plain), *plain.attribute_map])
+            raise ValueError(f"model: a config of {plain.model_type} has no {key!r}{near}")
+
+
+def _in_file(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file that have a value.
+
+    Raises:
+        ValueError: it is no YAML file, or has a key that is not one of `Options`.
+    """
+    keys = [field.name for field in dataclasses.fields(Options)]
+    values = read_yaml(path)
+    for key in values:
+        if key not in keys:
+            hint = _near(key, keys) or f"; keys: {', '.join(keys)}"
+            raise ValueError(f"{path}: there is no key {key!r}{hint}")
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _training(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of TrainingArguments; numbers that YAML 1.1 takes for text as numbers."""
+    known = [field.name for field in dataclasses.fields(TrainingArguments)]
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            hint = _near(key, known)
+            raise ValueError(f"training: transformers' TrainingArguments has no {key!r}{hint}")
+        if key in OWN_ARGUMENTS:
+            raise ValueError(
+                f"training: {key} is not for you to set in a comparison: {OWN_ARGUMENTS[key]}"
+            )
+        try:
+            values[key] = float(value) if isinstance(value, str) else value
+        except ValueError:  # text that means text
+            values[key] = value
+    _check_numbers(values)
+    for key in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
+        _at_least(1, f"training: {key}", values.get(key))
+    return values
+
+
+def _check_numbers(training: Mapping[str, Any]) -> None:
+    """Refuse what is no number where TrainingArguments has one, which it does not look at."""
+    hints = typing.get_type_hints(TrainingArguments)
+    for key, value in training.items():
+        kinds = set(typing.get_args(hints[key])) or {hints[key]}
+        if value is None and type(None) in kinds:
+            continue
+        if kinds <= {int, type(None)} and type(value) is not int:
+            raise ValueError(f"training: {key}: {value!r}; expected a whole number")
+        if kinds <= {float, type(None)}:
+            limit = " from 0 up" * (key in _FROM_ZERO) + " and below 1" * (key in _BELOW_ONE)
+            least = 0.0 if key in _FROM_ZERO else -math.inf
+            most = 1.0 if key in _BELOW_ONE else math.inf
+            number = type(value) in (int, float) and not math.isnan(value)
+            if not number or not least <= value <= most or value == 1 == most:
+                raise ValueError(f"training: {key}: {value!r}; expected a number{limit}")
+
+
+def _one_of(what: str, name: Any, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what} {name!r} is not known; choose from {', '.join(known)}")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{name}: {value!r}; expected a text")
+
+
+def _mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: {value!r} is not a mapping of names to values")
+
+
+def _at_least(least: int, name: str, value: Any, most: int | None = None) -> None:
+    if value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limit = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: {value!r}; expected a whole number, {limit}")
+
+
+def _positive(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name}: {value!r}; expected a positive number")
+    return number
+
+
+def _near(key: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,260 @@
+"""Files that a comparison leaves: the record, the table in four formats, three plots."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from transformers import AutoConfig
+
+from metis_hf.config import MetisConfig
+from metis_hf.lab.compare import cost_figure, figures, published, table
+from metis_hf.lab.compare.curves import plot_curves
+from metis_hf.lab.compare.plan import ComparisonPlan
+from metis_hf.lab.compare.results import SchemeResult
+from metis_hf.lab.compare.statistics import Summary, summarize
+from metis_hf.lab.compare.timing import TIMES_FILE, load_times
+from metis_hf.lab.planning.overhead import model_overhead
+from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.show.figures import scheme_styles
+from metis_hf.lab.show.tables import terminal_table
+from metis_hf.layers.experts import has_fused_experts
+from metis_hf.schemes import CONTROL
+from metis_hf.shared.numbers import short_number
+from metis_hf.shared.records import environment, read_json, write_json
+
+RECORD_FILE = "compare.json"
+PUBLISHED_FILE = "published.md"
+UNRECORDED = (
+    "Steps were timed as Python starts them; the runs themselves played recorded CUDA graphs, "
+    "where schemes cost less."
+)
+FILES = (
+    RECORD_FILE, "table.md", "table.tex", "table.csv", PUBLISHED_FILE,
+    "loss.png", "gap.png", "cost.png",
+)  # fmt: skip
+
+
+def write_outputs(
+    plan: ComparisonPlan,
+    results: Sequence[SchemeResult],
+    out: Path,
+    *,
+    jobs: int | None,
+    console: Console,
+) -> list[Summary]:
+    """Write FILES into `out`, prints table and findings, and returns the summaries.
+
+    Args:
+        plan: what was compared.
+        results: of its runs; step times that `timing` has measured side by side, of all their
+            variants, go before theirs. Those of runs that shared the machine are not shown.
+        out: the comparison's directory.
+        jobs: runs side by side; None where it is not known.
+        console: where the table goes.
+    """
+    times = load_times(plan, out, {result.scheme for result in results})
+    if times:
+        results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
+    timed = bool(times) or jobs == 1
+    extra = count_extra(plan.experiment.model, results)
+    summaries = table.ordered(summarize(results, plan.reference, extra=extra))
+    sentences = [
+        describe(plan, results),
+        *table.findings(summaries, plan.reference),
+        *different_machines(results),
+        *different_code(results),
+        *about_times(out, times),
+    ]
+    record = {
+        "plan": plan.settings(),
+        "variants": {variant.name: variant.fields() for variant in plan.variants},
+        "seeds": list(plan.seeds),
+        "reference": plan.reference,
+        "tokens": plan.tokens,
+        "jobs": jobs,
+        "timed": timed,
+        **environment(),
+        "findings": sentences,
+        "summaries": [asdict(summary) for summary in summaries],
+        "runs": [_compact(result) for result in results],
+    }
+    write_json(out / RECORD_FILE, record)
+    write_tables(summaries, results, out, sentences, plan.reference, timed=timed)
+    console.print(_terminal(summaries, plan.reference, timed=timed))
+    for sentence in sentences:
+        console.print(f"- {sentence}")
+    if (beside := published.match(plan)) is not None:
+        (out / PUBLISHED_FILE).write_text(published.markdown(beside, summaries))
+        published.show(beside, summaries, console)
+    names = ", ".join(name for name in FILES if (out / name).exists())
+    console.print(f"Written to {out}/: {names}", soft_wrap=True)
+    return summaries
+
+
+def write_tables(
+    summaries: Sequence[Summary],
+    results: Sequence[SchemeResult],
+    out: Path,
+    sentences: Sequence[str],
+    reference: str | None,
+    *,
+    timed: bool,
+) -> None:
+    """Write the table and the figures of a comparison; figures without a gap are removed.
+
+    Args:
+        summaries: in the order of the table.
+        results: of the runs, with their curves.
+        out: the directory.
+        sentences: what stands under the table; the first describes the comparison.
+        reference: as the plan's.
+        timed: whether the tables show step times; the CSV does.
+    """
+    body = table.markdown(summaries, reference, timed=timed) + "\n"
+    body += "".join(f"- {text}\n" for text in sentences)
+    (out / "table.md").write_text(body)
+    (out / "table.tex").write_text(table.latex(summaries, reference, timed=timed))
+    (out / "table.csv").write_text(table.as_csv(summaries))
+    plot_curves(results, out / "loss.png", sentences[0])
+    for name in ("gap.png", "cost.png"):  # of fewer variants may be none
+        (out / name).unlink(missing_ok=True)
+    if any(summary.gap is not None for summary in summaries):
+        # As in the curves, whatever order the table has.
+        styles = scheme_styles(list(dict.fromkeys(r.scheme for r in results)), CONTROL)
+        figures.plot_gaps(summaries, results, styles, out / "gap.png")
+        cost_figure.plot_costs(summaries, styles, out / "cost.png", sentences[0])
+
+
+def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
+    """Return each variant's multiply-adds beyond the three GEMMs, % of theirs (`overhead`).
+
+    Args:
+        model: what AutoConfig makes the compared model's config from.
+        results: runs of that model, with the config that each was trained with; a precision that
+            switches during training is not counted. NaN for models of fused experts, whose
+            tokens nobody knows beforehand.
+    """
+    config = AutoConfig.for_model(**model)
+    configs = {result.scheme: MetisConfig.from_dict(result.config) for result in results}
+    if has_fused_experts(meta_model(config)):
+        return dict.fromkeys(configs, math.nan)
+    return {name: 100 * model_overhead(config, c).share for name, c in configs.items()}
+
+
+def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
+    """Return the comparison in a line: size, tokens, seeds, data."""
+    parameters = results[0].parameters
+    data = "Python's standard library" if plan.data is None else Path(plan.data).name
+    count = len({result.seed for result in results})
+    seeds = f"{count} seed{'s' * (count > 1)}"
+    return (
+        f"{plan.experiment.model['model_type']} with {short_number(parameters)} parameters, "
+        f"{short_number(plan.tokens)} tokens of {data}, {seeds}"
+    )
+
+
+def different_machines(results: Sequence[SchemeResult]) -> list[str]:
+    """Say where runs ran, a sentence, if those of a seed had several devices or precisions."""
+
+    def place(result: SchemeResult) -> str | None:
+        if result.machine is None:
+            return None
+        # Runs of one machine may have had other numbers of threads.
+        device = re.sub(r", \d+ threads$", "", result.machine["device"])
+        return f"{device} in {result.machine['precision']}"
+
+    found = _of_mixed_seeds(results, place)
+    return [
+        f"Runs of different machines, whose times and gaps are not of schemes alone. {said}."
+        for said in found
+    ]
+
+
+def different_code(results: Sequence[SchemeResult]) -> list[str]:
+    """Say what trained which runs, a sentence, if it was not the same code for all of a seed."""
+
+    def code(result: SchemeResult) -> str | None:
+        if result.code is None:
+            return None
+        short = "+".join(each[:6] for each in str(result.code["sha256"]).split("+"))
+        return " ".join(filter(None, (result.code.get("commit"), short)))
+
+    found = _of_mixed_seeds(results, code)
+    return [
+        f"Runs of different code or torch, whose gaps are not of schemes alone. {said}."
+        for said in found
+    ]
+
+
+def _of_mixed_seeds(
+    results: Sequence[SchemeResult], of: Callable[[SchemeResult], str | None]
+) -> list[str]:
+    """Return which schemes have which property, a text, of seeds whose runs differ in it.
+
+    Runs are compared with those of their seed: that another seed was trained elsewhere matters not.
+    """
+    by_seed: dict[int, dict[str, set[str]]] = {}
+    for result in results:
+        if (value := of(result)) is not None:
+            by_seed.setdefault(result.seed, {}).setdefault(value, set()).add(result.scheme)
+    found: dict[str, set[str]] = {}
+    for values in by_seed.values():
+        for value, schemes in values.items() if len(values) > 1 else ():
+            found.setdefault(value, set()).update(schemes)
+    text = "; ".join(f"{value}: {', '.join(sorted(schemes))}" for value, schemes in found.items())
+    return [text] if text else []
+
+
+def about_times(out: Path, times: Mapping[str, float]) -> list[str]:
+    """Say so where steps were timed otherwise than they were trained, or times are left out."""
+    if not (out / TIMES_FILE).exists():
+        return []
+    if not times:
+        return [
+            f"Step times in {TIMES_FILE} are of other code or variants; --times measures again."
+        ]
+    return [UNRECORDED] if read_json(out / TIMES_FILE).get("unrecorded") else []
+
+
+def _compact(result: SchemeResult) -> dict[str, Any]:
+    """Return a run without what fills pages: curves rounded, health and raw results left out."""
+    return {
+        "scheme": result.scheme,
+        "seed": result.seed,
+        "config": result.config,
+        "precision_schedule": result.precision_schedule,
+        "loss": result.loss,
+        "loss_dense": result.loss_dense,
+        "tasks": result.tasks,
+        "seconds_per_step": result.seconds_per_step,
+        "peak_memory": result.peak_memory,
+        "parameters": result.parameters,
+        **({"machine": result.machine} if result.machine else {}),
+        **({"code": result.code} if result.code else {}),
+        "curve": {
+            "step": [int(entry["step"]) for entry in result.history],
+            "loss": [round(entry["loss"], 5) for entry in result.history],
+        },
+    }
+
+
+def _terminal(summaries: Sequence[Summary], reference: str | None, *, timed: bool) -> RichTable:
+    """Return the table for a terminal: the lowest loss in bold, diverged variants in red."""
+    winner = table.best(summaries)
+    styles = [
+        "red" if math.isnan(s.mean) else "bold" if s.name == winner != CONTROL else None
+        for s in summaries
+    ]
+    return terminal_table(
+        table.header(summaries, reference, timed=timed),
+        table.rows(summaries, timed=timed),
+        title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval",
+        styles=styles,
+    )

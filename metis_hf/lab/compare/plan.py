@@ -1,0 +1,381 @@
+"""Plans of comparisons: variants x seeds of one experiment, from presets, YAML and options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+
+from metis_hf.data.chunked import TOKENIZER
+from metis_hf.data.corpus import BYTE_ALPHABET
+from metis_hf.lab.compare.options import Options, check_model, given_values
+from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
+from metis_hf.lab.compare.runner import training_arguments
+from metis_hf.lab.compare.sizes import CHECKPOINT, CONTINUED, SIZES
+from metis_hf.lab.compare.variants import Experiment, Variant
+from metis_hf.lab.evaluate.checkpoints import looking_ahead
+from metis_hf.lab.evaluate.plan import EvaluationPlan
+from metis_hf.lab.evaluate.plan import make_plan as make_evaluation_plan
+from metis_hf.lab.evaluate.run import check_tasks
+from metis_hf.lab.show.figures import scheme_styles
+from metis_hf.schemes import CONTROL, scheme_info, scheme_names
+
+SPEC_FILE = "run.json"  # of a run's directory: what its process trains
+ALL = "all"  # instead of a scheme's name: every registered one
+_OPTIONAL = ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")  # of Experiment
+# Arguments of TrainingArguments that choose a schedule, instead of a size's own one.
+_SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
+DEFAULT_REFERENCE = "metis"  # what others are compared with, beside the control, if it takes part
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonPlan:
+    """A comparison.
+
+    Attributes:
+        variants: in the order of the table.
+        seeds: every variant runs with each.
+        experiment: what all runs share; its seed is replaced by each of `seeds`.
+        size: name of the size that the experiment comes from; "checkpoint" for one.
+        global_batch: sequences per optimizer step.
+        eval_sequences: held-out sequences that the loss is taken on, at most.
+        data: directory of chunked tokens, or None for the standard library's sources.
+        validation: directory of chunked held-out tokens; None takes `data`'s own.
+        tasks: of lm-eval, evaluated on every trained model.
+        tasks_dir: local data for them, or None for lm-eval's own sources.
+        reference: variant that the others are compared with, beside the control; None for none.
+    """
+
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    experiment: Experiment
+    size: str
+    global_batch: int
+    eval_sequences: int
+    data: str | None = None
+    validation: str | None = None
+    tasks: tuple[str, ...] = ()
+    tasks_dir: str | None = None
+    reference: str | None = None
+
+    def runs(self) -> list[tuple[Variant, int]]:
+        """Return (variant, seed) of every run, seed by seed so that a part is a comparison."""
+        return [(variant, seed) for seed in self.seeds for variant in self.variants]
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides a run's result besides its variant and its seed."""
+        settings = asdict(self)
+        for name in ("variants", "seeds", "reference"):
+            del settings[name]
+        settings["experiment"] = experiment_settings(self.experiment)
+        del settings["experiment"]["seed"]
+        return settings
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of one run."""
+        return self.experiment.steps * self.global_batch * self.experiment.sequence_length
+
+
+def experiment_settings(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment as records have it: what they did not always name only if it is set."""
+    settings = asdict(experiment)
+    defaults = {field.name: field.default for field in fields(Experiment)}
+    for name in _OPTIONAL:
+        if settings[name] == defaults[name]:
+            del settings[name]
+    return settings
+
+
+def make_plan(
+    file: Path | None = None, *, needs_data: bool = True, **options: Any
+) -> ComparisonPlan:
+    """Return the plan of a YAML file and options, which win over the file; None means not given.
+
+    Args:
+        file: a mapping with any of the keys below.
+        needs_data: refuse a size that has no text of its own where no `data` is given; False for
+            a plan that is only shown.
+        **options: `preset` (a name in PRESETS; `quartet2-30m` brings its size and one seed, unless
+            others are given), `schemes` (registered names, or "all" for each of
+            them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with
+            those of PrecisionSchedule) say what is compared, in this order, `main` if nothing does;
+            `reference` (a variant, default "metis" if it takes part) what the others are compared
+            with beside the control; `seeds`; `size` (a name in SIZES) with `model`, `training`,
+            `tokens`, `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to
+            change it; `checkpoint` (a directory of transformers) instead of a size, whose weights
+            every run starts from; `data`, `validation`, `tasks`, `tasks_dir` as in
+            `ComparisonPlan`.
+
+    Raises:
+        ValueError: an unknown key, preset, scheme, size, field or task; a value out of range, or
+            one that the comparison sets itself; repeated names or seeds; malformed data of a task.
+        FileNotFoundError: no data of a task in `tasks_dir`.
+    """
+    given = Options(**_with_defaults(given_values(file, **options)))
+    if given.checkpoint is None:
+        size_name = given.size or "tiny"
+        size = SIZES[size_name]
+        model = {"model_type": size.model_type, **size.config, **given.model}
+        check_model(given.model, model)
+    else:
+        size_name, size = CHECKPOINT, CONTINUED
+        model = _model_of(Path(given.checkpoint))
+    length = given.sequence_length or size.sequence_length
+    batch = given.global_batch or size.global_batch
+    tokens = given.tokens or size.tokens
+    if given.tokens is not None and "max_steps" in given.training:
+        raise ValueError(
+            f"tokens={given.tokens:g} and training: {{max_steps: {given.training['max_steps']}}} "
+            "both say how long a run is; give one of them"
+        )
+    training = {**size.training, **given.training}
+    training.setdefault("max_steps", max(1, round(tokens / (batch * length))))
+    experiment = Experiment(
+        model=model,
+        training=training,
+        sequence_length=length,
+        health_interval=_default(given.health_interval, size.health_interval),
+        seed=0,
+        checkpoint=_absolute(given.checkpoint),
+        **{**size.beyond, **({"one_cycle": None} if _SCHEDULE & given.training.keys() else {})},
+    )
+    variants = _variants(given)
+    plan = ComparisonPlan(
+        variants=variants,
+        seeds=tuple(given.seeds),
+        experiment=experiment,
+        size=size_name,
+        global_batch=batch,
+        eval_sequences=given.eval_sequences or size.eval_sequences,
+        data=_absolute(given.data),
+        validation=_absolute(given.validation),
+        tasks=tuple(given.tasks),
+        tasks_dir=_absolute(given.tasks_dir),
+        reference=_reference(given.reference, [variant.name for variant in variants]),
+    )
+    _check(plan)
+    if needs_data and plan.size != "tiny" and plan.data is None:
+        what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
+        raise ValueError(
+            f"{what} needs data: give --data DIR, chunked tokens as "
+            "recipes/prepare_data.py writes them"
+        )
+    return plan
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the given values over those of their preset; a checkpoint needs no size."""
+    defaults = PRESET_DEFAULTS.get(str(values.get("preset")), {})
+    kept = {k: v for k, v in defaults.items() if k != "size" or "checkpoint" not in values}
+    return {**kept, **values}
+
+
+def _model_of(checkpoint: Path) -> dict[str, Any]:
+    """Return what AutoConfig makes a checkpoint's config from.
+
+    Raises:
+        ValueError: no checkpoint of transformers, or one whose weights are quantized.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(
+            f"checkpoint {checkpoint} has no config.json; give a directory that transformers' "
+            "save_pretrained wrote"
+        )
+    config = AutoConfig.from_pretrained(checkpoint)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"checkpoint {checkpoint} is quantized; start from its dense weights, which "
+            "`metis-hf export` writes"
+        )
+    own = ("transformers_version", "architectures", "dtype", "_name_or_path", "model_type")
+    values = {key: value for key, value in config.to_diff_dict().items() if key not in own}
+    text = config.get_text_config()
+    return {"model_type": config.model_type, "vocab_size": text.vocab_size, **values}
+
+
+def with_seed(experiment: Experiment, seed: int) -> Experiment:
+    """Return the experiment of one run."""
+    return replace(experiment, seed=seed)
+
+
+def directory_name(variant: str) -> str:
+    """Return a variant's name as a directory: "metis w/o sampling" -> "metis-wo-sampling".
+
+    Raises:
+        ValueError: nothing is left of the name, or only what stands for another directory.
+    """
+    kept = "".join(c if c.isalnum() or c in ".-_" else " " for c in variant.replace("/", ""))
+    name = "-".join(kept.split())
+    if not name.strip("."):
+        raise ValueError(
+            f"variant {variant!r} gives its runs no directory; choose a name with letters or digits"
+        )
+    return name
+
+
+def _variants(given: Options) -> tuple[Variant, ...]:
+    chosen: list[Variant] = []
+    if given.preset is not None:
+        chosen += PRESETS[given.preset]()
+    for name in given.schemes or ():
+        chosen += schemes(*(scheme_names() if name == ALL else [name]))
+    for name, config in given.variants.items():
+        chosen.append(Variant.of_fields(str(name), config))
+    return tuple(chosen) or PRESETS["main"]()
+
+
+def _reference(given: str | None, names: Sequence[str]) -> str | None:
+    if given is None:
+        return DEFAULT_REFERENCE if DEFAULT_REFERENCE in names else None
+    if given not in names:
+        raise ValueError(
+            f"reference {given!r} is none of the variants; choose from {', '.join(names)}"
+        )
+    if given == CONTROL:
+        raise ValueError(f"reference {given!r} is the control; every gap is to it as it is")
+    return given
+
+
+def _check(plan: ComparisonPlan) -> None:
+    for variant in plan.variants:
+        if "scheme" not in variant.config:
+            raise ValueError(f"variant {variant.name!r} names no scheme, as in 'scheme: metis'")
+        scheme_info(variant.config["scheme"])
+        variant.metis_config(0)
+        variant.callbacks()
+    names = [variant.name for variant in plan.variants]
+    _check_directories(names)
+    for variant in plan.variants:
+        if variant.name == CONTROL and variant.config["scheme"] != CONTROL:
+            raise ValueError(
+                f"variant {CONTROL!r} has scheme {variant.config['scheme']!r}, and the variant of "
+                "that name is the control, which others are compared with; choose another name"
+            )
+    scheme_styles(names, CONTROL)  # of the figures, which come last
+    repeated = sorted({seed for seed in plan.seeds if plan.seeds.count(seed) > 1})
+    if repeated:
+        raise ValueError(f"seed {', '.join(map(str, repeated))} is given more than once")
+    if not plan.seeds:
+        raise ValueError("no seed to run; name at least one, as in --seeds 0,1,2")
+    if plan.experiment.checkpoint is not None and plan.data is not None:
+        _check_tokenizer(Path(plan.experiment.checkpoint), Path(plan.data))
+    if plan.validation is not None and plan.data is None:
+        raise ValueError(
+            f"validation={plan.validation} without data: the standard library's sources have "
+            "held-out ones of their own; give --data too, or leave --validation out"
+        )
+    if plan.validation is not None and plan.validation == plan.data:
+        raise ValueError(
+            f"validation={plan.validation} is the training data; give held-out tokens, or leave "
+            "--validation out for those that data/validation holds"
+        )
+    _check_model(plan)
+    training_arguments(plan.experiment, Path("unused"))
+    if plan.tasks_dir is not None and not plan.tasks:
+        raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
+    if plan.tasks:  # now, and not when a model is trained
+        evaluation = task_plan(plan.tasks, plan.tasks_dir)
+        check_tasks(evaluation.specs, evaluation.include_path)
+
+
+def _check_model(plan: ComparisonPlan) -> None:
+    """Refuse a model that predicts no next token, or that the sequences or the text do not fit."""
+    experiment = plan.experiment
+    config = AutoConfig.for_model(**experiment.model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model: {config.model_type} is no causal language model; choose a model_type that "
+            "transformers' AutoModelForCausalLM knows"
+        )
+    if (field := looking_ahead(config)) is not None:
+        raise ValueError(
+            f"model: {config.model_type} is an encoder, whose tokens see those after them and so "
+            f"have nothing to predict; set {field}: true under the key model, or choose another "
+            "model_type"
+        )
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and experiment.sequence_length > context:
+        raise ValueError(
+            f"sequence_length={experiment.sequence_length} does not fit the model's context of "
+            f"{context} tokens; choose shorter sequences, or set it under the key model"
+        )
+    if plan.data is None and experiment.model["vocab_size"] <= BYTE_ALPHABET:
+        raise ValueError(
+            f"model: vocab_size={experiment.model['vocab_size']} without data: the standard "
+            f"library's sources need {BYTE_ALPHABET + 1} tokens, the bytes and the end of a text; "
+            "ask for at least that, or give --data"
+        )
+
+
+def with_accumulation(experiment: Experiment, global_batch: int, processes: int) -> Experiment:
+    """Return the experiment with the gradient accumulation that makes up the global batch.
+
+    A process takes at most its share of the batch at a time, whatever the plan allows.
+
+    Raises:
+        ValueError: the processes cannot divide the batch.
+    """
+    asked = experiment.training["per_device_train_batch_size"]
+    device_batch = max(1, min(asked, global_batch // processes))
+    accumulation, rest = divmod(global_batch, device_batch * processes)
+    if rest:
+        raise ValueError(
+            f"global_batch={global_batch} is no multiple of {processes} processes x "
+            f"per_device_train_batch_size={device_batch}; choose another batch"
+        )
+    training = {
+        **experiment.training,
+        "per_device_train_batch_size": device_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_sampling_strategy": "sequential",  # the dataset is shuffled already
+    }
+    return replace(experiment, training=training)
+
+
+def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> EvaluationPlan:
+    """Return what lm-eval is asked of a trained model, with the local data of the tasks.
+
+    Raises:
+        FileNotFoundError, ValueError: local data are missing or malformed, or a task is named
+            twice.
+    """
+    return make_evaluation_plan(tasks, None if tasks_dir is None else Path(tasks_dir), None)
+
+
+def _check_tokenizer(checkpoint: Path, data: Path) -> None:
+    """Refuse tokens of another vocabulary than the checkpoint's, where both have a tokenizer."""
+    if not (data / TOKENIZER).is_dir() or not (checkpoint / "tokenizer_config.json").is_file():
+        return
+    own, other = (AutoTokenizer.from_pretrained(d) for d in (checkpoint, data / TOKENIZER))
+    if own.get_vocab() != other.get_vocab():
+        raise ValueError(
+            f"the tokens of {data} are of another vocabulary than {checkpoint}'s; prepare them "
+            f"with recipes/prepare_data.py --tokenizer {checkpoint}"
+        )
+
+
+def _check_directories(names: Sequence[str]) -> None:
+    """Refuse variants that would share a directory, whether or not the file system tells cases."""
+    by_directory: dict[str, str] = {}
+    for name in names:
+        directory = directory_name(name)
+        other = by_directory.setdefault(directory.casefold(), name)
+        if names.count(name) > 1:
+            raise ValueError(f"variant {name!r} is given more than once")
+        if other != name:
+            raise ValueError(
+                f"variants {other!r} and {name!r} would share the directory {directory}; "
+                "rename one of them"
+            )
+
+
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())

@@ -1,0 +1,131 @@
+"""Named sets of variants: the paper's tables and figures, a public grid, questions of our own.
+
+A preset is a function, called when it is asked for: importing this module imports neither torch nor
+transformers, and a scheme that is registered later takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from metis_hf.lab.compare.variants import Variant
+
+
+def schemes(*names: str) -> tuple[Variant, ...]:
+    """Return the variants that are registered schemes as they are."""
+    return tuple(Variant.of_scheme(name) for name in names)
+
+
+def _ablations(scheme: str) -> tuple[Variant, ...]:
+    """Return the paper's Table 2: the method without each of its parts, beside the control.
+
+    A part that the method leaves out by itself is added instead.
+    """
+    from metis_hf.config import DECOMPOSABLE
+    from metis_hf.schemes.metis import SPLIT
+
+    own = SPLIT if scheme == "metis" else DECOMPOSABLE
+    parts: dict[str, dict[str, Any]] = {}
+    for tensor in DECOMPOSABLE:
+        word = "w/o" if tensor in own else "with"
+        chosen = [t for t in DECOMPOSABLE if (t in own) != (t == tensor)]
+        parts[f"{scheme} {word} {tensor} split"] = {"decompose": chosen}
+    parts[f"{scheme} w/o sampling"] = {"sample_frac": 1.0}
+    return (
+        *schemes("bf16", scheme),
+        *(Variant(name, {"scheme": scheme, **config}) for name, config in parts.items()),
+    )
+
+
+def _ranks(scheme: str) -> tuple[Variant, ...]:
+    """Return the paper's rank sweep, 1.5 % to 12.5 % (Appendix, sensitivity analysis of rank)."""
+    shares = (0.015, 0.03, 0.0625, 0.125)
+    return (
+        *schemes("bf16"),
+        *(
+            Variant(
+                f"{scheme} rank {100 * share:g}%",
+                {"scheme": scheme, "rank_frac": share, "rank_multiple": 1},
+            )
+            for share in shares
+        ),
+    )
+
+
+def _with_split_weights() -> tuple[Variant, ...]:
+    """Return the schemes with weights stored as u, s, vh and residual, and that control."""
+    from metis_hf.schemes import scheme_names
+
+    quantized = (name for name in scheme_names() if not name.startswith("bf16"))
+    stored = filter(None, map(_stored_split, quantized))
+    return (*schemes("bf16", "bf16-split"), *stored)
+
+
+def _stored_split(name: str) -> Variant | None:
+    """Return the scheme itself where it stores weights split by its own definition.
+
+    None where it refuses to, as those of deployed layers do.
+    """
+    from metis_hf.config import MetisConfig
+    from metis_hf.schemes import build_scheme
+
+    side = 64  # of any layer: schemes do not choose by size
+    if build_scheme(MetisConfig(scheme=name), side, side).weight.is_split:
+        return Variant.of_scheme(name)
+    try:
+        build_scheme(MetisConfig(scheme=name, split_weight=True), side, side)
+    except ValueError:
+        return None
+    return Variant(f"{name}, split", {"scheme": name, "split_weight": True})
+
+
+def _switched() -> tuple[Variant, ...]:
+    """Return two schemes throughout, and with the last fifth in BF16, as in arXiv 2509.25149."""
+    passes = {"forward": ["forward"], "both": ["forward", "backward"]}
+    return (
+        *schemes("bf16"),
+        *(
+            variant
+            for name in ("nvidia", "metis")
+            for variant in (
+                *schemes(name),
+                *(
+                    Variant(
+                        f"{name}, {title} in bf16 from 80%",
+                        {"scheme": name},
+                        {"at": 0.8, "high_precision": high},
+                    )
+                    for title, high in passes.items()
+                ),
+            )
+        ),
+    )
+
+
+# The paper's tables and its rank figure, the split weight by itself, the switch, the public grid of
+# Quartet II; the control first.
+PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
+    "main": partial(schemes, "bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"),
+    "ablations": partial(_ablations, "metis-paper"),
+    "ablations-metis": partial(_ablations, "metis"),
+    "nvidia": partial(schemes, "bf16", "metis-paper", "metis", "nvidia"),
+    "rank": partial(_ranks, "metis-paper"),
+    "rank-metis": partial(_ranks, "metis"),
+    "split": _with_split_weights,
+    "switch": _switched,
+    "quartet2-30m": partial(
+        schemes,
+        "bf16",
+        "nvidia-unbiased",
+        "four-over-six-unbiased",
+        "tetrajet2",
+        "quartet2",
+        "metis",
+    ),
+}
+# Keys of `Options` that a preset sets where nothing else is asked for.
+PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "quartet2-30m": {"size": "quartet2-30m", "seeds": (0,)},  # one seed is what is published
+}

@@ -1,0 +1,238 @@
+"""Published losses of Quartet II's public grid, beside those of a comparison at its settings.
+
+The numbers are in `quartet2_grid.json`, with their source. A comparison of the same model on as
+many tokens is shown loss by loss; one of another size with its gaps alone, beside the published
+ones of the same tokens per parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoConfig, PreTrainedConfig
+
+from metis_hf.lab.compare.plan import ComparisonPlan
+from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.compare.statistics import Summary
+from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.show.tables import markdown_table, terminal_table
+from metis_hf.schemes import CONTROL
+
+SIZE, MODEL = "quartet2-30m", "30m"  # of ours, and what the grid calls it
+# Which published run a scheme stands beside. Ours of Quartet II has 4/6 in its forward pass.
+NAMES = {
+    "bf16": "bf16",
+    "nvidia": "nvidia",
+    "nvidia-unbiased": "nvidia",
+    "four-over-six": "nvidia 4/6",
+    "four-over-six-unbiased": "nvidia 4/6",
+    "tetrajet2": "tetrajetv2",
+    "quartet2": "quartet2 4/6",
+}
+_NEAR = 1.1  # tokens per parameter that count as the same, as a ratio
+# Of TrainingArguments: what decides no loss.
+_FREE = {"max_steps", "logging_steps", "save_steps", "save_total_limit", "dataloader_num_workers"}
+DIFFERENCES = (
+    "One run of each is published (seed 0). Nearly equal algorithms differ there by up to 0.0024 "
+    "nats (0.07 %), so a smaller difference of gaps says nothing.",
+    "Text: there C4 in tokens of Llama-2's tokenizer with a BOS before each document; here what "
+    "--data holds, with an end-of-text token after each. Losses of another tokenizer or text are "
+    "not comparable; gaps in percent roughly are.",
+    "There query, key and value are one matrix, and gate and up: one tensor scale each. Here each "
+    "of the five has its own.",
+    "There rotary embeddings turn neighbouring pairs of a head, here its halves: rows of query and "
+    "key in another order, so other 16 x 16 tiles.",
+    "Held-out text: there 0.05 % of C4, here the held-out part of --data.",
+)
+OF_SCHEMES = {
+    "nvidia": "nvidia: there gradients are scaled to 16/17 of the largest code, so that no element "
+    "is cut off, and the signs of the rotation are drawn in each call; here scales are rounded to "
+    "nearest and can cut off, as TransformerEngine has it, and the signs are fixed.",
+    "nvidia-unbiased": "nvidia-unbiased: there the signs of the rotation are drawn in each call; "
+    "here they are fixed.",
+    "four-over-six-unbiased": "four-over-six-unbiased: as nvidia-unbiased.",
+    "four-over-six": "four-over-six: as nvidia; and there wgrad's input is without 4/6, which it "
+    "has here.",
+    "tetrajet2": "tetrajet2: there rotations of 32 with signs of each call, the 16/17 rule, and no "
+    "OsciReset; here rotations with fixed signs, scales to nearest, and OsciReset runs.",
+    "quartet2": "quartet2: there one correction factor for each 128 values, here for each 16; here "
+    "the signs of dgrad's rotation are the same in all micro-batches of a step.",
+    "metis": "metis: nobody has published it on this grid.",
+}
+
+
+@cache
+def grid() -> dict[str, Any]:
+    """Return `quartet2_grid.json`: source, units, schemes, and tokens and losses of each model."""
+    name = "quartet2_grid.json"
+    text = (files("metis_hf.lab.compare") / name).read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The published runs that a comparison stands beside.
+
+    Attributes:
+        exact: the model and the tokens are those of the grid; else only gaps can be compared.
+        parameters: of ours, in blocks and norms.
+        tokens: of ours.
+        published_tokens: of the published runs; None where none has about as many tokens a
+            parameter.
+        losses: published name -> loss, nats per token; empty without published runs.
+        names: variant -> published name.
+        differences: between ours and theirs, a sentence each.
+    """
+
+    exact: bool
+    parameters: int
+    tokens: int
+    published_tokens: int | None
+    losses: dict[str, float]
+    names: dict[str, str]
+    differences: tuple[str, ...]
+
+    def gap(self, name: str) -> float:
+        """Return the published gap to BF16, percent of its loss."""
+        return 100 * (self.losses[name] / self.losses["bf16"] - 1)
+
+
+def match(plan: ComparisonPlan) -> Beside | None:
+    """Return the published runs beside a plan; None for a plan of another size."""
+    if plan.size != SIZE:
+        return None
+    size, model = SIZES[SIZE], grid()["models"][MODEL]
+    experiment = plan.experiment
+    parameters = body_parameters(AutoConfig.for_model(**experiment.model))
+    place = _nearest(plan.tokens / parameters, [t / model["parameters"] for t in model["tokens"]])
+    tokens = None if place is None else model["tokens"][place]
+    same = (
+        experiment.model == {"model_type": size.model_type, **size.config}
+        and experiment.sequence_length == size.sequence_length
+        and plan.global_batch == size.global_batch
+    )
+    names = {
+        variant.name: NAMES[variant.config["scheme"]]
+        for variant in plan.variants
+        if variant.config == {"scheme": variant.config["scheme"]}
+        and variant.precision_schedule is None
+        and variant.config["scheme"] in NAMES
+    }
+    return Beside(
+        exact=same and tokens is not None and math.isclose(plan.tokens, tokens, rel_tol=1e-3),
+        parameters=parameters,
+        tokens=plan.tokens,
+        published_tokens=tokens,
+        losses={n: v[place] for n, v in model["losses"].items()} if place is not None else {},
+        names=names if place is not None else {},
+        differences=_differences(plan),
+    )
+
+
+def body_parameters(config: PreTrainedConfig) -> int:
+    """Count a model's parameters without embeddings and output head, as the grid does."""
+    model = meta_model(config)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    outside = {id(p) for end in ends if end is not None for p in end.parameters()}
+    return sum(p.numel() for p in model.parameters() if id(p) not in outside)
+
+
+def describe(beside: Beside) -> str:
+    """Return what stands beside a comparison, in a sentence or two."""
+    source = f"published: {grid()['source']}"
+    model = grid()["models"][MODEL]
+    each = beside.tokens / beside.parameters
+    if beside.published_tokens is None:
+        known = ", ".join(f"{t / model['parameters']:.0f}" for t in model["tokens"])
+        return (
+            f"Nothing is published at {each:.3g} tokens a parameter; there are runs of {known} "
+            f"({source})."
+        )
+    tokens = f"{beside.published_tokens / 1e9:.3g}B tokens"
+    if beside.exact:
+        return f"The same model and {tokens} ({source})."
+    return (
+        f"Ours is scaled: {beside.parameters:,} parameters without embeddings, {beside.tokens:,} "
+        f"tokens, {each:.1f} a parameter. Beside it the gaps of {model['parameters']:,} parameters "
+        f"and {tokens}, {beside.published_tokens / model['parameters']:.1f} a parameter; losses "
+        f"are not comparable ({source})."
+    )
+
+
+def header(beside: Beside) -> list[str]:
+    """Return the titles of the columns of `rows`."""
+    losses = ["Loss", "Published loss"] if beside.exact else ["Loss"]
+    return ["Variant", "Published as", *losses, "Gap, %", "Published gap, %", "Difference, points"]
+
+
+def rows(beside: Beside, summaries: Sequence[Summary]) -> list[list[str]]:
+    """Return a row of cells for each variant, then for each published scheme without one."""
+    cells = []
+    for summary in summaries:
+        name = beside.names.get(summary.name)
+        mean = math.nan if summary.gap is None else summary.gap.mean
+        ours = "" if summary.gap is None else f"{mean:+.2f}"
+        loss = [f"{summary.mean:.4f}"]
+        if beside.exact:
+            loss.append("" if name is None else f"{beside.losses[name]:.4f}")
+        theirs = difference = ""
+        if name is not None and summary.name != CONTROL:
+            theirs = f"{beside.gap(name):+.2f}"
+            difference = "" if math.isnan(mean) else f"{mean - beside.gap(name):+.2f}"
+        label = "" if name is None else grid()["schemes"][name]
+        cells.append([summary.name, label, *loss, ours, theirs, difference])
+    for name in beside.losses:
+        if name not in beside.names.values():
+            loss = ["", f"{beside.losses[name]:.4f}"] if beside.exact else [""]
+            theirs = "" if name == "bf16" else f"{beside.gap(name):+.2f}"
+            cells.append(["", grid()["schemes"][name], *loss, "", theirs, ""])
+    return cells
+
+
+def markdown(beside: Beside, summaries: Sequence[Summary]) -> str:
+    """Return what is published beside ours: a sentence, the table, and every known difference."""
+    text = f"{describe(beside)}\n\n"
+    if beside.losses:
+        text += markdown_table(header(beside), rows(beside, summaries)) + "\n"
+    return text + "".join(f"- {sentence}\n" for sentence in beside.differences)
+
+
+def show(beside: Beside, summaries: Sequence[Summary], console: Console) -> None:
+    """Print what `markdown` returns, for a terminal."""
+    console.print(describe(beside))
+    if beside.losses:
+        cells = rows(beside, summaries)
+        console.print(terminal_table(header(beside), cells, title="Beside published numbers"))
+    for sentence in beside.differences:
+        console.print(f"- {sentence}")
+
+
+def _nearest(value: float, values: Sequence[float]) -> int | None:
+    """Return the place of the value that is nearest as a ratio; None if none is near."""
+    apart = [abs(math.log(value / other)) for other in values]
+    place = apart.index(min(apart))
+    return place if apart[place] <= math.log(_NEAR) else None
+
+
+def _differences(plan: ComparisonPlan) -> tuple[str, ...]:
+    size, found = SIZES[SIZE], list(DIFFERENCES)
+    given = plan.experiment.training
+    changed = {
+        key: value
+        for key, value in given.items()
+        if key not in _FREE and value != size.training.get(key)
+    }
+    beyond = {key: getattr(plan.experiment, key) for key in size.beyond}
+    changed |= {key: value for key, value in beyond.items() if value != size.beyond[key]}
+    if changed:
+        shown = ", ".join(f"{key}={value}" for key, value in changed.items())
+        found.insert(0, f"Trained otherwise than there: {shown}.")
+    schemes = {variant.config["scheme"] for variant in plan.variants}
+    return (*found, *(text for name, text in OF_SCHEMES.items() if name in schemes))

@@ -1,0 +1,94 @@
+"""The result of a run: what it holds, and its file in the run's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metis_hf.shared.records import read_json, write_json
+
+if TYPE_CHECKING:
+    from metis_hf.lab.evaluate import EvalResult
+
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True)
+class SchemeResult:
+    """The result of one variant.
+
+    Attributes:
+        scheme: the variant's name.
+        config: its MetisConfig as a dict.
+        summary: the conversion report, as text.
+        loss: held-out loss, nats per token.
+        tasks: task -> {"metric", "value", "stderr", "share"}, the last whether it counts right
+            answers; results of earlier versions have none that do not.
+        seconds_per_step: median over normal (not measured) steps.
+        history: Trainer's log entries, one a logged step.
+        evaluation: lm-eval's results as they came.
+        seed: of the run.
+        peak_memory: bytes, the most in use beyond what was in use before the model was built.
+        parameters: of the model as transformers builds it, before the conversion.
+        precision_schedule: of the variant.
+        loss_dense: held-out loss of the same model with its quantizers off; None where it was
+            not measured.
+        machine: "device" and "precision" of the run; None in results of earlier versions.
+        code: what trained it: "sha256" of the package and torch's version, of several joined by
+            "+", and "commit"; None in results of earlier versions.
+    """
+
+    scheme: str
+    config: dict[str, Any]
+    summary: str
+    loss: float
+    tasks: dict[str, dict[str, Any]]
+    seconds_per_step: float
+    history: list[dict[str, float]]
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    peak_memory: int = 0
+    parameters: int = 0
+    precision_schedule: dict[str, Any] | None = None
+    loss_dense: float | None = None
+    machine: dict[str, str] | None = None
+    code: dict[str, str | None] | None = None
+
+
+def load_result(directory: Path) -> SchemeResult | None:
+    """Return the result of a finished run, or None.
+
+    Raises:
+        ValueError: the file is not whole, or not a result.
+    """
+    path = directory / RESULT_FILE
+    if not path.exists():
+        return None
+    try:
+        return SchemeResult(**read_json(path))
+    except TypeError as error:
+        raise ValueError(
+            f"{path} is not a result of this version ({error}); use the version of metis-hf that "
+            "wrote it, or delete the file to train the run again"
+        ) from None
+
+
+def save_result(directory: Path, result: SchemeResult) -> None:
+    """Write the result of a run, which makes it a finished one."""
+    write_json(directory / RESULT_FILE, asdict(result))
+
+
+def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return task -> {"metric", "value", "stderr", "share"}, which a table shows."""
+    from metis_hf.lab.evaluate.results import is_share
+
+    found = {}
+    better = result.harness.get("higher_is_better", {})
+    for task in tasks:
+        metric, value, stderr = result.headline(task)
+        lower = better.get(task, {}).get(metric) is False
+        share = is_share(value, lower_is_better=lower)
+        found[task] = {"metric": metric, "value": value, "stderr": stderr, "share": share}
+    return found

@@ -1,0 +1,168 @@
+"""Statistics of a variant over seeds: mean, spread, and the paired difference to the control.
+
+Runs of one seed share initialization and data order with the control's run of that seed, so their
+difference has less noise than either loss; the interval is Student's t interval of those
+differences. Nothing here drops a run: a diverged seed (NaN or infinite loss) makes the variant's
+mean NaN and is named.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from metis_hf.lab.compare.results import SchemeResult
+from metis_hf.lab.compare.tasks_table import gaps_percent
+from metis_hf.schemes import CONTROL
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its confidence interval.
+
+    Attributes:
+        mean: of the values.
+        half_width: of the interval around it; NaN for a single value.
+        count: number of values.
+    """
+
+    mean: float
+    half_width: float
+    count: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Return whether zero lies outside; False where the interval is not known."""
+        return abs(self.mean) > self.half_width
+
+
+def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return Student's t interval of the mean of independent normal values."""
+    from scipy.stats import t
+
+    count = len(values)
+    if not values or not all(map(math.isfinite, values)):
+        return Interval(math.nan, math.nan, count)
+    mean = statistics.fmean(values)
+    if count == 1:
+        return Interval(mean, math.nan, 1)
+    quantile = float(t.ppf((1 + confidence) / 2, count - 1))
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One variant over its seeds.
+
+    Attributes:
+        name: of the variant.
+        losses: seed -> held-out loss, nats per token.
+        mean: of the losses; NaN if a seed diverged.
+        deviation: sample standard deviation of the losses; NaN for a single one.
+        gap: paired difference to the control, percent of the control's loss; None for the control
+            itself or without one.
+        above_reference: the same to the plan's reference; None for the reference itself, for the
+            control, or without a reference.
+        gap_dense: `gap` of the same models with their quantizers off: what training in few
+            bits left in the weights. None also where it was not measured.
+        diverged: seeds whose loss is not finite.
+        tasks: task -> mean of its metric over the seeds.
+        average: mean over the tasks that count right answers; NaN without any.
+        seconds_per_step: median over the seeds.
+        peak_memory: bytes; the largest of the seeds.
+        extra: multiply-adds beyond the three GEMMs, % of theirs, where hardware multiplies FP4 (see
+            `planning.overhead`); NaN where they were not counted.
+        not_shares: tasks whose metric counts no right answers: shown as it is.
+    """
+
+    name: str
+    losses: dict[int, float]
+    mean: float
+    deviation: float
+    gap: Interval | None
+    above_reference: Interval | None
+    gap_dense: Interval | None
+    diverged: tuple[int, ...]
+    tasks: dict[str, float]
+    average: float
+    seconds_per_step: float
+    peak_memory: int
+    extra: float = math.nan
+    not_shares: tuple[str, ...] = ()
+
+
+def summarize(
+    results: Sequence[SchemeResult],
+    reference: str | None = None,
+    control: str = CONTROL,
+    extra: Mapping[str, float] | None = None,
+) -> list[Summary]:
+    """Return a summary of each variant, in the order of first appearance.
+
+    Args:
+        results: of all runs.
+        reference: variant that the others are compared with, beside the control.
+        control: variant that all others are compared with.
+        extra: variant -> `Summary.extra`.
+    """
+    by_name: dict[str, list[SchemeResult]] = {}
+    for result in results:
+        by_name.setdefault(result.scheme, []).append(result)
+    base = {result.seed: result.loss for result in by_name.get(control, [])}
+    other = {result.seed: result.loss for result in by_name.get(reference or "", [])}
+    return [
+        _summary(
+            name,
+            runs,
+            {} if name == control else base,
+            {} if name in (control, reference) else other,
+            (extra or {}).get(name, math.nan),
+        )
+        for name, runs in by_name.items()
+    ]
+
+
+def _paired(losses: dict[int, float], base: dict[int, float]) -> Interval | None:
+    """Return by how many percent of `base` `losses` lie above, on the seeds of both, or None."""
+    gaps = gaps_percent(losses, base)
+    return t_interval(list(gaps.values())) if gaps else None
+
+
+def _summary(
+    name: str,
+    runs: Sequence[SchemeResult],
+    base: dict[int, float],
+    reference: dict[int, float],
+    extra: float,
+) -> Summary:
+    losses = {run.seed: run.loss for run in runs}
+    values = list(losses.values())
+    finite = all(map(math.isfinite, values))
+    dense = {r.seed: x for r in runs if (x := r.loss_dense) is not None}
+    tasks = {
+        task: statistics.fmean(run.tasks[task]["value"] for run in runs)
+        for task in runs[0].tasks
+        if all(task in run.tasks for run in runs)
+    }
+    others = {task for run in runs for task in tasks if not run.tasks[task].get("share", True)}
+    shares = [value for task, value in tasks.items() if task not in others]
+    return Summary(
+        name=name,
+        losses=losses,
+        mean=statistics.fmean(values) if finite else math.nan,
+        deviation=statistics.stdev(values) if finite and len(values) > 1 else math.nan,
+        gap=_paired(losses, base),
+        above_reference=_paired(losses, reference),
+        gap_dense=_paired(dense, base) if dense else None,
+        diverged=tuple(seed for seed, loss in losses.items() if not math.isfinite(loss)),
+        tasks=tasks,
+        average=statistics.fmean(shares) if shares else math.nan,
+        seconds_per_step=statistics.median(run.seconds_per_step for run in runs),
+        peak_memory=max(run.peak_memory for run in runs),
+        extra=extra,
+        not_shares=tuple(sorted(others)),
+    )

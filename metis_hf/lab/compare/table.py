@@ -1,0 +1,204 @@
+"""The comparison as a table (terminal, markdown, LaTeX, CSV) and in sentences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+from metis_hf.lab.compare.statistics import Interval, Summary
+from metis_hf.lab.show.figures import CROWDED
+from metis_hf.lab.show.tables import latex_table, latex_text, markdown_table
+from metis_hf.schemes import CONTROL
+
+
+def ordered(summaries: Sequence[Summary]) -> list[Summary]:
+    """Order summaries as given; many of them by loss, the control first, diverged ones last."""
+    if len(summaries) <= CROWDED:
+        return list(summaries)
+    return sorted(summaries, key=lambda s: (s.name != CONTROL, math.isnan(s.mean), s.mean))
+
+
+def header(
+    summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True
+) -> list[str]:
+    """Return the titles of the columns.
+
+    Args:
+        summaries: the rows.
+        reference: that of the summaries.
+        timed: show step times, which are no measurement of runs that shared a machine.
+    """
+    tasks = list(summaries[0].tasks)
+    average = ["Avg"] if tasks else []
+    above = [f"Above {reference}, %"] if _has_reference(summaries) else []
+    dense = ["Gap dense, %"] if _has_dense(summaries) else []
+    gaps = ["Gap to control, %", *dense, *above]
+    extra = ["Extra multiply-adds, %"] if _has_extra(summaries) else []
+    times = ["s/step", "x control"] if timed else []
+    return ["Variant", "Loss", *gaps, *tasks, *average, *extra, *times, "MB"]
+
+
+def _has_reference(summaries: Sequence[Summary]) -> bool:
+    return any(summary.above_reference is not None for summary in summaries)
+
+
+def _has_dense(summaries: Sequence[Summary]) -> bool:
+    return any(summary.gap_dense is not None for summary in summaries)
+
+
+def _has_extra(summaries: Sequence[Summary]) -> bool:
+    return not all(math.isnan(summary.extra) for summary in summaries)
+
+
+def rows(summaries: Sequence[Summary], *, timed: bool = True) -> list[list[str]]:
+    """Return a row of plain cells for each variant; `timed` as in `header`."""
+    control = next((s for s in summaries if s.name == CONTROL), None)
+    shown = {
+        "dense": _has_dense(summaries),
+        "above": _has_reference(summaries),
+        "extra": _has_extra(summaries),
+        "timed": timed,
+    }
+    return [_row(summary, control, **shown) for summary in summaries]
+
+
+def _row(
+    summary: Summary,
+    control: Summary | None,
+    *,
+    dense: bool,
+    above: bool,
+    extra: bool,
+    timed: bool,
+) -> list[str]:
+    deviation = "" if math.isnan(summary.deviation) else f" ± {summary.deviation:.4f}"
+    tasks = [
+        f"{value:.4g}" if task in summary.not_shares else f"{100 * value:.1f}"
+        for task, value in summary.tasks.items()
+    ]
+    if tasks:
+        tasks.append("" if math.isnan(summary.average) else f"{100 * summary.average:.1f}")
+    ratio = "" if control is None else f"{summary.seconds_per_step / control.seconds_per_step:.2f}"
+    return [
+        summary.name,
+        f"{summary.mean:.4f}{deviation}",
+        format_gap(summary.gap),
+        *([format_gap(summary.gap_dense)] if dense else []),
+        *([format_gap(summary.above_reference)] if above else []),
+        *tasks,
+        *([f"{summary.extra:.1f}"] if extra else []),
+        *([f"{summary.seconds_per_step:.3f}", ratio] if timed else []),
+        f"{summary.peak_memory / 1e6:.0f}",
+    ]
+
+
+def format_gap(gap: Interval | None) -> str:
+    """Return a difference with its interval: "+1.20 ± 0.30"; empty for the control."""
+    if gap is None:
+        return ""
+    width = "" if math.isnan(gap.half_width) else f" ± {gap.half_width:.2f}"
+    return f"{gap.mean:+.2f}{width}"
+
+
+def best(summaries: Sequence[Summary]) -> str | None:
+    """Name of the variant with the lowest mean loss; None if no mean is finite."""
+    finite = [s for s in summaries if math.isfinite(s.mean)]
+    return min(finite, key=lambda s: s.mean).name if finite else None
+
+
+def markdown(
+    summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True
+) -> str:
+    """Return the table in markdown, the lowest loss in bold."""
+    cells = _with_bold(rows(summaries, timed=timed), summaries, "**{}**")
+    return markdown_table(header(summaries, reference, timed=timed), cells)
+
+
+def latex(summaries: Sequence[Summary], reference: str | None = None, *, timed: bool = True) -> str:
+    """Return the table for LaTeX with booktabs, the lowest loss in bold."""
+    cells = [[latex_text(cell) for cell in row] for row in rows(summaries, timed=timed)]
+    titles = [latex_text(title) for title in header(summaries, reference, timed=timed)]
+    return latex_table(titles, _with_bold(cells, summaries, "\\textbf{{{}}}"))
+
+
+def _with_bold(cells: list[list[str]], summaries: Sequence[Summary], bold: str) -> list[list[str]]:
+    """Return the rows with the loss of the best variant in bold."""
+    for row, summary in zip(cells, summaries, strict=True):
+        if summary.name == best(summaries):
+            row[1] = bold.format(row[1])
+    return cells
+
+
+def as_csv(summaries: Sequence[Summary]) -> str:
+    """Return every number in full, one line for each variant."""
+    seeds = sorted({seed for summary in summaries for seed in summary.losses})
+    tasks = list(summaries[0].tasks)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["variant", "mean_loss", "sd_loss", *(f"loss_seed_{seed}" for seed in seeds),
+         "gap_percent", "gap_half_width_95",
+         "gap_dense_percent", "gap_dense_half_width_95",
+         "above_reference_percent", "above_reference_half_width_95",
+         *tasks, "extra_multiply_adds_percent", "seconds_per_step", "peak_memory_bytes"]
+    )  # fmt: skip
+    for s in summaries:
+        found = (s.gap, s.gap_dense, s.above_reference)
+        gaps = (gap or Interval(math.nan, math.nan, 0) for gap in found)
+        writer.writerow(
+            [s.name, s.mean, s.deviation, *(s.losses.get(seed, "") for seed in seeds),
+             *(number for gap in gaps for number in (gap.mean, gap.half_width)),
+             *(s.tasks[task] for task in tasks),
+             s.extra, s.seconds_per_step, s.peak_memory]
+        )  # fmt: skip
+    return out.getvalue()
+
+
+def findings(summaries: Sequence[Summary], reference: str | None = None) -> list[str]:
+    """Return what the numbers allow to say, a sentence each."""
+    sentences = []
+    for s in summaries:
+        if s.diverged:
+            seeds = ", ".join(map(str, s.diverged))
+            sentences.append(f"{s.name} diverged with seed {seeds}: its mean is not a number.")
+    sentences += _told_apart({s.name: s.gap for s in summaries}, "the control")
+    used = {frozenset(s.losses) for s in summaries}
+    if len(used) > 1:
+        sentences.append("Variants have different seeds; gaps use those they share.")
+    elif all(len(seeds) == 1 for seeds in used):
+        sentences.append("One seed: differences have no interval, and small ones mean nothing.")
+    if reference is not None:
+        sentences += _told_apart({s.name: s.above_reference for s in summaries}, reference)
+    by_name = {s.name: s for s in summaries}
+    if "bf16-split" in by_name and (gap := by_name["bf16-split"].gap) is not None:
+        sentences.append(_split_sentence(gap))
+    return sentences
+
+
+def _told_apart(gaps: Mapping[str, Interval | None], base: str) -> list[str]:
+    """Return which variants differ from one of them by more than their interval, which not."""
+    told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
+    for name, gap in gaps.items():
+        if gap is not None and gap.count > 1 and math.isfinite(gap.mean):
+            place = "above" if gap.mean > 0 else "below"
+            told[place if gap.excludes_zero else "not told apart from"].append(name)
+    return [
+        f"{place.capitalize()} {base}, paired by seed: {', '.join(names)}."
+        for place, names in told.items()
+        if names
+    ]
+
+
+def _split_sentence(gap: Interval) -> str:
+    if math.isnan(gap.half_width):
+        found = f"changes the loss by {gap.mean:+.2f} %"
+    elif gap.excludes_zero:
+        found = f"by itself {'raises' if gap.mean > 0 else 'lowers'} the loss ({format_gap(gap)} %)"
+    else:
+        found = f"by itself makes no difference that can be told ({format_gap(gap)} %)"
+    return (
+        "Storing weights as u, s, vh and residual without quantizing anything (bf16-split) "
+        f"{found}; a split scheme's gap contains that effect."
+    )

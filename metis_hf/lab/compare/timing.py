@@ -1,0 +1,136 @@
+"""Times of the variants' training steps, measured side by side in one process.
+
+The runs of a comparison share the machine with others, at other times: their own times differ for
+reasons that have nothing to do with the variants.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+from metis_hf.conversion.convert import get_metis_model
+from metis_hf.lab.compare.data import load_data
+from metis_hf.lab.compare.plan import ComparisonPlan, with_seed
+from metis_hf.lab.compare.runner import initial_model, training_arguments
+from metis_hf.lab.compare.variants import Variant
+from metis_hf.lab.measured import code_digest
+from metis_hf.schemes import source_digests
+from metis_hf.shared.inputs import digest
+from metis_hf.shared.records import environment, read_json, write_json
+from metis_hf.training.cuda_graph import obstacles
+from metis_hf.training.weight_reuse import reuse_weights
+
+TIMES_FILE = "times.json"
+WARM_UP, ROUNDS = 3, 9  # steps of each variant
+
+
+def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
+    """Return seconds of an optimizer step of each variant, written to `out/times.json`.
+
+    Medians over rounds in which every variant takes one step on the same batch: forward and
+    backward passes of the micro-batches, clipping, the optimizer. All models are in memory at once.
+    Python starts every step: where the runs play recorded CUDA graphs, the file says so.
+
+    Args:
+        plan: what is compared; its first seed is taken.
+        out: the comparison's directory, which has its data.
+    """
+    batches = _batches(plan, out)
+    steps = {variant.name: _step(plan, variant, batches) for variant in plan.variants}
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in tqdm(range(WARM_UP + ROUNDS), desc="timing steps side by side", leave=False):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            _synchronize()
+            rounds[name].append(time.perf_counter() - start)
+    seconds = {name: statistics.median(values[WARM_UP:]) for name, values in rounds.items()}
+    unrecorded = {"unrecorded": True} if not obstacles(_arguments(plan)) else {}
+    of = {variant.name: _identity(plan, variant) for variant in plan.variants}
+    found = {"seconds": seconds, "rounds": ROUNDS, "of": of, **unrecorded, **environment()}
+    write_json(out / TIMES_FILE, found)
+    return seconds
+
+
+def load_times(plan: ComparisonPlan, out: Path, names: Collection[str]) -> dict[str, float]:
+    """Return what `measure_times` found, or nothing if it was not measured of all these variants.
+
+    Times that were not measured side by side are not comparable with those that were, and those of
+    other code or of another variant of the name are of something else.
+    """
+    path = out / TIMES_FILE
+    found: dict[str, Any] = read_json(path) if path.exists() else {}
+    asked = {each.name: _identity(plan, each) for each in plan.variants if each.name in names}
+    return found["seconds"] if found and asked.items() <= found.get("of", {}).items() else {}
+
+
+def _identity(plan: ComparisonPlan, variant: Variant) -> str:
+    """Return a digest of what a variant's steps are: its fields, its schemes' files, the code."""
+    config = variant.metis_config(plan.seeds[0])
+    sources = source_digests(config.schemes, config.format)
+    return digest(code_digest(), variant.fields(), sources)
+
+
+def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
+    """Return the micro-batches of one step, [sequences tokens]."""
+    experiment = plan.experiment
+    dataset, _, _ = load_data(
+        Path(plan.data) if plan.data is not None else out / "data",
+        None if plan.validation is None else Path(plan.validation),
+        vocab_size=experiment.model["vocab_size"],
+        sequence_length=experiment.sequence_length,
+        eval_sequences=plan.eval_sequences,
+        seed=plan.seeds[0],
+    )
+    rows = dataset.select(range(plan.global_batch))["input_ids"]
+    ids = torch.stack([torch.as_tensor(row) for row in rows])
+    return list(ids.split(experiment.training["per_device_train_batch_size"]))
+
+
+def _arguments(plan: ComparisonPlan) -> transformers.TrainingArguments:
+    return training_arguments(plan.experiment, Path("unused"))
+
+
+def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
+    """Return one optimizer step of a variant, as a call."""
+    args = _arguments(plan)
+    model: Any = initial_model(with_seed(plan.experiment, plan.seeds[0]), args.device)
+    get_metis_model(model, variant.metis_config(plan.seeds[0]))
+    model.train()
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = kind(options.pop("params", None) or model.parameters(), **options)
+    ids = [batch.to(args.device) for batch in batches]
+
+    def micro_batches() -> None:
+        for batch in ids:
+            with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
+                loss = model(input_ids=batch, labels=batch).loss
+            (loss / len(ids)).backward()
+
+    def step() -> None:
+        if len(ids) > 1:
+            with reuse_weights(model):
+                micro_batches()
+        else:
+            micro_batches()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

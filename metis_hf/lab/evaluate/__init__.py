@@ -1,0 +1,10 @@
+"""Evaluation through lm-eval: of a model in memory, of checkpoints, from the command line.
+
+`evaluate_model` serves a training run, `metis-hf eval` (module `command`) trained checkpoints,
+`harness` lm-eval's own command line. Importing this package imports neither lm_eval nor datasets.
+"""
+
+from metis_hf.lab.evaluate.results import HEADLINE_METRICS, EvalResult
+from metis_hf.lab.evaluate.run import TaskSpec, evaluate_model, held_out_loss
+
+__all__ = ["HEADLINE_METRICS", "EvalResult", "TaskSpec", "evaluate_model", "held_out_loss"]

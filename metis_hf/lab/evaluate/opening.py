@@ -1,0 +1,220 @@
+"""Opening of checkpoints: directories, runs, PEFT adapters and models of the hub by their names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import peft
+
+from metis_hf.conversion.hub import read_config
+from metis_hf.conversion.packed_layouts import RESIDUAL_DIR, SIDE_FILE
+from metis_hf.lab.evaluate.checkpoints import ADAPTER_FILE, CONFIG_FILE, DENSE, WEIGHTS, Checkpoint
+from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
+from metis_hf.shared.records import read_json
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+logger = logging.getLogger(__name__)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a directory: itself, its `model/`, or its last `checkpoint-<step>`.
+
+    A PEFT adapter, there too, stands for the model that it names with it on top. A `model/` or
+    a `checkpoint-<step>` that is not whole is passed over with a warning: the run was interrupted
+    while it saved.
+
+    Raises:
+        FileNotFoundError: no such directory.
+        ValueError: there is no checkpoint in it, one without weights, one cut short, or an export
+            with a side file.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is not a directory; name a checkpoint (a directory with config.json) or a "
+            "run that holds model/ or checkpoint-<step>"
+        )
+    _refuse_side_file(path)
+    place = _place(path)
+    if place is None:
+        raise ValueError(f"{path} holds no checkpoint (config.json and weights){_hint(path)}")
+    if not (place / CONFIG_FILE).is_file():
+        return _open_adapter(place)
+    config = read_json(place / CONFIG_FILE)
+    checkpoint = Checkpoint(place, _label(place, 0), config.get("quantization_config") or {})
+    if not checkpoint.weight_files():
+        raise ValueError(
+            f"{place} has a config.json but no weights (*.safetensors); a run on several devices "
+            "writes them with trainer.save_model under a full state dict"
+        )
+    for file in checkpoint.weight_files():
+        if (reason := file_damage(file)) is not None:
+            raise ValueError(
+                f"{place}: {reason}, as a process that ends while it saves leaves it; train on "
+                "from an older checkpoint, or copy the file again"
+            )
+    return checkpoint
+
+
+def _refuse_side_file(path: Path) -> None:
+    """Refuse an export whose model is in two parts, and its first part alone."""
+    whole = path.resolve()
+    whole = whole.parent if whole.name == RESIDUAL_DIR else whole
+    if (whole / SIDE_FILE).is_file() and not (whole / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{path} is of an export with a side file: the model is {RESIDUAL_DIR}/ and the "
+            f"factors beside it together, and {RESIDUAL_DIR}/ alone is another. Put them together "
+            f"with metis_hf.deploy.load_low_rank({str(whole)!r}).save_pretrained(DIRECTORY) and "
+            "name that directory, or the checkpoint that was exported"
+        )
+
+
+def _open_adapter(path: Path) -> Checkpoint:
+    """Return the model that a PEFT adapter names, with the adapter on top of it.
+
+    A plain model is converted as it was when the adapter was trained over it.
+    """
+    kind: Any = peft.PeftConfig.from_pretrained(str(path))
+    if kind.task_type not in (None, "CAUSAL_LM") or not kind.base_model_name_or_path:
+        raise ValueError(
+            f"{path} is a PEFT adapter of {kind.base_model_name_or_path or 'a model without name'} "
+            f"for {kind.task_type or 'no task'}; the tasks need one of a causal language model"
+        )
+    try:
+        base = open_model(kind.base_model_name_or_path)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"{path} is a PEFT adapter, and its model is not there: {error}. Correct "
+            f"base_model_name_or_path in {path / ADAPTER_FILE}"
+        ) from None
+    if (reason := _damage(path)) is not None:
+        raise ValueError(f"{path} is a PEFT adapter without whole weights: {reason}; save it again")
+    recorded = getattr(kind, "metis_config", None)
+    if recorded is not None and base.scheme == DENSE:
+        base = replace(base, conversion=read_config(recorded), trained=True)
+    return replace(base, label=_label(path, 0), adapter=path)
+
+
+def _place(path: Path) -> Path | None:
+    """Return which directory of a run is its checkpoint, or None."""
+    saved = [place for place in (path, path / "model") if _holds(place)]
+    damage = {place: _damage(place) for place in saved}
+    for place, reason in damage.items():
+        if reason is None:
+            return place
+    last = last_checkpoint(path, _damage)
+    if last is None:
+        return saved[0] if saved else None
+    for place, reason in damage.items():
+        logger.warning("%s is not whole (%s); %s is taken instead", place, reason, last)
+    return Path(last)
+
+
+def _holds(directory: Path) -> bool:
+    """Return whether there is a model in a directory, or a PEFT adapter, whole or not."""
+    return any((directory / name).is_file() for name in (CONFIG_FILE, ADAPTER_FILE))
+
+
+def _damage(directory: Path) -> str | None:
+    """Return what a model or an adapter lacks; None if it is whole."""
+    if not _holds(directory):
+        return f"no {CONFIG_FILE}"
+    if (directory / CONFIG_FILE).is_file():
+        return model_damage(directory)
+    file = directory / ADAPTER_WEIGHTS
+    return file_damage(file) if file.is_file() else f"no {ADAPTER_WEIGHTS}"
+
+
+def download(name: str) -> Path:
+    """Fetch a model from the hub, or from its cache on this machine.
+
+    Returns:
+        The directory with config, weights and tokenizer.
+
+    Raises:
+        FileNotFoundError: the hub has no model of that name, or cannot be reached.
+    """
+
+    def fetch(*patterns: str) -> Path:
+        # Repositories keep the same weights in other formats in folders.
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(patterns), ignore_patterns=["*/*"]
+        )
+        return Path(found)
+
+    try:
+        place = fetch(*_HUB_FILES)
+        return place if any(place.glob("*.safetensors")) else fetch(*_HUB_FILES, WEIGHTS[1])
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"{name} is no directory, and the hub gives no model of that name ({reason}); name a "
+            "checkpoint (a directory with config.json), a run that holds one, or a model of the hub"
+        ) from error
+
+
+def open_model(name: str | Path) -> Checkpoint:
+    """Open a checkpoint of this machine, or a model of the hub by its name.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_checkpoint` and `download`.
+    """
+    if Path(name).is_dir() or not _HUB_NAME.fullmatch(str(name)):
+        return open_checkpoint(Path(name))
+    return replace(open_checkpoint(download(str(name))), label=str(name))
+
+
+def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
+    """Open several checkpoints, with labels that tell them apart.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`; or one is named twice.
+    """
+    found = [open_model(name) for name in names]
+    places = Counter(checkpoint.place.resolve() for checkpoint in found)
+    twice = [str(path) for path, count in places.items() if count > 1]
+    if twice:
+        raise ValueError(f"named twice: {', '.join(twice)}")
+    labels, more = [one.label for one in found], 0
+    local = [Path(name).is_dir() for name in names]  # a model of the hub keeps its name
+    while len(set(labels)) < len(labels):
+        more += 1
+        before = labels
+        labels = [
+            _label(one.place, more, places) if here else one.label
+            for one, here in zip(found, local)
+        ]
+        if labels == before:  # a directory at the root has the name of a model of the hub
+            labels = [
+                str(one.place.resolve()) if here else one.label for one, here in zip(found, local)
+            ]
+            break
+    return [replace(one, label=label) for one, label in zip(found, labels)]
+
+
+def _label(path: Path, more: int, beside: Container[Path] = ()) -> str:
+    """Return the run's name, with `more` of the directories above it.
+
+    The name does not say `model`, unless the run's own directory is one of those `beside` it.
+    """
+    parts = list(path.resolve().parts[1:])
+    own = 1
+    if parts[-1] == "model" and len(parts) > 1 and path.resolve().parent not in beside:
+        parts.pop()
+    elif re.fullmatch(r"checkpoint-\d+", parts[-1]):
+        own = 2
+    return "/".join(parts[-(own + more) :])
+
+
+def _hint(path: Path) -> str:
+    below = sorted(str(p) for p in path.iterdir() if _holds(p) or _holds(p / "model"))
+    return f"; there are some below it: {' '.join(below)}" if below else ""

@@ -1,0 +1,378 @@
+"""Evaluations side by side in the shape of the paper's tables, with differences and footnotes.
+
+Numbers only; `formats` turns them into text. Scores are in percent, errors are one standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from metis_hf.lab.evaluate import paper
+from metis_hf.lab.evaluate.results import headline, is_share, metrics_of
+
+BASES = ("bf16", "dense")  # schemes without quantization; differences are taken to the first
+LOSS, AVERAGE = "Loss", "Avg"
+FEW_ITEMS = 100  # below, a score's standard error is 5 points
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number of a table.
+
+    Attributes:
+        value: percent, or nats per token, or what the metric is in; NaN is shown and flagged.
+        error: one standard error, in the same unit; NaN if unknown.
+        metric: its name.
+        percent: whether it is a share of right answers, which the average takes.
+        lower_is_better: of losses and perplexities.
+        items: one digit per document, if it is 0 or 1 for each.
+        digits: decimals that are known; by default as many as the column shows.
+    """
+
+    value: float
+    error: float = math.nan
+    metric: str = ""
+    percent: bool = True
+    lower_is_better: bool = False
+    items: str = ""
+    digits: int | None = None
+
+    def decimals(self, column: str) -> int:
+        """Return decimals that are shown."""
+        return digits(column) if self.digits is None else self.digits
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation, or one published row.
+
+    Attributes:
+        name: shown in the first column.
+        label: the checkpoint's.
+        scheme: the checkpoint's; empty for a published row.
+        precision: "scheme" or "dense"; empty for a published row.
+        scores: column title -> score; a column without a number is absent.
+        method: the paper's name of the method, if it has it.
+    """
+
+    name: str
+    scores: dict[str, Score]
+    label: str = ""
+    scheme: str = ""
+    precision: str = ""
+    method: str | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows under one title; `kind` is measured, published, or a difference to one of the two."""
+
+    kind: str
+    title: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table to be shown: columns, blocks of rows, and footnotes."""
+
+    columns: list[str]
+    blocks: list[Block]
+    notes: list[str] = field(default_factory=list)
+
+    def best(self, column: str) -> float | None:
+        """Return the best measured value of a column as it is shown; None where all are alike."""
+        scores = [row.scores[column] for row in self.blocks[0].rows if column in row.scores]
+        finite = [score for score in scores if math.isfinite(score.value)]
+        values = {round(score.value, digits(column)) for score in finite}
+        if not values or (len(values) == 1 and len(finite) == len(scores)):
+            return None
+        return min(values) if finite[0].lower_is_better else max(values)
+
+
+def digits(column: str) -> int:
+    """Return decimals of a column."""
+    return 4 if column == LOSS else 1
+
+
+def title(task: str) -> str:
+    """Return a task's column title, the paper's where it has the task."""
+    return paper.TITLES.get(task, task)
+
+
+def parse_metrics(options: Sequence[str]) -> dict[str, str]:
+    """Return `["acc"]` or `["race=acc", ...]` as task -> metric; the key "" stands for all tasks.
+
+    Raises:
+        ValueError: a metric for all tasks that is none of acc, acc_norm, default.
+    """
+    chosen: dict[str, str] = {}
+    for option in options:
+        task, equals, metric = option.rpartition("=")
+        if (equals and not (task and metric)) or (
+            not equals and metric not in ("acc", "acc_norm", "default")
+        ):
+            raise ValueError(
+                f"metric {option!r}; expected acc, acc_norm, default, or <task>=<metric>"
+            )
+        chosen[task] = metric
+    return chosen
+
+
+def compare(
+    records: Sequence[dict[str, Any]],
+    tasks: Sequence[str],
+    *,
+    metrics: dict[str, str] | None = None,
+    control: str | None = None,
+    published: str | None = None,
+) -> Comparison:
+    """Return the table of some results.
+
+    Args:
+        records: as `store.load_result` gives them, of the same tasks.
+        tasks: in the order of the columns.
+        metrics: as `parse_metrics` gives them.
+        control: label or name of the row that differences are taken to; by default the first
+            trained in bf16, else the first dense model, if there is one.
+        published: the paper's model whose rows are added, e.g. "gpt2-130m".
+
+    Raises:
+        ValueError: no such control, metric or published model, or no published row that matches.
+    """
+    notes: list[str] = []
+    rows = [_measured(record, tasks, metrics or {}) for record in records]
+    columns = [title(task) for task in tasks]
+    if any(LOSS in row.scores for row in rows):
+        columns.insert(0, LOSS)
+    if any(AVERAGE in row.scores for row in rows):
+        columns.append(AVERAGE)
+    blocks = [Block("measured", "", rows)]
+    reference = _control(rows, control)
+    others = [row for row in rows if row is not reference]
+    if reference is not None and others:
+        differences = [difference(row, reference) for row in others]
+        blocks.append(
+            Block("difference to control", f"Difference to {reference.name}", differences)
+        )
+    if tasks:
+        notes += _metric_notes(rows, tasks, metrics or {})
+        notes += _error_notes(rows, reference if others else None)
+    of_note: dict[str, list[str]] = {}
+    for record, row in zip(records, rows):
+        for note in _row_notes(record):
+            of_note.setdefault(note, []).append(row.name)
+    notes += [f"{', '.join(names)}: {note}" for note, names in of_note.items()]
+    notes += _setting_notes(records[0])
+    if published is not None:
+        more, about = _published_blocks(rows, tasks, published)
+        blocks += more
+        notes += about
+    return Comparison(columns, blocks, notes)
+
+
+def average(scores: Sequence[Score]) -> Score | None:
+    """Return the mean over the tasks, NaN if one is; errors of different tasks are independent."""
+    if not scores:
+        return None
+    count = len(scores)
+    error = math.sqrt(sum(score.error**2 for score in scores)) / count
+    return Score(sum(score.value for score in scores) / count, error)
+
+
+def difference(row: Row, reference: Row) -> Row:
+    """Return `row - reference` in every column that both have, paired over the same items."""
+    scores: dict[str, Score] = {}
+    for column, score in row.scores.items():
+        other = reference.scores.get(column)
+        if other is None or column == AVERAGE:
+            continue
+        scores[column] = Score(
+            score.value - other.value,
+            _difference_error(score, other),
+            score.metric,
+            score.percent,
+            digits=other.digits,
+        )
+    mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
+    if mean is not None and AVERAGE in row.scores and AVERAGE in reference.scores:
+        scores[AVERAGE] = mean
+    return Row(row.name, scores, row.label, row.scheme, row.precision, row.method)
+
+
+def _difference_error(score: Score, other: Score) -> float:
+    if score.items and len(score.items) == len(other.items):
+        pairs = np.array([list(score.items), list(other.items)]).astype(int)
+        gaps = 100.0 * (pairs[0] - pairs[1])
+        return float(gaps.std(ddof=1) / math.sqrt(gaps.size)) if gaps.size > 1 else math.nan
+    if math.isnan(other.error):  # a published number
+        return score.error
+    return math.hypot(score.error, other.error)
+
+
+def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, str]) -> Row:
+    ours = record["metis"]
+    scores: dict[str, Score] = {}
+    if ours["held_out_loss"] is not None:
+        scores[LOSS] = Score(
+            ours["held_out_loss"], metric="loss", percent=False, lower_is_better=True
+        )
+    for task in tasks:
+        scores[title(task)] = _score(record, task, metrics)
+    mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
+    if mean is not None:
+        scores[AVERAGE] = mean
+    converted = "conversion" in ours["settings"]
+    return Row(
+        row_name(ours["label"], ours["scheme"], ours["precision"], converted=converted),
+        scores,
+        ours["label"],
+        ours["scheme"],
+        ours["precision"],
+        paper.published_method(ours["quantization_config"]),
+    )
+
+
+def row_name(label: str, scheme: str, precision: str, *, converted: bool) -> str:
+    """Return what the first column calls an evaluation: checkpoint, scheme, precision.
+
+    A directory of the scheme's name says it already, unless the checkpoint is converted.
+    """
+    named = scheme in label.split("/") and not converted
+    name = label if named else f"{label} {scheme}"
+    return f"{name}, dense" if precision == "dense" and scheme not in BASES else name
+
+
+def _score(record: dict[str, Any], task: str, metrics: dict[str, str]) -> Score:
+    results = record["results"]
+    wanted = metrics.get(task)
+    if wanted is None and metrics.get("", "default") in metrics_of(results.get(task, {})):
+        wanted = metrics[""]
+    metric, value, error = headline(results, task, None if wanted == "default" else wanted)
+    lower = record["higher_is_better"].get(task, {}).get(metric) is False
+    percent = is_share(value, lower_is_better=lower)
+    scale = 100 if percent else 1
+    items = record["metis"]["items"].get(task, {}).get(metric, "")
+    return Score(scale * value, scale * error, metric, percent, lower, items)
+
+
+def _control(rows: Sequence[Row], wanted: str | None) -> Row | None:
+    if wanted is None:
+        return next((row for base in BASES for row in rows if row.scheme == base), None)
+    for row in rows:
+        if wanted in (row.name, row.label):
+            return row
+    raise ValueError(f"control={wanted!r}; there are {', '.join(row.name for row in rows)}")
+
+
+def _published_blocks(
+    rows: Sequence[Row], tasks: Sequence[str], model: str
+) -> tuple[list[Block], list[str]]:
+    published = paper.published_rows(model)
+    methods = paper.shared_methods([(row.scheme, row.method) for row in rows], model)
+    shown = {method: _published_row(published[method], tasks) for method in methods}
+    differences = [
+        difference(row, shown[row.method])
+        for row in rows
+        if row.method in shown and set(row.scores) & set(shown[row.method].scores)
+    ]
+    name = paper.paper_tables()["models"][model]
+    about = paper.paper_tables()["notes"]
+    keys = ["task_metrics", "precision", "training", "race", "boolq", "error_bars"]
+    notes = [
+        f"Rows of {name} are the paper's (arXiv 2509.00404). What is repeated here is their "
+        "protocol as far as it is known, not their numbers: other text, other training length "
+        "and, unless it is the same architecture, another model. Differences to them carry the "
+        "error of the measured score alone.",
+        *(about[key] for key in keys),
+    ]
+    if any("average_recomputed" in published[method] for method in methods):
+        notes.append(f"{about['averages']} Averages here are the means of the rows.")
+    return [
+        Block("published", f"Published: {name}", list(shown.values())),
+        Block("difference to published", "Difference to the published row", differences),
+    ], notes
+
+
+def _published_row(row: dict[str, Any], tasks: Sequence[str]) -> Row:
+    of_task = dict(zip(paper.paper_tables()["tasks"], row["scores"], strict=True))
+    scores = {LOSS: Score(row["loss"], percent=False, lower_is_better=True, digits=2)}
+    known = {title(task): Score(of_task[task]) for task in tasks if task in of_task}
+    mean = average(list(known.values())) if len(known) == len(tasks) else None
+    scores |= known | ({AVERAGE: mean} if mean is not None else {})
+    return Row(f"{row['method']} (published)", scores, method=row["method"])
+
+
+def _metric_notes(rows: Sequence[Row], tasks: Sequence[str], metrics: dict[str, str]) -> list[str]:
+    of_metric: dict[str, list[str]] = {}
+    for task in tasks:
+        score = rows[0].scores[title(task)]
+        of_metric.setdefault(score.metric, []).append(title(task))
+    parts = [f"{metric} of {', '.join(columns)}" for metric, columns in of_metric.items()]
+    notes = [f"Shown: {'; '.join(parts)}; in percent where it is a share of right answers."]
+    wanted = metrics.get("", "default")
+    lacking = [title(t) for t in tasks if rows[0].scores[title(t)].metric != wanted]
+    if wanted != "default" and [t for t in tasks if t not in metrics] and lacking:
+        notes.append(f"{wanted} was asked for, which {', '.join(lacking)} does not have.")
+    apart = [title(t) for t in tasks if not rows[0].scores[title(t)].percent]
+    if apart and len(apart) < len(tasks):
+        notes.append(f"The average leaves out {', '.join(apart)}: no share of right answers.")
+    return notes
+
+
+def _error_notes(rows: Sequence[Row], reference: Row | None) -> list[str]:
+    notes = ["± is one standard error over the items of a task, in points."]
+    if reference is not None:
+        paired = all(s.items for c, s in reference.scores.items() if s.percent and c != AVERAGE)
+        notes.append(
+            "The error of a difference is that of the paired differences over the same items; it "
+            "does not hold the spread between training runs."
+            if paired
+            else "The error of a difference takes the two rows as independent where it is not "
+            "known which items were right."
+        )
+    return notes
+
+
+def _row_notes(record: dict[str, Any]) -> list[str]:
+    ours = record["metis"]
+    notes = []
+    for task, count in ours["nonfinite"].items():
+        if task == ours["loss_task"]:
+            notes.append("the held-out loss is NaN.")
+        else:
+            notes.append(
+                f"{count} likelihoods of {title(task)} are NaN, so its score and the average are."
+            )
+    if ours["truncated_requests"]:
+        notes.append(
+            f"{ours['truncated_requests']} requests were longer than the context and lost "
+            f"{ours['truncated_tokens']} tokens on the left."
+        )
+    return notes
+
+
+def _setting_notes(record: dict[str, Any]) -> list[str]:
+    settings = record["metis"]["settings"]
+    notes = [f"Batch size {settings['batch_size']} for all rows."]
+    if record["metis"]["held_out_loss"] is not None:
+        tokens = record["metis"]["held_out_tokens"]
+        notes.append(f"Loss is held-out, in nats per token; {tokens} tokens in the first row.")
+    limits = record["metis"]["limits"]
+    if set(limits.values()) != {None}:
+        of_items: dict[int, list[str]] = {}
+        for task, items in limits.items():
+            if items is not None:
+                of_items.setdefault(items, []).append(title(task))
+        parts = [f"{items} of {', '.join(titles)}" for items, titles in of_items.items()]
+        few = ": a smoke test, not a result" if min(of_items) < FEW_ITEMS else ""
+        shown = f"Only the first {'; '.join(parts)}{few}."
+        if len(set(limits.values())) == 1:
+            shown = f"Only the first {min(of_items)} items of each task{few}."
+        notes.append(shown)
+    return notes

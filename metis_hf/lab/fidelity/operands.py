@@ -1,0 +1,172 @@
+"""Errors where they arise: the operands and products of each layer, on exact inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from metis_hf.lab.fidelity.gradients import run_batches
+from metis_hf.lab.fidelity.subject import running
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.numerics import sqnr_db
+from metis_hf.operands import HIGH_PRECISION, Operand, Spectral
+from metis_hf.schemes import Role, Scheme
+from metis_hf.training.health import plan_of_call
+
+KINDS = {  # of operands, with the roles that they play
+    "input": (Role.FPROP_INPUT, Role.WGRAD_INPUT),
+    "weight": (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT),
+    "grad_output": (Role.DGRAD_GRAD_OUTPUT, Role.WGRAD_GRAD_OUTPUT),
+}
+
+
+@dataclass(frozen=True)
+class Unrounded(Spectral):
+    """The matrix as it is, with the low-rank part of its split beside it.
+
+    The other operand of the GEMM may be corrected along those directions, as in the scheme.
+    """
+
+    has_codes = False
+
+    def with_factors(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32):
+        _, low = super().with_factors(
+            x, quantizer, dim=dim, key=key, row_mask=row_mask, dtype=dtype
+        )
+        return x.to(dtype), low
+
+
+def only(scheme: Scheme, kind: str) -> Scheme:
+    """Return a scheme in which operands of one kind alone are quantized: see `KINDS`.
+
+    What rounding takes off them is still added along the directions of the other operand, where the
+    scheme does that and the other operand is split whenever it is quantized.
+    """
+    changes: dict[str, Any] = {}
+    for other in KINDS:
+        for role in KINDS[other]:
+            operand = scheme.operand(role)
+            if other != kind and operand is not None:
+                changes[role.name.lower()] = _unrounded(operand)
+    corrected = scheme.corrected.intersection(KINDS[kind])
+    if scheme.weight.is_split and kind != "weight":
+        corrected = corrected - {role for role in corrected if Role(role ^ 1) in KINDS["weight"]}
+    return replace(scheme, **changes, corrected=frozenset(corrected))
+
+
+def _unrounded(operand: Operand) -> Operand:
+    split = operand.conditioner
+    if operand.quantizer is None or not isinstance(split, Spectral):
+        return HIGH_PRECISION
+    fields = {field.name: getattr(split, field.name) for field in dataclasses.fields(Spectral)}
+    return replace(operand, conditioner=Unrounded(**fields))
+
+
+def layer_errors(
+    model: PreTrainedModel,
+    layers: dict[str, MetisLayer],
+    weights: dict[str, nn.Parameter],
+    rows: Tensor,
+) -> dict[str, dict[str, float]]:
+    """Measure every layer in its scheme on the exact model's inputs and output gradients.
+
+    Args:
+        model: with its converted layers.
+        layers: those layers.
+        weights: of each, the parameter whose gradient counts.
+        rows: token ids [b length], one batch.
+
+    Returns:
+        layer -> "input", "weight", "grad_output": SQNR in decibels; "y", "dx", "dw": relative
+        errors. In the order of `layers`; those that saw no token are left out.
+    """
+    schemes = {name: layer.scheme for name, layer in layers.items()}
+    found: dict[str, list[dict[str, float]]] = {}
+    handles = []
+    busy: set[str] = set()  # layers whose calls are measurements
+
+    def hook_of(name: str):
+        def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
+            if name in busy or not y.requires_grad:
+                return
+            x = (args[0] if args else kwargs["input"]).detach()
+            mask = kwargs.get("row_mask")
+            mask = layer.row_mask(x) if mask is None else mask
+
+            def measure(dy: Tensor) -> None:
+                busy.add(name)
+                with running({name: layer}, {name: schemes[name]}):
+                    error = _layer_error(layer, weights[name], x, dy.detach(), mask)
+                found.setdefault(name, []).append(error)
+                busy.remove(name)
+
+            y.register_hook(measure)
+
+        return hook
+
+    for name, layer in layers.items():
+        handles.append(layer.register_forward_hook(hook_of(name), with_kwargs=True))
+    try:
+        with running(layers):
+            run_batches(model, list(weights.values()), [rows], lambda _: None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # Hooks of the backward pass filled it from the last layer to the first.
+    return {name: _mean(found[name]) for name in layers if name in found}
+
+
+def _mean(calls: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: sum(call[key] for call in calls) / len(calls) for key in calls[0]}
+
+
+def _layer_error(
+    layer: MetisLayer, weight: nn.Parameter, x: Tensor, dy: Tensor, mask: Tensor | None
+) -> dict[str, float]:
+    layer.train()
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf, row_mask=mask)
+        dx, dw = torch.autograd.grad(y, (leaf, weight), dy)
+        with running({"": layer}):
+            exact = layer(leaf)
+            exact_dx, exact_dw = torch.autograd.grad(exact, (leaf, weight), dy)
+    errors = {
+        "y": _relative(y.detach(), exact.detach()),
+        "dx": _relative(dx, exact_dx),
+        "dw": _relative(dw, exact_dw),
+    }
+    return _operand_sqnr(layer, x, dy, mask) | errors
+
+
+@torch.no_grad()
+def _operand_sqnr(
+    layer: MetisLayer, x: Tensor, dy: Tensor, mask: Tensor | None
+) -> dict[str, float]:
+    plan = plan_of_call(layer, x, mask, x.dtype)
+    params = layer.weight_params()
+    matrices = {
+        "input": (x.flatten(0, -2), Role.FPROP_INPUT),
+        "grad_output": (dy.flatten(0, -2), Role.DGRAD_GRAD_OUTPUT),
+    }
+    found = {}
+    for kind, (matrix, role) in matrices.items():
+        found[kind] = _sqnr(matrix, plan.matrix_operand(role, matrix))
+    dense = layer.weight_form.dense(params)
+    found["weight"] = _sqnr(dense, plan.weight_operand(Role.FPROP_WEIGHT, params))
+    return found
+
+
+def _sqnr(x: Tensor, x_hat: Any) -> float:
+    values = x_hat.values if x_hat.scale is None else x_hat.values * x_hat.scale
+    return float(sqnr_db(x.float(), values[: x.shape[0], : x.shape[1]].float()))
+
+
+def _relative(x: Tensor, exact: Tensor) -> float:
+    return float((x - exact).float().norm() / exact.float().norm().clamp_min(1e-30))

@@ -1,0 +1,173 @@
+"""Files of a fidelity measurement: table.md, cost.png, and index.html with everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from metis_hf.lab.fidelity.figures import cost_figure, layers_figure
+from metis_hf.lab.fidelity.result import SchemeResult, columns, table
+from metis_hf.lab.show.html import Cell, Page, number
+from metis_hf.lab.show.tables import markdown_table
+from metis_hf.shared.layer_names import group_of
+
+_WORST = 12  # layers in a list of those that cost most
+
+
+def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeResult]) -> None:
+    """Write the table, the picture and the page of what was measured so far."""
+    (out / "table.md").write_text(markdown_table(*table(results)), "utf-8")
+    picture = cost_figure(results, record["settings"]["tokens_per_step"])
+    if picture is not None:
+        (out / "cost.png").write_bytes(picture)
+    _page(record, results, picture).save(out / "index.html")
+
+
+def _page(record: dict[str, Any], results: Sequence[SchemeResult], picture: bytes | None) -> Page:
+    settings = record["settings"]
+    page = Page(
+        f"Fidelity of {settings['model']}",
+        f"{record['held_out_tokens']:,} tokens of {settings['text']} for the loss, "
+        f"{record['gradient_sequences']} sequences of {settings['length']} in "
+        f"{record['gradient_batches']} batches for gradients; nothing is trained",
+    )
+    if record["missing"]:
+        page.notice(
+            f"Not complete: {record['missing']} schemes are to come. If the command was "
+            "interrupted, the same one goes on from here."
+        )
+    measured = [r for r in results if not r.note]
+    page.cards(*_cards(measured))
+    page.section("Schemes", *_TABLE_TEXT)
+    if picture is not None:
+        page.figure(picture, _COST_TEXT)
+    page.table(*_table(results))
+    page.section("Operands of one kind alone", _KINDS_TEXT)
+    page.table(_KINDS_HEADER, [row for r in measured for row in _kind_rows(r)])
+    for r in measured:
+        page.section(f"Layers under {r.name}")
+        if r.alone:
+            _alone(page, r)
+        if r.layers:
+            page.figure(layers_figure(r), _LAYERS_TEXT)
+            page.table(_GROUP_HEADER, _group_rows(r), "Means over the layers of a kind.")
+    return page
+
+
+_TABLE_TEXT = (
+    "Loss, divergence (KL, of the exact model's next-token distribution from the scheme's) and "
+    "the share of tokens with the same likeliest successor: evaluation rounding. Gradients of all "
+    "converted weights: training rounding, against the exact gradient of the same batch, and of "
+    "the mean over batches. ± is a standard error over batches (of the mean gradient: jackknife).",
+    "Good: a loss rise below 1 %, a cosine above .95. Bad: a relative error of 1, which a gradient "
+    "of zero has too.",
+)
+_COST_TEXT = (
+    "Lower is better, left is cheaper. Multiply-adds are those of splits, projections, rotations "
+    "and corrections, over 3 t o i of the GEMMs; quantizers are element work and do not count."
+)
+_KINDS_TEXT = (
+    "Only operands of one kind are quantized, in all layers: loss and KL on a third of the "
+    "batches, the gradient of one batch. If errors added up, the loss rises of inputs and weights "
+    "would sum to the scheme's."
+)
+_LAYERS_TEXT = (
+    "Each layer on the exact model's inputs and output gradients, in the scheme. Direct NVFP4 "
+    "gives normal values about 20 dB; higher is better above, lower is better below."
+)
+_KINDS_HEADER = ("Scheme", "Quantized", "Loss rise %", "KL (nats)", "Gradient error", "Cosine")
+_GROUP_HEADER = ("Layers", "SQNR input", "weight", "grad_output", "Error of y", "dx", "dw")
+
+
+def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
+    finite = [r for r in results if math.isfinite(r.rise.mean)]
+    if not finite:
+        return []
+    best = min(finite, key=lambda r: r.rise.mean)
+    exact = sum(b["exact"] for b in best.batches) / len(best.batches)
+    found = [
+        ("exact loss", f"{exact:.4f}", "nats per token, held-out"),
+        ("smallest loss rise", best.rise.text("+.2f") + " %", best.name),
+    ]
+    graded = [r for r in finite if math.isfinite(r.gradient("cosine").mean)]
+    if graded:
+        near = max(graded, key=lambda r: r.gradient("cosine").mean)
+        cosine = near.gradient("cosine").text(".3f")
+        found.append(("nearest gradient", cosine, f"cosine, one batch: {near.name}"))
+    return found
+
+
+def _table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[Cell]]]:
+    """Return header and rows that a reader can sort by each column."""
+    header, texts = table(results)
+    shown, rows = columns(results), []
+    for result, row in zip(results, texts):
+        means = [None if result.note else c.value(result).mean for c in shown]
+        rows.append([Cell(text, mean) for text, mean in zip(row, [None, *means])])
+    return header, rows
+
+
+def _kind_rows(result: SchemeResult) -> list[list[Cell]]:
+    rows = []
+    for kind, found in result.kinds.items():
+        numbers = [
+            number(found[key], spec) if key in found else Cell("", math.nan)
+            for key, spec in (
+                ("loss", "+.2f"),
+                ("kl", ".4f"),
+                ("gradient_error", ".3f"),
+                ("gradient_cosine", ".3f"),
+            )
+        ]
+        rows.append([Cell(result.name), Cell(kind), *numbers])
+    return rows
+
+
+def _alone(page: Page, result: SchemeResult) -> None:
+    """List the layers that cost most when each alone is quantized, and compare sum and whole."""
+    layers, whole = result.alone["layers"], result.alone["whole"]
+    total = sum(found["kl"] for found in layers.values())
+    rise = sum(found["loss"] for found in layers.values())
+    page.text(
+        f"Each layer alone, on one sequence: their divergences sum to {total:.4f} nats, all "
+        f"together give {whole['kl']:.4f}; loss rises sum to {rise:+.2f} %, all together "
+        f"{whole['loss']:+.2f} %."
+    )
+    order = sorted(layers, key=lambda name: -layers[name]["kl"])
+    rows = [
+        [
+            Cell(name),
+            number(layers[name]["kl"], ".5f"),
+            number(100 * layers[name]["kl"] / total if total else math.nan, ".1f"),
+            number(layers[name]["loss"], "+.3f"),
+        ]
+        for name in order[:_WORST]
+    ]
+    page.table(("Layer alone", "KL (nats)", "% of the sum", "Loss rise %"), rows)
+
+
+def _group_rows(result: SchemeResult) -> list[list[Cell]]:
+    groups: dict[str, list[dict[str, float]]] = {}
+    for name, found in result.layers.items():
+        groups.setdefault(group_of(name), []).append(found)
+    rows = []
+    for group, members in groups.items():
+        means = {key: sum(m[key] for m in members) / len(members) for key in members[0]}
+        rows.append(
+            [
+                Cell(group),
+                *(_sqnr([m[key] for m in members]) for key in ("input", "weight", "grad_output")),
+                *(number(means[key], ".3f") for key in ("y", "dx", "dw")),
+            ]
+        )
+    return rows
+
+
+def _sqnr(values: Sequence[float]) -> Cell:
+    """Return the mean over layers that quantize the operand; without error it is infinite."""
+    quantized = [value for value in values if value != math.inf]
+    if not quantized:
+        return Cell("exact", math.inf)
+    return number(sum(quantized) / len(quantized), ".1f")

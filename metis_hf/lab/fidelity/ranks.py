@@ -1,0 +1,386 @@
+"""Ranks for a budget of multiply-adds: directions go to the layers where they remove most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.lab.fidelity.gradients import run_batches
+from metis_hf.lab.fidelity.subject import MIN_LENGTH, converted, open_subject, running, trainable
+from metis_hf.lab.planning.overhead import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
+from metis_hf.lab.show.phases import PhaseProgress
+from metis_hf.lab.show.tables import terminal_table
+from metis_hf.layers.experts import converted_names, layers_of
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes import build_scheme, most_directions, scheme_info
+from metis_hf.shared.layer_names import group_of
+from metis_hf.shared.records import write_json
+
+RANKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of those that it can have
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Ranks of a model's layers, and what they cost.
+
+    Attributes:
+        config: with the ranks as `rank_pattern`; experts by the name of their fused weight.
+        ranks: of each converted layer, by name.
+        overhead: of a training step with these ranks.
+        errors: of each layer at each rank tried, from the smallest: see `allocate_ranks`.
+        left: estimated error of all layers, over that with the smallest rank everywhere.
+    """
+
+    config: MetisConfig
+    ranks: Mapping[str, int]
+    overhead: Overhead
+    errors: Mapping[str, Sequence[float]]
+    left: float
+
+
+def write_ranks(
+    name: str,
+    text: Path,
+    budget: float,
+    out: Path,
+    *,
+    scheme: str = "metis",
+    sequences: int = 4,
+    length: int = 256,
+    batch: int = 2,
+    tokens: int = TOKENS,
+    dtype: str = "float32",
+    device: str = "cpu",
+    tokenizer: str | None = None,
+    console: Console | None = None,
+) -> RankPlan:
+    """Choose ranks for a model by the beginning of a text, print them, and write the config.
+
+    Args:
+        name: directory or hub name of the model.
+        text: a UTF-8 file.
+        budget: multiply-adds beyond the three GEMMs, as a share of theirs.
+        out: file for the config as JSON.
+        scheme: that splits operands.
+        sequences: of the text, at most.
+        length: tokens of each.
+        batch: sequences of a batch.
+        tokens: of a training step, by which the cost is counted.
+        dtype: of weights and exact computation.
+        device: to run on.
+        tokenizer: directory of another tokenizer than the model's own.
+        console: to print to.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_subject` and `allocate_ranks`; or `out` cannot be
+            written.
+    """
+    scheme_info(scheme)
+    _check_numbers(budget, tokens)
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(
+            f"{out} cannot be written; name a file in a directory that is there and "
+            "may be written to"
+        )
+    console = console or Console(quiet=True)
+    subject = open_subject(
+        name,
+        text,
+        tokenizer=tokenizer,
+        sequences=sequences,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+    )
+    batches = torch.cat([subject.held_out, subject.training]).split(batch)
+    with PhaseProgress(console, {"batches": (len(batches), 1.0)}) as bars:
+        plan = allocate_ranks(
+            subject.model,
+            batches,
+            budget,
+            MetisConfig(scheme=scheme),
+            tokens=tokens,
+            advance=lambda: bars.advance("batches"),
+        )
+    kinds: dict[str, list[int]] = {}
+    for layer, rank in plan.ranks.items():
+        kinds.setdefault(group_of(layer), []).append(rank)
+    rows = [
+        [kind, str(len(of)), str(min(of)), f"{sum(of) / len(of):.1f}", str(max(of))]
+        for kind, of in kinds.items()
+    ]
+    header = ("Layers", "Number", "Lowest rank", "Mean", "Highest")
+    console.print(terminal_table(header, rows, title=f"Ranks of {name}"))
+    console.print(
+        f"{plan.overhead.share:.1%} more multiply-adds. Estimated error: {plan.left:.0%} of what "
+        f"rank {RANKS[0]} leaves",
+        highlight=False,
+    )
+    write_json(out, plan.config.to_dict())
+    console.print(
+        f"{out}: read it with MetisConfig.from_json", soft_wrap=True, highlight=False, markup=False
+    )
+    return plan
+
+
+@dataclass
+class _Group:
+    """Layers that have one rank, with what each rank costs and leaves: see `_groups`."""
+
+    layers: list[str]
+    ranks: tuple[int, ...]
+    costs: list[float]  # multiply-adds over those of all layers' GEMMs
+    errors: list[float] = field(default_factory=list)
+
+    def steps(self) -> list[tuple[float, int, int]]:
+        """Return (gain for its cost, from, to) of each step along the lower convex hull."""
+        found, place = [], 0
+        while place + 1 < len(self.ranks):
+            ahead = range(place + 1, len(self.ranks))
+            gain, back = max((self._gain(place, k), -k) for k in ahead)  # of equals the nearest
+            best = -back
+            if gain <= 0:
+                break
+            found.append((gain, place, best))
+            place = best
+        return found
+
+    def _gain(self, low: int, high: int) -> float:
+        cost = self.costs[high] - self.costs[low]
+        return (self.errors[low] - self.errors[high]) / max(cost, 1e-30)
+
+
+def allocate_ranks(
+    model: PreTrainedModel,
+    batches: Iterable[Tensor],
+    budget: float,
+    config: MetisConfig | None = None,
+    *,
+    tokens: int = TOKENS,
+    ranks: Sequence[int] = RANKS,
+    advance: Callable[[], None] = lambda: None,
+) -> RankPlan:
+    """Choose a rank for each layer of a model from one calibration, within a budget.
+
+    Each layer runs at each rank, with evaluation rounding, on the exact model's inputs. What counts
+    is the error e of its output y, weighted by the second moment of the gradient of y: the sum
+    over tokens s and t of (e_s . dy_t)^2, the squared change of the loss to first order where any
+    token may have any token's error. Layers that read one tensor (query, key and value) share its
+    split and so have one rank; so have experts of one fused weight, which a config names as one.
+    The budget is then spent where the next multiply-add removes most.
+
+    Args:
+        model: a causal language model in dense weights; it is converted for the call, in place.
+        batches: token ids [b length] without padding.
+        budget: multiply-adds beyond the three GEMMs, as a share of theirs: .125.
+        config: how the model is converted; its `rank` and `rank_pattern` do not count.
+        tokens: of a training step, by which the cost is counted.
+        ranks: to choose from, rising; a layer gets at most half its smaller side.
+        advance: called after each batch.
+
+    Raises:
+        ValueError: the scheme splits nothing; no batch; ranks that do not rise from 1; a budget
+            that is no number or that the smallest rank exceeds; no tokens.
+    """
+    _check_numbers(budget, tokens)
+    ranks = tuple(ranks)
+    if not ranks or min(ranks) < 1 or list(ranks) != sorted(set(ranks)):
+        raise ValueError(f"ranks {list(ranks)}; expected whole numbers from 1 that rise")
+    config = (config or MetisConfig()).replace(rank=ranks[0], rank_pattern={})
+    with converted(model, config) as layers:
+        split = {name: layer for name, layer in layers.items() if layer.scheme.splits}
+        if not split:
+            raise ValueError(
+                f"scheme {config.scheme!r} splits no operand of this model, so it has no ranks; "
+                'choose "metis"'
+            )
+        few = torch.zeros(1, MIN_LENGTH, dtype=torch.int64, device=model.device)
+        with running(layers):
+            reads = inputs_of(model, layers, few)
+        seen = tokens_of_layers(model, tokens)
+        called = _called(model, layers)
+        whole, groups = _groups(layers, split, reads, called, ranks, seen)
+        left = budget - whole - sum(group.costs[0] for group in groups)
+        if left < 0:  # before anything is measured
+            raise ValueError(
+                f"a budget of {budget:.1%} is less than rank {ranks[0]} everywhere takes, "
+                f"{budget - left:.1%}; give more, or smaller ranks to choose from"
+            )
+        errors = _errors(model, split, batches, ranks, advance)
+        for group in groups:
+            group.errors = [sum(column) for column in zip(*(errors[n] for n in group.layers))]
+        at = _spend(groups, left)
+        chosen = {n: g.ranks[place] for g, place in zip(groups, at) for n in g.layers}
+        pattern = {called[name]: rank for name, rank in chosen.items()}
+        config = config.replace(rank=None, rank_pattern=pattern)
+        shapes = [_shape(layer, config.for_layer(called[name])) for name, layer in layers.items()]
+        found = overhead(shapes, [seen[name] for name in layers], [reads[name] for name in layers])
+    first = sum(group.errors[0] for group in groups)
+    last = sum(group.errors[place] for group, place in zip(groups, at))
+    return RankPlan(config, chosen, found, errors, last / first if first else 1.0)
+
+
+def _called(model: PreTrainedModel, layers: Mapping[str, MetisLayer]) -> dict[str, str]:
+    """Return the names by which a config means layers: of an expert, that of the fused weight."""
+    fused = {
+        id(layer): f"{owner}.{key}"
+        for owner, module in model.named_modules()
+        for key in converted_names(module)
+        for layer in layers_of(module, key)
+    }
+    return {name: fused.get(id(layer), name) for name, layer in layers.items()}
+
+
+def _check_numbers(budget: float, tokens: int) -> None:
+    if not budget >= 0:  # NaN is not
+        raise ValueError(f"a budget of {budget:.1%}; expected a number of at least 0 %")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} of a step; choose at least 1")
+
+
+def _errors(
+    model: PreTrainedModel,
+    layers: dict[str, MetisLayer],
+    batches: Iterable[Tensor],
+    ranks: Sequence[int],
+    advance: Callable[[], None],
+) -> dict[str, list[float]]:
+    """Return the weighted error of each layer at each rank; zeros for one that does not run."""
+    schemes = {
+        name: [
+            build_scheme(layer.config.replace(rank=rank), layer.in_features, layer.out_features)
+            for rank in _possible(layer, ranks)
+        ]
+        for name, layer in layers.items()
+    }
+    found = {name: [0.0] * len(tried) for name, tried in schemes.items()}
+    busy: set[str] = set()  # layers whose calls are measurements
+
+    def hook_of(name: str):
+        def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
+            if name in busy or not y.requires_grad:
+                return
+            x = (args[0] if args else kwargs["input"]).detach()
+            mask = kwargs.get("row_mask")
+
+            @torch.no_grad()
+            def measure(dy: Tensor) -> None:
+                busy.add(name)
+                layer.eval()
+                with running({name: layer}):
+                    exact = layer(x, row_mask=mask)
+                rows = dy.flatten(0, -2).float()
+                for place, scheme in enumerate(schemes[name]):
+                    with running({name: layer}, {name: scheme}):
+                        error = (layer(x, row_mask=mask) - exact).flatten(0, -2).float()
+                    found[name][place] += float(_squared_norm(error, rows))
+                layer.train()
+                busy.remove(name)
+
+            y.register_hook(measure)
+
+        return hook
+
+    count = 0
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_hook(hook_of(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(running(layers))
+        weights = list(trainable(layers).values())
+        for rows in batches:
+            run_batches(model, weights, [rows], lambda _: None)
+            count += 1
+            advance()
+    if not count:
+        raise ValueError("ranks are chosen by batches of text, and there is none")
+    return found
+
+
+def _squared_norm(error: Tensor, rows: Tensor) -> Tensor:
+    """Return |error rows^T|^2 of two matrices [t o], with no [t t] where there are many tokens."""
+    if len(rows) <= rows.shape[1]:
+        return (error @ rows.mT).square_().sum()
+    return ((error.mT @ error) * (rows.mT @ rows)).sum()
+
+
+def _groups(
+    layers: dict[str, MetisLayer],
+    split: dict[str, MetisLayer],
+    reads: Mapping[str, Hashable],
+    called: Mapping[str, str],
+    ranks: Sequence[int],
+    tokens: Mapping[str, int],
+) -> tuple[float, list[_Group]]:
+    """Return what layers without a split cost, and the groups of the others, without errors.
+
+    A group has one rank: it is of layers that read one tensor, or that the config calls alike.
+    """
+
+    def gemms(names: Iterable[str]) -> int:
+        return sum(tokens[n] * layers[n].in_features * layers[n].out_features for n in names)
+
+    whole = gemms(layers)
+
+    def cost(names: Sequence[str], rank: int) -> float:
+        shapes = [_shape(layers[n], layers[n].config.replace(rank=rank)) for n in names]
+        found = overhead(shapes, [tokens[n] for n in names], [reads[n] for n in names])
+        return found.share * gemms(names) / whole
+
+    rest = [name for name in layers if name not in split]
+    together: dict[Hashable, list[str]] = {}
+    for name in split:
+        of = reads[name] if called[name] == name else called[name]
+        together.setdefault(of, []).append(name)
+    known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes and configs
+    groups = []
+    for names in together.values():
+        own = min((_possible(layers[n], ranks) for n in names), key=len)
+        shapes = [f"{_shape(layers[n], layers[n].config)} {tokens[n]}" for n in names]
+        key = (*shapes, len({reads[n] for n in names}))  # experts read a tensor each
+        if key not in known:
+            known[key] = [cost(names, rank) for rank in own]
+        groups.append(_Group(names, own, known[key]))
+    return cost(rest, ranks[0]) if rest else 0.0, groups
+
+
+def _possible(layer: MetisLayer, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return those of the ranks that the layer can be converted with."""
+    most = most_directions(layer.in_features, layer.out_features)
+    return tuple(rank for rank in ranks if rank <= most)
+
+
+def _shape(layer: MetisLayer, config: Any) -> tuple[tuple[int, int], Any]:
+    return (layer.in_features, layer.out_features), config
+
+
+def _spend(groups: Sequence[_Group], left: float) -> list[int]:
+    """Return the place of each group's rank: steps of the largest gain first, while they fit.
+
+    Args:
+        groups: with costs and errors.
+        left: of the budget, once every group has its lowest rank.
+    """
+    at = [0] * len(groups)
+    steps = [
+        (gain, number, low, high)
+        for number, group in enumerate(groups)
+        for gain, low, high in group.steps()
+    ]
+    for _, number, low, high in sorted(steps, key=lambda step: -step[0]):
+        cost = groups[number].costs[high] - groups[number].costs[low]
+        if at[number] == low and cost <= left:
+            at[number] = high
+            left -= cost
+    return at

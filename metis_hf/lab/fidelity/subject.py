@@ -1,0 +1,209 @@
+"""The model that is measured, its text as batches of tokens, and how it is converted and back."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.data.chat import check_vocabulary
+from metis_hf.data.sequences import read_sequences
+from metis_hf.lab.evaluate.opening import open_model
+from metis_hf.layers.attention import AttentionProducts
+from metis_hf.layers.linear import MetisLayer, QuantLinear
+from metis_hf.schemes import Scheme, build_scheme
+from metis_hf.shared.quiet import quiet
+
+MIN_LENGTH = 8  # tokens of a sequence
+
+
+@dataclass
+class Subject:
+    """A causal language model in its dense weights, and tokens of a text.
+
+    Attributes:
+        model: dense; on its device.
+        held_out: sequences for the loss [n length].
+        training: sequences for gradients [m length].
+        identity: what tells this model from another, JSON-ready.
+    """
+
+    model: PreTrainedModel
+    held_out: Tensor
+    training: Tensor
+    identity: Any
+
+
+def open_subject(
+    name: str,
+    text: Path,
+    *,
+    tokenizer: str | None,
+    sequences: int,
+    length: int,
+    batch: int,
+    dtype: str,
+    device: str,
+) -> Subject:
+    """Open a model and the beginning of a text, and refuse what cannot be measured.
+
+    The text's first two thirds of sequences give the loss, the last third gradients, in whole
+    batches.
+
+    Args:
+        name: a checkpoint, run or hub name; a converted or packed model counts in the dense
+            weights that it represents.
+        text: a UTF-8 file, or JSON lines, see `data.chat`.
+        tokenizer: a directory with another tokenizer than the checkpoint's own.
+        sequences: at most so many of the text.
+        length: tokens of each.
+        batch: sequences of a batch.
+        dtype: of the weights and of the exact computation, such as "float32".
+        device: such as "cpu" or "cuda".
+
+    Raises:
+        FileNotFoundError: no such model or file.
+        ValueError: no tokenizer; no causal language model; a text too short; tokens that the model
+            does not have.
+    """
+    if length < MIN_LENGTH or sequences < 3 or batch < 1:
+        raise ValueError(
+            f"{sequences} sequences of {length} tokens in batches of {batch}; choose at least 3 "
+            f"sequences of {MIN_LENGTH} tokens, in batches of at least 1"
+        )
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
+    checkpoint = open_model(name)
+    encode = checkpoint.tokenizer(tokenizer)
+    ids, _ = read_sequences(encode, text, sequences, length)
+    if len(ids) < 2:
+        raise ValueError(
+            f"{text} has fewer than {2 * length} tokens; at least two sequences of {length} are "
+            "needed, one for the loss and one for a gradient. Give a longer text, or a smaller "
+            "--length"
+        )
+    with quiet():
+        model = checkpoint.load("dense", dtype, torch.device(device))
+    embeddings: Any = model.get_input_embeddings()
+    check_vocabulary(ids, embeddings.weight.shape[0], name)
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and length > context:
+        raise ValueError(f"{length} tokens do not fit the context of {name}, {context} tokens")
+    for one in (model.config, getattr(model, "generation_config", None)):
+        if one is not None:
+            one.use_cache = False
+    held_out, training = _in_batches(ids, batch)
+    of_text = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    identity = [checkpoint.fingerprint(), of_text, list(ids.shape), dtype]
+    return Subject(model, held_out, training, identity)
+
+
+def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Return the sequences for the loss and those for gradients, about a third, in whole batches.
+
+    A smaller one would count as much as they do. Where there are not two, each side is one batch of
+    what there is.
+    """
+    count = len(ids)
+    training = max(1, count // 3)
+    if count >= 2 * batch:
+        training = max(batch, training - training % batch)
+        held_out = (count - training) // batch * batch
+    else:
+        held_out = min(count - training, batch)
+        training = count - held_out
+    return ids[:held_out], ids[-training:]
+
+
+@contextlib.contextmanager
+def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str, MetisLayer]]:
+    """Convert a model in place for the block, and give it its very weights back afterwards.
+
+    Yields:
+        Its converted layers by name.
+
+    Raises:
+        ValueError: the model is converted already; or as `get_metis_model`. It is then unchanged.
+    """
+    if any(metis_layers(model)):
+        raise ValueError(
+            "the model is converted already, and schemes are measured on a model in dense weights; "
+            "call to_dense(model) first, or load the checkpoint that it was converted from"
+        )
+    # One operand alone in four bits is nothing that FP4 units multiply.
+    config = config.replace(backend="emulated")
+    needs_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    # Fused experts become one weight again from their layers, which stored factors round.
+    splits = any(
+        build_scheme(config.replace(scheme=scheme, scheme_pattern={}), 256, 256).weight.is_split
+        for scheme in {config.scheme, *config.scheme_pattern.values()}
+    )
+    fused = {n: p.detach().clone() for n, p in model.named_parameters() if splits and p.dim() == 3}
+    try:
+        get_metis_model(model, config)
+        yield dict(metis_layers(model))
+    finally:
+        names = {name for name, _ in metis_layers(model)}
+        if names:
+            to_dense(model)
+        for name in names & linears.keys():
+            model.set_submodule(name, linears[name])
+        for name, parameter in model.named_parameters():
+            if name in fused:
+                parameter.data.copy_(fused[name])
+            parameter.requires_grad_(needs_grad[name])
+            parameter.grad = None
+
+
+Part = MetisLayer | AttentionProducts  # what of a model computes by a scheme
+
+
+@contextlib.contextmanager
+def running(layers: Mapping[str, Part], schemes: Mapping[str, Scheme] | None = None):
+    """Run layers, and attention, in other schemes for the block; what is not named runs exactly.
+
+    The layers' states and parameters stay as they are.
+    """
+    before = {name: (layer.scheme, layer.eval_scheme) for name, layer in layers.items()}
+    exact = Scheme()
+    try:
+        for name, layer in layers.items():
+            scheme = (schemes or {}).get(name)
+            layer.scheme = exact if scheme is None else scheme
+            layer.eval_scheme = layer.scheme.deterministic()
+            _forget(layer)
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.scheme, layer.eval_scheme = before[name]
+            _forget(layer)
+
+
+def _forget(part: Part) -> None:
+    """Drop what earlier calls left for later ones."""
+    if isinstance(part, MetisLayer):
+        part.evaluation_weight.forget()
+
+
+def is_transposed(layer: MetisLayer) -> bool:
+    """Return whether the matrix of `trainable` is [i o]: that of a Conv1D, unless it is split."""
+    return layer.conv1d and isinstance(layer, QuantLinear)
+
+
+def trainable(layers: dict[str, MetisLayer]) -> dict[str, nn.Parameter]:
+    """Return the matrix of each layer whose gradient stands for the weight's: [o i] or [i o]."""
+    return {
+        name: getattr(layer, layer.weight_form.names[-1])  # of a split weight: of its residual
+        for name, layer in layers.items()
+    }

@@ -1,0 +1,201 @@
+"""Quantization after training in one step: any dense model or checkpoint, calibrated on a text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
+from metis_hf.conversion.hub import read_config
+from metis_hf.data.chat import check_vocabulary, first_sequences
+from metis_hf.deploy.source import check_packable, load_model, model_class, quantization_of
+from metis_hf.lab.finetune.arguments import SCHEMES
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.schemes import build_scheme
+from metis_hf.schemes.states import StaticScales
+from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
+
+_BATCH = 4  # sequences of a forward pass
+_WIDTH = 64  # of a layer, to ask a scheme what it keeps
+_WHICH_LAYERS = (
+    "target_modules",
+    "exclude_modules",
+    "modules_to_not_convert",
+    "layers_to_transform",
+    "layers_pattern",
+    "keep_first_blocks",
+    "keep_last_blocks",
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The choices of a calibration.
+
+    Attributes:
+        text: UTF-8 text, or .jsonl of messages or texts; None where only weights are quantized.
+        scheme: what a model without static scales is converted to, of `SCHEMES`; None: "w4a4".
+        sequences: at most so many of the text's beginning.
+        length: tokens of each; the model's context if that is shorter.
+        method: how the scales of inputs are found; see `calibrate`.
+        device: such as "cuda".
+        exclude: modules that stay as they are, as `MetisConfig.modules_to_not_convert` names them.
+    """
+
+    text: str | Path | None
+    scheme: str | None = None
+    sequences: int = 128
+    length: int = 512
+    method: str = METHODS[0]
+    device: str = "cpu"
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("scheme", self.scheme or SCHEMES[0], SCHEMES),
+            ("method", self.method, METHODS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}; choose one of {', '.join(known)}")
+        if self.sequences < 1 or self.length < 2:
+            raise ValueError(
+                f"{self.sequences} sequences of {self.length} tokens; expected at least 1 of 2"
+            )
+
+
+def calibrated_model(
+    checkpoint: str | Path, calibration: Calibration, report: Callable[[str], None] = print
+) -> PreTrainedModel:
+    """Return a checkpoint in a scheme of static scales, calibrated; in fp32 on the CPU.
+
+    A dense checkpoint is converted. One in a scheme without static scales takes the chosen one,
+    with the weights that it represents and the layers that it has converted. One in a scheme with
+    them keeps its schemes, and its scales are found again.
+
+    Args:
+        checkpoint: a directory or a name on the hub.
+        calibration: the text, and how it is used.
+        report: takes a line on what is done.
+
+    Raises:
+        FileNotFoundError: no such text.
+        ValueError: a checkpoint quantized by other software; layers that cannot be packed; no
+            text where inputs are quantized; a text too short; a model that reads more than token
+            ids.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    method = quantization_of(config)
+    if method not in (None, MetisConfig.quant_method):
+        raise ValueError(
+            f"{checkpoint} is quantized by {method!r} already; give the model that it was made of"
+        )
+    reads = _quantizes_inputs(config, calibration)
+    rows = _rows(config, checkpoint, calibration) if reads else None
+    model = load_model(checkpoint)
+    _convert(model, calibration, report)
+    check_packable(model)
+    batches: list[Tensor] = []
+    if rows is not None:
+        batches = list(rows.split(_BATCH))
+        report(
+            f"calibrating on {rows.shape[0]} sequences of {rows.shape[1]} tokens "
+            f"(method {calibration.method})"
+        )
+    elif calibration.text is not None:
+        report(f"no layer quantizes its inputs, so {calibration.text} is not read")
+    nn.Module.to(model, calibration.device)
+    calibrate(model, batches, method=calibration.method)
+    nn.Module.to(model, "cpu")
+    return model
+
+
+def _convert(
+    model: PreTrainedModel, calibration: Calibration, report: Callable[[str], None]
+) -> None:
+    """Give the model the scheme, in place, unless it has one with static scales."""
+    scheme, exclude = calibration.scheme, calibration.exclude
+    if has_static_scales(model):
+        for name, value in (("scheme", scheme), ("exclude", list(exclude))):
+            if value:
+                raise ValueError(
+                    f"{name}={value!r}, and the checkpoint has static scales in scheme "
+                    f"{_config(model).scheme!r} already; leave {name} out"
+                )
+        return
+    config = MetisConfig(scheme=scheme or SCHEMES[0])
+    if getattr(model.config, "quantization_config", None) is not None:
+        own = _config(model)
+        report(f"scheme {own.scheme} -> {config.scheme}")
+        config = replace(config, **{name: getattr(own, name) for name in _WHICH_LAYERS})
+        kept = [name for name, layer in metis_layers(model) if _is_kept(own, layer)]
+        if kept:
+            # Of experts the fused weight, which their layers become again.
+            fused = (re.sub(r"\.metis_(\w+)\.\d+$", r".\1", name) for name in kept)
+            names = (*(config.modules_to_not_convert or ()), *dict.fromkeys(map(re.escape, fused)))
+            config = replace(config, modules_to_not_convert=names)
+            more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+            report(f"in high precision, as scheme_pattern had them: {kept[0]}{more}")
+        to_dense(model)
+    if exclude:
+        kept_out = (*(config.modules_to_not_convert or ()), *exclude)
+        config = replace(config, modules_to_not_convert=kept_out)
+    get_metis_model(model, config)
+
+
+def _is_kept(config: MetisConfig, layer: MetisLayer) -> bool:
+    """Return whether the config's `scheme_pattern` left a layer unquantized, unlike its scheme."""
+    own = layer.config.replace(high_precision=())
+    scheme = build_scheme(own, layer.in_features, layer.out_features)
+    return own.scheme != config.scheme and scheme.fprop_weight.quantizer is None
+
+
+def _config(model: PreTrainedModel) -> MetisConfig:
+    config = model.config.quantization_config
+    assert isinstance(config, MetisConfig)
+    return config
+
+
+def _quantizes_inputs(config: PreTrainedConfig, calibration: Calibration) -> bool:
+    """Return whether a model will quantize inputs once it is converted, by what its config says."""
+    own = getattr(config, "quantization_config", None)
+    states = _static(MetisConfig(scheme=calibration.scheme or SCHEMES[0]))
+    if own is not None:
+        states = _static(read_config(own)) or states
+    return any(state.input for state in states)
+
+
+def _static(config: MetisConfig) -> list[StaticScales]:
+    """Return the states of those schemes of a config that have static scales."""
+    schemes = (build_scheme(config.replace(scheme=name), _WIDTH, _WIDTH) for name in config.schemes)
+    return [scheme.state for scheme in schemes if isinstance(scheme.state, StaticScales)]
+
+
+def _rows(config: PreTrainedConfig, checkpoint: str | Path, calibration: Calibration) -> Tensor:
+    """Return token ids [n length]."""
+    if calibration.text is None:
+        raise ValueError(
+            "the inputs of this model's layers are quantized too, so their scales need a text to "
+            "be found on: give --calibrate TEXT, or --scheme w4a16 for weights alone"
+        )
+    cls = model_class(config, checkpoint)
+    if config.is_encoder_decoder or cls.main_input_name != "input_ids":
+        raise ValueError(
+            f"{cls.__name__} does not read token ids alone; calibrate it in a script: "
+            "metis_hf.calibrate(model, batches) with its own arguments, save it and export that"
+        )
+    of_text = config.get_text_config(decoder=True)
+    context = getattr(of_text, "max_position_embeddings", None) or calibration.length
+    rows = first_sequences(
+        Path(calibration.text),
+        AutoTokenizer.from_pretrained(checkpoint),
+        min(context, calibration.length),
+        calibration.sequences,
+    )
+    check_vocabulary(rows, of_text.vocab_size, checkpoint)
+    return rows

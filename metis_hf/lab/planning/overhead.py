@@ -1,0 +1,286 @@
+"""Overhead of a scheme where FP4 units run its GEMMs: multiply-adds beyond them, weight bits.
+
+`costs` counts what emulation computes. Here each operand is made once, from the matrix to its
+codes, and nothing is put together again: hardware multiplies codes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.report import experts_per_token
+from metis_hf.lab.planning.plan import meta_model
+from metis_hf.layers.experts import converted_names, layers_of
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.make import make_layer
+from metis_hf.operands import Spectral
+from metis_hf.schemes import Role, build_scheme
+from metis_hf.schemes.listing import WIDTH
+
+TOKENS = 8192  # of a step, unless the caller says otherwise
+_PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
+_TENSORS = {
+    Role.FPROP_INPUT: "input",
+    Role.FPROP_WEIGHT: "weight",
+    Role.DGRAD_GRAD_OUTPUT: "grad_output",
+    Role.DGRAD_WEIGHT: "weight",
+    Role.WGRAD_GRAD_OUTPUT: "grad_output",
+    Role.WGRAD_INPUT: "input",
+}
+
+Shape = tuple[int, int]  # in_features, out_features
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Costs of a scheme beyond the three GEMMs of some layers.
+
+    Attributes:
+        parts: kind of work ("projection", "corrections", ...) -> multiply-adds over those of the
+            three GEMMs; kinds without any are left out.
+        weight_bits: stored for each element of the weights in fprop, low-rank factors included.
+    """
+
+    parts: Mapping[str, float]
+    weight_bits: float
+
+    @property
+    def share(self) -> float:
+        """All parts together, over the multiply-adds of the three GEMMs."""
+        return sum(self.parts.values())
+
+
+def overhead(
+    layers: Iterable[tuple[Shape, MetisConfig]],
+    tokens: int | Sequence[int] = TOKENS,
+    reads: Sequence[Hashable] | None = None,
+) -> Overhead:
+    """Count a step of `tokens` tokens through layers, each [t i] @ [i o] in 3 t i o multiply-adds.
+
+    Every distinct operand is split, projected or rotated once a step, the weight too. A rotation
+    counts as the dense product with its factors; along a dimension that a GEMM does not contract
+    its output is rotated back. A GEMM of FP4 codes multiplies the low-rank parts of its operands
+    apart, by two thin products each; a correction in their directions adds one, as its coordinates
+    are summed with those of the low-rank part before the second. Sparse parts are multiplied
+    element by element. The gradients of a split weight's factors are products too.
+
+    Args:
+        layers: (in_features, out_features) and config of each layer.
+        tokens: that the step's weights are shared by; of each layer, where they differ.
+        reads: for each layer, a name of the tensor that it reads, as `inputs_of` finds it. Layers
+            that read one tensor with equal operands (query, key and value) split it once. None: a
+            tensor each.
+    """
+    flops: dict[str, float] = defaultdict(float)
+    gemm = bits = elements = 0.0
+    encoded: set[Hashable] = set()
+    for number, ((i, o), config) in enumerate(layers):
+        t = tokens if isinstance(tokens, int) else tokens[number]
+        weight = nn.Parameter(torch.empty(o, i, device="meta"))
+        layer = make_layer(weight, None, config, name="layer")
+        gemm += 6.0 * t * i * o
+        bits += i * o * layer.scheme.weight_bits(o, i)
+        elements += i * o
+        read = number if reads is None else reads[number]
+        for counted in (
+            _encodings(layer, t, read, number, encoded),
+            _weight_factors(layer),
+            _products(layer, t),
+        ):
+            for kind, count in counted.items():
+                flops[kind] += count
+    parts = {kind: count / gemm for kind, count in flops.items() if count}
+    return Overhead(parts, bits / elements)
+
+
+def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) -> Overhead:
+    """Count a scheme on a layer of `WIDTH` inputs and outputs, with defaults for all else.
+
+    Args:
+        name: of a registered scheme.
+        mode: `MetisConfig.operand_mode`; a scheme without that mode is counted in its own.
+        tokens: of a step.
+    """
+    config = MetisConfig(scheme=name, operand_mode=mode)
+    try:
+        build_scheme(config, WIDTH, WIDTH)
+    except ValueError:
+        config = config.replace(operand_mode=None)
+    return overhead([((WIDTH, WIDTH), config)], tokens)
+
+
+def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = TOKENS) -> Overhead:
+    """Count a scheme on a causal language model of a transformers config; nothing is allocated.
+
+    Args:
+        config: of the model before it is converted.
+        metis: how it is converted.
+        tokens: of a step.
+
+    Raises:
+        ValueError: nothing of the model is converted.
+    """
+    model = meta_model(config)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    reads = inputs_of(model, linears, torch.zeros(1, 8, dtype=torch.int64, device="meta"))
+    get_metis_model(model, metis)
+    layers = dict(metis_layers(model))
+    shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+    each = list(tokens_of_layers(model, tokens).values())
+    return overhead(shapes, each, [reads.get(name, name) for name in layers])
+
+
+def tokens_of_layers(model: nn.Module, tokens: int) -> dict[str, int]:
+    """Return how many of a step's tokens each converted layer of a model sees, by its name.
+
+    Of experts each sees an equal share of the visits, as if the router were balanced.
+    """
+    own = getattr(model, "config", None)
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for key in converted_names(module):
+            experts = layers_of(module, key)
+            visits = tokens * experts_per_token(getattr(module, "config", own))
+            seen |= {id(layer): max(1, visits // len(experts)) for layer in experts}
+    return {name: seen.get(id(layer), tokens) for name, layer in metis_layers(model)}
+
+
+def inputs_of(
+    model: nn.Module, layers: Mapping[str, nn.Module], ids: Tensor
+) -> dict[str, Hashable]:
+    """Run a model on token ids [b length], and name the tensor that each layer reads.
+
+    Returns:
+        Equal values for layers that read the same tensor; a layer that does not run has one of its
+        own.
+    """
+    found: dict[str, Hashable] = {name: name for name in layers}
+    held: list[Tensor] = []  # so that no two tensors have one identity
+
+    def note(name: str):
+        def hook(_layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            held.append(x)
+            found[name] = id(x)
+
+        return hook
+
+    handles = [
+        layer.register_forward_pre_hook(note(name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
+    """Return the six operands with their matrices and the dimensions that GEMMs contract."""
+    return (
+        (Role.FPROP_INPUT, (t, i), -1),
+        (Role.FPROP_WEIGHT, (o, i), -1),
+        (Role.DGRAD_GRAD_OUTPUT, (t, o), -1),
+        (Role.DGRAD_WEIGHT, (o, i), 0),
+        (Role.WGRAD_GRAD_OUTPUT, (t, o), 0),
+        (Role.WGRAD_INPUT, (t, i), 0),
+    )
+
+
+def _encodings(
+    layer: MetisLayer, tokens: int, read: Hashable, number: int, encoded: set[Hashable]
+) -> dict[str, float]:
+    """Return the FLOPs that make the codes of a layer's operands.
+
+    Args:
+        layer: the layer.
+        tokens: of a step.
+        read: names the tensor that it reads.
+        number: its place, which names its weight and its output gradient.
+        encoded: what was made for layers before it, which is not made again; completed here.
+    """
+    flops: dict[str, float] = defaultdict(float)
+    scheme = layer.scheme
+    for role, shape, dim in _places(tokens, layer.in_features, layer.out_features):
+        operand = scheme.operand(role)
+        if operand is None or operand.quantizer is None or _is_stored_split(layer, role):
+            continue
+        kind = _TENSORS[role]
+        tensor = kind, read if kind == "input" else number
+        work = operand.conditioner.work(shape, dim=dim)
+        made = {k: count for k, count in work.encode.items() if k in _PRODUCTS}
+        split = operand.conditioner
+        if isinstance(split, Spectral) and not split.compensated:
+            # Emulation puts the quantized low-rank part together beside the exact one. The residual
+            # is taken against the exact one alone.
+            made["low_rank"] -= work.decode["low_rank"]
+        if work.rotated is not None:  # the same rotation may serve two ways to quantize
+            if (tensor, work.rotated) in encoded:
+                made.pop("rotation")
+            encoded.add((tensor, work.rotated))
+        if (tensor, operand, dim) not in encoded:
+            for k, count in made.items():
+                flops[k] += count
+        encoded.add((tensor, operand, dim))
+    return flops
+
+
+def _weight_factors(layer: MetisLayer) -> dict[str, float]:
+    """Return the FLOPs with the stored factors of a split weight: its copies, and gradients."""
+    scheme, shape = layer.scheme, (layer.out_features, layer.in_features)
+    quantized = scheme.fprop_weight.quantizer is not None
+    work = layer.weight_form.work(shape, quantized=quantized)
+    copies = 2 - scheme.reuses(Role.DGRAD_WEIGHT)
+    made, gradients = (m.get("weight_factors", 0.0) for m in (work.encode, work.gradients))
+    return {"weight_factors": copies * made + gradients}
+
+
+def _products(layer: MetisLayer, tokens: int) -> dict[str, float]:
+    """Return the FLOPs of what the GEMMs multiply apart, and of rotating their outputs back."""
+    t, i, o = tokens, layer.in_features, layer.out_features
+    places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
+    flops: dict[str, float] = defaultdict(float)
+    for left, right, (m, n, p) in (
+        (Role.FPROP_INPUT, Role.FPROP_WEIGHT, (t, i, o)),
+        (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
+        (Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT, (o, t, i)),
+    ):
+        # [m n] @ [n p]: (a v) b by way of v b; a (u w) by way of a u.
+        for role, other, rows, columns in ((left, right, m, p), (right, left, p, m)):
+            used, operand = layer.scheme.resolve(role)
+            if operand.quantizer is None:
+                continue
+            rank = layer.scheme.directions(role)
+            if not _is_stored_split(layer, role):
+                shape, dim = places[used]
+                work = operand.conditioner.work(shape, dim=dim)
+                rank = work.low_rank
+                # Channels of a copy that was made for another GEMM are of this one's output.
+                length = rows if used is role else n
+                flops["thin_products"] += 2.0 * work.channels * columns * length
+                flops["sparse_products"] += 2.0 * work.sparse * columns
+                contracted = places[role][1] % 2
+                if work.rotated is not None and work.rotated[1] != contracted:
+                    flops["rotation"] += work.encode["rotation"] * columns / shape[contracted]
+            flops["thin_products"] += 2.0 * rank * (n * columns + m * p)
+            if other in layer.scheme.corrected:
+                flops["corrections"] += 2.0 * rank * n * columns
+    return flops
+
+
+def _is_stored_split(layer: MetisLayer, role: Role) -> bool:
+    """Return whether a role's operand is a weight that is stored as factors and a residual."""
+    return layer.weight_form.is_split and _TENSORS[role] == "weight"

@@ -1,0 +1,241 @@
+"""Heat maps of a statistic over training: a row for each layer, a column for each measurement."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, PercentFormatter
+
+from metis_hf.lab.run_report.figures import ALARM
+from metis_hf.lab.run_report.run import RunRecord
+from metis_hf.lab.show.figures import as_png, figure_axes, plain_text
+from metis_hf.shared.layer_names import group_of
+from metis_hf.training.health import TENSORS
+from metis_hf.training.reference_values import (
+    ORTHOGONAL,
+    RELATIVE_ERROR,
+    SATURATED,
+    SQNR_NEAREST,
+    SQNR_STOCHASTIC,
+    ZEROED,
+)
+
+_MISSING = "#e6e8eb"
+_ROW_LABELS = 48  # above so many rows only groups are named
+_COLUMN_LABELS = 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A statistic and how it is shown.
+
+    Args:
+        stat: its name in the health file.
+        title: heading of the picture.
+        unit: what the figure is, or what it is measured in.
+        explanation: what is good and what is bad, for the caption.
+        marks: (value, what it is): lines across the scale of colours, which is made to hold them.
+        log: logarithmic colours.
+        share: from 0 up, in percent.
+        tensors: that can have it.
+        colors: matplotlib's colour map; bright is what to look at.
+    """
+
+    stat: str
+    title: str
+    unit: str
+    explanation: str
+    marks: tuple[tuple[float, str], ...] = ()
+    log: bool = False
+    share: bool = False
+    tensors: tuple[str, ...] = TENSORS
+    colors: str = "viridis"
+
+
+PANELS = (
+    Panel("stable_rank", "Stable rank", r"$\|x\|_F^2 / \sigma_1^2$",
+          "Good: tens or hundreds, near a quarter of the short side, which a square matrix of "
+          "independent normal values has. Bad (bright): towards 1, where a single direction "
+          "carries the tensor and sets the scale of every block that it meets.",
+          ((1.0, "1: a single direction"),), log=True, colors="viridis_r"),
+    Panel("energy", "Energy of the low-rank part", "of the squared norm",
+          "What the spectral split keeps apart. Where a scheme does not split a tensor, what a "
+          "split of the same rank would. Good (bright): half and more; the residual has the rest. "
+          "A few percent: no directions to speak of are kept. No harm to a tensor of high stable "
+          "rank, which has none, and bad for one of low stable rank.",
+          ((0.5, "half of it"),), share=True),
+    Panel("narrowing", "Narrowing of the residual", "max |x| / max |residual|",
+          "How much range the spectral split takes away. Where a scheme does not split a tensor, "
+          "how much a split of the same rank would. Good (bright): 2 and more, where the split "
+          "saves a bit of range. At 1 it takes nothing away: no harm to a tensor of high stable "
+          "rank, and bad for one of low stable rank.",
+          ((1.0, "1: nothing taken away"),), log=True),
+    Panel("sqnr_db", "SQNR", "signal to quantization noise, dB",
+          f"Of the operand as the GEMM gets it. Good: {SQNR_NEAREST} dB and more, which is what "
+          f"direct NVFP4 gives for normal values rounded to nearest; {SQNR_STOCHASTIC} dB is its "
+          "like with stochastic rounding, usual for gradients. Bad (bright): below both. Every "
+          "6 dB less doubles the error.",
+          ((SQNR_NEAREST, f"{SQNR_NEAREST} dB: normal values, nearest"),
+           (SQNR_STOCHASTIC, f"{SQNR_STOCHASTIC} dB: stochastic")), colors="plasma_r"),
+    Panel("zeroed", "Zeroed share", "of the non-zero elements",
+          f"Elements that quantization turns to zero. Good: about {ZEROED:.1%}, as of normal "
+          "values in direct NVFP4. Bad (bright): several times as much, since outliers set the "
+          "scales and small values vanish beside them.",
+          ((ZEROED, f"{ZEROED:.1%}: normal values"),), share=True, colors="magma"),
+    Panel("saturated", "Saturated share", "of the elements",
+          f"Elements beyond the largest value that their block can hold. Good: {SATURATED:.1%} and "
+          "less, as of normal values where scales are rounded to nearest; zero where they are "
+          "rounded up. Bad (bright): clearly more, since what is cut off is the largest.",
+          ((SATURATED, f"{SATURATED:.1%}: normal values"),), share=True, colors="magma"),
+    Panel("orthogonality", "Orthogonality drift", "max |uᵀu - I|, |vh vhᵀ - I|",
+          "How far training has moved the stored factors from orthonormal ones; a refresh brings "
+          f"them back. Good: below {ORTHOGONAL:g}, the rounding of fp32. Bad (bright): near "
+          f"{RELATIVE_ERROR}, as large as the error of NVFP4: refresh more often.",
+          ((ORTHOGONAL, "fp32 rounding"), (RELATIVE_ERROR, "error of NVFP4")), log=True,
+          tensors=("weight",), colors="magma"),
+)  # fmt: skip
+
+
+def order_layers(names: list[str]) -> list[str]:
+    """Return layers by kind, kinds and layers in model order."""
+    kinds = list(dict.fromkeys(map(group_of, names)))
+    return sorted(names, key=lambda name: kinds.index(group_of(name)))  # stable
+
+
+def short_names(names: list[str]) -> list[str]:
+    """Return "q_proj 3" for model.layers.3.self_attn.q_proj: kind and indices of a name.
+
+    Where several layers have the same, as of an encoder and a decoder, the first part of the name
+    goes before it.
+    """
+    indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
+    short = [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
+    counts = Counter(short)
+    return [
+        plain_text(f"{name.split('.')[0]} {s}" if counts[s] > 1 else s)
+        for name, s in zip(names, short)
+    ]
+
+
+def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([layer step] values, NaN where not measured; [layer step] whether not finite)."""
+    layers = order_layers(layer_names(run))
+    values = np.full((len(layers), len(run.layers)), np.nan)
+    bad = np.zeros_like(values, dtype=bool)
+    for column, measured in enumerate(run.layers.values()):
+        for row, layer in enumerate(layers):
+            stats = measured.get(layer, {}).get(tensor, {})
+            value = stats.get(stat)
+            if value is not None:
+                values[row, column] = value if math.isfinite(value) else np.nan
+            bad[row, column] = stats.get("nonfinite", 0) > 0 or (
+                value is not None and not math.isfinite(value)
+            )
+    return values, bad
+
+
+def layer_names(run: RunRecord) -> list[str]:
+    """Return all layers of the run, in model order."""
+    return list(dict.fromkeys(name for measured in run.layers.values() for name in measured))
+
+
+def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
+    """Return one picture of a statistic: weights, activations and gradients side by side.
+
+    Returns:
+        A PNG; None where the run has no such figure, or a share is zero everywhere.
+    """
+    grids = {tensor: grid(run, tensor, panel.stat) for tensor in panel.tensors}
+    found = np.concatenate([values for values, _ in grids.values()])
+    if not np.isfinite(found).any() or (panel.share and not np.nanmax(found)):
+        return None
+    shown = {t: (values, bad) for t, (values, bad) in grids.items()
+             if np.isfinite(values).any() or bad.any()}  # fmt: skip
+    layers = order_layers(layer_names(run))
+    rows = len(layers)
+    height = min(max(2.6, 1.2 + 0.19 * rows), 12)
+    figure, axes = figure_axes(1, len(shown), (2.9 * len(shown) + 1.3, height), sharey=True)
+    marks = ", ".join(meaning for _, meaning in panel.marks)
+    figure.suptitle(f"{panel.title}: {panel.unit}\nlines on the scale: {marks}", fontsize=10)
+    for axis, (tensor, (values, bad)) in zip(axes[0], shown.items()):
+        image = _draw(axis, values, bad, panel)
+        axis.set_title(tensor, fontsize=10)
+        _step_ticks(axis, list(run.layers))
+        bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 3.2 / height), pad=0.02, aspect=18)
+        _scale_ticks(bar.ax, panel)
+        for value, _ in panel.marks:
+            bar.ax.axhline(value, color="white", lw=3)
+            bar.ax.axhline(value, color="black", lw=1.4)
+        bar.outline.set_visible(False)
+    _row_labels(axes[0][0], layers)
+    for axis in axes[0]:
+        _group_lines(axis, layers)
+    return as_png(figure)
+
+
+def _draw(axis: Axes, values: np.ndarray, bad: np.ndarray, panel: Panel) -> Any:
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0]
+    marks = [value for value, _ in panel.marks]
+    ends = [*marks, float(finite.min()), float(finite.max())] if finite.size else marks
+    low, high = min(ends), max(ends)
+    if panel.share:
+        low, high = 0.0, max(high, *(2 * mark for mark in marks))  # what is plain is half bright
+    norm: Normalize = Normalize(low, high if high > low else low + 1)
+    if panel.log and positive.size:
+        values = np.where(values > 0, values, np.where(np.isnan(values), np.nan, positive.min()))
+        low, high = min(positive.min(), *marks), max(positive.max(), *marks)
+        norm = LogNorm(low, max(high, low * 1.01))
+    axis.set_facecolor(_MISSING)
+    image = axis.imshow(values, aspect="auto", interpolation="nearest", norm=norm,
+                        cmap=panel.colors)  # fmt: skip
+    y, x = np.nonzero(bad)
+    if x.size:
+        axis.scatter(x, y, marker="x", color=ALARM, s=22, lw=1.4)
+    axis.tick_params(length=2, labelsize=8)
+    axis.spines[:].set_visible(False)
+    return image
+
+
+def _scale_ticks(axis: Axes, panel: Panel) -> None:
+    """Label in plain numbers; matplotlib would label a logarithmic scale in powers of ten."""
+    axis.tick_params(labelsize=8, which="both")
+    if panel.share:
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+    elif panel.log and panel.stat != "orthogonality":
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_locator(NullLocator())
+
+
+def _step_ticks(axis: Axes, steps: list[int]) -> None:
+    """Set at most eight labels, evenly spaced, from the first measurement on."""
+    stride = max(1, math.ceil((len(steps) - 1) / (_COLUMN_LABELS - 1)))
+    places = list(range(0, len(steps), stride))
+    axis.set_xticks(places, [str(steps[place]) for place in places])
+    axis.set_xlabel("step", fontsize=9)
+
+
+def _row_labels(axis: Axes, layers: list[str]) -> None:
+    if len(layers) <= _ROW_LABELS:
+        axis.set_yticks(range(len(layers)), short_names(layers))
+        return
+    kinds = [group_of(layer) for layer in layers]
+    middles = {
+        kind: kinds.index(kind) + (kinds.count(kind) - 1) / 2 for kind in dict.fromkeys(kinds)
+    }
+    axis.set_yticks(list(middles.values()), list(map(plain_text, middles)))
+
+
+def _group_lines(axis: Axes, layers: list[str]) -> None:
+    kinds = [group_of(layer) for layer in layers]
+    for row in range(1, len(kinds)):
+        if kinds[row] != kinds[row - 1]:
+            axis.axhline(row - 0.5, color="white", lw=1.6)

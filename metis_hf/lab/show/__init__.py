@@ -1,0 +1,1 @@
+"""Show results: tables, figures, pages and progress."""

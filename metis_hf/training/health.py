@@ -1,0 +1,350 @@
+"""Spectral and quantization statistics of tensors and layers; used by the callback and by analyses.
+
+Nothing here runs in a normal training step. Statistics are floats by name:
+  stable_rank   |x|_F^2 / sigma_1^2
+  energy        share of |x|_F^2 in the kept low-rank part
+  narrowing     max |x| / max |residual|: how much range the split takes away
+  orthogonality max of |u^T u - I| and |vh vh^T - I|, entrywise (split weights only)
+  sqnr_db       signal to quantization noise of the operand as the GEMM gets it
+  zeroed        share of non-zero elements that the quantizer turns to zero
+  saturated     share of elements beyond the largest value their block can hold
+  nonfinite     share of NaN and inf elements
+A low-rank part that is the whole tensor, as of an expert with few tokens, has neither energy nor
+narrowing: its residual is the rounding of fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.layers.linear import MetisLayer
+from metis_hf.layers.sharding import whole_params
+from metis_hf.noise import Key, uniform
+from metis_hf.numerics import Quantizer, sqnr_db
+from metis_hf.operands import Operand, Spectral, SplitWeight
+from metis_hf.schemes import Role
+from metis_hf.shared.layer_names import group_of
+from metis_hf.training.gradient_noise import GradientNoise, weight_gradient_noise
+from metis_hf.transforms import spectral_split
+
+Stats = dict[str, float]
+TENSORS = ("weight", "activation", "gradient")
+
+
+def spectral_norm(x: Tensor, n_iter: int = 12) -> Tensor:
+    """Return the largest singular value of x [t c], 0-dim, by power iteration from a fixed start.
+
+    A lower bound, within about 1 % of the value where sigma_1/sigma_2 > 1.1.
+    """
+    # Products of huge or tiny values must not leave the fp32 range.
+    largest = x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
+    x = x / largest
+    v = uniform((x.shape[1],), Key(7), x.device).sub_(0.5).to(x.dtype)
+    for _ in range(n_iter):
+        v = x.T @ (x @ v)
+        v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(x.dtype).tiny)
+    return torch.linalg.vector_norm(x @ v) * largest
+
+
+def stable_rank(x: Tensor) -> Tensor:
+    """Return |x|_F^2 / sigma_1^2 of x [t c]: between 1 and the rank; small means anisotropic."""
+    x = x.float()
+    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
+    return (torch.linalg.vector_norm(x) / spectral_norm(x)).square()
+
+
+def element_fates(
+    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
+
+    Both are those of `Quantizer.deterministic`, so that they have no noise.
+
+    Args:
+        x: blocks run along its last dimension.
+        quantizer: of these elements.
+        amax: what the tensor scale is made of; None: of `x`.
+    """
+    quantizer = quantizer.deterministic()
+    x_hat = quantizer(x, amax=amax)
+    zeroed = ((x_hat == 0) & (x != 0)).sum() / (x != 0).sum().clamp_min(1)
+    return zeroed, quantizer.saturated(x, amax=amax)
+
+
+def operand_health(
+    x: Tensor, operand: Operand, *, rank: int, key: Key, row_mask: Tensor | None = None
+) -> Stats:
+    """Return statistics of an activation or gradient [t c] on its way into a GEMM; none of no rows.
+
+    Args:
+        x: [t c]
+        operand: as its scheme quantizes it.
+        rank: directions of the split that `energy` and `narrowing` refer to, where the operand
+            itself does not split.
+        key: noise key.
+    """
+    if not x.numel():
+        return {}
+    x = x.detach().float()
+    finite = torch.isfinite(x)
+    stats = {"nonfinite": 1 - finite.float().mean()}
+    if not bool(finite.all()) or not x.any():  # ratios of zeros are no numbers
+        return {name: float(value) for name, value in stats.items()}
+    stats["stable_rank"] = stable_rank(x)
+    split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
+    if _leaves_a_residual(x, rank if split is None else split.rank):
+        if split is None:
+            residual = spectral_split(x, rank, key=key, row_mask=row_mask).residual
+        else:
+            a, lam, v = split.split(x, key=key, row_mask=row_mask)
+            residual = x - (a * lam) @ v.T
+        stats |= _split_stats(x, residual)
+    if operand.quantizer is not None:
+        options: dict[str, Any] = {"dim": -1, "key": key, "row_mask": row_mask}
+        x_hat = operand.conditioner(x, operand.quantizer, **options)
+        stats["sqnr_db"] = sqnr_db(x, x_hat[: x.shape[0], : x.shape[1]])
+        last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]
+        amax = operand.conditioner.tensor_amax()
+        stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer, amax)
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _leaves_a_residual(x: Tensor, rank: int) -> bool:
+    """Return whether x [t c] has more rows and columns than a split keeps; zeros are none."""
+    return min(int(x.any(dim=0).sum()), int(x.any(dim=1).sum())) > rank
+
+
+def _split_stats(x: Tensor, residual: Tensor) -> dict[str, Tensor]:
+    total = x.square().sum()
+    tiny = torch.finfo(x.dtype).tiny
+    return {
+        "energy": 1 - residual.square().sum() / total.clamp_min(tiny),
+        "narrowing": x.abs().amax() / residual.abs().amax().clamp_min(tiny),
+    }
+
+
+@torch.no_grad()
+def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
+    """Return statistics of a layer's weight. Where it is sharded every process has to call this.
+
+    Args:
+        layer: converted.
+        state: what a call took from the scheme's state, of `plan_of_call`; without it a scheme with
+            channel scales has the figures of the unscaled weight.
+    """
+    params = whole_params(layer)
+    weight = layer.weight_form.dense(params).float()
+    finite = torch.isfinite(weight)
+    stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
+    if not bool(finite.all()) or not weight.any():
+        return {name: float(value) for name, value in stats.items()}
+    stats["stable_rank"] = stable_rank(weight)
+    if isinstance(layer.weight_form, SplitWeight):
+        residual = params[-1].float()
+        stats |= _stored_split_stats(layer.weight_form, params, weight)
+    else:
+        if _leaves_a_residual(weight, layer.scheme.rank):
+            stats |= _split_stats(weight, spectral_split(weight, layer.scheme.rank).residual)
+        residual = weight
+    operand = layer.active_scheme().fprop_weight
+    quantizer = operand.quantizer
+    if quantizer is not None:
+        if state is not None:
+            operand = operand.bind(state)
+        key, form = layer.noise_key(), layer.weight_form
+        w_hat = form.quantize(params, operand, dim=-1, key=key, dtype=torch.float32)
+        values = w_hat.values if w_hat.scale is None else w_hat.values * w_hat.scale
+        stats["sqnr_db"] = sqnr_db(weight, values[: weight.shape[0], : weight.shape[1]])
+        amax = None
+        if not isinstance(form, SplitWeight) or form.exact_factors:  # else a plain quantizer's
+            parts = operand.conditioner.parts(residual, quantizer, dim=-1, key=key)
+            residual, amax = parts[-1].before, operand.conditioner.tensor_amax()
+        stats["zeroed"], stats["saturated"] = element_fates(residual, quantizer, amax)
+    return {name: float(value) for name, value in stats.items()}
+
+
+@torch.no_grad()
+def split_health(layer: MetisLayer) -> Stats:
+    """Return energy, narrowing and orthogonality of a stored split: what a refresh changes.
+
+    Where the weight is sharded every process has to call this.
+    """
+    params = whole_params(layer)
+    weight = layer.weight_form.dense(params).float()
+    assert isinstance(layer.weight_form, SplitWeight)
+    stats = _stored_split_stats(layer.weight_form, params, weight)
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _stored_split_stats(
+    form: SplitWeight, params: list[Tensor], weight: Tensor
+) -> dict[str, Tensor]:
+    u, vh = (p.float() for p in form.orthonormal(params))
+    eye = torch.eye(form.rank, device=u.device)
+    drift = torch.maximum((u.T @ u - eye).abs().amax(), (vh @ vh.T - eye).abs().amax())
+    return _split_stats(weight, params[-1].float()) | {"orthogonality": drift}
+
+
+class LayerProbe:
+    """Measures inputs and output gradients of layers during one step, then takes itself out.
+
+    Each layer is measured once, at its first call (and first backward) after `attach`; so with
+    gradient accumulation the first micro-batch counts, and recomputed passes do not count twice.
+
+    Attributes:
+        stats: layer -> tensor kind -> statistics.
+        noise: layer -> norms of its weight gradient and of the quantization noise in it; only
+            trained layers with a quantized wgrad GEMM.
+        states: layer -> what its measured call took from the scheme's state.
+    """
+
+    def __init__(self) -> None:
+        self.stats: dict[str, dict[str, Stats]] = {}
+        self.states: dict[str, Any] = {}
+        self.noise: dict[str, GradientNoise] = {}
+        self._handles: list = []
+
+    def attach(self, layers: dict[str, MetisLayer]) -> None:
+        """Start measuring."""
+        self.detach()
+        self.stats, self.noise, self.states = {}, {}, {}
+        for name, layer in layers.items():
+            hook = _ProbeHook(name, self.stats.setdefault(name, {}), self.noise, self.states)
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Stop measuring; the statistics stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _ProbeHook:
+    def __init__(
+        self,
+        name: str,
+        stats: dict[str, Stats],
+        noise: dict[str, GradientNoise],
+        states: dict[str, Any],
+    ) -> None:
+        self.name, self.stats, self.noise, self.states = name, stats, noise, states
+        self.armed = True
+
+    @torch.compiler.disable  # a measured step of a compiled model runs its measurements eagerly
+    def __call__(
+        self, layer: MetisLayer, args: tuple[Tensor], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        x = args[0] if args else kwargs["input"]
+        if not (layer.training and x.numel()):  # an expert without a token may get one yet
+            return
+        mask = kwargs.get("row_mask")  # experts know which of their rows are tokens
+        mask = layer.row_mask(x) if mask is None else mask
+        plan = plan_of_call(layer, x, mask, output.dtype)
+        if "activation" not in self.stats:
+            self.states[self.name] = plan.state
+            self.stats["activation"] = self._measure(layer, x, Role.FPROP_INPUT, plan)
+        if not output.requires_grad:
+            return
+        # Also where it is not needed: a recomputed pass has to save what the first one saved.
+        held = _Held.apply(x, torch.zeros((), requires_grad=True))
+        if self.armed:
+            self.armed = False
+            output.register_hook(lambda grad: self._on_gradient(layer, grad, plan, held))
+
+    def _on_gradient(
+        self,
+        layer: MetisLayer,
+        grad: Tensor,
+        plan: GemmPlan,
+        held: Tensor,
+    ) -> None:
+        stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, plan)
+        self.stats.setdefault("gradient", stats)
+        if not layer.weight_params()[-1].requires_grad:
+            return
+        (x,) = held.grad_fn.saved_tensors  # type: ignore[union-attr]
+        with torch.autocast(x.device.type, enabled=False):
+            noise = weight_gradient_noise(
+                plan, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            )
+        if noise is not None:
+            self.noise[self.name] = noise
+
+    @torch.no_grad()
+    def _measure(self, layer: MetisLayer, x: Tensor, role: Role, plan: GemmPlan) -> Stats:
+        with torch.autocast(x.device.type, enabled=False):
+            return operand_health(
+                x.reshape(-1, x.shape[-1]),
+                plan.resolve(role)[1],
+                rank=layer.scheme.rank,
+                key=layer.noise_key(),
+                row_mask=plan.row_mask,
+            )
+
+
+class _Held(torch.autograd.Function):
+    """Keeps a tensor for the backward pass as autograd keeps its own.
+
+    Under activation checkpointing it is recomputed and under offloading it is offloaded, so that a
+    measured step needs little more memory than another.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pragma: no cover  # nothing depends on the output
+        return None, None
+
+
+def plan_of_call(layer: MetisLayer, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> GemmPlan:
+    """Return the plan of the call that just took x [... i], noise keys included."""
+    weight = layer.weight_params()[-1]
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
+    keys = layer.call_keys(x.detach(), weight.detach())
+    state = layer.call_state(x.detach(), keys)
+    return GemmPlan(layer.active_scheme(), layer.weight_form, dtype, keys, mask, state=state)
+
+
+def group_means(per_layer: dict[str, dict[str, Stats]]) -> Stats:
+    """Return means over the layers of a group, named "<tensor>/<group>/<statistic>".
+
+    A group is the last part of a layer's name that is no index: q_proj, down_proj, c_attn, ... A
+    mean is NaN where a layer of the group has NaN or inf, of which it was not measured.
+    """
+    groups: dict[str, list[Stats]] = {}
+    for name, kinds in per_layer.items():
+        for kind, stats in kinds.items():
+            groups.setdefault(f"{kind}/{group_of(name)}", []).append(stats)
+    means = {}
+    for group, members in groups.items():
+        for stat in dict.fromkeys(stat for stats in members for stat in stats):
+            values = [
+                stats.get(stat, math.nan)
+                for stats in members
+                if stat in stats or stats.get("nonfinite", 0) > 0
+            ]
+            means[f"{group}/{stat}"] = sum(values) / len(values)
+    return means
+
+
+def nonfinite_layers(per_layer: dict[str, dict[str, Stats]]) -> list[str]:
+    """Return "layer (tensor)" for each tensor with NaN or inf, the likely origin first.
+
+    Activations in forward order, then gradients in the order of the backward pass, then weights.
+    """
+    forward = list(per_layer)
+    order = [("activation", forward), ("gradient", forward[::-1]), ("weight", forward)]
+    return [
+        f"{name} ({kind})"
+        for kind, names in order
+        for name in names
+        if per_layer[name].get(kind, {}).get("nonfinite", 0) > 0
+    ]

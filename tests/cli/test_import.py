@@ -1,0 +1,228 @@
+"""A scheme from a user's file goes through everything: conversion, training, every command."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+import yaml
+from conftest import VOCAB, llama
+from paths import ROOT
+from typer.testing import CliRunner
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.cli.main import app
+from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.lab.compare.plan import SPEC_FILE
+from metis_hf.lab.compare.progress import RunProgress
+from metis_hf.lab.compare.results import RESULT_FILE
+from metis_hf.lab.compare.run import Run, _check_begun
+from metis_hf.lab.compare.variants import Variant
+from metis_hf.lab.evaluate.checkpoints import Checkpoint
+from metis_hf.lab.evaluate.harness import MetisLM
+from metis_hf.lab.evaluate.models import own_schemes
+from metis_hf.lab.recipe_arguments import parse_arguments
+from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
+from metis_hf.shared.records import write_json
+
+NAME = "two-nearest"
+SCHEME = f"""
+from metis_hf import register_scheme
+from metis_hf.operands import Operand
+from metis_hf.schemes import Scheme
+from metis_hf.schemes.parts import quantizer
+
+
+@register_scheme("{NAME}", summary="weights and inputs in NVFP4, nearest", source="a test")
+def build(config, rank):
+    nearest = quantizer(config, rounding="nearest", scale_rounding="nearest")
+    return Scheme(fprop_input=Operand(nearest), fprop_weight=Operand(nearest))
+"""
+LOSS = ("--tasks", "none", "--loss-text")
+COMPARISON = {
+    "size": "tiny",
+    "model": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    },
+    "training": {"max_steps": 3},
+    "sequence_length": 32,
+    "global_batch": 4,
+    "eval_sequences": 8,
+    "seeds": [0],
+}
+
+
+def metis_hf(*arguments):
+    """Run `metis-hf ...` in this process, where the file may be imported already."""
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "100"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_before():
+    """Take the schemes of these tests out again: other files' tests go through all there are."""
+    tables = registry._REGISTRY, discovery._imported
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's folder: the scheme, and a model that was converted to it, trained and saved."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "mine.py").write_text(SCHEME)
+    assert import_schemes(str(folder / "mine.py")) == [NAME]
+    train_tokenizer(stdlib_documents()[:3], vocab_size=VOCAB + 1).save_pretrained(folder / "model")
+    config = llama().config
+    config.vocab_size = VOCAB + 1
+    model = get_metis_model(transformers.LlamaForCausalLM(config), MetisConfig(scheme=NAME))
+    ids = torch.arange(64).view(2, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.save_pretrained(folder / "model")
+    with torch.no_grad():
+        torch.save(model.eval()(input_ids=ids).logits, folder / "logits.pt")
+    (folder / "text.txt").write_text("The clock in the hall struck nine. " * 40)
+    return folder
+
+
+def test_reloaded_as_it_was_saved(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert {layer.config.scheme for _, layer in metis_layers(model)} == {NAME}
+    with torch.no_grad():
+        found = model(input_ids=torch.arange(64).view(2, 32)).logits
+    assert torch.equal(found, torch.load(folder / "logits.pt"))
+
+
+def test_unknown_scheme_of_a_checkpoint_says_how_to_import_it(folder, monkeypatch):
+    monkeypatch.delitem(registry._REGISTRY, NAME)
+    message = rf"scheme '{NAME}' is not registered.* --import .*import_schemes"
+    with pytest.raises(ValueError, match=message):
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    done = metis_hf("eval", folder / "model", *LOSS, folder / "text.txt")
+    assert isinstance(done.exception, ValueError)
+    assert re.search(message, str(done.exception))
+
+
+def test_schemes_lists_it(folder):
+    done = metis_hf("schemes", NAME, "--json", "--import", folder / "mine.py")
+    assert done.exit_code == 0, done.output
+    (record,) = json.loads(done.stdout)
+    assert (record["name"], record["source"]) == (NAME, "a test")
+    assert record["operands"]["fprop.weight"]["format"] == "nvfp4"
+    refused = metis_hf("schemes", NAME, "--import", folder / "other.py")
+    assert isinstance(refused.exception, ValueError)
+    assert "other.py" in str(refused.exception)
+
+
+def test_eval_and_export(folder):
+    given = (folder / "model", "--import", folder / "mine.py")
+    done = metis_hf("eval", *given, *LOSS, folder / "text.txt", "--out", folder / "eval")
+    assert done.exit_code == 0, done.output
+    (file,) = (folder / "eval/results").iterdir()
+    settings = json.loads(file.read_text())["metis"]["settings"]
+    assert settings["scheme_sha256"] == source_digests([NAME])
+    done = metis_hf("export", *given, "--out", folder / "packed", "--format", "compressed-tensors")
+    assert done.exit_code == 0, done.output
+    assert "14 layers in NVFP4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scheme": NAME},
+        {"scheme": "nvfp4", "scheme_pattern": {"down_proj": NAME}},
+        {"scheme": "nvfp4", "attention": NAME},
+    ],
+)
+@pytest.mark.usefixtures("folder")  # which registers the scheme
+def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
+    """By a comparison, fidelity and eval: in all layers, in some, in attention."""
+    digests = source_digests([NAME])
+    assert digests.keys() == {NAME}
+    assert source_digests(MetisConfig(**config).schemes) == digests
+    run = Run(Variant("mine", config), 0, tmp_path)
+    silent = RunProgress(None)
+    write_json(tmp_path / SPEC_FILE, {"sources": run.sources})
+    _check_begun(run, silent)
+    write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})
+    _check_begun(run, silent)  # nothing was trained: the file may have been mended
+    write_json(tmp_path / RESULT_FILE, {})
+    with pytest.raises(ValueError, match=f"holds a run of '{NAME}' as its file was before"):
+        _check_begun(run, silent)
+    checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
+    assert own_schemes(checkpoint) == digests
+
+
+def test_lm_eval_wrapper(folder, tmp_path):
+    (tmp_path / "of_lm_eval.py").write_text(SCHEME.replace(NAME, "of-lm-eval"))
+    with pytest.raises(ValueError, match="'of-lm-eval' is not registered"):
+        scheme_info("of-lm-eval")
+    MetisLM.create_from_arg_string(
+        f"pretrained={folder / 'model'},import={tmp_path / 'of_lm_eval.py'}", {"device": "cpu"}
+    )
+    assert scheme_info("of-lm-eval").source == "a test"
+
+
+@pytest.mark.slow
+def test_compare_in_real_processes(folder, monkeypatch):
+    """Two workers that have not seen the file, and a second start that is not told of it."""
+    few = stdlib_documents()[:200]
+    monkeypatch.setattr("metis_hf.data.corpus.stdlib_documents", lambda: few)
+    (folder / "compare.yaml").write_text(yaml.safe_dump(COMPARISON))
+    out, file = folder / "out", folder / "mine.py"
+    command = ("compare", "--config", folder / "compare.yaml", "--out", out, "--jobs", 1)
+    command += ("--schemes", f"bf16,{NAME}")
+    done = metis_hf(*command, "--import", file)
+    assert done.exit_code == 0, done.output
+    lines = (out / "table.md").read_text().splitlines()
+    rows = {line.split("|")[1].strip() for line in lines if line.startswith("|")}
+    assert {"bf16", NAME} <= rows
+    run = out / "runs" / NAME / "seed-0"
+    assert json.loads((run / "result.json").read_text())["config"]["scheme"] == NAME
+    assert json.loads((run / "run.json").read_text())["imports"] == [str(file)]
+    again = subprocess.run(
+        [sys.executable, "-m", "metis_hf.cli.main", *map(str, command)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    file.write_text(SCHEME + "\n# another scheme by now\n")
+    refused = metis_hf(*command)
+    file.write_text(SCHEME)
+    assert isinstance(refused.exception, ValueError)
+    assert f"holds a run of '{NAME}' as its file was before" in str(refused.exception)
+
+
+def test_recipes_take_it(tmp_path):
+    (tmp_path / "recipe_scheme.py").write_text(SCHEME.replace(NAME, "of-a-recipe"))
+    source = str(tmp_path / "recipe_scheme.py")
+    defaults = {"output_dir": str(tmp_path), "dry_run": True}
+    given = ["--scheme", "of-a-recipe", "--metis_import", source]
+    arguments, _ = parse_arguments(defaults, {}, argv=given)
+    assert arguments.metis_config(0).scheme == "of-a-recipe"
+    assert import_schemes(source) == ["of-a-recipe"]
+    for written in ([source], source):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"metis_import": written}))
+        given = ["--config", str(tmp_path / "recipe.yaml")]
+        arguments, _ = parse_arguments(defaults, {}, argv=given)
+        assert arguments.metis_import == [source]
+    with pytest.raises(ValueError, match="no_such"):
+        parse_arguments(defaults, {}, argv=["--metis_import", "no_such_module"])

@@ -1,0 +1,250 @@
+"""What export refuses, by name, leaving nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import transformers
+from conftest import ARCHITECTURES, VOCAB, llama
+from safetensors.torch import load_file, save_file
+
+import metis_hf.deploy.checkpoint
+from deploy.checkpoints import checkpoint, mixtral
+from metis_hf import (
+    MetisConfig,
+    get_metis_model,
+    register_scheme,
+)
+from metis_hf.deploy import ExportReport, export_checkpoint
+from metis_hf.deploy.model_card import write_model_card
+from metis_hf.lab.finetune.ptq import Calibration, calibrated_model
+from metis_hf.schemes import Scheme, registry
+
+
+class TestErrors:
+    """Each names the layer or the value, and leaves no directory."""
+
+    @staticmethod
+    def refused(source, out, match, **options):
+        with pytest.raises(ValueError, match=match):
+            export_checkpoint(source, out, **({"format": "compressed-tensors"} | options))
+        assert not out.exists()
+        assert not list(out.parent.glob(f"{out.name}.partial*"))
+
+    def test_conv1d(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", ARCHITECTURES["gpt2"])
+        self.refused(source, tmp_path / "out", r"transformer.h.0.attn.c_attn: a Conv1D.*dense")
+
+    def test_experts(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", mixtral)
+        match = r"model.layers.0.mlp.experts.gate_up_proj: fused experts.*dense"
+        self.refused(source, tmp_path / "out", match)
+
+    def test_ragged_columns(self, tmp_path):
+        def build():
+            config = llama().config
+            config.intermediate_size = 100
+            return transformers.LlamaForCausalLM(config)
+
+        source = checkpoint(tmp_path / "metis", build)
+        match = r"layers.0.mlp.down_proj: in_features=100 is no multiple of the block of 16"
+        self.refused(source, tmp_path / "out", match)
+
+    @pytest.mark.parametrize(
+        ("config", "match"),
+        [
+            ({"scheme": "bf16"}, "no layer .* quantized weights .*'bf16'"),
+            ({"high_precision": ["forward"]}, r"no layer .*high_precision=\['forward'\]"),
+        ],
+    )
+    def test_nothing_is_quantized(self, config, match, tmp_path):
+        self.refused(checkpoint(tmp_path / "metis", **config), tmp_path / "out", match)
+
+    def test_a_scheme_that_the_layout_cannot_express(self, tmp_path):
+        from metis_hf.numerics import Quantizer
+        from metis_hf.operands import Hadamard, Operand
+
+        for name, operand, match in (
+            ("mx", Operand(Quantizer("mxfp4")), "q_proj: its weight is quantized to mxfp4"),
+            ("rotated", Operand(Quantizer(), Hadamard()), "q_proj: its scheme transforms"),
+        ):
+            scheme = Scheme(fprop_weight=operand)
+            register_scheme(name, summary="x", source="x")(lambda config, rank, s=scheme: s)
+            try:
+                source = checkpoint(tmp_path / name, scheme=name)
+                self.refused(source, tmp_path / "out", match)
+            finally:
+                del registry._REGISTRY[name]
+
+    def test_side_file_without_a_low_rank_part(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", scheme="nvidia")
+        self.refused(source, tmp_path / "out", r"needs weights that are split.*'nvidia'.*fold",
+                     low_rank="side-file")  # fmt: skip
+
+    def test_no_metis_checkpoint(self, tmp_path):
+        llama().save_pretrained(tmp_path / "plain")
+        self.refused(
+            tmp_path / "plain", tmp_path / "out", "no Metis checkpoint but a plain checkpoint"
+        )
+        self.refused(tmp_path / "nowhere", tmp_path / "out", "no config.json")
+
+    @pytest.mark.parametrize("name", ["format", "dtype", "low_rank"])
+    def test_unknown_choice(self, name, tmp_path):
+        self.refused(tmp_path, tmp_path / "out", f"{name}='nf4'; choose one of", **{name: "nf4"})
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_packed_in_a_dtype_that_the_library_does_not_unpack_to(self, dtype, tmp_path):
+        """Such a checkpoint loads, and its first forward pass mixes two dtypes."""
+        split = ["weight", "activation", "gradient"]
+        source = checkpoint(tmp_path / "metis", decompose=split)
+        self.refused(source, tmp_path / "out", f"dtype='{dtype}'.*unpacks to bfloat16.*dequantize",
+                     dtype=dtype)  # fmt: skip
+        export_checkpoint(source, tmp_path / "out", dtype=dtype)  # the dense format has all
+        export_checkpoint(source, tmp_path / "parts", format="compressed-tensors", dtype=dtype,
+                          low_rank="side-file")  # fmt: skip
+
+    def test_directory_in_use(self, tmp_path):
+        source = checkpoint(tmp_path / "metis")
+        with pytest.raises(ValueError, match="exists already"):
+            export_checkpoint(source, source)
+        (tmp_path / "empty").mkdir()
+        export_checkpoint(source, tmp_path / "empty")
+
+    def test_a_directory_that_is_a_volume(self, tmp_path, monkeypatch):
+        """Nothing moves into it from outside of it."""
+        source, out = checkpoint(tmp_path / "metis"), tmp_path / "out"
+        out.mkdir()
+        real = Path.rename
+
+        def rename(path, target):
+            if not path.is_relative_to(out):
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+        export_checkpoint(source, out)
+        names = {path.name for path in out.iterdir()}
+        assert {"model.safetensors", "metis_export.json", "README.md"} <= names
+        assert not any("partial" in name for name in names)
+
+    def test_a_place_that_is_not_to_be_written_to(self, tmp_path, monkeypatch):
+        """Refused before the loss is measured."""
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        (tmp_path / "t.txt").write_text("def f(x): return x")
+
+        def refuse(prefix, dir):
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+        def fail(*args):
+            raise AssertionError("measured")
+
+        monkeypatch.setattr(metis_hf.deploy.checkpoint.tempfile, "TemporaryDirectory", refuse)
+        monkeypatch.setattr(metis_hf.deploy.checkpoint, "_loss", fail)
+        with pytest.raises(PermissionError, match=re.escape(str(tmp_path))):
+            export_checkpoint(source, tmp_path / "out", text=tmp_path / "t.txt")
+
+    @pytest.mark.parametrize(
+        ("option", "content", "said"),
+        [
+            ("results", b'{"piqa": ', r"file is not a whole JSON file"),
+            ("results", b"[1, 2]", r"file holds no metrics; expected a JSON object"),
+            ("text", b"\xff\xfe\x00", r"file is not UTF-8 text"),
+        ],
+    )
+    def test_files_are_read_before_the_model(self, option, content, said, tmp_path):
+        def load(_):
+            raise AssertionError("loaded")
+
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        (tmp_path / "file").write_bytes(content)
+        options = {option: tmp_path / "file", "load": load}
+        self.refused(source, tmp_path / "out", said, **options)
+
+    def test_a_text_of_tokens_that_the_model_does_not_know(self, tmp_path):
+        source = checkpoint(tmp_path / "metis", tokenizer=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer.add_tokens(["import"])
+        tokenizer.save_pretrained(source)
+        (tmp_path / "t.txt").write_text("import this")
+        self.refused(source, tmp_path / "out", "they do not belong together",
+                     text=tmp_path / "t.txt")  # fmt: skip
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_weight_that_is_not_finite(self, value, tmp_path):
+        """It would be packed, with its sibling; a dense export has it, and the report is JSON."""
+        source = checkpoint(tmp_path / "metis", scheme="nvfp4-rne")
+        tensors = load_file(source / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = value
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        for layout in ("compressed-tensors", "modelopt"):
+            match = r"layers\.0\.mlp\.up_proj: its weight has NaN or inf"
+            self.refused(source, tmp_path / "out", match, format=layout)
+        export_checkpoint(source, tmp_path / "out")
+
+        def fail(constant):
+            raise AssertionError(constant)
+
+        text = (tmp_path / "out/metis_export.json").read_text()
+        rows = {row["kind"]: row for row in json.loads(text, parse_constant=fail)["rows"]}
+        assert rows["up_proj"]["mean_error"] is None
+        assert rows["down_proj"]["mean_error"] > 0
+
+    @pytest.mark.parametrize("calibrates", [False, True])
+    def test_a_checkpoint_that_is_not_whole(self, calibrates, tmp_path):
+        """Nothing is made up for what is not there."""
+        source = tmp_path / "source"
+        if calibrates:
+            llama().save_pretrained(source)
+            calibration = Calibration(text=None, scheme="w4a16")
+            options = {"load": partial(calibrated_model, calibration=calibration)}
+        else:
+            checkpoint(source, scheme="nvfp4-rne")
+            options = {}
+        path = source / "model.safetensors"
+        whole = path.read_bytes()
+        tensors = load_file(path)
+        del tensors["model.embed_tokens.weight"]
+        save_file(tensors, path, {"format": "pt"})
+        match = r"source lacks model\.embed_tokens\.weight, which .* would be random"
+        self.refused(source, tmp_path / "out", match, **options)
+        path.write_bytes(whole[: len(whole) // 2])
+        match = r"source is not whole: model\.safetensors is cut short"
+        self.refused(source, tmp_path / "out", match, **options)
+
+    def test_results_of_a_card_by_the_name_of_their_file(self, tmp_path):
+        (tmp_path / "results.json").write_text("[1, 2]")
+        with pytest.raises(ValueError, match=r"results\.json holds no metrics"):
+            write_model_card(None, tmp_path, results=tmp_path / "results.json")
+
+    def test_an_interrupted_export_leaves_no_directory(self, tmp_path, monkeypatch):
+        source = checkpoint(tmp_path / "metis")
+
+        def interrupted(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(metis_hf.deploy.checkpoint, "report_section", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                export_checkpoint(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        assert isinstance(export_checkpoint(source, tmp_path / "out"), ExportReport)
+        assert not list(tmp_path.glob("out.partial*"))
+
+    def test_text_for_another_kind_of_model(self, tmp_path):
+        config = transformers.BertConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+            num_attention_heads=4,
+        )  # fmt: skip
+        model = get_metis_model(transformers.BertForMaskedLM(config), MetisConfig())
+        model.save_pretrained(tmp_path / "metis")
+        (tmp_path / "t.txt").write_text("text")
+        self.refused(tmp_path / "metis", tmp_path / "out", "no causal language model",
+                     format="dense", text=tmp_path / "t.txt")  # fmt: skip
+        export_checkpoint(tmp_path / "metis", tmp_path / "out")
+        transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")

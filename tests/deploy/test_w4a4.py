@@ -1,0 +1,319 @@
+"""W4A4 exports: read and computed by the compressed-tensors library, and ModelOpt's layout."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
+from conftest import VOCAB, llama
+from safetensors.torch import load_file
+from texts import documents
+
+import metis_hf
+from deploy.checkpoints import checkpoint, logits, relative
+from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
+from metis_hf.deploy import export_checkpoint, load_metis_model, modelopt
+from metis_hf.deploy.compressed_tensors import CompressedMatrix
+
+# For inputs in bf16 the library divides in bf16, before it rounds scales and elements: some then
+# become their neighbours. Kernels compute in fp32, as we do. Half of the quantization's own error,
+# which is .095 of normal values.
+BF16_LAYER_TOLERANCE = 0.05
+
+
+def calibrated(path, build=llama, scheme="w4a4", tokenizer=False, **config):
+    """A checkpoint with static scales of a few batches."""
+    checkpoint(path, build, tokenizer=tokenizer, scheme=scheme, **config)
+    model = load_metis_model(path)
+    g = torch.Generator().manual_seed(2)
+    calibrate(model, [torch.randint(0, VOCAB, (2, 32), generator=g) for _ in range(2)])
+    model.save_pretrained(path)
+    return path
+
+
+def arguments(group):
+    """What a config group says of weights and inputs, defaults filled in by the library."""
+    config = QuantizationConfig.model_validate(group)
+    return config.config_groups
+
+
+def test_the_config_is_the_preset_of_compressed_tensors(tmp_path):
+    for scheme, preset in (("w4a4", NVFP4), ("w4a16", NVFP4A16)):
+        source = calibrated(tmp_path / scheme, scheme=scheme)
+        out = tmp_path / f"{scheme}-out"
+        export_checkpoint(source, out, format="compressed-tensors")
+        written = json.loads((out / "config.json").read_text())["quantization_config"]
+        (group,) = arguments(written).values()
+        assert group.targets == ["Linear"]
+        for part in ("weights", "input_activations"):
+            found, expected = getattr(group, part), preset.get(part)
+            if expected is None:
+                assert found is None
+                continue
+            same = {"observer", "zp_dtype"}  # of calibration, and of zero points, which NVFP4 lacks
+            assert found.model_dump(exclude=same) == expected.model_dump(exclude=same)
+
+
+def test_names_dtypes_and_shapes(tmp_path):
+    """Those that the library gives a layer of the preset, and those of ModelOpt."""
+    source = calibrated(tmp_path / "metis")
+    layers = dict(metis_layers(load_metis_model(source)))
+    expected = {
+        "compressed-tensors": lambda o, i: {
+            "weight_packed": (torch.uint8, (o, i // 2)),
+            "weight_scale": (torch.float8_e4m3fn, (o, i // 16)),
+            "weight_global_scale": (torch.float32, (1,)),
+            "input_global_scale": (torch.float32, (1,)),
+        },
+        "modelopt": lambda o, i: {
+            "weight": (torch.uint8, (o, i // 2)),
+            "weight_scale": (torch.float8_e4m3fn, (o, i // 16)),
+            "weight_scale_2": (torch.float32, ()),
+            "input_scale": (torch.float32, ()),
+        },
+    }
+    for layout, tensors in expected.items():
+        export_checkpoint(source, tmp_path / layout, format=layout)
+        state = load_file(tmp_path / layout / "model.safetensors")
+        for name, layer in layers.items():
+            found = {
+                key.removeprefix(f"{name}."): (value.dtype, tuple(value.shape))
+                for key, value in state.items()
+                if key.startswith(f"{name}.")
+            }
+            assert found == tensors(layer.out_features, layer.in_features)
+
+
+def test_both_layouts_hold_the_same(tmp_path):
+    source = calibrated(tmp_path / "metis")
+    for layout in ("compressed-tensors", "modelopt"):
+        export_checkpoint(source, tmp_path / layout, format=layout)
+    ours = load_file(tmp_path / "compressed-tensors/model.safetensors")
+    theirs = load_file(tmp_path / "modelopt/model.safetensors")
+    for name, layer in metis_layers(load_metis_model(source)):
+        assert torch.equal(ours[f"{name}.weight_packed"], theirs[f"{name}.weight"])
+        scales = [state[f"{name}.weight_scale"].view(torch.uint8) for state in (ours, theirs)]
+        assert torch.equal(*scales)
+        for encode, decode in (("weight_global_scale", "weight_scale_2"),
+                               ("input_global_scale", "input_scale")):  # fmt: skip
+            product = ours[f"{name}.{encode}"] * theirs[f"{name}.{decode}"]
+            torch.testing.assert_close(product, torch.ones(1))
+        # ModelOpt has amax / (6 * 448) for the input; its kernels multiply by it.
+        expected = layer.input_amax / (6 * 448)
+        torch.testing.assert_close(theirs[f"{name}.input_scale"], expected)
+
+
+def test_layers_deployed_as_one_share_their_scales(tmp_path):
+    """As vLLM demands of query, key and value, and of gate and up."""
+    source = calibrated(tmp_path / "metis")
+    export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+    state = load_file(tmp_path / "out/model.safetensors")
+    for prefix, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+        for key in ("weight_global_scale", "input_global_scale"):
+            values = {state[f"model.layers.1.{prefix}.{n}_proj.{key}"].item() for n in names}
+            assert len(values) == 1
+
+
+class TestCompressedTensors:
+    """Computes with the exported checkpoint, by its own arithmetic."""
+
+    @pytest.fixture(scope="class")
+    def models(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("w4a4")
+        source = calibrated(folder / "metis")
+        export_checkpoint(source, folder / "out", format="compressed-tensors")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "out", dtype=torch.bfloat16
+        ).eval()
+        theirs(input_ids=torch.zeros(1, 2, dtype=torch.long))  # it unpacks at its first call
+        state = load_file(folder / "out/model.safetensors")
+        return load_metis_model(source), theirs, state
+
+    def test_weights(self, models):
+        ours, theirs, state = models
+        for name, layer in metis_layers(ours):
+            packed = CompressedMatrix.from_state(
+                {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)},
+                "weight",
+                layer.in_features,
+            )
+            unpacked = theirs.get_submodule(name).weight
+            # The library divides scales first, so that its fp32 numbers differ in the last bit.
+            tolerance = {"rtol": 2.0**-8, "atol": 0}
+            torch.testing.assert_close(packed.dequantize().bfloat16(), unpacked, **tolerance)
+
+    def test_inputs_in_fp32(self, models):
+        """The same codes and scales, but for ties that two ways to round to fp32 decide."""
+        ours, theirs, _ = models
+        for name, layer in metis_layers(ours):
+            module = theirs.get_submodule(name)
+            x = torch.randn(64, layer.in_features) * layer.input_amax / 3  # some are clipped
+            scheme = module.quantization_scheme
+            expected = forward_quantize(module, x, "input", scheme.input_activations)
+            x_hat = layer.eval_scheme.fprop_input.quantizer(x, amax=layer.input_amax)
+            different = (x_hat - expected).abs() > 1e-6 * expected.abs()
+            assert different.float().mean() < 1e-3, name
+
+    def test_layers_in_bf16(self, models):
+        ours, theirs, _ = models
+        for name, layer in metis_layers(ours):
+            x = (torch.randn(64, layer.in_features) * layer.input_amax / 4).bfloat16()
+            with torch.no_grad():
+                found = theirs.get_submodule(name)(x).float()
+                assert relative(found, layer(x.float())) < BF16_LAYER_TOLERANCE, name
+
+    def test_the_whole_model_in_fp32(self, models, token_ids):
+        """With its arithmetic of inputs and our packed weights, the logits are ours."""
+        ours, theirs, _ = models
+        expected = logits(ours, token_ids)
+        dense = llama().eval()
+        dense.load_state_dict({k: v for k, v in ours.state_dict().items() if "amax" not in k
+                               and "frozen" not in k})  # fmt: skip
+        for name, layer in metis_layers(ours):
+            module, plain = theirs.get_submodule(name), dense.get_submodule(name)
+            plain.weight.data = CompressedMatrix.of(
+                layer.weight.detach(), layer.eval_scheme.fprop_weight.quantizer, layer.weight_amax
+            ).dequantize()
+            arguments = module.quantization_scheme.input_activations
+            plain.register_forward_pre_hook(
+                lambda _, args, module=module, arguments=arguments: (
+                    forward_quantize(module, args[0], "input", arguments),
+                )
+            )
+        # One tie that is decided otherwise moves a logit by a step of a code: 1e-3 of the whole.
+        assert relative(logits(dense, token_ids), expected) < 2e-3
+
+
+@pytest.mark.slow
+def test_the_reported_loss_is_that_of_the_scheme(tmp_path):
+    source = calibrated(tmp_path / "metis", tokenizer=True)
+    text = tmp_path / "text.txt"
+    text.write_text(documents()[5].text[:3000])
+    report = export_checkpoint(
+        source, tmp_path / "out", format="compressed-tensors", text=text, dtype="bfloat16"
+    )
+    model = load_metis_model(source)
+    from metis_hf.deploy.checkpoint import _loss
+    from metis_hf.deploy.source import held_out_windows
+
+    windows = held_out_windows(source, text)
+    assert report.held_out["converted"] == pytest.approx(_loss(model, windows), abs=1e-6)
+    # Embeddings and norms are in bf16 there, nothing else differs.
+    assert report.held_out["fold"] == pytest.approx(report.held_out["converted"], abs=3e-3)
+    weights_alone = export_checkpoint(
+        calibrated(tmp_path / "w4a16", scheme="w4a16", tokenizer=True),
+        tmp_path / "alone",
+        format="compressed-tensors",
+        text=text,
+    )
+    assert weights_alone.held_out["fold"] != report.held_out["fold"]
+
+
+def test_some_layers_quantize_their_inputs_and_some_do_not(tmp_path, token_ids):
+    source = calibrated(tmp_path / "metis", scheme_pattern={"down_proj": "w4a16"})
+    export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    both, alone = arguments(config).values()
+    assert both.input_activations is not None
+    assert alone.input_activations is None
+    assert {name.rpartition(".")[2] for name in alone.targets} == {"down_proj"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16
+    )
+    loaded(input_ids=token_ids)
+    modules = dict(loaded.named_modules())
+    assert modules["model.layers.0.mlp.up_proj"].quantization_scheme.input_activations is not None
+    assert modules["model.layers.0.mlp.down_proj"].quantization_scheme.input_activations is None
+    export_checkpoint(source, tmp_path / "modelopt", format="modelopt")
+    described = json.loads((tmp_path / "modelopt/hf_quant_config.json").read_text())
+    layers = described["quantization"]["quantized_layers"]
+    assert described["quantization"]["quant_algo"] == "MIXED_PRECISION"
+    assert {name.rpartition(".")[2] for name, layer in layers.items()
+            if layer["quant_algo"] == "W4A16_NVFP4"} == {"down_proj"}  # fmt: skip
+
+
+def test_modelopt_says_what_it_says(tmp_path):
+    source = calibrated(tmp_path / "metis")
+    export_checkpoint(source, tmp_path / "out", format="modelopt")
+    described = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
+    assert described["quantization"] == {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "modelopt"
+    assert config["quant_algo"] == "NVFP4"
+    assert config["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_scales_that_are_not_calibrated_are_refused(layout, tmp_path):
+    source = checkpoint(tmp_path / "metis", scheme="w4a4")
+    with pytest.raises(ValueError, match=r"q_proj: its tensor scales are not cal.*calibrate"):
+        export_checkpoint(source, tmp_path / "out", format=layout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_modelopt_has_no_side_file(tmp_path):
+    source = checkpoint(tmp_path / "metis", scheme="metis-paper")
+    with pytest.raises(ValueError, match=r"side-file.*compressed-tensors.*\"fold\""):
+        export_checkpoint(source, tmp_path / "out", format="modelopt", low_rank="side-file")
+
+
+def test_a_model_trained_in_another_scheme_is_deployed(tmp_path, token_ids):
+    """Its config takes the scheme, calibration the scales; the weights are those it has."""
+    model = get_metis_model(llama(), MetisConfig(scheme="metis"))
+    weights = {name: layer.weight.detach().clone() for name, layer in metis_layers(model)}
+    from metis_hf import set_precision
+
+    set_precision(model, scheme="w4a4")
+    calibrate(model, [token_ids])
+    model.save_pretrained(tmp_path / "metis")
+    export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
+    state = load_file(tmp_path / "out/model.safetensors")
+    for name, weight in weights.items():
+        assert f"{name}.input_global_scale" in state
+        scale = state[f"{name}.weight_global_scale"]
+        assert weight.abs().max() <= 6 * 256 / scale.item() * (1 + 1e-6)
+        tensors = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)}
+        packed = CompressedMatrix.from_state(tensors, "weight", weight.shape[1])
+        assert relative(packed.dequantize(), weight) < 0.12
+
+
+def test_eval_mode_is_the_exported_model(tmp_path, token_ids):
+    """To the bit: the packed weights are those that the eval forward multiplies."""
+    source = calibrated(tmp_path / "metis")
+    export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
+    state = load_file(tmp_path / "out/model.safetensors")
+    model = load_metis_model(source)
+    for name, layer in metis_layers(model):
+        packed = CompressedMatrix.from_state(
+            {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)},
+            "weight",
+            layer.in_features,
+        )
+        amax = 6 * 448 / state[f"{name}.input_global_scale"]
+        x = torch.randn(32, layer.in_features) * amax / 4
+        x_hat = layer.eval_scheme.fprop_input.quantizer(x, amax=layer.input_amax)
+        with torch.no_grad():
+            assert torch.equal(layer(x), F.linear(x_hat, packed.dequantize(), layer.bias))
+
+
+def test_modelopt_names_the_version_of_a_package_that_is_not_installed(monkeypatch):
+    """But is on the path alone."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", missing)
+    producer = modelopt.describe([], {"layer": True})["producer"]
+    assert producer["version"] == metis_hf.__version__

@@ -1,0 +1,370 @@
+"""The analysis of whole checkpoints: streaming, capture, files, page, command line, errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import VOCAB, gpt2, llama
+from typer.testing import CliRunner
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.cli.main import app
+from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.lab.analyze import analyze, capture, figures
+from metis_hf.lab.analyze.capture import token_ids
+from metis_hf.lab.analyze.distortion import Quantizers
+from metis_hf.lab.analyze.result import KINDS
+from metis_hf.lab.analyze.source import WeightSource, last_ffn, portrait_layers
+from metis_hf.layers.gemm import GemmPlan
+from metis_hf.layers.noise_keys import CallKeys
+from metis_hf.schemes import Role
+
+TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Llama whose weights Metis stores split, with a tokenizer; and the same before that."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=300)
+    model = llama()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder / "plain")
+    split = MetisConfig(scheme="metis", split_weight=True, rank=16)
+    get_metis_model(model, split).save_pretrained(folder / "metis")
+    for name in ("plain", "metis"):
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text.py").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Saving a figure is nine tenths of the time; one test looks at real ones."""
+    monkeypatch.setattr(figures, "as_png", lambda figure: b"")
+
+
+@pytest.fixture(scope="module")
+def analysis(checkpoint):
+    out = checkpoint / "out"
+    result = analyze(
+        [checkpoint / "metis", checkpoint / "plain"],
+        out,
+        text=checkpoint / "text.py",
+        control=checkpoint / "plain",
+        sequences=24,
+        length=16,
+        layers="layers.1.mlp|0.mlp.down",
+    )
+    return result, out
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("shard", ["5GB", "100KB"])
+def test_streamed_weights_are_the_models(build, shard, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard != "5GB")
+    source = WeightSource(tmp_path)
+    linears = [
+        name for name, layer in metis_layers(get_metis_model(model, MetisConfig(scheme="nvfp4")))
+    ]
+    assert source.names == linears  # those that conversion takes, in the model's order
+    for name, layer in metis_layers(model):
+        weight = layer.weight_params()[0]
+        assert torch.equal(source.load(name).weight, weight)
+        assert source.shape(name) == tuple(weight.shape)
+
+
+@pytest.mark.parametrize("scheme", ["metis", "metis-paper", "bf16-split"])
+def test_split_weights_are_what_they_represent(scheme, tmp_path):
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, split_weight=True))
+    with torch.no_grad():
+        for _, layer in metis_layers(model):
+            layer.s.mul_(1.5)  # as training would: no longer the plain decomposition
+    model.save_pretrained(tmp_path)
+    source = WeightSource(tmp_path)
+    for name, layer in metis_layers(model):
+        stored = source.load(name)
+        assert torch.equal(stored.weight, layer.weight)
+        assert torch.equal(stored.residual, layer.weight_residual)
+        assert stored.scheme == scheme
+
+
+def test_experts_are_read_one_by_one(tmp_path):
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    source = WeightSource(tmp_path)
+    experts = [name for name in source.names if "experts" in name]
+    assert len(experts) in (6, 9)  # fused, or w1, w2 and w3 apart
+    assert not any(name.endswith(("gate", "lm_head", "embed_tokens")) for name in source.names)
+    assert all(min(source.load(name).weight.shape) >= 32 for name in experts)
+
+
+def test_weights_are_never_all_in_memory(undrawn, checkpoint, tmp_path, monkeypatch):
+    """At every read, of what was read before at most one layer and its control are alive."""
+    alive: list[weakref.ref] = []
+    peaks = []
+    read = WeightSource._read
+
+    def watched(self, key, index=None):
+        living = [ref() for ref in alive if ref() is not None]
+        peaks.append(sum(tensor.numel() for tensor in living))
+        tensor = read(self, key, index)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(WeightSource, "_read", watched)
+    analyze([checkpoint / "metis"], tmp_path, control=checkpoint / "plain")
+    source = WeightSource(checkpoint / "metis")
+    sizes = [int(np.prod(source.shape(name))) for name in source.names]
+    assert len(peaks) > len(sizes)
+    assert max(peaks) <= 2 * 1.5 * max(sizes)  # factors and residual, twice
+    assert max(peaks) < sum(sizes) / 2
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_quantized_weight_is_what_the_layer_multiplies(split, checkpoint, tmp_path):
+    path = checkpoint / "metis"
+    if not split:
+        path = tmp_path
+        get_metis_model(llama(), MetisConfig()).save_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).train()
+    name, layer = next(metis_layers(model))
+    stored = WeightSource(path).load(name)
+    quantizers = Quantizers(name, tuple(stored.weight.shape))
+    quantized = quantizers.weight(stored, "metis")
+    found = quantized.values
+    params = [param.detach() for param in layer.weight_params()]
+    keys = CallKeys(layer.noise_key(), params[-1], params[-1])
+    plan = GemmPlan(layer.scheme, layer.weight_form, torch.float32, keys)
+    w_hat = plan.weight_operand(Role.FPROP_WEIGHT, params)
+    assert torch.equal(found, w_hat.values)
+    if not split:
+        lost = (w_hat.values == 0) & (params[0] != 0)
+        assert quantized.zeroed == pytest.approx(float(lost.sum() / (params[0] != 0).sum()))
+
+
+def test_captured_rows_are_the_layers_inputs_and_gradients():
+    model = llama().eval()
+    name = "model.layers.1.mlp.down_proj"
+    layer = model.get_submodule(name)
+    ids = torch.randint(0, VOCAB, (12, 10), generator=torch.Generator().manual_seed(3))
+    expected = []
+    for batch in ids.split(capture.MICRO_BATCH):
+        seen = {}
+        handle = layer.register_forward_hook(
+            lambda m, args, out, seen=seen: seen.update(x=args[0], y=out)
+        )
+        loss = model(input_ids=batch, labels=batch).loss
+        handle.remove()
+        (grad,) = torch.autograd.grad(loss, seen["y"])
+        # Each token counts alike, in the last micro-batch of four sequences too.
+        grad = grad * len(batch) / capture.MICRO_BATCH
+        expected.append((seen["x"].detach().flatten(0, 1), grad.flatten(0, 1)))
+    measured = []
+    hooks = capture.Capture({name}, lambda n, kind, x: measured.append((n, kind, len(x))))
+    model.requires_grad_(False)
+    hooks.run(model, ids, [name, "model.layers.0.mlp.up_proj", "no.such.layer"])
+    for kind, part in (("activation", 0), ("gradient", 1)):
+        rows = hooks.rows(name, kind)
+        assert torch.allclose(rows, torch.cat([pair[part] for pair in expected]), atol=1e-8)
+        assert hooks.rows(name, kind) is None  # let go
+    # Each layer once per kind, on the first micro-batch.
+    assert sorted(measured) == sorted(
+        (layer, kind, 80)
+        for layer in (name, "model.layers.0.mlp.up_proj")
+        for kind in ("activation", "gradient")
+    )
+    assert not layer._forward_hooks
+
+
+@pytest.mark.slow
+def test_every_figure_and_layer_is_on_the_page(analysis):
+    result, out = analysis
+    page = (out / "index.html").read_text()
+    pictures = sorted(path.stem for path in (out / "figures").glob("*.png"))
+    assert pictures == sorted(path.stem for path in (out / "figures").glob("*.json"))
+    per_layer = {f"{name}.{layer}" for name, *_ in figures.PORTRAIT for layer in result.portraits}
+    shared = {"risk", "all-spectra", "universality", "residual-spectra"}
+    assert set(pictures) == per_layer | shared
+    assert page.count("data:image/png;base64,") == len(pictures)
+    assert len(result.portraits) == 2
+    assert next(iter(result.portraits)) == "model.layers.1.mlp.down_proj"
+    for layer, line in result.lines.items():
+        assert page.count(f">{layer}</td>") == len(line) == 3
+    assert "http://" not in page
+    assert "https://" not in page
+    for name in pictures:
+        json.loads((out / "figures" / f"{name}.json").read_text())
+
+
+def test_data_of_figures(analysis):
+    result, out = analysis
+    name = next(iter(result.portraits))
+    data = json.loads((out / "figures" / f"spectra.{name}.json").read_text())
+    source = WeightSource(result.model)
+    sigma = torch.linalg.svdvals(source.load(name).weight)
+    assert np.allclose(data["weight"]["spectrum"]["sigma"], sigma, rtol=1e-4)
+    assert set(data) == set(KINDS)
+    alignment = json.loads((out / "figures" / f"alignment.{name}.json").read_text())
+    assert set(alignment) == {"activation", "gradient"} | {"weight"}
+    assert "alignment" not in alignment["weight"]
+    curves = json.loads((out / "figures" / "residual-spectra.json").read_text())[name]
+    residual = torch.linalg.svdvals(source.load(name).residual)
+    assert np.allclose(curves["Metis: residual"]["sigma"], residual, rtol=1e-4, atol=1e-6)
+    assert len(curves["control: weight without its top 16"]["sigma"]) == 48
+
+
+def test_layers_are_sorted_by_risk(analysis):
+    result, out = analysis
+    with (out / "layers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * len(result.lines)
+    risks = [float(row["risk"]) for row in rows]
+    assert risks == sorted(risks, reverse=True)
+    assert max(risks) > 0
+    by_layer = {name: [r for r in rows if r["layer"] == name] for name in result.lines}
+    for name, lines in by_layer.items():
+        worst = max(float(line["nvfp4_swamped"]) for line in lines)
+        assert result.risk(name) == pytest.approx(worst)
+
+
+def test_it_repeats_itself(undrawn, checkpoint, analysis, tmp_path):
+    result, _ = analysis
+    again = analyze(
+        [checkpoint / "metis"], tmp_path, text=checkpoint / "text.py", sequences=24, length=16,
+        layers="layers.1.mlp",
+    )  # fmt: skip
+    assert set(again.lines) == {f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")}
+    for name, line in again.lines.items():
+        assert line == result.lines[name]
+
+
+def test_zero_and_broken_weights_are_flagged(undrawn, checkpoint, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint / "plain")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    model.save_pretrained(tmp_path / "model")
+    result = analyze([tmp_path / "model"], tmp_path / "out")
+    assert result.lines["model.layers.1.mlp.down_proj"]["weight"]["note"].startswith("NaN")
+    assert result.lines["model.layers.0.mlp.up_proj"]["weight"]["note"] == "all zero"
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "NaN or infinite elements" in page
+    assert "all zero" in page
+
+
+def test_portraits_of_known_architectures():
+    llamas = [
+        f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.k_proj", "mlp.down_proj")
+    ]
+    assert portrait_layers(llamas) == [
+        "model.layers.2.mlp.down_proj", "model.layers.0.mlp.down_proj",
+        "model.layers.2.self_attn.k_proj", "model.layers.0.self_attn.k_proj",
+    ]  # fmt: skip
+    bert = [f"encoder.layer.{i}.{m}" for i in range(2)
+            for m in ("attention.self.key", "attention.output.dense", "output.dense")]  # fmt: skip
+    assert last_ffn(bert) == "encoder.layer.1.output.dense"
+    gpt = [
+        f"transformer.h.{i}.{m}"
+        for i in range(2)
+        for m in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")
+    ]
+    assert last_ffn(gpt) == "transformer.h.1.mlp.c_proj"
+    assert portrait_layers(["a", "b"]) == ["b", "a"]
+
+
+def _fails(kind, message, checkpoint, out, **kwargs):
+    with pytest.raises(kind, match=message):
+        analyze([checkpoint], out, **kwargs)
+    assert not (out / "index.html").exists()
+
+
+def test_errors_say_what_is_needed(checkpoint, tmp_path):
+    plain, out = checkpoint / "plain", tmp_path / "out"
+    text = checkpoint / "text.py"
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text("def f(x):")
+    _fails(ValueError, "is empty; .* at least 128 tokens", plain, out, text=tmp_path / "empty.txt")
+    _fails(ValueError, r"has \d tokens, fewer than one sequence of 128", plain, out,
+           text=tmp_path / "short.txt")  # fmt: skip
+    _fails(ValueError, "choose at least 1 of 8", plain, out, text=text, length=4)
+    _fails(ValueError, "matches none of the 14 layers", plain, out, layers="nothing")
+    _fails(ValueError, "no regular expression", plain, out, layers="(")
+    _fails(ValueError, "choose at least 1", plain, out, rank=0)
+    _fails(FileNotFoundError, "missing.txt", plain, out, text=tmp_path / "missing.txt")
+    _fails(FileNotFoundError, "no config.json", tmp_path, out)
+    _fails(FileNotFoundError, "is no directory, and config.json", "nobody/nothing", out)
+    gpt2().save_pretrained(tmp_path / "gpt2")
+    _fails(FileNotFoundError, "no tokenizer .*weights need none", tmp_path / "gpt2", out, text=text)
+    _fails(ValueError, "the control .* has no layer", plain, out, control=tmp_path / "gpt2")
+    shutil.copytree(plain, tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    _fails(FileNotFoundError, "neither model.safetensors nor", tmp_path / "bare", out)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
+    _fails(ValueError, "quantized by 'gptq'", tmp_path / "bare", out)
+
+
+def test_missing_shard_is_named(tmp_path):
+    llama().save_pretrained(tmp_path, max_shard_size="100KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=lost.name):
+        WeightSource(tmp_path)
+
+
+def test_a_model_without_loss_gives_activations_only(undrawn, checkpoint, tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    for path in (checkpoint / "plain").glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "bert")
+    result = analyze([tmp_path / "bert"], tmp_path / "out", text=checkpoint / "text.py",
+                     sequences=8, length=16)  # fmt: skip
+    assert any("no gradients" in note for note in result.notes)
+    kinds = {kind for line in result.lines.values() for kind in line}
+    assert kinds == {"weight", "activation"}
+
+
+def test_command_line(undrawn, checkpoint, tmp_path):
+    arguments = [str(checkpoint / "plain"), "--out", str(tmp_path / "out"), "--layers", "layers.1"]
+    found = CliRunner().invoke(app, ["analyze", *arguments])
+    assert found.exit_code == 0, found.output
+    assert str(tmp_path / "out" / "index.html") in found.output
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "no text was given" in page
+    failed = CliRunner().invoke(app, ["analyze", *arguments, "--text", str(tmp_path / "none")])
+    assert isinstance(failed.exception, FileNotFoundError)
+
+
+def test_tokens_that_the_model_does_not_embed_are_refused(checkpoint, tmp_path):
+    """As of another model's tokenizer."""
+    tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=320)
+    shutil.copytree(checkpoint / "plain", tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300"):
+        token_ids(WeightSource(tmp_path / "plain"), checkpoint / "text.py", 4, 64)
+
+
+def test_a_text_longer_than_the_models_positions_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="has 128 positions, and sequences would have 256 tokens"):
+        analyze(
+            [checkpoint / "plain"], tmp_path, text=checkpoint / "text.py", sequences=2, length=256
+        )

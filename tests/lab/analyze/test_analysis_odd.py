@@ -1,0 +1,211 @@
+"""Checkpoints out of the ordinary: a converted head, layers without a spectrum or a known risk."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+from conftest import VOCAB, llama
+from rich.console import Console
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers
+from metis_hf.lab.analyze import alignment, figures
+from metis_hf.lab.analyze.capture import Capture
+from metis_hf.lab.analyze.measure import Measurements
+from metis_hf.lab.analyze.page import ReportWriter, _alignment
+from metis_hf.lab.analyze.places import places
+from metis_hf.lab.analyze.result import Analysis, write_csv
+from metis_hf.lab.analyze.source import WeightSource
+from metis_hf.numerics.kernels import use_kernels
+
+
+def test_a_converted_head_is_analyzed_however_it_is_stored(tmp_path):
+    names = {}
+    for split in (False, True):
+        config = MetisConfig(target_modules=["o_proj", "lm_head"], split_weight=split, rank=16)
+        get_metis_model(llama(), config).save_pretrained(tmp_path / str(split))
+        names[split] = WeightSource(tmp_path / str(split)).names
+    assert names[True] == names[False]
+    assert names[True][-1] == "lm_head"
+    assert len(names[True]) == 15  # the others are analyzed though they are not converted
+
+
+def test_a_picture_of_layers_without_a_spectrum():
+    """Of a diverged checkpoint."""
+    lines = {"model.layers.0.mlp.up_proj": {"weight": {"shape": [8, 8]}}}
+    assert figures.risk_map(lines).startswith(b"\x89PNG")
+
+
+def test_blocks_of_encoders_and_decoders_are_told_apart():
+    names = {
+        "model.layers.3.self_attn.q_proj": ("3", "q_proj"),
+        "encoder.block.0.layer.0.SelfAttention.q": ("encoder 0", "SelfAttention.q"),
+        "decoder.block.0.layer.0.SelfAttention.q": ("decoder 0", "SelfAttention.q"),
+        "model.decoder.layers.1.fc1": ("decoder 1", "fc1"),
+        "lm_head": ("-", "lm_head"),
+    }
+    assert places(names) == names
+
+
+def test_no_two_layers_have_one_place():
+    bert = "encoder.layer.0"
+    names = {
+        f"{bert}.attention.self.query": ("encoder 0", "self.query"),
+        f"{bert}.attention.output.dense": ("encoder 0", "attention.output.dense"),
+        f"{bert}.output.dense": ("encoder 0", "output.dense"),
+        # Of a model for texts and pictures: two lists of blocks under one word.
+        "text.encoder.layers.3.mlp.fc1": ("text.encoder.layers 3", "fc1"),
+        "vision.encoder.layers.3.mlp.fc1": ("vision.encoder.layers 3", "fc1"),
+        "vision.encoder.layers.3.self_attn.q_proj": ("vision.encoder.layers 3", "q_proj"),
+        # Parts that are left out elsewhere.
+        "h.1.self_attn.dense": ("1", "self_attn.dense"),
+        "h.1.mlp.dense": ("1", "mlp.dense"),
+        "h.2.mlp": ("2", "mlp"),
+    }
+    assert places(names) == names
+
+
+def test_the_risk_map_has_a_cell_for_every_layer(monkeypatch):
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    names = [f"encoder.layer.0.{end}" for end in ("attention.output.dense", "output.dense")]
+    risks = {"nvfp4_swamped": 0.25, "metis_swamped": 0.75}
+    figure = figures.risk_map({name: {"weight": risks} for name in names})
+    assert [text.get_text() for text in figure.axes[0].texts] == ["25%", "25%"]
+
+
+def test_a_legend_names_the_curves_of_every_panel(monkeypatch):
+    """Where layers have other ranks."""
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    curve = {"sigma": [2.0, 1.0], "elbow": None}
+    layers = {
+        f"layer {rank}": {
+            "Metis: residual": curve,
+            f"control: weight without its top {rank}": curve,
+        }
+        for rank in (8, 16)
+    }
+    (legend,) = figures.residual_spectra(layers).legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "Metis: residual",
+        "control: weight without its top 8",
+        "control: weight without its top 16",
+    ]
+
+
+def curve(ratio):
+    return {"ratio": [ratio, 1.0], "mean": [0.5, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("found", "card"),
+    [
+        ({"by_row": curve(0.01), "by_sequence": curve(0.01)}, ("0.50", "; 1 % of sequences: 0.50")),
+        ({"by_row": curve(0.01), "by_sequence": curve(0.1)}, ("0.50", "")),  # of few sequences
+        ({"by_row": curve(0.01)}, ("0.50", "")),  # an expert's
+        ({"by_row": curve(0.1)}, None),
+    ],
+)
+def test_the_card_of_alignment_names_its_layer_and_what_is_known(found, card):
+    layer = "model.layers.2.self_attn.k_proj"
+    portraits = {layer: {"weight": {}, "activation": {"alignment": found}}}
+    result = Analysis("model", lines={layer: {}}, portraits=portraits)
+    expected = [c for c in [card] if c]
+    assert _alignment(result, {layer: "block 2, k_proj"}) == [
+        ("alignment from 1 % of rows", rows, f"block 2, k_proj: activation{note}")
+        for rows, note in expected
+    ]
+
+
+def test_rows_of_experts_are_no_sequences(monkeypatch):
+    """So nothing is said of how much of the subspace a sample of sequences finds."""
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+    found = alignment.alignment_data(x, 4, None)
+    assert found.keys() == {"rank", "rows", "by_row"}
+    assert found["by_row"] == alignment.alignment_data(x, 4, 10)["by_row"]
+    figure = figures.alignment({"activation": {"shape": [50, 16], "alignment": found}})
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["random rows (50 in all)"]
+
+
+class TestConvertedExperts:
+    @pytest.fixture(scope="class")
+    def run(self, tmp_path_factory):
+        """A converted Mixtral, whose files transformers names otherwise, and what was measured."""
+        place = tmp_path_factory.mktemp("mixtral")
+        config = transformers.MixtralConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+            num_experts_per_tok=1,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(config)
+        get_metis_model(model, MetisConfig(scheme="nvfp4-rne")).save_pretrained(place)
+        result = Analysis("m")
+        source = WeightSource(place)
+        names = [name for name in source.names if "experts" in name]
+        ids = torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
+        work = Measurements(source, None, [], names, names[:1], 4, ids, result)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ReportWriter, "write", lambda *args, **options: None)
+            with use_kernels("reference"), work.progress(Console(quiet=True)):
+                work.run(place / "out")
+        return result, model, source
+
+    def test_they_are_called_as_in_the_model(self, run):
+        _, model, source = run
+        layers = dict(metis_layers(model))
+        assert set(source.names) == layers.keys()
+        for name in source.names:
+            assert torch.equal(source.load(name).weight, layers[name].weight)
+
+    def test_they_see_tokens(self, run):
+        result, _, _ = run
+        assert not [note for note in result.notes if "saw no token" in note]
+        rows = [line["activation"]["shape"][0] for line in result.lines.values()]
+        assert 0 < min(rows) < max(rows) < 4 * 16
+
+    def test_their_rows_are_no_sequences(self, run):
+        ((_, portrait),) = run[0].portraits.items()
+        assert "by_sequence" not in portrait["activation"]["alignment"]
+        assert "by_row" in portrait["gradient"]["alignment"]
+
+
+def test_a_decoder_without_a_head_reads_the_text_too():
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
+    )
+    seen = []
+    hooks = Capture(set(), lambda layer, kind, x: seen.append((layer, kind, x.shape[0])))
+    layers = ["encoder.block.0.layer.0.SelfAttention.q", "decoder.block.0.layer.0.SelfAttention.q"]
+    hooks.run(transformers.T5Model(config).eval(), torch.arange(32).view(2, 16), layers)
+    assert seen == [(layer, "activation", 32) for layer in layers]
+
+
+def test_layers_of_unknown_risk_come_first_in_the_table(tmp_path):
+    risks = {"a": 0.5, "b": math.nan, "c": 0.25, "d": math.nan, "e": 0.75}
+    lines = {n: {"weight": {"shape": [1, 1], "nvfp4_swamped": r}} for n, r in risks.items()}
+    result = Analysis("model", lines=lines)
+    assert result.by_risk() == ["b", "d", "e", "a", "c"]
+    write_csv(tmp_path / "layers.csv", result)
+    rows = (tmp_path / "layers.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == ["b", "d", "e", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (
+            ["/o/runs/bf16/seed-0/model", "/o/runs/metis/seed-0/model"],
+            ["bf16/seed-0", "metis/seed-0"],
+        ),
+        (["a/run/seed-0/model/", "b/run/seed-0"], ["a/run/seed-0", "b/run/seed-0"]),
+        (["org/name"], ["org/name"]),
+        (["run", "run/model"], ["run", "run/model"]),
+    ],
+)
+def test_models_are_told_apart(paths, names):
+    """Runs of a comparison keep their weights in directories of one name."""
+    assert figures.short_models(paths) == dict(zip(paths, names))

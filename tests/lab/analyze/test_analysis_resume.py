@@ -1,0 +1,263 @@
+"""Analyses that are interrupted, repeated, watched: what is there when, and what is made again."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import llama
+from rich.console import Console
+
+from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.lab.analyze import analyze, capture, figures, measure, portrait, run, spectra
+from metis_hf.lab.measured import FILE, Store
+from metis_hf.lab.show.phases import PhaseProgress
+from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
+
+TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(99))
+LAYERS = "layers.1.mlp"
+LINES = 3 * 3  # three layers: weight, activation, gradient
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=300)
+    model = llama()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "text.py").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is called how often: lines, portraits, pictures, models loaded; nothing is drawn."""
+    found = {"line": 0, "portrait": 0, "picture": 0, "model": 0}
+
+    def count(name, made):
+        def wrapped(*args, **kwargs):
+            found[name] += 1
+            return made(*args, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr(measure, "tensor_line", count("line", measure.tensor_line))
+    monkeypatch.setattr(measure, "tensor_portrait", count("portrait", measure.tensor_portrait))
+    monkeypatch.setattr(capture, "load_model", count("model", capture.load_model))
+    monkeypatch.setattr(figures, "as_png", count("picture", lambda figure: b"png"))
+    return found
+
+
+def analyzed(checkpoint, out, **changes):
+    options = {"text": checkpoint / "text.py", "sequences": 20, "length": 8, "layers": LAYERS}
+    return analyze([checkpoint], out, **options | changes)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory):
+    """(result, page) of an analysis that nothing disturbed; nothing is drawn."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "as_png", lambda figure: b"png")
+        return analyzed(checkpoint, out), (out / "index.html").read_text()
+
+
+def interrupted(monkeypatch, name, after):
+    """Makes a function of `measure` end the process's work at a call."""
+    made, left = getattr(measure, name), [after]
+
+    def wrapped(*args, **kwargs):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(measure, name, wrapped)
+
+
+def same(a, b):
+    assert list(a.lines) == list(b.lines)
+    for part in ("lines", "portraits", "residuals", "universality", "ranks", "notes", "missing"):
+        assert getattr(a, part) == getattr(b, part)
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize(
+        ("where", "after", "said"),
+        [
+            ("tensor_line", 2, "the weights of 2 more layers are to come"),
+            ("tensor_line", 5, "activations and gradients are to come"),
+            ("tensor_portrait", 2, "figures of single layers are to come"),
+        ],
+    )
+    def test_keeps_what_it_has(
+        self, where, after, said, checkpoint, whole, calls, tmp_path, monkeypatch
+    ):
+        """The page is there and says what is missing; another run makes the rest alone."""
+        with monkeypatch.context() as patch:
+            interrupted(patch, where, after)
+            with pytest.raises(KeyboardInterrupt):
+                analyzed(checkpoint, tmp_path / "cut")
+        page = (tmp_path / "cut" / "index.html").read_text()
+        assert said in page
+        assert "the same command goes on from here" in page
+        assert page.count("data:image/png") >= 5
+        with (tmp_path / "cut" / FILE).open("ab") as file:
+            file.write(b'["line", "x\xff')  # as a killed process leaves it
+        calls |= dict.fromkeys(calls, 0)
+        same(analyzed(checkpoint, tmp_path / "cut"), whole[0])
+        assert calls["line"] == LINES - (after if where == "tensor_line" else LINES)
+        assert calls["portrait"] == 3 - (after if where == "tensor_portrait" else 1)
+        page = (tmp_path / "cut" / "index.html").read_text()
+        assert "Not complete" not in page
+        assert page == whole[1]
+
+    def test_says_so(self, checkpoint, calls, tmp_path, monkeypatch):
+        console = Console(file=io.StringIO(), width=300)
+        interrupted(monkeypatch, "tensor_line", 2)
+        with pytest.raises(KeyboardInterrupt):
+            analyzed(checkpoint, tmp_path, console=console)
+        shown = console.file.getvalue()
+        assert f"interrupted: {tmp_path / 'index.html'} has the figures" in shown
+
+
+class TestRepeated:
+    def test_nothing_is_made_twice(self, checkpoint, whole, calls, tmp_path):
+        first = analyzed(checkpoint, tmp_path)
+        same(first, whole[0])
+        calls |= dict.fromkeys(calls, 0)
+        same(analyzed(checkpoint, tmp_path), first)
+        assert set(calls.values()) == {0}
+
+    @pytest.mark.slow
+    def test_other_settings_are_measured(self, checkpoint, calls, tmp_path):
+        """Each by what it depends on: the text is nothing to a weight."""
+        analyzed(checkpoint, tmp_path)
+        for changes, lines in (({"sequences": 10}, 6), ({"rank": 4}, LINES), ({"text": None}, 3)):
+            calls["line"] = 0
+            result = analyzed(checkpoint, tmp_path, **changes)
+            assert calls["line"] == lines
+            same(result, analyzed(checkpoint, tmp_path / f"new-{lines}", **changes))
+
+    def test_other_weights_and_other_code_are_measured(
+        self, checkpoint, calls, tmp_path, monkeypatch
+    ):
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        model.save_pretrained(tmp_path / "model")
+        options = {"text": None, "layers": LAYERS}
+        first = analyze([tmp_path / "model"], tmp_path / "out", **options)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(2).add_(1)
+        model.save_pretrained(tmp_path / "model")
+        second = analyze([tmp_path / "model"], tmp_path / "out", **options)
+        name = "model.layers.1.mlp.up_proj"
+        assert first.lines[name]["weight"]["sigma"] != second.lines[name]["weight"]["sigma"]
+        calls["line"] = 0
+        monkeypatch.setattr(measure, "code_digest", lambda: "changed")
+        analyze([tmp_path / "model"], tmp_path / "out", **options)
+        assert calls["line"] == 3
+
+    def test_the_store_drops_what_is_out_of_date(self, tmp_path):
+        kept = Store(tmp_path, {"a", "b"})
+        kept.put("line", "x", "weight", "a", {"value": [0.1, float("nan")]})
+        kept.put("line", "y", "weight", "b", 1)
+        kept.put("line", "x", "weight", "a", {"value": [0.2]})
+        again = Store(tmp_path, {"a"})
+        assert again.get("line", "x", "weight", "a") == {"value": [0.2]}
+        assert again.get("line", "x", "weight", "b") is None
+        assert again.get("line", "y", "weight", "b") is None
+        assert len((tmp_path / FILE).read_text().splitlines()) == 1
+
+
+def test_layers_with_one_input_share_its_spectrum(monkeypatch):
+    made = []
+    real = spectra.singular_values
+    monkeypatch.setattr(spectra, "singular_values", lambda x: made.append(1) or real(x))
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    last = spectra.LastSpectrum()
+    first = last.of(x)
+    assert torch.equal(last.of(x.view(40, 16).detach()), first)
+    assert len(made) == 1
+    x.mul_(2)  # the same memory with other values
+    assert torch.allclose(last.of(x), 2 * first)
+    assert not torch.equal(last.of(x[:20]), first[:16])
+    assert torch.equal(last.of(x.clone()), last.of(x))
+    assert len(made) == 5
+
+
+class TestProgress:
+    def watched(self, monkeypatch, terminal):
+        clock = [0.0]
+        monkeypatch.setattr("metis_hf.lab.show.phases.time.monotonic", lambda: clock[0])
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+        return clock, console
+
+    def test_time_left_is_that_of_each_phase(self, monkeypatch):
+        """A phase's own time where it has one, else its cost beside the others'."""
+        clock, console = self.watched(monkeypatch, terminal=False)
+        with PhaseProgress(console, {"a": (4, 1.0), "b": (2, 10.0), "none": (0, 1.0)}) as bars:
+            bars.advance("a", reused=True)
+            clock[0] = 2.0
+            bars.advance("a")
+            clock[0] = 4.0
+            bars.advance("a")  # 2 s each: one more, and two of "b" at 20 s
+            assert "a: 3/4, ETA 0:42" in console.file.getvalue()
+            clock[0] = 9.0
+            bars.advance("b")  # one more of "b" at 5 s, as measured
+            assert "b: 1/2, ETA 0:07" in console.file.getvalue()
+            bars.finish("a")
+            bars.finish("none")
+        assert "reused" not in console.file.getvalue()
+
+    def test_a_bar_for_each_phase(self, monkeypatch):
+        clock, console = self.watched(monkeypatch, terminal=True)
+        with PhaseProgress(console, {"weights": (4, 1.0), "figures": (2, 1.0)}) as bars:
+            clock[0] = 60.0
+            bars.advance("weights")
+        shown = console.file.getvalue()
+        assert "weights" in shown
+        assert "figures" in shown
+        assert "ETA 5:00" in shown
+
+    def test_lines_without_a_terminal(self, checkpoint, calls, tmp_path):
+        console = Console(file=io.StringIO(), width=120)
+        analyzed(checkpoint, tmp_path, console=console)
+        shown = console.file.getvalue()
+        for phase in (
+            "weights: 1/3",
+            "activations and gradients: 6/6",
+            "text: 1/3, ETA",
+            "figures",
+        ):
+            assert phase in shown
+
+
+@pytest.mark.parametrize(("asked", "runs"), [(None, "reference"), ("compiled", "compiled")])
+def test_a_small_model_waits_for_no_compiler(asked, runs, checkpoint, tmp_path, monkeypatch):
+    """Unless compiled quantizers were asked for."""
+    seen = []
+    monkeypatch.setattr(
+        measure.Measurements, "run", lambda self, out: seen.append(chosen_kernels())
+    )
+    with use_kernels(asked):
+        analyze([checkpoint], tmp_path)
+        monkeypatch.setattr(run, "_WORTH_COMPILING", 1)
+        analyze([checkpoint], tmp_path)
+    assert seen == [runs, asked]
+
+
+def test_json_of_the_store_is_what_was_measured(tmp_path):
+    """A repeated analysis compares floats with those of the first one."""
+    x = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
+    quantizers = measure.Quantizers("layer", (48, 32))
+    line = portrait.tensor_line(measure.Sample(x, "activation", quantizers))
+    kept = Store(tmp_path, {"a"})
+    kept.put("line", "layer", "activation", "a", line)
+    assert Store(tmp_path, {"a"}).get("line", "layer", "activation", "a") == line
+    assert json.loads((tmp_path / FILE).read_text())[4] == line

@@ -1,0 +1,42 @@
+"""What tests of experiments share."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from paths import ROOT
+
+from metis_hf.lab.finetune.smoke import smoke_model
+from metis_hf.schemes import registry
+
+
+@pytest.fixture
+def placed_records(tmp_path, monkeypatch):
+    """Put records where a study of eval/studies reads them; returns the study."""
+
+    def place(study, named):
+        for name, one in named.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(one))
+        monkeypatch.setattr(study, "RESULTS", tmp_path)
+        monkeypatch.setattr(study, "RECORDS", tuple(named))
+        return study
+
+    return place
+
+
+@pytest.fixture
+def eval_directory(monkeypatch):
+    """Imports of one script by another, and schemes that a script registers, end with the test."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
+    sys.modules.pop("training_parts", None)  # so that it registers where it is imported again
+    yield
+    sys.modules.pop("training_parts", None)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Return model and data of the smoke run of fine-tuning."""
+    return smoke_model(tmp_path_factory.mktemp("source"))

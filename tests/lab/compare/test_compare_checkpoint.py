@@ -1,0 +1,185 @@
+"""Comparisons that continue from a checkpoint: its weights, its tokenizer, any text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from texts import documents
+
+from lab.compare.test_compare import run
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.cli.main import main
+from metis_hf.data import corpus
+from metis_hf.data.corpus import train_tokenizer
+from metis_hf.lab.compare import run as compare_run
+from metis_hf.lab.compare.data import embed, load_data
+from metis_hf.lab.compare.plan import make_plan
+from metis_hf.lab.compare.runner import initial_model
+
+VOCAB, LENGTH = 300, 32
+
+
+def small_model(**changes):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{
+            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "rope_theta": 777.0, **changes,
+        }
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a checkpoint and chunked tokens of its tokenizer."""
+    folder = tmp_path_factory.mktemp("continued")
+    few = list(documents()[:200])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "stdlib_documents", lambda: few)
+        embed(folder / "data", vocab_size=VOCAB, sequence_length=LENGTH)
+    small_model().save_pretrained(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "data/tokenizer")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
+
+
+def plan(place, **options):
+    given = {"checkpoint": str(place / "model"), "data": str(place / "data"), **options}
+    return make_plan(**given)
+
+
+@pytest.mark.slow
+def test_every_run_starts_from_its_weights(place):
+    experiment = plan(place).experiment
+    made = initial_model(experiment, torch.device("cpu"))
+    for (name, a), b in zip(small_model().state_dict().items(), made.state_dict().values()):
+        assert torch.equal(a, b), name
+    assert {p.dtype for p in made.parameters()} == {torch.float32}
+    # The config alone makes the same model, for what is counted without weights.
+    config = transformers.AutoConfig.for_model(**experiment.model)
+    assert config.rope_parameters == made.config.rope_parameters
+    assert (config.vocab_size, config.hidden_size) == (VOCAB, 32)
+
+
+def test_the_training_is_that_of_a_checkpoint(place):
+    found = plan(place, tokens=64_000, training={"learning_rate": 3e-5})
+    assert found.size == "checkpoint"
+    assert found.experiment.training["learning_rate"] == 3e-5
+    assert found.experiment.steps == round(64_000 / (8 * 256))
+    assert found.settings()["experiment"]["checkpoint"] == str(place / "model")
+    assert "checkpoint" not in make_plan().settings()["experiment"]
+
+
+class TestRefused:
+    def test_a_size_beside_it(self, place):
+        for other in ({"size": "tiny"}, {"model": {"hidden_size": 64}}):
+            with pytest.raises(ValueError, match="brings its model; leave size and model out"):
+                plan(place, **other)
+
+    def test_no_checkpoint(self, place):
+        with pytest.raises(ValueError, match=r"has no config\.json; give a directory"):
+            plan(place, checkpoint=str(place / "nowhere"))
+
+    def test_no_data(self, place):
+        with pytest.raises(ValueError, match="a checkpoint needs data: give --data DIR"):
+            plan(place, data=None)
+
+    def test_a_quantized_checkpoint(self, place, tmp_path):
+        get_metis_model(small_model(), MetisConfig()).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="is quantized; start from its dense weights"):
+            plan(place, checkpoint=str(tmp_path))
+
+    def test_tokens_of_another_vocabulary(self, place, tmp_path):
+        small_model(vocab_size=400).save_pretrained(tmp_path)
+        train_tokenizer(documents()[:3], vocab_size=400).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="are of another vocabulary than"):
+            plan(place, checkpoint=str(tmp_path))
+
+
+@pytest.mark.parametrize("changed", ["model", "data", "validation"])
+def test_a_changed_checkpoint_or_text_is_refused(changed, place, tmp_path, monkeypatch):
+    """Its path is the same; results of either would stand side by side."""
+    monkeypatch.setattr(compare_run, "_train_all", lambda *_: [])
+    monkeypatch.setattr(compare_run, "_check_data", lambda *_: None)  # a byte may break them
+    for name, source in (("model", "model"), ("data", "data"), ("validation", "data")):
+        shutil.copytree(place / source, tmp_path / name)
+    options = {"sequence_length": LENGTH, "seeds": [0], "schemes": ["bf16"]}
+    asked = plan(tmp_path, validation=str(tmp_path / "validation"), **options)
+    compare_run.run_plan(asked, tmp_path / "out")
+    compare_run.run_plan(asked, tmp_path / "out")
+    file = max((tmp_path / changed).rglob("*.*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 15] ^= 1  # the digest reads 16 blocks of a large file
+    file.write_bytes(content)
+    message = rf"{changed} changed after .*out was begun.*another --out"
+    with pytest.raises(ValueError, match=message):
+        compare_run.run_plan(asked, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"sequence_length": 64}, "holds sequences of 32 tokens, and the experiment wants 64"),
+        ({"vocab_size": 200}, r"has token 2\d\d, but the model embeds 200"),
+        ({"validation": Path("elsewhere")}, "validation=elsewhere beside .*; leave --validation"),
+    ],
+)
+def test_data_of_another_comparison_are_checked(asked, message, place):
+    fitting = {"vocab_size": VOCAB, "sequence_length": LENGTH, "eval_sequences": 4, "seed": 0}
+    given = {"validation": None, **fitting}
+    load_data(place / "data", **given)
+    with pytest.raises(ValueError, match=message):
+        load_data(place / "data", **{**given, **asked})
+
+
+@pytest.mark.slow
+def test_continued_training_on_the_command_line(place, tmp_path):
+    """The loss at the first step is the checkpoint's, whatever the seed."""
+    config = tmp_path / "compare.yaml"
+    config.write_text(
+        f"sequence_length: {LENGTH}\nglobal_batch: 4\neval_sequences: 8\n"
+        "training: {max_steps: 3, learning_rate: 0.001}\n"
+    )
+    done = run(
+        "--model", place / "model", "--data", place / "data", "--config", config,
+        "--schemes", "bf16,metis", "--seeds", "0,1", "--out", tmp_path / "out", "--times",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out/compare.json").read_text())
+    first = {(r["scheme"], r["seed"]): r["curve"]["loss"][0] for r in record["runs"]}
+    assert first["bf16", 0] == pytest.approx(first["bf16", 1], rel=0.05)
+    assert first["bf16", 0] != first["metis", 0]
+    assert "llama with" in (tmp_path / "out/table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "expected"),
+    [
+        ("size: 130m", [], "compare-custom-130m"),
+        ("checkpoint: {model}", [], "compare-custom-model"),
+        ("preset: rank\ncheckpoint: {model}", [], "compare-rank-model"),
+        ("preset: rank", ["--model", "{model}"], "compare-rank-model"),
+    ],
+)
+def test_the_directory_is_named_after_what_is_trained(
+    text, args, expected, place, tmp_path, monkeypatch
+):
+    """Whether a file or the command line says it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(text.format(model=place / "model"))
+    asked = []
+    monkeypatch.setattr(compare_run, "run_plan", lambda plan, out, **_: asked.append(out) or [])
+    given = [arg.format(model=place / "model") for arg in args]
+    command = ["compare", "--config", "plan.yaml", "--data", str(place / "data"), *given]
+    monkeypatch.setattr(sys, "argv", ["metis-hf", *command])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert asked == [Path("runs", expected)]

@@ -1,0 +1,382 @@
+"""Which checkpoint is meant, what it is called, what it can be evaluated in, what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from lab.evaluate.eval_tools import make_model, make_tokenizer, save
+from metis_hf import (
+    MetisConfig,
+    calibrate,
+    get_metis_model,
+    load_packed,
+    metis_layers,
+    to_dense,
+)
+from metis_hf.deploy import export_checkpoint
+from metis_hf.lab.evaluate import opening
+from metis_hf.lab.evaluate.checkpoints import Checkpoint
+from metis_hf.lab.evaluate.command import _check_vocabulary
+from metis_hf.lab.evaluate.harness import MetisLM
+from metis_hf.lab.evaluate.opening import open_checkpoint, open_checkpoints
+from metis_hf.lab.evaluate.paper import published_method
+
+CPU = torch.device("cpu")
+BF16_TOLERANCE = 0.02  # some 20 roundings to 2^-9 on the way through one block, and a margin
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def ids():
+    return torch.arange(40)[None]
+
+
+def test_directories_of_a_run(tmp_path):
+    run = tmp_path / "run"
+    for step in (9, 10, 100):
+        save(run / f"checkpoint-{step}", "metis")
+    found = open_checkpoint(run)
+    assert (found.path.name, found.label) == ("checkpoint-100", "run/checkpoint-100")
+    save(run / "model", "nvfp4")
+    assert open_checkpoint(run).scheme == "nvfp4"  # the finished model wins
+    assert open_checkpoint(run).label == open_checkpoint(run / "model").label == "run"
+    assert open_checkpoint(run / "checkpoint-9").label == "run/checkpoint-9"
+
+
+def test_labels_tell_apart(tmp_path):
+    paths = [save(tmp_path / scheme / "seed-0" / "model", scheme) for scheme in ("bf16", "nvfp4")]
+    assert [c.label for c in open_checkpoints(paths)] == ["bf16/seed-0", "nvfp4/seed-0"]
+    with pytest.raises(ValueError, match=r"named twice: .*seed-0/model"):
+        open_checkpoints([paths[0], paths[0].parent])
+    run = save(tmp_path / "run", "nvfp4")  # a run that holds two, under one name
+    save(run / "model", "bf16")
+    found = open_checkpoints([run, run / "model"])
+    assert [c.label for c in found] == [f"{tmp_path.name}/run", "run/model"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="paths begin with a drive")
+def test_a_directory_at_the_root_with_the_name_of_a_model_of_the_hub(monkeypatch):
+    """As in a container, where models are mounted there."""
+    places = {"/gpt2": Path("/gpt2"), "gpt2": Path("/cache/models--gpt2/snapshots/abc")}
+    named = {name: Checkpoint(place, "gpt2", {}) for name, place in places.items()}
+    monkeypatch.setattr(opening, "open_model", named.__getitem__)
+    monkeypatch.setattr(Path, "is_dir", lambda path: str(path) == "/gpt2")
+    assert [one.label for one in open_checkpoints(list(places))] == ["/gpt2", "gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "precisions"),
+    [
+        (None, {"scheme": ("dense",), "dense": ("dense",), "both": ("dense",)}),
+        ("bf16", {"scheme": ("dense",), "dense": ("dense",), "both": ("dense",)}),
+        ("metis", {"scheme": ("scheme",), "dense": ("dense",), "both": ("scheme", "dense")}),
+    ],
+)
+def test_precisions(scheme, precisions, tmp_path):
+    checkpoint = open_checkpoint(save(tmp_path, scheme))
+    assert checkpoint.scheme == (scheme or "dense")
+    assert {asked: checkpoint.precisions(asked) for asked in precisions} == precisions
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "name", "method"),
+    [
+        ("metis", {}, "metis", "FP4-Metis"),
+        ("bf16", {"attention": "nvfp4-rne"}, "bf16, attention nvfp4-rne", None),
+        ("nvfp4", {"attention": "nvfp4"}, "nvfp4, attention nvfp4", None),
+    ],
+)
+def test_both_precisions_are_what_they_say(scheme, options, name, method, tmp_path, ids):
+    checkpoint = open_checkpoint(save(tmp_path, scheme, **options))
+    assert checkpoint.scheme == name
+    assert checkpoint.precisions("both") == ("scheme", "dense")
+    assert published_method(checkpoint.quantization) == method
+    converted = replace(
+        open_checkpoint(save(tmp_path / "dense", None)), conversion=checkpoint.metis
+    )
+    assert (converted.scheme, converted.precisions("both")) == (name, ("scheme",))
+    trained = make_model(scheme, **options)
+    with torch.no_grad():
+        quantized = checkpoint.load("scheme", "auto", CPU)(ids).logits
+        dense_model = checkpoint.load("dense", "auto", CPU)
+        dense = dense_model(ids).logits
+        assert torch.equal(quantized, trained(ids).logits)
+        assert torch.equal(dense, to_dense(trained)(ids).logits)
+    assert not torch.equal(quantized, dense)
+    assert not list(metis_layers(dense_model))
+    assert checkpoint.load("scheme", "bfloat16", CPU).dtype == torch.bfloat16
+
+
+def test_exports_load(tmp_path, tokenizer, ids):
+    source = save(tmp_path / "run", "metis", tokenizer)
+    dense = tmp_path / "dense"
+    export_checkpoint(source, dense, dtype="float32")
+    checkpoint = open_checkpoint(dense)
+    assert (checkpoint.scheme, checkpoint.label) == ("dense", "dense")
+    wanted = open_checkpoint(source).load("dense", "auto", CPU)
+    with torch.no_grad():
+        assert torch.equal(checkpoint.load("scheme", "auto", CPU)(ids).logits, wanted(ids).logits)
+    checkpoint.tokenizer()
+
+
+def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
+    pytest.importorskip("compressed_tensors")
+    packed = tmp_path / "packed"
+    export_checkpoint(
+        save(tmp_path / "run", "metis", tokenizer), packed, format="compressed-tensors"
+    )
+    checkpoint = open_checkpoint(packed)
+    assert checkpoint.scheme == "compressed-tensors"
+    checkpoint.check("scheme")
+    assert checkpoint.precisions("both") == ("scheme",)
+    with torch.no_grad():
+        found = checkpoint.load("scheme", "auto", CPU)(ids).logits
+        assert found.isfinite().all()
+        # The library unpacks to bfloat16 at the first forward pass; another dtype needs it sooner.
+        exact = checkpoint.load("scheme", "float32", CPU)(ids).logits
+    assert (found.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    assert (found - exact).norm() < BF16_TOLERANCE * exact.norm()
+    with pytest.raises(ValueError, match="holds weights in compressed-tensors only"):
+        checkpoint.check("dense")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda n, *a: None if n == "compressed_tensors" else find(n, *a),
+    )
+    with pytest.raises(ValueError, match=r"not installed; pip install compressed-tensors"):
+        checkpoint.check("scheme")
+
+
+@pytest.mark.parametrize("scheme", [None, "metis", "packed"])
+def test_adapters(scheme, tmp_path, tokenizer, ids):
+    """A PEFT adapter stands for its model with the adapter on top."""
+    base = save(tmp_path / "base", "nvfp4-rne" if scheme == "packed" else scheme, tokenizer)
+    if scheme == "packed":
+        export_checkpoint(base, tmp_path / "packed", format="compressed-tensors")
+        base = tmp_path / "packed"
+    bare = open_checkpoint(base)
+    model = load_packed(base, dtype=torch.float32) if scheme == "packed" else make_model(scheme)
+    model.name_or_path = str(base)
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(tmp_path / "adapter")
+    assert (checkpoint.path, checkpoint.scheme) == (base, bare.scheme)
+    assert checkpoint.label == "adapter"
+    found = checkpoint.load("scheme", "float32", CPU)
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model.eval()(ids).logits)
+        assert not torch.equal(found(ids).logits, bare.load("scheme", "float32", CPU)(ids).logits)
+    assert checkpoint.fingerprint() != bare.fingerprint()
+    checkpoint.tokenizer()
+    both = open_checkpoints([base, tmp_path / "adapter"])
+    assert [one.adapter is None for one in both] == [True, False]
+    lm = MetisLM(str(tmp_path / "adapter"), device="cpu", dtype="float32")
+    with torch.no_grad():
+        assert torch.equal(lm._model_call(ids), found(ids).logits)
+
+
+def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, ids):
+    """The scheme of its training is the row's, and what is computed."""
+    base = save(tmp_path / "base", None, tokenizer)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    get_metis_model(model, MetisConfig(scheme="nvfp4"))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(tmp_path / "adapter")
+    assert checkpoint.scheme == "nvfp4"
+    assert checkpoint.precisions("both") == ("scheme", "dense")
+    assert checkpoint.precisions("dense") == ("dense",)
+    with torch.no_grad():
+        found = checkpoint.load("scheme", "auto", CPU)
+        assert torch.equal(found(ids).logits, model.eval()(ids).logits)
+        dense = checkpoint.load("dense", "auto", CPU)
+        assert not torch.equal(dense(ids).logits, found(ids).logits)
+    assert next(metis_layers(dense), None) is None
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"without whole weights: no adapter_model\.safetensors"):
+        open_checkpoint(tmp_path / "adapter")
+
+
+def test_adapters_in_the_output_directory_of_a_trainer(tmp_path, tokenizer, caplog):
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear"))
+    model.base_model.model.name_or_path = str(save(tmp_path / "base", None, tokenizer))
+    run = tmp_path / "run"
+    for step in (2, 10):
+        model.save_pretrained(run / f"checkpoint-{step}")
+    assert open_checkpoint(run).place == run / "checkpoint-10"
+    assert not caplog.text
+    weights = run / "checkpoint-10/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert open_checkpoint(run).place == run / "checkpoint-2"
+    assert "checkpoint-10 is not whole (adapter_model.safetensors is cut short)" in caplog.text
+    model.save_pretrained(run / "model")
+    assert (open_checkpoint(run).place, open_checkpoint(run).label) == (run / "model", "run")
+    with pytest.raises(ValueError, match=r"no checkpoint .* below it: .*/base .*/run"):
+        open_checkpoint(tmp_path)
+
+
+def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
+    pytest.importorskip("compressed_tensors")
+    model = make_model("w4a4")
+    layers = [layer for _, layer in metis_layers(model)]
+    for module in model.modules():  # the export has them in BF16
+        if module not in layers:
+            for param in module.parameters(recurse=False):
+                param.data = param.data.bfloat16().float()
+    calibrate(model, [ids])
+    model.save_pretrained(tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "packed", format="compressed-tensors")
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    with torch.no_grad():
+        found = checkpoint.load("scheme", "float32", CPU)(ids).logits
+        expected = model.eval()(ids).logits
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    lm = MetisLM(str(tmp_path / "packed"), device="cpu", dtype="float32")
+    assert torch.equal(lm._model_call(ids), found)
+    config = json.loads((tmp_path / "packed/config.json").read_text())
+    config["quantization_config"]["format"] = "int-quantized"
+    (tmp_path / "packed/config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"quantizes inputs \(int-quantized\), which .* bfloat16 alone"
+    ):
+        open_checkpoint(tmp_path / "packed").load("scheme", "float32", CPU)
+
+
+def test_schemes_that_nobody_knows_are_named(tmp_path):
+    known = {"quant_method": "metis", "scheme": "bf16"}
+    for options, message in (
+        ({"attention": "mine"}, "scheme 'mine' is not registered"),
+        ({"scheme_pattern": {"down_proj": "mine"}}, "scheme 'mine' is not registered"),
+        ({"atention": "nvfp4"}, r"config\.json: unknown key 'atention'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Checkpoint(tmp_path, "one", known | options).check("scheme")
+
+
+def test_fingerprint_is_of_weights_and_config(tmp_path):
+    one = open_checkpoint(save(tmp_path / "a", "metis"))
+    same = open_checkpoint(save(tmp_path / "b", "metis"))
+    assert one.fingerprint() == same.fingerprint()
+    assert one.fingerprint() != open_checkpoint(save(tmp_path / "c", "metis", seed=1)).fingerprint()
+    config = json.loads((same.path / "config.json").read_text())
+    config["quantization_config"]["two_level"] = False
+    (same.path / "config.json").write_text(json.dumps(config))
+    assert one.fingerprint() != same.fingerprint()
+
+
+def test_refusals(tmp_path, tokenizer):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory; name a checkpoint"):
+        open_checkpoint(tmp_path / "nowhere")
+    save(tmp_path / "runs" / "one" / "model", None)
+    with pytest.raises(ValueError, match=r"runs holds no checkpoint .* below it: .*runs/one"):
+        open_checkpoint(tmp_path / "runs")
+    adapter = tmp_path / "adapter"
+    for settings, message in (
+        ({"task_type": "SEQ_CLS", "base_model_name_or_path": "x"}, "of x for SEQ_CLS"),
+        ({"base_model_name_or_path": None}, "of a model without name for no task"),
+        ({"base_model_name_or_path": str(tmp_path / "gone")}, "its model is not there: .*Correct"),
+    ):
+        LoraConfig(**settings).save_pretrained(adapter)
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(adapter)
+    bare = save(tmp_path / "bare", None)
+    with pytest.raises(
+        ValueError, match=r"bare holds no tokenizer; save it there with tokenizer\."
+    ):
+        open_checkpoint(bare).tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert open_checkpoint(bare).tokenizer(tmp_path / "tokenizer").vocab_size == len(tokenizer)
+    (bare / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"bare has a config.json but no weights"):
+        open_checkpoint(bare)
+    t5 = transformers.T5Config(
+        vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8
+    )
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="t5 is a t5 model, not a causal language model"):
+        open_checkpoint(tmp_path / "t5").load("scheme", "auto", CPU)
+
+
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [None, "metis"])
+def test_a_checkpoint_without_a_head_is_refused(scheme, tmp_path):
+    """Its head would be random; one that is tied to the embedding is known."""
+    for tied in (False, True):
+        config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
+        model = transformers.LlamaForSequenceClassification(config)
+        if scheme is not None:
+            get_metis_model(model, MetisConfig(scheme=scheme, rank=8))
+        model.save_pretrained(tmp_path / str(tied))
+    with pytest.raises(
+        ValueError, match=r"False lacks lm_head\.weight, .* saved from LlamaForSequenceClass"
+    ):
+        open_checkpoint(tmp_path / "False").load("dense", "auto", CPU)
+    assert open_checkpoint(tmp_path / "True").load("dense", "auto", CPU).lm_head is not None
+
+
+def test_an_encoder_is_refused(tmp_path):
+    """Before it is loaded; the same model as a decoder is none."""
+    for decoder in (False, True):
+        config = transformers.BertConfig(**LLAMA, is_decoder=decoder)
+        transformers.BertLMHeadModel(config).save_pretrained(tmp_path / str(decoder))
+    encoder, decoder = (open_checkpoint(tmp_path / name) for name in ("False", "True"))
+    with pytest.raises(ValueError, match=r"a bert encoder: .*config\.json has is_decoder: true"):
+        encoder.config()
+    assert decoder.load("scheme", "auto", CPU).config.is_decoder
+    # Models whose class does not read the field are causal, whatever a config.json carries.
+    config = transformers.GPTNeoXConfig(**LLAMA)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    config = transformers.LlamaConfig(**LLAMA, is_decoder=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    for name in ("neox", "llama"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["is_decoder"] is False
+        open_checkpoint(tmp_path / name).config()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_files_cut_short_are_named(name, tmp_path, tokenizer):
+    place = save(tmp_path / "cut", None, tokenizer)
+    text = (place / name).read_text()
+    (place / name).write_text(text[: len(text) // 2])
+    with pytest.raises(ValueError, match=rf"{name} is (cut short|not a whole JSON file)"):
+        open_checkpoint(place).tokenizer()
+
+
+def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
+    """As of the tokenizers of text-only models that have siblings for pictures."""
+    place = save(tmp_path / "more", None, tokenizer)
+    tokenizer = open_checkpoint(place).tokenizer()
+    tokenizer.add_tokens([f"<unused{n}>" for n in range(600)])
+    _check_vocabulary(open_checkpoint(place), tokenizer)
+    tokenizer.bos_token = "<unused599>"  # what rolling likelihoods begin with
+    with pytest.raises(ValueError, match=r"gives tokens up to \d+, and the model knows 512"):
+        _check_vocabulary(open_checkpoint(place), tokenizer)
+
+
+def test_fingerprint_is_of_an_adapters_config_too(tmp_path):
+    """Its alpha scales what it adds, and metis_config says in what the base computes."""
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", lora_alpha=8))
+    model.base_model.model.name_or_path = str(save(tmp_path / "base", None))
+    model.save_pretrained(tmp_path / "adapter")
+    before = open_checkpoint(tmp_path / "adapter").fingerprint()
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 16}))
+    assert open_checkpoint(tmp_path / "adapter").fingerprint() != before

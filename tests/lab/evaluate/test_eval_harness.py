@@ -1,0 +1,115 @@
+"""The model that lm-eval knows as `metis`: by name, by entry point, by the wrapper."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.api.registry import get_model
+from paths import ROOT
+
+from lab.evaluate.eval_tools import DATA, make_tokenizer, run, save
+from metis_hf import metis_layers
+from metis_hf.lab.evaluate.harness import MetisLM
+from metis_hf.lab.evaluate.local_tasks import local_group, read_task
+from metis_hf.lab.evaluate.run import task_manager
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    return save(tmp_path_factory.mktemp("run") / "model", "metis", tokenizer)
+
+
+def test_registered_under_its_name():
+    assert get_model("metis") is MetisLM
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split('[project.entry-points."lm_eval.models"]\n')[1]
+    name, value = section.splitlines()[0].split(" = ")
+    assert EntryPoint(name, value.strip('"'), "lm_eval.models").load() is MetisLM
+
+
+def harness_alone(checkpoint, precision, *names):
+    """Return lm-eval's own answer for these tasks in one call, the checkpoint named as a run."""
+    tasks = [local_group([read_task(task, DATA) for task in names])]
+    return lm_eval.simple_evaluate(
+        "metis",
+        model_args=f"pretrained={checkpoint.parent},precision={precision}",
+        tasks=tasks,
+        task_manager=task_manager(tasks, None),
+        batch_size=8,
+        device="cpu",
+        bootstrap_iters=10,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["scheme", "dense"])
+def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
+    metrics = {"piqa": "acc,none", "lambada_openai": "perplexity,none"}
+    done = run(checkpoint, "--precision", precision, "--tasks", ",".join(metrics),
+               "--tasks-dir", DATA, "--batch-size", 8, "--out", tmp_path)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for task, metric in metrics.items():
+        raw = harness_alone(checkpoint, precision, task)
+        (file,) = (tmp_path / "results").glob(f"*.{precision}.{task}.*.json")
+        ours = json.loads(file.read_text())["results"][task][metric]
+        assert ours == pytest.approx(raw["results"][task][metric], rel=1e-6)
+        likelihoods = {sample["resps"][0][0][0] for sample in raw["samples"][task]}
+        assert len(likelihoods) == 4
+    both = harness_alone(checkpoint, precision, *metrics)["results"]["lambada_openai"]
+    alike = both["perplexity,none"] == pytest.approx(ours, rel=1e-6)
+    assert alike == (precision == "dense")  # in one call tasks share batches, and batches matter
+
+
+def test_precision_decides_the_model(checkpoint):
+    def model(**changes):
+        return MetisLM(str(checkpoint), device="cpu", **changes).model
+
+    assert len(list(metis_layers(model()))) == 7
+    assert not list(metis_layers(model(precision="dense")))
+    assert model(dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_refusals(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="precision='both'; expected one of scheme, dense"):
+        MetisLM(str(checkpoint), precision="both")
+    with pytest.raises(ValueError, match="bare holds no tokenizer"):
+        MetisLM(str(save(tmp_path / "bare", None)), device="cpu")
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        MetisLM(str(tmp_path), device="cpu")
+
+
+@pytest.mark.slow  # lm-eval indexes all of its tasks
+def test_wrapper_is_lm_evals_own_command_line(checkpoint, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "one two three"}\n')
+    (tmp_path / "own_text.yaml").write_text(
+        "task: own_text\ndataset_path: json\noutput_type: loglikelihood_rolling\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/text.jsonl}}}}\ntest_split: test\n"
+        "doc_to_text: ''\ndoc_to_target: text\nmetric_list: [{metric: bits_per_byte}]\n"
+    )
+    arguments = ["--model", "metis", "--model_args", f"pretrained={checkpoint},precision=dense"]
+    arguments += ["--tasks", "own_text", "--include_path", str(tmp_path), "--device", "cpu"]
+    arguments += ["--output_path", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "metis_hf.lab.evaluate", *arguments],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "own_text" in done.stdout
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(file.read_text())["results"]["own_text"]["bits_per_byte,none"] > 0

@@ -1,0 +1,26 @@
+"""What tests of fidelity measure, and the same model and tokens by plain means."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+from metis_hf.lab.fidelity.run import Settings
+
+SMALL = {"sequences": 12, "length": 24, "batch": 2}
+
+
+def settings(place, **changes):
+    return Settings(str(place / "model"), place / "text.txt", **SMALL | changes)
+
+
+def load(place):
+    return transformers.LlamaForCausalLM.from_pretrained(place / "model")
+
+
+def token_ids(place):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    text = (place / "text.txt").read_text()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    count, length = SMALL["sequences"], SMALL["length"]
+    return torch.tensor(ids[: count * length]).view(count, length)

@@ -1,0 +1,301 @@
+"""Numbers of `metis-hf fidelity` against plain computations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from lab.fidelity.measuring import load, token_ids
+from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
+from metis_hf.lab.fidelity.gradients import errors, mean_errors
+from metis_hf.lab.fidelity.loss import predictions
+from metis_hf.lab.fidelity.operands import KINDS, only
+from metis_hf.lab.fidelity.subject import converted
+from metis_hf.schemes import Role, Scheme, build_scheme
+
+
+class TestNumbers:
+    @pytest.mark.slow
+    def test_losses_and_divergence_are_those_of_two_plain_models(self, place, measured):
+        exact = load(place).eval()
+        scheme = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()
+        result = measured[1][0]
+        batches = token_ids(place)[:8].split(2)
+        assert len(result.batches) == 4
+        for ids, found in zip(batches, result.batches):
+            with torch.no_grad():
+                p, q = (m(input_ids=ids).logits[:, :-1].flatten(0, 1) for m in (exact, scheme))
+                loss = scheme(input_ids=ids, labels=ids).loss.item()
+            assert found["loss"] == pytest.approx(loss, rel=1e-5)
+            assert found["exact"] == pytest.approx(exact(input_ids=ids, labels=ids).loss.item())
+            kl = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean()
+            assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
+            assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean())
+
+    def test_divergence_in_training_is_that_of_a_model_that_trains(self, place, measured):
+        exact = load(place).eval()
+        scheme = get_metis_model(load(place), MetisConfig(scheme="metis-paper")).train()
+        result = measured[1][2]
+        assert len(result.training) == 4
+        for ids, found in zip(token_ids(place)[:8].split(2), result.training):
+            with torch.no_grad():
+                p, q = (m(input_ids=ids).logits[:, :-1].flatten(0, 1) for m in (exact, scheme))
+            kl = F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="batchmean")
+            assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
+
+    def test_gradients_are_those_of_two_plain_models(self, place, measured):
+        rows = {}
+        for name, scheme in (("exact", None), ("scheme", "nvfp4-rne")):
+            model = load(place)
+            linears = [n for n, _ in metis_layers(get_metis_model(load(place)))]
+            if scheme:
+                get_metis_model(model, MetisConfig(scheme=scheme))
+            model.train()
+            rows[name] = []
+            for ids in token_ids(place)[8:].split(2):
+                model.zero_grad()
+                model(input_ids=ids, labels=ids).loss.backward()
+                grads = [model.get_submodule(n).weight.grad.flatten() for n in linears]
+                rows[name].append(torch.cat(grads).double())
+        found = measured[1][0].gradients
+        for place_, (a, b) in enumerate(zip(rows["exact"], rows["scheme"])):
+            assert found["error"][place_] == pytest.approx(((b - a).norm() / a.norm()).item())
+            assert found["cosine"][place_] == pytest.approx(F.cosine_similarity(a, b, 0).item())
+        a, b = (torch.stack(r).mean(0) for r in rows.values())
+        assert found["mean"]["error"] == pytest.approx(((b - a).norm() / a.norm()).item())
+        assert found["mean"]["cosine"] == pytest.approx(F.cosine_similarity(a, b, 0).item())
+
+    def test_standard_errors(self):
+        generator = np.random.default_rng(0)
+        exact = generator.normal(size=(5, 40))
+        both = np.concatenate([exact, exact + 0.3 * generator.normal(size=(5, 40))])
+        products = both @ both.T
+
+        def error(rows):
+            a, b = both[rows].mean(0), both[rows + 5].mean(0)
+            return np.linalg.norm(b - a) / np.linalg.norm(a)
+
+        found = mean_errors(products)
+        rows = np.arange(5)
+        left_out = np.array([error(np.delete(rows, n)) for n in rows])
+        assert found["error"] == pytest.approx(error(rows))
+        assert found["error_se"] == pytest.approx(2 * left_out.std())  # sqrt((n - 1) var)
+        assert errors(products)[0] == pytest.approx([error(rows[n : n + 1]) for n in rows])
+        assert math.isnan(mean_errors(products[::5, ::5])["error_se"])
+
+    def test_operands_and_products_of_a_layer(self, place, measured):
+        """Of the first layer in the order of the model, from tensors that hooks of torch take."""
+        model = load(place)
+        name = "model.layers.0.self_attn.q_proj"
+        layer, taken = model.get_submodule(name), {}
+        layer.register_forward_hook(lambda m, args, y: taken.update(x=args[0], y=y))
+        layer.register_full_backward_hook(lambda m, _, grad: taken.update(dy=grad[0]))
+        ids = token_ids(place)[8:10]
+        model(input_ids=ids, labels=ids).loss.backward()
+        x = taken["x"].detach().requires_grad_()
+        ours = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).get_submodule(name)
+        y = ours.train()(x)
+        y.backward(taken["dy"])
+        found = measured[1][0].layers[name]
+
+        def relative(a, b):
+            return pytest.approx(((a - b).norm() / b.norm()).item(), rel=1e-4)
+
+        assert found["y"] == relative(y, taken["y"])
+        assert found["dw"] == relative(ours.weight.grad, layer.weight.grad)
+        assert found["dx"] == relative(x.grad, taken["dy"] @ layer.weight)
+        assert 15 < found["weight"] < 25  # about 20 dB: direct NVFP4 of a normal matrix
+
+    def test_layers_are_in_the_order_of_the_model(self, place, measured):
+        order = [n for n, _ in metis_layers(get_metis_model(load(place), MetisConfig()))]
+        assert list(measured[1][0].layers) == order
+
+    def test_a_split_at_a_higher_rank_is_nearer(self, measured):
+        _, (direct, metis, _, low) = measured
+        assert low.name == "metis, rank 8"
+        for better, worse in ((metis, low), (low, direct)):
+            assert better.mean("kl").mean < worse.mean("kl").mean
+            assert better.gradient("cosine").mean > worse.gradient("cosine").mean
+        assert metis.cost > low.cost > direct.cost == 0
+
+    def test_operands_of_one_kind(self, measured):
+        direct = measured[1][0]
+        kinds = direct.kinds
+        assert list(kinds) == ["all", "input", "weight", "grad_output"]
+        assert kinds["all"]["kl"] == direct.batches[0]["kl"]  # one batch of three
+        assert kinds["all"]["gradient_error"] == direct.gradients["error"][0]
+        for kind in ("input", "weight"):
+            assert 0 < kinds[kind]["kl"] < kinds["all"]["kl"]
+        assert "kl" not in kinds["grad_output"]
+        for kind in KINDS:
+            assert 0 < kinds[kind]["gradient_error"] < kinds["all"]["gradient_error"]
+
+    def test_layers_alone(self, place, measured):
+        found = measured[1][0].alone
+        assert len(found["layers"]) == 14
+        model = load(place)
+        with converted(model, MetisConfig(scheme="nvfp4-rne")) as layers:
+            assert found["layers"].keys() == layers.keys()
+        name = "model.layers.1.mlp.down_proj"
+        config = MetisConfig(scheme="nvfp4-rne", target_modules=name.replace(".", r"\."))
+        ids = token_ids(place)[:1]
+        with torch.no_grad():
+            exact = load(place).eval()(input_ids=ids, labels=ids).loss.item()
+            whole = get_metis_model(load(place), MetisConfig(scheme="nvfp4-rne")).eval()
+            whole = whole(input_ids=ids, labels=ids).loss
+            alone = get_metis_model(load(place), config).eval()(input_ids=ids, labels=ids).loss
+        assert found["layers"][name]["loss"] == pytest.approx(
+            100 * (alone.item() / exact - 1), abs=1e-4
+        )
+        assert found["whole"]["loss"] == pytest.approx(100 * (whole.item() / exact - 1), abs=1e-4)
+        assert not measured[1][1].alone
+
+
+def small_models():
+    """Models whose layers run once, in place of each other, and twice in a pass."""
+    llama = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+             "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    mixtral = {**llama, "num_local_experts": 4, "num_experts_per_tok": 1}
+    shared = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama))
+    shared.model.layers[2] = shared.model.layers[0]
+    gpt2 = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2)
+    return {
+        "conv1d": transformers.GPT2LMHeadModel(gpt2),
+        "experts": transformers.MixtralForCausalLM(transformers.MixtralConfig(**mixtral)),
+        "run twice": shared,
+    }
+
+
+class TestLayersThatRunBefore:
+    @pytest.mark.parametrize("kind", ["conv1d", "experts", "run twice"])
+    def test_exact_outputs_given_again_change_nothing(self, kind):
+        torch.manual_seed(0)
+        model = small_models()[kind]
+        ids = torch.randint(300, (2, 16))
+        get_metis_model(model, MetisConfig(scheme="nvfp4-rne"))
+        layers = dict(metis_layers(model))
+        one_at_a_time = [{name: layer.scheme} for name, layer in layers.items()]
+        found = predictions(model, layers, ids, 1, one_at_a_time)
+        plain = [
+            [predictions(model, layers, row, 1, [chosen | rest])[0][0] for row in ids.split(1)]
+            for chosen in one_at_a_time
+            for rest in [{name: Scheme() for name in layers if name not in chosen}]
+        ]
+        assert found == plain
+        assert sum(b["kl"] > 0 for batches in found for b in batches) > len(layers)
+
+    def test_they_are_not_computed(self, place):
+        model = load(place)
+        get_metis_model(model, MetisConfig(scheme="nvfp4-rne"))
+        layers = dict(metis_layers(model))
+        (last,) = [name for name in layers if name.endswith("layers.1.mlp.down_proj")]
+        outputs = []
+        with pytest.MonkeyPatch.context() as patch:
+            real = layers[last].forward.__func__
+            for kind in {type(layer) for layer in layers.values()}:
+                patch.setattr(kind, "forward", lambda m, x: outputs.append(m) or real(m, x))
+            predictions(model, layers, token_ids(place)[:1], 1, [{last: layers[last].scheme}])
+        assert len(outputs) == len(layers) + 1
+        assert outputs[-1] is layers[last]
+        assert all("forward" not in vars(layer) for layer in layers.values())
+
+
+class TestOnly:
+    @pytest.mark.parametrize("scheme", scheme_names())
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_other_operands_are_exact(self, scheme, kind):
+        torch.manual_seed(1)
+        linear = torch.nn.Linear(64, 96, bias=False)
+        whole = build_scheme(MetisConfig(scheme=scheme, rank=8), 64, 96)
+        part = only(whole, kind)
+        assert part.corrected <= whole.corrected
+        x = torch.randn(48, 64)
+        model = torch.nn.Sequential(linear)
+        get_metis_model(model, MetisConfig(scheme=scheme, rank=8))
+        layer = model[0].train()
+        layer.scheme, layer.eval_scheme = part, part.deterministic()
+        y = layer(x)
+        exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
+        error = ((y - exact).norm() / exact.norm()).item()
+        rounds = part.resolve(Role.FPROP_INPUT)[1], part.resolve(Role.FPROP_WEIGHT)[1]
+        quantized = kind != "grad_output" and any(r.quantizer for r in rounds)
+        assert (error > 1e-3) == quantized if scheme != "bf16-split" else error < 1e-5
+
+    def test_corrections_follow_the_split_of_the_exact_operand(self):
+        """Of metis: an input that alone is quantized is corrected along the exact weight."""
+        config = MetisConfig(rank=16, decompose=("weight", "activation", "gradient"))
+        scheme = build_scheme(config, 128, 96)
+        torch.manual_seed(0)
+        x = torch.randn(64, 128)
+        w = torch.randn(96, 4) @ torch.randn(4, 128)  # of rank 4: all of it is corrected
+        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(128, 96)), config)
+        layer = model[0]
+        layer.weight.data.copy_(w)
+        layer.bias.data.zero_()
+        errors_ = []
+        for corrected in (frozenset(), scheme.corrected):
+            part = only(scheme, "input")
+            layer.scheme = replace(part, corrected=part.corrected & corrected)
+            y = layer.train()(x)
+            errors_.append(((y - x @ w.T).norm() / (x @ w.T).norm()).item())
+        assert errors_[1] < 0.2 * errors_[0]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_split_weights(self, kind):
+        """A weight that is exact has no factors of its own to correct another operand along."""
+        config = MetisConfig(scheme="metis", split_weight=True, rank=8)
+        torch.manual_seed(1)
+        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False)), config)
+        layer = model[0].train()
+        x = torch.randn(48, 64, requires_grad=True)
+        exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
+        layer.scheme = only(layer.scheme, kind)
+        y = layer(x)
+        y.square().sum().backward()
+        error = ((y - exact).norm() / exact.norm()).item()
+        assert (error > 1e-3) == (kind != "grad_output")
+        assert x.grad.isfinite().all()
+
+
+class TestConverted:
+    @pytest.mark.parametrize("scheme", ["metis", "metis-paper", "omniquant", "smoothquant"])
+    def test_the_model_has_its_own_weights_again(self, place, scheme):
+        model, before = load(place), load(place)
+        parameters = dict(model.named_parameters())
+        with converted(model, MetisConfig(scheme=scheme)) as layers:
+            assert len(layers) == 14
+        after = dict(model.named_parameters())
+        assert after.keys() == parameters.keys()
+        for name, parameter in before.named_parameters():
+            assert torch.equal(after[name], parameter), name
+            assert after[name].requires_grad
+        assert not hasattr(model.config, "quantization_config")
+
+    def test_experts(self):
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(config)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with converted(model, MetisConfig(scheme="metis-paper")):
+            pass
+        assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+    @pytest.mark.parametrize("split", [True, False])
+    def test_a_converted_model_is_refused_and_stays_as_it_is(self, place, split):
+        model = get_metis_model(load(place), MetisConfig(rank=8, split_weight=split))
+        before = dict(metis_layers(model))
+        with (
+            pytest.raises(ValueError, match=r"converted already.*call to_dense\(model\) first"),
+            converted(model, MetisConfig(scheme="nvfp4")),
+        ):
+            pass
+        assert dict(metis_layers(model)) == before
+        assert all(parameter.requires_grad for parameter in model.parameters())

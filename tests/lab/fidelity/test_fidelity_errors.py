@@ -1,0 +1,141 @@
+"""What `metis-hf fidelity` refuses, before minutes are spent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from lab.fidelity.measuring import SMALL, load, settings
+from metis_hf.cli.fidelity import _rows
+from metis_hf.cli.main import main
+from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.lab.fidelity import run as fidelity_run
+from metis_hf.lab.fidelity.run import Settings, fidelity
+from metis_hf.lab.fidelity.subject import open_subject
+
+
+class TestBadInput:
+    def test_the_context_of_a_composite_model_is_that_of_its_text(self, place, tmp_path):
+        sizes = {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }  # fmt: skip
+        text = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 16} | sizes
+        config = transformers.Gemma3Config(
+            text_config=text | {"max_position_embeddings": 16},
+            vision_config=sizes | {"image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+        transformers.AutoTokenizer.from_pretrained(place / "model").save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"32 tokens do not fit the context of .*, 16"):
+            open_subject(
+                str(tmp_path), place / "text.txt", tokenizer=None, sequences=3, length=32, batch=1,
+                dtype="float32", device="cpu",
+            )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"schemes": ("metsi",)}, ValueError, "did you mean 'metis'?"),
+            ({"schemes": ("metis", "metis")}, ValueError, "scheme named twice: metis"),
+            ({"schemes": ()}, ValueError, "nothing to measure: name schemes, or all"),
+            ({"length": 3}, ValueError, "choose at least 3 sequences of 8 tokens"),
+            ({"length": 65}, ValueError, "do not fit the context of"),
+            ({"length": 64_000}, ValueError, "at least two sequences of 64000 are needed"),
+            ({"ranks": (8, 8)}, ValueError, "ranks 8, 8: one is given twice"),
+            ({"alone": ("nvida",)}, ValueError, "'nvida' is not among what is measured"),
+            ({"dtype": "float4"}, ValueError, "dtype 'float4' is not known"),
+            ({"tokens_per_step": 0}, ValueError, "tokens_per_step=0"),
+        ],
+    )
+    def test_settings(self, place, tmp_path, changes, error, message):
+        with pytest.raises(error, match=message.replace("?", r"\?")):
+            fidelity(settings(place, **changes), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_disk_that_the_gradients_do_not_fit_on(self, place, tmp_path, monkeypatch):
+        """Named before any is computed; a mapped file that is too large would end the process."""
+
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def fail(*args):
+            raise AssertionError("computed")
+
+        monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+        monkeypatch.setattr(fidelity_run, "run_batches", fail)
+        with pytest.raises(OSError, match=r"No space left on device; .* need 0\.\d+ MiB, twice"):
+            fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
+        assert not (tmp_path / "gradients").exists()
+
+    def test_alone_names_rows_of_ranks(self):
+        assert _rows("metis, rank 4,nvfp4") == ["metis, rank 4", "nvfp4"]
+        ranks = Settings("m", Path("t"), schemes=(), ranks=(4, 8), alone=("metis, rank 8",))
+        assert [name for name, _ in ranks.candidates()] == ["metis, rank 4", "metis, rank 8"]
+
+    def test_no_tokenizer(self, place, tmp_path):
+        load(place).save_pretrained(tmp_path / "model")
+        bare = Settings(str(tmp_path / "model"), place / "text.txt", **SMALL)
+        with pytest.raises(ValueError, match="holds no tokenizer"):
+            fidelity(bare, tmp_path / "out")
+        given = replace(bare, tokenizer=str(place / "model"), schemes=("bf16",), alone=())
+        assert fidelity(given, tmp_path / "out")[0].rise.mean == 0
+
+    def test_another_model_s_tokenizer(self, place, tmp_path):
+        load(place).save_pretrained(tmp_path / "model")
+        text = (place / "text.txt").read_text()
+        documents = [Document("a", text + "".join(map(chr, range(1000, 3000))))]
+        train_tokenizer(documents, 900).save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300"):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_an_encoder_decoder(self, place, tmp_path):
+        config = transformers.T5Config(
+            vocab_size=300, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
+        )
+        transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match="t5 model, not a causal language model"):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_a_model_of_the_wrong_class(self, place, tmp_path):
+        """A classifier opens with a head that is random, another one at each start."""
+        config = load(place).config
+        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        with pytest.raises(
+            ValueError, match=r"lacks lm_head\.weight, which LlamaForCausalLM needs"
+        ):
+            fidelity(
+                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
+            )
+
+    def test_command(self, place, tmp_path, monkeypatch, capsys):
+        command = ["metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt")]
+        command += ["--out", str(tmp_path), "--limit", "6", "--length", "16"]
+        command += ["--schemes", "nvfp4-rne", "--alone", "none"]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        printed = capsys.readouterr().out
+        assert "nvfp4-rne" in printed
+        assert "index.html" in printed
+        monkeypatch.setattr(sys, "argv", [*command, "--ranks", "8,x"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        assert "--ranks 8,x: expected whole numbers" in capsys.readouterr().err

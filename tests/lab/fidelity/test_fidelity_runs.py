@@ -1,0 +1,292 @@
+"""Runs of `metis-hf fidelity`: files, resuming, models of other kinds."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from lab.fidelity.measuring import SMALL, load, settings
+from metis_hf import MetisConfig, get_metis_model
+from metis_hf.lab.fidelity import figures
+from metis_hf.lab.fidelity import run as fidelity_run
+from metis_hf.lab.fidelity.figures import _is_on_line
+from metis_hf.lab.fidelity.result import SchemeResult, narrow_table, table
+from metis_hf.lab.fidelity.run import Settings, fidelity
+from metis_hf.lab.fidelity.subject import open_subject
+from metis_hf.lab.show.figures import MOST_STYLES
+from metis_hf.lab.show.phases import PhaseProgress
+from metis_hf.lab.show.tables import markdown_table, terminal_table
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_whole_names(measured):
+    from rich.console import Console
+
+    console = Console(width=80, file=io.StringIO())
+    results = [replace(r, name="outlier-suppression-plus") for r in measured[1]]
+    console.print(terminal_table(*narrow_table(results), title="Fidelity"))
+    shown = console.file.getvalue()
+    assert shown.count("outlier-suppression-plus") == len(results)
+    assert "±" not in shown
+
+
+@pytest.mark.parametrize("markup", [True, False])
+def test_a_terminal_shows_brackets(markup):
+    """They are no markup, whether or not the console reads any."""
+    from rich.console import Console
+
+    names = ["metis [rank 8]", "metis [/8]", r"metis \[bold]", "metis \\"]
+    console = Console(width=80, file=io.StringIO(), markup=markup)
+    console.print(terminal_table(names[:2], [[name, "1"] for name in names], title="of [m]"))
+    shown = console.file.getvalue()
+    assert all(name in shown for name in [*names, "of [m]"])
+
+
+def test_divergence_in_training_is_shown_where_it_differs(measured):
+    """That is, where the forward pass rounds with noise; elsewhere it is that of evaluation."""
+    direct, _, random, _ = measured[1]
+    assert random.training
+    assert not direct.training
+    header, (row, other) = table([random, direct])
+    place = header.index("KL in training")
+    assert row[place] == random.kl_in_training.text(".4f") != row[place - 1]
+    assert other[place] == other[place - 1]
+    assert "KL in training" not in table([direct])[0]
+    assert "in training" in narrow_table([random])[0]
+
+
+def test_line_of_the_picture_joins_the_ranks_alone():
+    joined = ["metis", "metis, rank 9", "metis-contraction", "metis-paper", "budget-4"]
+    assert [name for name in joined if _is_on_line(SchemeResult(name, "metis"))] == joined[:2]
+    # Of a file of that name with another scheme.
+    assert not _is_on_line(SchemeResult("metis", "nvidia"))
+
+
+def point(name, scheme, cost):
+    batches = [{"exact": 4.0, "loss": 4.1, "kl": 0.1, "top1": 0.9}]
+    return SchemeResult(name, scheme, overhead={"projection": cost}, batches=batches)
+
+
+def test_a_picture_of_more_schemes_than_there_are_styles():
+    styles = figures._styles([f"scheme {n}" for n in range(MOST_STYLES + 2)])
+    assert styles["scheme 35"] == styles["scheme 0"] != styles["scheme 1"] == styles["scheme 36"]
+
+
+def test_files_of_configs_may_be_called_anything(monkeypatch):
+    """No formula, no line that belongs to another scheme, no column of their own."""
+    shown = []
+    monkeypatch.setattr(figures, "name_points", lambda axis, points: shown.extend(points))
+    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
+    names = ("$x_$^", "metis", "metis, rank 4")
+    results = [point(name, "nvidia", 0.1 * n) for n, name in enumerate(names)]
+    assert figures.cost_figure(results, 8192) is not None
+    assert [name for *_, name in shown] == [r"\$x_\$^", *names[1:]]
+    rows = [["a|b"], ["a\\|b"], ["a\nb"]]
+    assert markdown_table(["Scheme"], rows).splitlines()[2:] == [
+        r"| a\|b |",
+        r"| a\|b |",
+        "| a b |",
+    ]
+
+
+class TestFiles:
+    def test_what_is_written(self, measured):
+        out, results = measured
+        assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == [
+            "cost.png", "index.html", "measured.jsonl", "results.json", "table.md"
+        ]  # fmt: skip
+        record = json.loads((out / "results.json").read_text())
+        assert [scheme["name"] for scheme in record["schemes"]] == [r.name for r in results]
+        assert record["missing"] == 0
+        table = (out / "table.md").read_text()
+        for result in results:
+            assert f"| {result.name} | {result.cost:.1f} |" in table
+        page = (out / "index.html").read_text()
+        assert "Layers under metis" in page
+        assert "Not complete" not in page
+
+    def test_nothing_is_measured_twice(self, place, measured, monkeypatch):
+        out, results = measured
+
+        def fail(*args, **kwargs):
+            raise AssertionError("measured again")
+
+        for name in ("predictions", "run_batches", "layer_errors"):
+            monkeypatch.setattr(fidelity_run, name, fail)
+        chosen = ("nvfp4-rne", "metis", "metis-paper")
+        again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
+        assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
+
+    def test_other_settings_cost_no_measurement(self, place, measured, tmp_path, monkeypatch):
+        """Those before are there again when their command is."""
+        out, results = measured
+        shutil.copytree(out, tmp_path / "out")
+        options = settings(place, schemes=("nvfp4-rne",), alone=(), batch=3)
+        (other,) = fidelity(options, tmp_path / "out")
+        assert other.batches != results[0].batches
+        self.test_nothing_is_measured_twice(place, (tmp_path / "out", results), monkeypatch)
+
+    def test_another_step_has_another_cost(self, place, measured, tmp_path):
+        out, (_, metis, *_) = measured
+        shutil.copytree(out, tmp_path / "out")
+        options = settings(place, schemes=("metis",), alone=(), tokens_per_step=512)
+        (again,) = fidelity(options, tmp_path / "out")
+        assert again.batches == metis.batches
+        assert again.cost > metis.cost
+
+    @pytest.mark.slow
+    def test_what_was_measured_before_counts_as_done(self, place, measured, tmp_path, monkeypatch):
+        out, results = measured
+        shutil.copytree(out, tmp_path / "out")
+        counts = collections.Counter()
+
+        def advance(_bars, name, *, reused=False):
+            counts[name, reused] += 1
+
+        monkeypatch.setattr(PhaseProgress, "advance", advance)
+        schemes = ("nvfp4-rne", "metis", "metis-paper")
+        fidelity(settings(place, schemes=schemes, ranks=(8,)), tmp_path / "out")
+        assert counts == {
+            ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
+            ("gradients", True): len(results) * (2 + 3),
+            ("operands", True): len(results),
+            ("layers alone", True): 14 + 1,
+        }
+
+    @pytest.mark.slow
+    def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
+        chosen, calls = ("nvfp4-rne", "metis"), []
+        real = fidelity_run.layer_errors
+
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(fidelity_run, "layer_errors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
+        assert "Not complete: 1 schemes" in (tmp_path / "index.html").read_text()
+        assert not (tmp_path / "gradients").exists()
+        results = fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
+        assert len(calls) == 3
+        for mine, whole in zip(results, measured[1]):
+            assert mine.batches == whole.batches
+            assert mine.gradients == whole.gradients
+
+
+class TestOtherModels:
+    def test_dropout_is_no_error(self, place, tmp_path):
+        """Of a model that drops half of everything, under the scheme that quantizes nothing."""
+        config = transformers.GPT2Config(
+            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64,
+            resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
+        )  # fmt: skip
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        options = Settings(str(tmp_path / "model"), place / "text.txt", schemes=("bf16",), **SMALL)
+        (result,) = fidelity(options, tmp_path / "out")
+        assert result.gradients["error"] == [0.0, 0.0]
+        assert result.rise.mean == 0
+
+    @pytest.mark.slow
+    def test_storage_of_a_weight_changes_no_gradient(self, place, tmp_path):
+        """A Conv1D's weight is [i o], a stored split [o i], and the exact gradient is one."""
+        config = transformers.GPT2Config(
+            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64
+        )
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        for order in (("nvfp4-rne", "bf16-split"), ("bf16-split", "nvfp4-rne")):
+            options = Settings(
+                str(tmp_path / "model"), place / "text.txt", schemes=order, alone=(), **SMALL
+            )
+            found = {r.name: r.gradients["error"] for r in fidelity(options, tmp_path / order[0])}
+            assert max(found["bf16-split"]) < 1e-5  # nothing is quantized
+            assert 0.1 < min(found["nvfp4-rne"]) < 1.2
+
+    def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
+        model = get_metis_model(load(place), MetisConfig(scheme="nvidia"))
+        model.save_pretrained(tmp_path / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        options = Settings(
+            str(tmp_path / "model"), place / "text.txt", schemes=("nvfp4-rne",), alone=(), **SMALL
+        )
+        (result,) = fidelity(options, tmp_path / "out")
+        assert result.batches == measured[1][0].batches
+
+    def test_a_scheme_that_diverges_is_a_row(self, place, tmp_path, monkeypatch):
+        real = fidelity_run.predictions
+
+        def broken(*args, **options):
+            spoiled = {"loss": math.nan, "kl": math.nan}
+            return [[row | spoiled for row in rows] for rows in real(*args, **options)]
+
+        monkeypatch.setattr(fidelity_run, "predictions", broken)
+        results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
+        assert math.isnan(results[0].rise.mean)
+        assert "| nvfp4 | 0.0 | 4.50 | not finite |" in (tmp_path / "table.md").read_text()
+
+    def test_a_scheme_that_does_not_fit_says_why(self, place, tmp_path):
+        """Rank 32 of the 32 directions of keys and values is more than half."""
+        results = fidelity(settings(place, schemes=("nvfp4",), ranks=(32,), alone=()), tmp_path)
+        assert results[1].note.startswith("rank=32 keeps 32 of 32 directions")
+        assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
+def test_documents_of_json_lines(suffix, place, tmp_path):
+    """Their texts are read and no JSON."""
+    texts = (place / "text.txt").read_text().split("\n\n")[0]
+    half = len(texts) // 2
+    file = tmp_path / f"text{suffix}"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (texts[:half], texts[half:])))
+    subject = open_subject(
+        str(place / "model"), file, tokenizer=None, dtype="float32", device="cpu", **SMALL
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    shown = tokenizer.decode(torch.cat([subject.held_out, subject.training]).flatten())
+    assert texts.startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "batch", "held_out", "training"),
+    [
+        (9, 2, 6, 2),  # one is left over: a batch of one would count as much as one of two
+        (18, 8, 8, 8),
+        (18, 2, 12, 6),
+        (5, 4, 4, 1),  # no two whole batches
+        (18, 10, 10, 8),  # and of the larger side no batch and a small one
+        (3, 3, 2, 1),
+    ],
+)
+def test_batches_are_whole(sequences, batch, held_out, training, place):
+    subject = open_subject(
+        str(place / "model"), place / "text.txt", tokenizer=None, dtype="float32", device="cpu",
+        sequences=sequences, length=24, batch=batch,
+    )  # fmt: skip
+    assert (len(subject.held_out), len(subject.training)) == (held_out, training)
+
+
+def test_seeds(tmp_path):
+    """The one that is given is that of all; a file's own stays where none is."""
+    file = tmp_path / "mine.json"
+    file.write_text(MetisConfig(seed=7).to_json(), "utf-8")
+    options = {"schemes": ("nvfp4",), "ranks": (8,), "configs": (file,)}
+    for given, expected in ((None, [0, 0, 7]), (3, [3, 3, 3]), (0, [0, 0, 0])):
+        chosen = Settings("m", Path("t"), seed=given, **options)
+        assert [config.seed for _, config in chosen.candidates()] == expected

@@ -1,0 +1,250 @@
+"""The overhead of schemes, against counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
+from metis_hf.lab.planning.costs import _quantizer_cost, layer_cost
+from metis_hf.lab.planning.overhead import inputs_of, model_overhead, overhead, tokens_of_layers
+from metis_hf.layers.make import make_layer
+from metis_hf.numerics.kernels import use_kernels
+from metis_hf.transforms.rotation import rotation_of
+
+IN, OUT, T = 512, 384, 8192
+GEMM = 3 * T * IN * OUT
+
+
+ALL = ("weight", "activation", "gradient")
+
+
+def of(scheme, tokens=T, **changes):
+    return overhead([((IN, OUT), MetisConfig(scheme=scheme, **changes))], tokens)
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_every_scheme_has_a_cost(scheme):
+    found = of(scheme)
+    assert all(share > 0 for share in found.parts.values())
+    assert found.share == pytest.approx(sum(found.parts.values()))
+    assert (found.weight_bits >= 16) == (scheme in ("bf16", "bf16-split"))
+
+
+def test_direct_schemes_add_nothing():
+    for scheme in ("bf16", "nvfp4", "nvfp4-rne", "mxfp4"):
+        assert of(scheme).share == 0, scheme
+    assert of("nvfp4-rne").weight_bits == 4.5
+
+
+def test_metis_by_hand():
+    """Projections and low-rank parts of x, dy and w; coordinates of each correction."""
+    k, g = 16, 4  # directions of x and w, and of dy: a quarter
+    found = of("metis", rank=k, decompose=ALL)
+    # t i k of x, t o g of dy, o i k of w: once for the projection, once for the residual.
+    thin = T * IN * k + T * OUT * g + OUT * IN * k
+    assert found.parts["projection"] == pytest.approx(thin / GEMM)
+    # And the subtraction of every element, which is no product but runs beside them.
+    elements = T * IN + T * OUT + OUT * IN
+    assert found.parts["low_rank"] == pytest.approx((thin + elements) / GEMM)
+    # Coordinates of errors: x along w, w along x (fprop), w along dy (dgrad); what they are
+    # multiplied by then, the low-rank parts beside them are multiplied by anyway.
+    corrections = T * IN * k + OUT * IN * k + IN * OUT * g
+    assert found.parts["corrections"] == pytest.approx(corrections / GEMM)
+    # y = a_x (v_x w) + (x v_w) a_w, and so on: inner products first, then the output.
+    fprop = (k * IN * OUT + T * k * OUT) + (T * IN * k + T * k * OUT)
+    dgrad = (g * OUT * IN + T * g * IN) + (T * OUT * k + T * k * IN)
+    wgrad = (g * T * IN + OUT * g * IN) + (OUT * T * k + OUT * k * IN)
+    assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
+    # By default the weight is quantized directly, and no rounding of x is added along it.
+    found = of("metis", rank=k)
+    assert found.parts["projection"] == pytest.approx((T * IN * k + T * OUT * g) / GEMM)
+    assert found.parts["corrections"] == pytest.approx(OUT * IN * (k + g) / GEMM)
+    fprop, dgrad = k * IN * OUT + T * k * OUT, g * OUT * IN + T * g * IN
+    assert found.parts["thin_products"] == pytest.approx((fprop + dgrad + wgrad) / GEMM)
+    assert found.weight_bits == 4.5
+
+
+def test_the_quantized_low_rank_part_is_put_together_by_nobody():
+    """The published residual is taken against the exact part; emulation makes the other beside."""
+    k = 16
+    found = of("metis-paper", rank=k)
+    thin, elements = T * IN * k + T * OUT * k, T * IN + T * OUT
+    assert found.parts["projection"] == pytest.approx(thin / GEMM)
+    assert found.parts["low_rank"] == pytest.approx((thin + elements) / GEMM)
+    # Emulation, 2 FLOPs a multiply-add: a product more, and the input's again where it is kept
+    # as codes for the backward pass.
+    layer = make_layer(
+        torch.nn.Parameter(torch.empty(OUT, IN, device="meta")), None,
+        MetisConfig(scheme="metis-paper", rank=k), name="layer",
+    )  # fmt: skip
+    assert layer_cost(layer, T).low_rank == 2 * (2 * thin + elements + T * IN * k)
+    # Of the default width: 62 of 4096 directions of x and dy, and an element's sum and difference.
+    wide = overhead([((4096, 4096), MetisConfig(scheme="metis-paper"))], T)
+    assert wide.parts["low_rank"] == pytest.approx(2 * (62 + 1) / (3 * 4096))
+    assert wide.share == pytest.approx(0.0779, abs=1e-4)
+
+
+def test_thin_products_of_other_schemes():
+    # svdquant: a split weight and nothing else, in fprop and in dgrad.
+    k, t = 32, T
+    found = of("svdquant", rank=k)
+    wanted = (t * IN * k + t * k * OUT) + (t * OUT * k + t * k * IN)
+    assert found.parts["thin_products"] == pytest.approx(wanted / GEMM)
+    # mean: the mean row of x is one direction, of fprop and of wgrad; of dy the same.
+    found = of("mean")
+    fprop, wgrad = IN * OUT + t * OUT, (OUT * t + OUT * IN)
+    assert found.parts["thin_products"] >= (fprop + wgrad) / GEMM
+    assert "thin_products" not in of("nvidia").parts
+
+
+def test_channels_that_are_there_twice():
+    """Patches of x and w lie along in_features, which fprop contracts, and dgrad does not."""
+    for i, o in ((1024, 4096), (4096, 1024)):
+        found = overhead([((i, o), MetisConfig(scheme="hot-channel"))], T)
+        hot = i // 16
+        fprop, dgrad = 2 * T * hot * o, T * o * hot
+        assert found.parts["thin_products"] == pytest.approx((fprop + dgrad) / (3 * T * i * o))
+        assert found.weight_bits == 4.5 * 17 / 16
+
+
+def test_outputs_of_rotated_operands_are_rotated_back():
+    """HALO: x H and w H cancel in fprop; dx is rotated along both dimensions, dw along one."""
+
+    def once(n, columns):
+        return rotation_of("hadamard", n, 0, torch.empty(0)).flops(columns) / 2
+
+    operands = once(IN, T) + once(IN, OUT) + once(T, OUT)
+    outputs = once(T, IN) + once(IN, T) + once(IN, OUT)
+    found = of("halo", operand_mode="contraction")
+    # x H of fprop is that of wgrad, too.
+    assert found.parts["rotation"] == pytest.approx((operands + outputs) / GEMM)
+    assert "rotation" not in of("nvfp4").parts
+    # Rotated along what a GEMM contracts, its operands' rotations cancel: three GEMMs of two each.
+    own = of("quarot", operand_mode="contraction").parts["rotation"]
+    along = (once(IN, T), once(IN, OUT), once(OUT, T), once(OUT, IN), once(T, OUT), once(T, IN))
+    assert own == pytest.approx(sum(along) / GEMM)
+
+
+def test_a_sparse_part_is_multiplied_element_by_element():
+    found, kept = of("occ"), 2 * int(0.01 * T * IN)
+    assert found.parts == {"sparse_products": pytest.approx(2 * kept * OUT / GEMM)}
+
+
+def test_factors_of_a_stored_split():
+    """Their gradients; in compensated splits what they leave, for each copy of the weight."""
+    once = OUT * IN * 16 / GEMM
+    assert of("metis-paper", rank=16).parts["weight_factors"] == pytest.approx(2 * once)
+    compensated = of("metis", rank=16, split_weight=True)
+    assert compensated.parts["weight_factors"] == pytest.approx(4 * once)
+    own = of("metis", rank=16, split_weight=True, operand_mode="contraction")
+    assert own.parts["weight_factors"] == pytest.approx(6 * once)
+    assert of("bf16-split", rank=16).parts["weight_factors"] == pytest.approx(3 * once)
+
+
+def test_layers_that_read_one_tensor_split_it_once():
+    k, g, layers = 16, 4, [((IN, OUT), MetisConfig(scheme="metis", rank=16))] * 3
+    apart, together = overhead(layers, T), overhead(layers, T, ["x", "x", "y"])
+    assert apart.share == pytest.approx(of("metis", rank=k).share)
+    thin = 2 * T * IN * k + 3 * T * OUT * g
+    assert together.parts["projection"] == pytest.approx(thin / (3 * GEMM))
+    assert together.parts["corrections"] == pytest.approx(apart.parts["corrections"])
+    # Of another rank it is another operand.
+    layers[1] = ((IN, OUT), MetisConfig(scheme="metis", rank=32))
+    assert overhead(layers, T, ["x", "x", "y"]) == overhead(layers, T)
+    # In contraction mode wgrad's copy is split apart, and both are shared.
+    own = [((IN, OUT), MetisConfig(scheme="metis", rank=16, operand_mode="contraction"))] * 2
+    thin = 2 * T * IN * k + 4 * T * OUT * g
+    found = overhead(own, T, ["x", "x"])
+    assert found.parts["projection"] == pytest.approx(thin / (2 * GEMM))
+
+
+def test_inputs_of_a_llama():
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = get_metis_model(transformers.LlamaForCausalLM(config).eval())
+    layers = {name.split("layers.")[1]: layer for name, layer in metis_layers(model)}
+    found = inputs_of(model, layers | {"unused": torch.nn.Linear(2, 2)}, torch.arange(8)[None])
+    groups = {}
+    for name, key in found.items():
+        groups.setdefault(key, []).append(name)
+    attention = [[f"{n}.self_attn.{kind}_proj" for kind in "qkv"] for n in range(2)]
+    mlp = [[f"{n}.mlp.{kind}_proj" for kind in ("gate", "up")] for n in range(2)]
+    single = [[f"{n}.{kind}_proj"] for n in range(2) for kind in ("self_attn.o", "mlp.down")]
+    assert sorted(groups.values()) == sorted([*attention, *mlp, *single, ["unused"]])
+
+
+def test_a_model_is_counted_from_its_config():
+    d, h, kv, count = 64, 96, 32, 2
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=d, intermediate_size=h, num_hidden_layers=count,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    metis = MetisConfig(rank=16)
+    shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, h), (d, h), (h, d)]
+    reads = ["x", "x", "x", "a", "y", "y", "b"]
+    wanted = overhead(
+        [(shape, metis) for shape in shapes * count],
+        T,
+        [(block, name) for block in range(count) for name in reads],
+    )
+    found = model_overhead(config, metis, T)
+    assert dict(found.parts) == pytest.approx(dict(wanted.parts))
+    assert found.weight_bits == pytest.approx(wanted.weight_bits)
+
+
+def test_more_tokens_share_the_weight_s_split():
+    assert of("metis", tokens=100_000).share < of("metis", tokens=1000).share
+
+
+def test_own_copies_cost_more():
+    shared, own = of("metis"), of("metis", operand_mode="contraction")
+    assert own.parts["projection"] == pytest.approx(2 * shared.parts["projection"])
+
+
+def test_rotations_count_as_dense_products():
+    # nvidia rotates both operands of wgrad, t i and t o, with 16 x 16 matrices.
+    assert of("nvidia").parts == {"rotation": pytest.approx(16 * T * (IN + OUT) / GEMM)}
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "triton"])
+def test_planning_does_not_depend_on_the_kernels_asked_for(kernels):
+    """They run on no meta device, on which planning counts."""
+    weight = torch.nn.Parameter(torch.empty(OUT, IN, device="meta"))
+    layer = make_layer(weight, None, MetisConfig(scheme="nvfp4"), name="layer")
+    wanted = layer_cost(layer, 64)
+    _quantizer_cost.cache_clear()
+    with use_kernels(kernels):
+        assert layer_cost(layer, 64) == wanted
+
+
+def test_work_around_the_quantizers_is_counted():
+    for scheme in ("occ", "hot-channel"):
+        weight = torch.nn.Parameter(torch.empty(OUT, IN, device="meta"))
+        layer = make_layer(weight, None, MetisConfig(scheme=scheme), name="layer")
+        assert layer_cost(layer, 64).elementwise > 64 * IN, scheme
+
+
+def test_an_expert_sees_its_share_of_the_tokens():
+    """Two of eight experts a token: a quarter for each, and so work of the weight counts more."""
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    metis = MetisConfig(scheme="metis", rank=4)
+    model = get_metis_model(transformers.MixtralForCausalLM(config), metis)
+    seen = tokens_of_layers(model, 512)
+    assert {seen[name] for name in seen if "experts" in name} == {128}
+    assert {seen[name] for name in seen if "self_attn" in name} == {512}
+    # By hand: attention and every expert as layers of their own, with their own tokens.
+    layers = dict(metis_layers(model))
+    shapes = [((x.in_features, x.out_features), x.config) for x in layers.values()]
+    found = overhead(shapes, list(seen.values()))
+    gemms = [6 * seen[name] * i * o for name, ((i, o), _) in zip(layers, shapes)]
+    shares = [overhead([shape], seen[name]).share for name, shape in zip(layers, shapes)]
+    expected = sum(g * s for g, s in zip(gemms, shares)) / sum(gemms)
+    assert found.share == pytest.approx(expected, rel=1e-12)
+    assert found.share > overhead(shapes, 512).share

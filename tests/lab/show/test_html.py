@@ -1,0 +1,144 @@
+"""Pages: what they contain, and that a real browser shows and sorts them."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from lab.show import browser
+from metis_hf.lab.show.html import Cell, Page, number
+
+# Reads what a browser made of a page; the page itself has nothing for tests.
+IMAGES = """
+const found = [...document.images];
+document.body.dataset.images = found.map((i) => i.complete ? i.naturalWidth : 0).join(" ");
+document.body.dataset.fetched = performance.getEntriesByType("resource")
+  .filter((entry) => !entry.name.startsWith("data:")).length;
+"""
+SORT = """
+const table = document.querySelector("table");
+const head = [...table.tHead.rows[0].cells].find((h) => h.textContent === COLUMN);
+const order = () => [...table.tBodies[0].rows].map((r) => r.cells[head.cellIndex].textContent);
+document.body.dataset.before = order().join("|");
+head.click(); document.body.dataset.up = order().join("|");
+document.body.dataset.mark = head.getAttribute("aria-sort");
+head.click(); document.body.dataset.down = order().join("|");
+"""
+
+
+def png(width=30, height=20):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).random((height, width, 3))
+    matplotlib.image.imsave(buffer, pixels, format="png")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def page():
+    made = Page("A <page>", "of 3 & more").section("First", "Some text.")
+    made.cards(("loss", "2.5", "step 3")).figure(png(), "Noise.").figure(png(), "", wide=False)
+    rows = [
+        [Cell("b"), number(10.0), Cell("x")],
+        [Cell("a"), number(math.nan), Cell("y")],
+        [Cell("c"), number(9.0, shade=0.5, note="close"), Cell("z")],
+    ]
+    return made.section("Second").table(["name", "value", "word"], rows, "Three rows.")
+
+
+def sort_by(column):
+    return SORT.replace("COLUMN", repr(column))
+
+
+class TestText:
+    def test_is_escaped_and_self_contained(self, page):
+        text = page.render()
+        assert "A &lt;page&gt;" in text
+        assert "of 3 &amp; more" in text
+        assert "<page>" not in text
+        assert not re.findall(r"https?://|//cdn|@import", text)
+        assert all(src.startswith("data:") for src in re.findall(r'src="([^"]*)"', text))
+
+    def test_contents_lead_to_sections(self, page):
+        text = page.render()
+        for anchor in re.findall(r'href="#(\w+)"', text):
+            assert f'id="{anchor}"' in text
+        assert len(re.findall(r'href="#', text)) == 2
+
+    def test_what_is_not_finite_is_flagged(self):
+        for value in (math.nan, math.inf, -math.inf):
+            cell = number(value)
+            assert cell.text == str(value)
+            assert (cell.shade, cell.note) == (1.0, "not finite")
+        assert number(3.14159, ".2f").text == "3.14"
+
+    def test_words_are_flush_left_and_numbers_right(self, page):
+        heads = re.findall(r'<th scope="col"( class="words")?>(\w+)</th>', page.render())
+        assert heads == [(' class="words"', "name"), ("", "value"), (' class="words"', "word")]
+
+    def test_notice_is_set_apart_and_escaped(self):
+        text = Page("x").notice("half <written>").render()
+        assert '<p class="notice" role="note">half &lt;written&gt;</p>' in text
+
+    def test_a_row_of_another_length(self):
+        with pytest.raises(ValueError, match="a row has 1 cells, the header 2"):
+            Page("x").table(["a", "b"], [["1"]])
+
+    def test_empty_table(self):
+        assert "<tbody>" in Page("x").table(["a", "b"], []).render()
+
+    def test_is_written_whole_or_not_at_all(self, page, tmp_path, monkeypatch):
+        target = tmp_path / "page.html"
+        page.save(target)
+        before = target.read_text()
+        monkeypatch.setattr(Page, "render", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            page.save(target)
+        assert target.read_text() == before
+        assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+class TestBrowser:
+    def test_shows_images_and_fetches_nothing(self, page, tmp_path):
+        page.save(tmp_path / "page.html")
+        view = browser.open_page(tmp_path / "page.html", tmp_path, IMAGES)
+        assert view.console == []
+        assert view.result("images") == "30 30"
+        assert view.result("fetched") == "0"
+
+    @pytest.mark.parametrize(
+        ("column", "up", "down"),
+        [("value", "9|10|nan", "10|9|nan"), ("name", "a|b|c", "c|b|a")],
+    )
+    def test_a_click_sorts(self, page, tmp_path, column, up, down):
+        """Numbers as numbers; NaN is last in both directions."""
+        page.save(tmp_path / "page.html")
+        view = browser.open_page(tmp_path / "page.html", tmp_path, sort_by(column))
+        assert view.console == []
+        assert html.unescape(view.result("up")) == up
+        assert view.result("mark") == "ascending"
+        assert html.unescape(view.result("down")) == down
+
+    def test_infinity_is_the_largest_number(self, tmp_path):
+        """As of noise that never crosses; what was not measured is last in both directions."""
+        cells = [Cell("n/a", math.nan), Cell("never", math.inf), number(300.0), number(-math.inf)]
+        rows = [[cell] for cell in (*cells, Cell("never", math.inf), number(20.0))]
+        Page("x").table(["step"], rows).save(tmp_path / "page.html")
+        view = browser.open_page(tmp_path / "page.html", tmp_path, sort_by("step"))
+        assert html.unescape(view.result("up")) == "-inf|20|300|never|never|n/a"
+        assert html.unescape(view.result("down")) == "never|never|300|20|-inf|n/a"
+
+    def test_the_helper_sees_a_broken_page(self, tmp_path):
+        """Else the tests above would pass whatever a page does."""
+        broken = tmp_path / "broken.html"
+        broken.write_text(
+            '<body><img src="data:image/png;base64,AAAA"><script>missing()</script></body>'
+        )
+        view = browser.open_page(broken, tmp_path, IMAGES)
+        assert any("missing is not defined" in line for line in view.console)
+        assert view.result("images") == "0"

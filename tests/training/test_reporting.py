@@ -1,0 +1,152 @@
+"""What users plot: spectral health in Trainer's log history and in its reporters' real output."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+from transformers.integrations.integration_utils import rewrite_logs
+
+from metis_hf import MetisCallback, MetisTrainer
+from metis_hf.training.callback import HEALTH_FILE
+from metis_hf.training.gradient_noise import noise_ratios
+from metis_hf.training.health import group_means
+from training.test_trainer import converted, metis_values, records, trainer
+
+
+class Reporter(transformers.TrainerCallback):
+    """Stands where Trainer puts W&B: before every callback of the user's."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.setdefault(state.global_step, {}).update(rewrite_logs(logs))
+
+
+def with_metis_trainer(directory, reporter, **changes):
+    return trainer(
+        directory,
+        converted(),
+        [reporter, MetisCallback(health_interval=2)],
+        MetisTrainer,
+        **changes,
+    )
+
+
+def with_bound_callback(directory, reporter, **changes):
+    callback = MetisCallback(health_interval=2)
+    made = trainer(directory, converted(), [reporter, callback], **changes)
+    callback.bind(made)
+    return made
+
+
+@pytest.mark.parametrize("make", [with_metis_trainer, with_bound_callback])
+def test_reporters_and_files_have_the_same_values(make, tmp_path):
+    """One record a step, in the log history, a reporter, TensorBoard's files and the JSONL."""
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="pip install metis-hf[test] brings tensorboard",
+    )
+    reporter = Reporter()
+    made = make(tmp_path, reporter, report_to=["tensorboard"])
+    made.train()
+    history = records(made)
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4]
+    measured = {e["step"]: metis_values(e) for e in history if metis_values(e)}
+    assert list(measured) == [1, 2, 4]
+    assert "metis/gradient/down_proj/sqnr_db" in measured[2]
+
+    for step, values in measured.items():
+        theirs = {k: v for k, v in reporter.seen[step].items() if k.startswith("train/metis/")}
+        assert theirs == {f"train/{key}": value for key, value in values.items()}
+
+    lines = map(json.loads, (tmp_path / HEALTH_FILE).read_text().splitlines())
+    for line in lines:
+        found = group_means(line["layers"]) | noise_ratios(line["noise"])
+        means = {f"metis/{key}": value for key, value in found.items()}
+        rest = {"metis/nonfinite_tensors": 0.0}
+        assert measured[line["step"]] == means | rest
+
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = accumulator.EventAccumulator(str(file)).Reload()
+    found = {}
+    for tag in events.Tags()["scalars"]:
+        if tag.startswith("train/metis/"):
+            for event in events.Scalars(tag):
+                found.setdefault(event.step, {})[tag.removeprefix("train/")] = event.value
+    fp32 = {
+        step: {key: torch.tensor(value).item() for key, value in values.items()}
+        for step, values in measured.items()
+    }
+    assert found == fp32
+
+
+@pytest.mark.parametrize("make", [with_metis_trainer, with_bound_callback])
+def test_wandb_offline(make, tmp_path, monkeypatch):
+    """The real reporter, without a network: the run's summary holds the last step's values."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    made = make(tmp_path, Reporter(), report_to=["wandb"])
+    made.train()
+    try:
+        summary = dict(wandb.run.summary)
+    finally:
+        wandb.finish()
+    measured = metis_values(records(made)[-1])
+    assert measured
+    found = {k: v for k, v in summary.items() if k.startswith("train/metis/")}
+    assert found == {f"train/{key}": value for key, value in measured.items()}
+
+
+def test_unbound_callback_warns_once(tmp_path, caplog):
+    """A reporter that will not see health: said once, with what to do."""
+    made = trainer(tmp_path, converted(), [MetisCallback])
+    made.args.report_to = ["tensorboard"]
+    root = logging.getLogger("transformers")
+    verbosity = transformers.utils.logging.get_verbosity()
+    named = logging.getLogger("metis_hf.training.callback")
+    propagate = root.propagate, named.propagate
+    root.propagate = named.propagate = True
+    transformers.utils.logging.set_verbosity_warning()
+    try:
+        made.train()
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+        root.propagate, named.propagate = propagate
+    said = [r.message for r in caplog.records if "calls its reporters before" in r.message]
+    assert len(said) == 1
+    assert "Use MetisTrainer, or callback.bind(trainer)" in said[0]
+
+
+def test_class_instance_or_none(tmp_path):
+    """MetisTrainer binds the user's callback, and brings one where there is none."""
+    for given in ([], [MetisCallback], [MetisCallback(health_interval=7)]):
+        made = trainer(tmp_path, converted(), given, MetisTrainer)
+        callbacks = made.callback_handler.callbacks
+        assert sum(isinstance(callback, MetisCallback) for callback in callbacks) == 1
+        assert isinstance(callbacks[0], MetisCallback)
+        assert callbacks[0]._bound
+
+
+def test_callbacks_that_a_checkpoint_restores_are_bound(tmp_path):
+    """Trainer makes new ones of them, with the arguments of those that wrote the checkpoint."""
+
+    def make(interval, **changes):
+        reporter, callback = Reporter(), MetisCallback(health_interval=interval)
+        options = {"save_strategy": "steps", "save_steps": 2} | changes
+        made = trainer(tmp_path, converted(), [reporter, callback], MetisTrainer, **options)
+        return made, reporter
+
+    make(2, max_steps=2)[0].train()
+    resumed, reporter = make(3, restore_callback_states_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    callbacks = resumed.callback_handler.callbacks
+    assert callbacks[0].health_interval == 2
+    assert callbacks[0]._bound
+    assert len({type(callback) for callback in callbacks}) == len(callbacks)
+    assert any("metis" in key for key in reporter.seen[4])
