@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from metis_hf.training.trainer import MetisTrainer, MetisTrainerMixin
     from metis_hf.training.weight_reuse import reuse_weights
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "DistillTrainer",
