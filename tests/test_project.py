@@ -33,7 +33,7 @@ def test_changelog_has_the_version_and_a_place_for_what_comes():
     assert unreleased == "Unreleased"
     assert version > Version(last) if version.is_devrelease else version == Version(last)
     kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
-    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert kinds <= {"Added", "Changed", "Breaks", "Removed", "Fixed", "Security"}
 
 
 def test_workflow_runs_the_script_on_every_python():
@@ -47,6 +47,8 @@ def test_workflow_runs_the_script_on_every_python():
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
     least = re.search(r'requires-python = ">=(.*)"', PYPROJECT)[1]
     assert job["strategy"]["matrix"]["python"] == [least, "3.11", "3.12", "3.13"]
+    actions = re.findall(r"uses: (.*)", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in actions)
 
 
 def test_hooks_run_what_lint_runs():
