@@ -23,12 +23,13 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file under a temporary name and rename it: it exists whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process; a link is not followed
+        with open(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except Exception:  # a process that is killed leaves it, and the next one writes over it
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

@@ -1,0 +1,292 @@
+"""Finished results in a directory, which are found again: key -> record.
+
+A command is a list of tasks. The result of a task is a *record*: a JSON file that exists whole or
+not at all, with the key that it was made under. The key is a digest of everything that decides the
+result, so an interrupted command goes on where it stopped, and a changed input is measured again:
+
+    store = Store(out)
+    with store.hold():                            # no second writer
+        store.claim(settings, {"text": digest_of_path(text)})   # or refuse other settings
+        key = task_key(settings, "loss of metis")
+        loss = store.get("loss-metis", key)
+        if loss is None:
+            loss = measure()
+            store.put("loss-metis", key, loss)
+
+Several processes, on several machines too, can work on different tasks of one directory: each holds
+its task, `store.hold(name)`, instead of the directory.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import functools
+import importlib.metadata
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from metis_hf.shared.inputs import INPUTS_FILE, digest
+from metis_hf.shared.records import SETTINGS_FILE, environment, flatten, read_json, write_json
+
+FORMAT = 1  # of a record's file
+LOCK_FILE = ".lock"
+# The part of the package that decides the numbers of a task.
+NUMERICS = ("noise.py", "numerics", "transforms", "operands", "schemes", "layers")
+_OWN = "store"  # the field of a record's file that is not the task's
+_WAIT = 60  # seconds for another process that claims the directory at this moment
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+class DamagedRecord(ValueError):
+    """A file that is not the record that its name promises."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished result.
+
+    Attributes:
+        key: what it was made under, see `task_key`.
+        value: the result.
+        made: versions, commit and device that made it.
+    """
+
+    key: str
+    value: dict[str, Any]
+    made: dict[str, Any]
+
+
+class Store:
+    """The records of one directory.
+
+    Args:
+        directory: made when something is written.
+        option: the command's option that chose the directory, for error messages.
+        device: on which the tasks run, for provenance; None takes the machine's accelerator.
+    """
+
+    def __init__(
+        self, directory: str | Path, option: str = "--out", device: torch.device | None = None
+    ) -> None:
+        self.directory, self.option, self.device = Path(directory), option, device
+
+    def path(self, name: str) -> Path:
+        """Return the file of a record: "runs/metis/loss" lies at runs/metis/loss.json."""
+        return self.directory / f"{name}.json"
+
+    def find(self, name: str) -> Record | None:
+        """Return a record, whatever its key; None where there is none.
+
+        Raises:
+            DamagedRecord: the file is cut short, or holds something else.
+            ValueError: another version wrote it.
+        """
+        path = self.path(name)
+        if not path.exists():
+            return None
+        way_out = f"; delete it to compute it again, or choose another {self.option}"
+        try:
+            content = read_json(path)
+        except ValueError as error:
+            raise DamagedRecord(f"{error}{way_out}") from None
+        own = content.pop(_OWN, None) if isinstance(content, dict) else None
+        own = own if isinstance(own, dict) else {}
+        written = own.get("format")
+        if isinstance(written, int) and written != FORMAT:
+            raise ValueError(
+                f"{path} has format {written}, of another version of metis-hf; this version reads "
+                f"format {FORMAT}{way_out}"
+            )
+        if written is None or own.get("name") != name or not isinstance(own.get("key"), str):
+            raise DamagedRecord(f"{path} is not the record of {name!r}{way_out}")
+        return Record(own["key"], content, own.get("made", {}))
+
+    def get(self, name: str, key: str) -> dict[str, Any] | None:
+        """Return the result of a task, or None where there is none under this key; see `find`."""
+        record = self.find(name)
+        return record.value if record is not None and record.key == key else None
+
+    def put(self, name: str, key: str, value: Mapping[str, Any]) -> None:
+        """Write the result of a task; one under another key is replaced.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk; what was there before stays.
+        """
+        path = self.path(name)
+        own = {"format": FORMAT, "name": name, "key": key, "made": _environment(self.device)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {**value, _OWN: own})
+        except OSError as error:
+            what = f"{error.strerror}; earlier results are kept, and the same command goes on"
+            raise OSError(error.errno, what, str(path)) from None
+
+    def claim(self, settings: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> None:
+        """Claim the directory for an experiment, or go on with the same one.
+
+        Args:
+            settings: what tells experiments apart, JSON-ready.
+            inputs: what the experiment reads: a name for people -> a digest of the contents.
+
+        Raises:
+            ValueError: the directory holds results of other settings or of other contents; the
+                message names what differs.
+        """
+        with _locked(self._lock_file("claim"), _WAIT, self.option):
+            self._claim_settings(json.loads(json.dumps(settings)))
+            if inputs:
+                self._claim_inputs(inputs)
+
+    def _claim_settings(self, settings: dict[str, Any]) -> None:
+        path = self.directory / SETTINGS_FILE
+        if path.exists():
+            there, now = flatten(read_json(path)), flatten(settings)
+            keys = [key for key in now | there if now.get(key) != there.get(key)]
+            if keys:
+                shown = (f"{key}: {there.get(key)} there, {now.get(key)} now" for key in keys)
+                raise ValueError(
+                    f"{self.directory} holds a run with other settings ({', '.join(shown)}). "
+                    f"Choose another {self.option}, or delete the directory"
+                )
+        write_json(path, settings)
+
+    def _claim_inputs(self, inputs: Mapping[str, str]) -> None:
+        path = self.directory / INPUTS_FILE
+        there = read_json(path) if path.is_file() else {}
+        changed = [name for name in inputs if there.get(name, inputs[name]) != inputs[name]]
+        if changed:
+            raise ValueError(
+                f"{' and '.join(changed)} changed after {self.directory} was begun, and its "
+                f"results are of what was there before; choose another {self.option}, or delete "
+                "the directory"
+            )
+        write_json(path, {**there, **inputs})
+
+    @contextmanager
+    def hold(self, name: str = "") -> Iterator[None]:
+        """Keep other writers out of the directory, or out of one task, while the block runs.
+
+        The operating system ends the lock with its process. Processes that this one starts, forked
+        ones too, do not hold it.
+
+        Args:
+            name: a task, which other processes leave alone then; "" holds the directory.
+
+        Raises:
+            ValueError: another process holds it; the message names that process.
+        """
+        path = self._lock_file(name)
+        with _locked(path, 0, self.option):
+            holder, process = _holder_file(path), os.getpid()
+            host, since = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
+            write_json(holder, {"pid": process, "host": host, "since": since})
+            try:
+                yield
+            finally:
+                if os.getpid() == process:  # a fork that leaves the block gives nothing back
+                    holder.unlink(missing_ok=True)
+
+    def _lock_file(self, name: str) -> Path:
+        path = self.directory / name
+        return path.with_name(f".{path.name}{LOCK_FILE}") if name else path / LOCK_FILE
+
+
+def hold_directory(directory: str | Path, option: str = "--out") -> AbstractContextManager[None]:
+    """Keep other writers out of a directory without records, see `Store.hold`."""
+    return Store(directory, option).hold()
+
+
+@contextmanager
+def _locked(path: Path, seconds: float, option: str) -> Iterator[None]:
+    """Hold a lock file; wait so long for its holder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+        raise ValueError(f"{path} is a link to another file, which a lock would change; delete it")
+    lock: filelock.BaseFileLock = filelock.FileLock(path, timeout=seconds)
+    try:
+        try:
+            lock.acquire()
+        except OSError as error:
+            if isinstance(error, filelock.Timeout) or error.errno not in _NO_LOCKS:
+                raise
+            # A network file system without locks: the lock is then a file that exists.
+            lock = filelock.SoftFileLock(f"{path}.soft", timeout=seconds)
+            lock.acquire()
+    except filelock.Timeout:
+        raise ValueError(_refusal(path, Path(lock.lock_file), option)) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _refusal(path: Path, lock: Path, option: str) -> str:
+    try:
+        holder = read_json(_holder_file(path))
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        elsewhere = holder["host"] != socket.gethostname()
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and is about to write
+        who, elsewhere = "another process", False
+    what = path.parent if path.name == LOCK_FILE else path.with_name(path.name[1 : -len(LOCK_FILE)])
+    message = (
+        f"{what} is in use by {who}. Wait for that process or end it, or choose another {option}"
+    )
+    return f"{message}; if it has ended, delete {lock}" if elsewhere else message
+
+
+def _holder_file(lock: Path) -> Path:
+    """Return the file beside a lock that names its process."""
+    return lock.with_name(f"{lock.name}.json")
+
+
+@functools.cache
+def _environment(device: torch.device | None) -> dict[str, Any]:
+    return environment(device)
+
+
+def task_key(*parts: Any) -> str:
+    """Return the key of a task: a digest of its own inputs, JSON-ready, and of the numerics."""
+    return digest(numerics_digest(), *parts)
+
+
+@functools.cache
+def numerics_digest() -> str:
+    """Return a digest of what computes numbers: the spine's source, torch and transformers."""
+    root = Path(__file__).parents[1]
+    # transformers' version as it is installed: importing the library takes seconds.
+    versions = torch.__version__, importlib.metadata.version("transformers")
+    return digest(source_digest(*(root / name for name in NUMERICS)), versions)
+
+
+def source_digest(*paths: str | Path) -> str:
+    """Return a digest of Python files, and of those in folders, without comments and docstrings.
+
+    A task that has code of its own adds it to its key: `task_key(source_digest(__file__), ...)`.
+    """
+    found = []
+    for path in map(Path, paths):
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            name = file.relative_to(path.parent).as_posix()
+            found.append((name, _code(file.read_text("utf-8"))))
+    return digest(found)
+
+
+def _code(source: str) -> str:
+    """Return source without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return ast.unparse(tree)
