@@ -190,7 +190,9 @@ def test_a_peft_that_we_do_not_know_stays_usable():
     assert out.stdout.strip() == "2", out.stderr
 
 
-@pytest.mark.parametrize("name", ["Plan", "Variant", "Run", "Packed", "Quantized", "LowRank"])
+@pytest.mark.parametrize(
+    "name", ["CallKeys", "Role", "Plan", "Variant", "Run", "Packed", "Quantized", "LowRank"]
+)
 def test_a_word_names_one_class(name):
     found = [
         path

@@ -41,7 +41,7 @@ from metis_hf.deploy.compressed_tensors import (
     weight_quantizer,
 )
 from metis_hf.deploy.fused import mixed_notes, scale_notes, share_others, shared_amaxes
-from metis_hf.deploy.inputs import QuantizedInput, quantized_input, quantizing_inputs
+from metis_hf.deploy.inputs import InputQuantizer, quantized_input, quantizing_inputs
 from metis_hf.deploy.loading import load_lines, why_not_packed
 from metis_hf.deploy.model_card import model_card, read_metrics
 from metis_hf.deploy.report import (
@@ -244,7 +244,7 @@ def _write_packed(
     folded: dict[str, CompressedMatrix] = {}
     residuals: dict[str, CompressedMatrix] = {}
     factors: dict[str, CompressedFactors] = {}
-    inputs: dict[str, QuantizedInput] = {}
+    inputs: dict[str, InputQuantizer] = {}
     for name, layer in metis_layers(model):
         quantizer = weight_quantizer(layer)
         if quantizer is None:
@@ -298,7 +298,7 @@ def _save_packed(
     model: PreTrainedModel,
     out: Path,
     packed: Mapping[str, CompressedMatrix],
-    inputs: Mapping[str, QuantizedInput],
+    inputs: Mapping[str, InputQuantizer],
     kind: str,
     dtype: torch.dtype,
 ) -> None:

@@ -16,7 +16,7 @@ from metis_hf.numerics import Quantizer
 
 
 @dataclass(frozen=True)
-class QuantizedInput:
+class InputQuantizer:
     """The quantization of an exported layer's input.
 
     Attributes:
@@ -37,19 +37,19 @@ class QuantizedInput:
         return self.quantizer(x, dtype=x.dtype, amax=self.amax)
 
 
-def quantized_input(layer: MetisLayer) -> QuantizedInput | None:
+def quantized_input(layer: MetisLayer) -> InputQuantizer | None:
     """Return how a layer quantizes its input under a calibrated scale; None if it does not."""
     state, quantizer = static_scales(layer), layer.eval_scheme.fprop_input.quantizer
     if state is None or not state.input or quantizer is None:
         return None
-    return QuantizedInput(quantizer, layer.get_buffer("input_amax").detach().clone())
+    return InputQuantizer(quantizer, layer.get_buffer("input_amax").detach().clone())
 
 
 @contextmanager
-def quantizing_inputs(model: nn.Module, inputs: Mapping[str, QuantizedInput]) -> Iterator[None]:
+def quantizing_inputs(model: nn.Module, inputs: Mapping[str, InputQuantizer]) -> Iterator[None]:
     """Let plain layers quantize their inputs for a block, as deployed ones do."""
 
-    def hook(quantize: QuantizedInput) -> Callable[..., tuple[Any, ...]]:
+    def hook(quantize: InputQuantizer) -> Callable[..., tuple[Any, ...]]:
         return lambda module, args: (quantize(args[0]), *args[1:])
 
     with ExitStack() as stack:

@@ -26,7 +26,7 @@ from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import NVFP4, Quantizer
 from metis_hf.numerics.formats import BlockFormat
 from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS
-from metis_hf.schemes.base import Role
+from metis_hf.schemes.roles import Role
 from metis_hf.shared.records import read_json
 
 KINDS = ("metis", "dense", "compressed-tensors", "w4a4", "modelopt", "side-file")

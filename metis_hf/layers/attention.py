@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from metis_hf.config import MetisConfig
 from metis_hf.layers.call_input import gemm_dtype
 from metis_hf.layers.gemm import scaled_product
-from metis_hf.layers.noise_keys import CallKeys, process_rank
 from metis_hf.layers.unsupported import (
     differentiable_once,
     refuse_batched_gradients,
@@ -47,6 +46,7 @@ from metis_hf.operands.conditioner import as_fp32
 from metis_hf.operands.conditioners.requantized import first_copy
 from metis_hf.operands.weight_forms import DenseWeight
 from metis_hf.schemes import Role, Scheme, build_scheme
+from metis_hf.schemes.noise_keys import CallKeys, process_rank
 
 _ROTATIONS = (Hadamard, FullHadamard, RandomHadamard, RandomKronecker)
 _INSTEAD = 'Choose one of plain blocks, such as attention="nvfp4-rne" or "nvidia", or None'
@@ -110,7 +110,7 @@ def _in_own_blocks(scheme: Scheme) -> Scheme:
 
 
 @dataclass(frozen=True)
-class ProductPlan:
+class ProductOperands:
     """The plan of one product in one call.
 
     Attributes:
@@ -147,7 +147,7 @@ class QuantizedProduct(torch.autograd.Function):
     """y [b g m n] = a_hat [b g m c] @ b_hat [b n c].T: g heads with the same keys or values."""
 
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, plan: ProductPlan) -> Tensor:
+    def forward(ctx, a: Tensor, b: Tensor, plan: ProductOperands) -> Tensor:
         with torch.autocast(a.device.type, enabled=False):
             a_hat = _merged(plan.operand(Role.FPROP_INPUT, a))
             y = scaled_product(a_hat, plan.operand(Role.FPROP_WEIGHT, b).transposed())
@@ -159,7 +159,7 @@ class QuantizedProduct(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dy: Tensor):  # dy [b g m n]
         refuse_batched_gradients(dy)
-        plan: ProductPlan = ctx.plan
+        plan: ProductOperands = ctx.plan
         a, b = ctx.saved_tensors
         need_a, need_b, _ = ctx.needs_input_grad
         da = db = None
@@ -238,7 +238,7 @@ class AttentionProducts(nn.Module):
         if scheme.state is not None:
             rows, columns = (x.detach().reshape(-1, x.shape[-1]) for x in (a, b))
             state = scheme.state.freeze({}, rows, columns, keys)
-        return QuantizedProduct.apply(a, b, ProductPlan(scheme, dtype, keys, state))
+        return QuantizedProduct.apply(a, b, ProductOperands(scheme, dtype, keys, state))
 
     def attend(
         self,

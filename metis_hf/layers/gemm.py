@@ -24,14 +24,15 @@ from torch import Tensor
 
 from metis_hf.layers.corrections import by_columns, by_rows, correct
 from metis_hf.layers.evaluation_weight import EvaluationWeight
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.layers.saved_input import SavedInput, encode_once
 from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
 from metis_hf.numerics.kernels.epilogue import finish_product
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
 from metis_hf.operands.held_weight import HeldWeight
 from metis_hf.operands.weight_forms import WeightForm
-from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.base import Scheme
+from metis_hf.schemes.noise_keys import CallKeys
+from metis_hf.schemes.roles import Role
 
 _OF_FPROP = frozenset({Role.FPROP_INPUT, Role.FPROP_WEIGHT})
 

@@ -21,7 +21,6 @@ from metis_hf.layers.call_input import check_dtype, check_input, gemm_dtype
 from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
-from metis_hf.layers.noise_keys import CallKeys, process_rank
 from metis_hf.layers.tensor_parallel import ShardedPlan, Shards, shared_amax
 from metis_hf.layers.tensor_parallel import obstacle as obstacle_of_shards
 from metis_hf.layers.token_mask import TokenMask
@@ -30,6 +29,7 @@ from metis_hf.noise import Key, key_of
 from metis_hf.operands import SplitWeight
 from metis_hf.operands.held_weight import HeldWeight
 from metis_hf.schemes import Scheme, build_scheme
+from metis_hf.schemes.noise_keys import CallKeys, process_rank
 
 # Of the item size of a float, for a buffer that no cast is to change.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

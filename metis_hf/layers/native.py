@@ -24,7 +24,8 @@ from metis_hf.numerics.native import DTYPES, device_to_be, obstacle_of_device
 from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import Encoded, Identity, Operand
 from metis_hf.operands.native_operand import NativeOperand, product
-from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.base import Scheme
+from metis_hf.schemes.roles import Role
 
 _GEMMS = {
     "fprop": (Role.FPROP_INPUT, Role.FPROP_WEIGHT),

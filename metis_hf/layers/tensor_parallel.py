@@ -23,7 +23,8 @@ from metis_hf.operands.conditioner import as_fp32
 from metis_hf.operands.conditioners.identity import Identity
 from metis_hf.operands.conditioners.static_scale import GivenScale
 from metis_hf.operands.weight_forms import DenseWeight
-from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.base import Scheme
+from metis_hf.schemes.roles import Role
 from metis_hf.transforms.hadamard import SIZE
 
 COLWISE, ROWWISE, WHOLE = "colwise", "rowwise", "whole"

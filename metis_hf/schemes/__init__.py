@@ -7,7 +7,7 @@
 import importlib
 import pkgutil
 
-from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.discovery import absolute_source, import_schemes, source_digests
 from metis_hf.schemes.registry import (
     CONTROL,
@@ -20,6 +20,7 @@ from metis_hf.schemes.registry import (
     scheme_info,
     scheme_names,
 )
+from metis_hf.schemes.roles import Role
 
 __all__ = [
     "CONTROL",

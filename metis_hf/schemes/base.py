@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -17,19 +16,8 @@ from metis_hf.operands import (
     WeightForm,
 )
 from metis_hf.operands.weight_forms import DENSE, HIGH_PRECISION_BITS
+from metis_hf.schemes.roles import Role
 from metis_hf.schemes.states import LayerState
-
-
-class Role(enum.IntEnum):
-    """The six places a tensor takes in the GEMMs of a linear layer."""
-
-    FPROP_INPUT = 0
-    FPROP_WEIGHT = 1
-    DGRAD_GRAD_OUTPUT = 2
-    DGRAD_WEIGHT = 3
-    WGRAD_GRAD_OUTPUT = 4
-    WGRAD_INPUT = 5
-
 
 _REUSED = {
     Role.DGRAD_WEIGHT: Role.FPROP_WEIGHT,

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import Channels
-from metis_hf.schemes.states import CallKeys, LayerState, StatefulLayer, finite_or
+from metis_hf.schemes.noise_keys import CallKeys
+from metis_hf.schemes.states import LayerState, StatefulLayer, finite_or
 
 STATE = ("running_range", "step_range", "step_mark")
 _NO_MARK = torch.iinfo(torch.int64).min

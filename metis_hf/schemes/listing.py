@@ -16,8 +16,9 @@ from metis_hf.numerics.kernels import use_kernels
 from metis_hf.numerics.layout import Tile
 from metis_hf.operands import IDENTITY, Conditioner, Operand, SplitWeight
 from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS
-from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.registry import build_scheme, scheme_info, scheme_names
+from metis_hf.schemes.roles import Role
 
 WIDTH = 4096  # in_features, out_features and tokens of the layer whose bits are counted
 

@@ -77,10 +77,12 @@ from metis_hf.operands import (
     StaticScale,
     WeightForm,
 )
-from metis_hf.schemes.base import Role, Scheme
+from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.channel_ranges import Shifting, Smoothing
+from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.schemes.registry import RANK_MULTIPLE, register_scheme, share_of
-from metis_hf.schemes.states import CallKeys, LayerState, Oscillation, StaticScales
+from metis_hf.schemes.roles import Role
+from metis_hf.schemes.states import LayerState, Oscillation, StaticScales
 
 __all__ = [
     "HIGH_PRECISION",

@@ -16,21 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from metis_hf.noise import Key
 from metis_hf.operands import TensorAmax
-
-
-class CallKeys(Protocol):
-    """The noise keys of a call; see `layers.noise_keys`.
-
-    Attributes:
-        mark: of this state of the weight, the same on all processes.
-    """
-
-    mark: Tensor
-
-    def __getitem__(self, role: Any) -> Key:
-        """Return the key of the operand at a `Role`."""
+from metis_hf.schemes.noise_keys import CallKeys
 
 
 class StatefulLayer(Protocol):

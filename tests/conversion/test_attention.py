@@ -31,7 +31,7 @@ from metis_hf import (
     to_dense,
 )
 from metis_hf.conversion.attention import attention_products
-from metis_hf.layers.attention import AttentionProducts, ProductPlan
+from metis_hf.layers.attention import AttentionProducts, ProductOperands
 from metis_hf.schemes import Role
 
 
@@ -263,14 +263,14 @@ class TestCalls:
         """Each step multiplies one query with the quantized keys of the cache."""
         model = converted(config=CONFIG.replace(scheme="nvfp4-rne")).eval()
         calls = []
-        original = ProductPlan.operand
+        original = ProductOperands.operand
 
         def operand(self, role, x):
             if role is Role.FPROP_WEIGHT:
                 calls.append(tuple(x.shape[-2:]))
             return original(self, role, x)
 
-        monkeypatch.setattr(ProductPlan, "operand", operand)
+        monkeypatch.setattr(ProductOperands, "operand", operand)
         ids = torch.randint(1, VOCAB, (2, 5))
         out = model.generate(ids, max_new_tokens=4, do_sample=False)
         assert out.shape == (2, 9)

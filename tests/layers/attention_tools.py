@@ -10,11 +10,11 @@ from layers.layer_reference import UNIT, array, rotation
 from metis_hf import MetisConfig
 from metis_hf.layers.attention import (
     AttentionProducts,
-    ProductPlan,
+    ProductOperands,
 )
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.noise import key_of
 from metis_hf.schemes import Role
+from metis_hf.schemes.noise_keys import CallKeys
 
 # What the accepted schemes have for [a, b, dy of dgrad, b of dgrad, dy of wgrad, a of wgrad]:
 # format, scale rounding, scale rule.
@@ -41,11 +41,11 @@ def products_of(scheme: str, **changes) -> AttentionProducts:
     return AttentionProducts(MetisConfig(attention=scheme, **changes), "model.attention")
 
 
-def plan_of(products: AttentionProducts, a, b, dtype=torch.float32) -> ProductPlan:
+def plan_of(products: AttentionProducts, a, b, dtype=torch.float32) -> ProductOperands:
     scheme = products.scheme
     keys = CallKeys(key_of("a test"), a, b)
     state = None if scheme.state is None else scheme.state.freeze({}, a, b, keys)
-    return ProductPlan(scheme, dtype, keys, state)
+    return ProductOperands(scheme, dtype, keys, state)
 
 
 def reference(x: np.ndarray, role: Role, scheme: str, signs: np.ndarray | None) -> np.ndarray:

@@ -21,7 +21,7 @@ from layers.layer_tools import NEAREST
 from metis_hf import MetisConfig
 from metis_hf.layers.attention import (
     AttentionProducts,
-    ProductPlan,
+    ProductOperands,
     QuantizedProduct,
 )
 from metis_hf.numerics import Quantizer
@@ -115,7 +115,7 @@ class Seen(NamedTuple):
 def seen(monkeypatch):
     """Every operand of every call from now on."""
     calls: list[Seen] = []
-    original = ProductPlan.operand
+    original = ProductOperands.operand
 
     def operand(self, role, x):
         found = original(self, role, x)
@@ -123,7 +123,7 @@ def seen(monkeypatch):
         calls.append(Seen(role, x.detach().clone(), values.detach().clone()))
         return found
 
-    monkeypatch.setattr(ProductPlan, "operand", operand)
+    monkeypatch.setattr(ProductOperands, "operand", operand)
     return calls
 
 

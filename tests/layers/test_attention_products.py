@@ -19,14 +19,14 @@ from layers.layer_reference import array
 from layers.layer_tools import NEAREST
 from metis_hf import MetisConfig
 from metis_hf.layers.attention import (
-    ProductPlan,
+    ProductOperands,
     QuantizedProduct,
     build_attention_scheme,
 )
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.noise import key_of
 from metis_hf.operands import Hadamard
 from metis_hf.schemes import Role
+from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.transforms.hadamard import hadamard_matrix
 
 SHAPES = [  # heads in a group, rows of a, rows of b, contracted: ragged, and of whole blocks
@@ -97,7 +97,7 @@ def test_quartet2_gradient_is_that_of_the_forward_copies():
         x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
         keys = CallKeys(key_of("seed", seed), x, y)
         state = products.scheme.state.freeze({}, x, y, keys)
-        plan = ProductPlan(products.scheme, torch.float32, keys, state)
+        plan = ProductOperands(products.scheme, torch.float32, keys, state)
         QuantizedProduct.apply(x, y, plan).backward(dy)
         found.append((x.grad, y.grad))
     nearest = MetisConfig(attention="quartet2")
@@ -117,7 +117,7 @@ def test_stochastic_gradients_are_unbiased():
     total: list = []
     for n in range(400):
         x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
-        plan = ProductPlan(products.scheme, torch.float32, CallKeys(key_of("n", n), x, y))
+        plan = ProductOperands(products.scheme, torch.float32, CallKeys(key_of("n", n), x, y))
         QuantizedProduct.apply(x, y, plan).backward(dy)
         total.append((x.grad, y.grad))
     a_hat, b_hat = (torch.from_numpy(fake_quantize(x.numpy(), dim=-2).values) for x in (a, b))

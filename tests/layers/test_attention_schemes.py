@@ -14,14 +14,14 @@ from layers.attention_tools import (
 from layers.layer_reference import array
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.layers.attention import (
-    ProductPlan,
+    ProductOperands,
     build_attention_scheme,
 )
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.noise import key_of
 from metis_hf.numerics import Quantizer
 from metis_hf.operands import Identity, Operand, Requantized
 from metis_hf.schemes import Role, Scheme
+from metis_hf.schemes.noise_keys import CallKeys
 
 
 class TestSchemes:
@@ -79,7 +79,7 @@ class TestSchemes:
         direct = Operand(quantizer)
         scheme = Scheme(direct, direct, direct, again, direct, again)
         b = torch.randn(2, 20, 12)
-        plan = ProductPlan(scheme, torch.float32, CallKeys(key_of("a"), b, b))
+        plan = ProductOperands(scheme, torch.float32, CallKeys(key_of("a"), b, b))
         first = fake_quantize(array(b), dim=-1).values
         second = fake_quantize(first, dim=-2).values
         assert np.array_equal(array(plan.operand(Role.DGRAD_WEIGHT, b).values), second)

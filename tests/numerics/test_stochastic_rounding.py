@@ -13,11 +13,11 @@ from design import cases
 from torch import Tensor
 
 from metis_hf import noise
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.numerics import FORMATS, Quantizer, fake_quantize
 from metis_hf.numerics.rounding import round_stochastic
 from metis_hf.operands import Operand
 from metis_hf.schemes.base import Role
+from metis_hf.schemes.noise_keys import CallKeys
 from numerics import theory
 from numerics.cases import FORMAT_NAMES, ROW_OPTIONS, label
 from numerics.helpers import (

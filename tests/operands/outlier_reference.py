@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from layers.layer_reference import Recording, Slot, Terms, array, exact
 
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.operands import RandomHadamard, Requantized
 from metis_hf.operands.conditioners.clamped import thresholds
+from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.transforms.hadamard import group_size
 
 

@@ -16,13 +16,13 @@ from metis_hf.lab.analyze.source import StoredWeight
 from metis_hf.lab.analyze.spectra import Svd, singular_values
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.make import make_layer
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.noise import Key, key_of
 from metis_hf.numerics import sqnr_db
 from metis_hf.operands import Operand
 from metis_hf.operands.conditioners.spectral import Spectral
 from metis_hf.operands.weight_forms import DenseWeight
 from metis_hf.schemes import Role, build_scheme, layer_rank
+from metis_hf.schemes.noise_keys import CallKeys
 from metis_hf.training.health import element_fates, spectral_norm
 from metis_hf.transforms.spectral import sample_rows
 

@@ -23,8 +23,8 @@ from metis_hf.lab.analyze.distortion import Quantizers
 from metis_hf.lab.analyze.result import KINDS
 from metis_hf.lab.analyze.source import WeightSource, last_ffn, portrait_layers
 from metis_hf.layers.gemm import GemmPlan
-from metis_hf.layers.noise_keys import CallKeys
 from metis_hf.schemes import Role
+from metis_hf.schemes.noise_keys import CallKeys
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
 

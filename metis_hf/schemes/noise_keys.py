@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from metis_hf.noise import Key, fingerprint
-from metis_hf.schemes.base import Role
+from metis_hf.schemes.roles import Role
 
 _COORDINATES = 32  # and the role: folded into a correction's key, as 16 and the role for operands
 
