@@ -105,7 +105,7 @@ def fidelity(
 
 def _name_of(model: str) -> str:
     """Return a name for a model's directory of results: of a run, not of the `model/` in it."""
-    from metis_hf.lab.evaluate.opening import open_model
+    from metis_hf.lab.model_source import open_model
 
     return (open_model(model).label if Path(model).is_dir() else Path(model).name).replace("/", "-")
 

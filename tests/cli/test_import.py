@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import app
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
+from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.compare.plan import SPEC_FILE
 from metis_hf.lab.compare.progress import RunProgress
 from metis_hf.lab.compare.results import RESULT_FILE
 from metis_hf.lab.compare.run import Run, _check_begun
 from metis_hf.lab.compare.variants import Variant
-from metis_hf.lab.evaluate.checkpoints import Checkpoint
 from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.models import own_schemes
 from metis_hf.lab.recipe_arguments import parse_arguments

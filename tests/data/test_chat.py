@@ -21,7 +21,7 @@ from metis_hf.data.chat import (
     tokens_of,
 )
 from metis_hf.data.corpus import Document, stdlib_documents, train_tokenizer
-from metis_hf.data.sequences import read_sequences
+from metis_hf.lab.texts import read_sequences
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
 TALK = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}

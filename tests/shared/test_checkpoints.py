@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conversion.test_checkpoints import converted, trainer
 
-from metis_hf.lab.evaluate.opening import open_checkpoint
+from metis_hf.lab.model_source import open_checkpoint
 from metis_hf.shared.checkpoints import checkpoint_damage, file_damage, last_checkpoint
 from metis_hf.training import resume
 

@@ -6,6 +6,7 @@ once; only the few layers that get a portrait keep their rows of the whole batch
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,13 +18,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from metis_hf.data.chat import check_vocabulary
-from metis_hf.data.sequences import read_sequences
 from metis_hf.lab.analyze.source import WeightSource
+from metis_hf.lab.texts import model_sequences
 from metis_hf.shared.quiet import quiet
 
 MICRO_BATCH = 8  # sequences
-MIN_LENGTH = 8  # tokens of a sequence
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 Measure = Callable[[str, str, Tensor], None]  # layer, "activation" or "gradient", rows [t c]
@@ -34,29 +33,12 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
 
     Raises:
         FileNotFoundError: no such file; no tokenizer beside the weights.
-        ValueError: the text is empty, or too short for a single sequence; impossible sizes; tokens
-            that the model does not embed.
+        ValueError: as `model_sequences`.
     """
-    if length < MIN_LENGTH or sequences < 1:
-        raise ValueError(
-            f"{sequences} sequences of {length} tokens; choose at least 1 of {MIN_LENGTH}"
-        )
-    if not text.read_text(encoding="utf-8").strip():
-        raise ValueError(
-            f"{text} is empty; activations need at least {length} tokens of text, one sequence"
-        )
-    most = getattr(source.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise ValueError(
-            f"{source.checkpoint} has {most} positions, and sequences would have {length} tokens; "
-            f"choose a --length of at most {most}"
-        )
     for name in _TOKENIZER_FILES:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             source.file(name)
             break
-        except FileNotFoundError:
-            continue
     else:
         raise FileNotFoundError(
             f"{source.checkpoint} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}), "
@@ -64,15 +46,9 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
             "out: weights need none"
         )
     tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
-    ids, tokens = read_sequences(tokenizer, text, sequences, length)
-    if not len(ids):
-        raise ValueError(
-            f"{text} has {tokens} tokens, fewer than one sequence of {length}; give a longer "
-            "text, or shorter sequences"
-        )
-    vocabulary = source.config.get_text_config(decoder=True).vocab_size
-    check_vocabulary(ids, vocabulary, source.checkpoint)
-    return ids
+    return model_sequences(
+        tokenizer, text, sequences, length, config=source.config, model=source.checkpoint
+    )
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:

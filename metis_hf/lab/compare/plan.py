@@ -11,12 +11,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from metis_hf.data.chunked import TOKENIZER
 from metis_hf.data.corpus import BYTE_ALPHABET
+from metis_hf.lab.checkpoint import looking_ahead
 from metis_hf.lab.compare.options import Options, check_model, given_values
 from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
 from metis_hf.lab.compare.runner import training_arguments
 from metis_hf.lab.compare.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.lab.compare.variants import Experiment, Variant
-from metis_hf.lab.evaluate.checkpoints import looking_ahead
 from metis_hf.lab.evaluate.plan import EvaluationPlan
 from metis_hf.lab.evaluate.plan import make_plan as make_evaluation_plan
 from metis_hf.lab.evaluate.run import check_tasks

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from metis_hf.config import MetisConfig
+from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.evaluate import formats, store
-from metis_hf.lab.evaluate.checkpoints import Checkpoint
 from metis_hf.lab.evaluate.jobs import Job, Step, plan_steps
 from metis_hf.lab.evaluate.models import choose_models
 from metis_hf.lab.evaluate.paper import PAPER_TASKS, published_method, shared_methods

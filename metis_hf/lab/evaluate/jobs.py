@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.evaluate import store
-from metis_hf.lab.evaluate.checkpoints import Checkpoint
 from metis_hf.lab.evaluate.models import own_schemes
 from metis_hf.lab.evaluate.plan import LOSS_TASK, EvaluationPlan, HeldOutText, PlannedTask
 from metis_hf.lab.evaluate.results import EvalResult

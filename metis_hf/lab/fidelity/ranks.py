@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.lab.fidelity.gradients import run_batches
-from metis_hf.lab.fidelity.subject import MIN_LENGTH, converted, open_subject, running, trainable
+from metis_hf.lab.fidelity.subject import converted, open_subject, running, trainable
 from metis_hf.lab.planning.overhead import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.phases import PhaseProgress
 from metis_hf.lab.show.tables import terminal_table
+from metis_hf.lab.texts import MIN_LENGTH
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import build_scheme, most_directions, scheme_info

@@ -28,7 +28,6 @@ from metis_hf.lab.fidelity.operands import KINDS, layer_errors, only
 from metis_hf.lab.fidelity.page import write_outputs
 from metis_hf.lab.fidelity.result import SchemeResult
 from metis_hf.lab.fidelity.subject import (
-    MIN_LENGTH,
     Part,
     Subject,
     converted,
@@ -40,6 +39,7 @@ from metis_hf.lab.fidelity.subject import (
 from metis_hf.lab.measured import Store, code_digest
 from metis_hf.lab.planning.overhead import TOKENS, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.phases import PhaseProgress
+from metis_hf.lab.texts import MIN_LENGTH
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import CONTROL, Scheme, scheme_info, scheme_names, source_digests
 from metis_hf.shared.inputs import digest

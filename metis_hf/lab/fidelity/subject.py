@@ -16,15 +16,12 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-from metis_hf.data.chat import check_vocabulary
-from metis_hf.data.sequences import read_sequences
-from metis_hf.lab.evaluate.opening import open_model
+from metis_hf.lab.model_source import open_model
+from metis_hf.lab.texts import model_sequences
 from metis_hf.layers.attention import AttentionProducts
 from metis_hf.layers.linear import MetisLayer, QuantLinear
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.shared.quiet import quiet
-
-MIN_LENGTH = 8  # tokens of a sequence
 
 
 @dataclass
@@ -76,29 +73,21 @@ def open_subject(
         ValueError: no tokenizer; no causal language model; a text too short; tokens that the model
             does not have.
     """
-    if length < MIN_LENGTH or sequences < 3 or batch < 1:
+    if sequences < 3 or batch < 1:
         raise ValueError(
-            f"{sequences} sequences of {length} tokens in batches of {batch}; choose at least 3 "
-            f"sequences of {MIN_LENGTH} tokens, in batches of at least 1"
+            f"{sequences} sequences in batches of {batch}; choose at least 3 sequences, in batches "
+            "of at least 1"
         )
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
     checkpoint = open_model(name)
     encode = checkpoint.tokenizer(tokenizer)
-    ids, _ = read_sequences(encode, text, sequences, length)
-    if len(ids) < 2:
-        raise ValueError(
-            f"{text} has fewer than {2 * length} tokens; at least two sequences of {length} are "
-            "needed, one for the loss and one for a gradient. Give a longer text, or a smaller "
-            "--length"
-        )
+    # One sequence for the loss, one for a gradient.
+    ids = model_sequences(
+        encode, text, sequences, length, config=checkpoint.config(), model=name, fewest=2
+    )
     with quiet():
         model = checkpoint.load("dense", dtype, torch.device(device))
-    embeddings: Any = model.get_input_embeddings()
-    check_vocabulary(ids, embeddings.weight.shape[0], name)
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is not None and length > context:
-        raise ValueError(f"{length} tokens do not fit the context of {name}, {context} tokens")
     for one in (model.config, getattr(model, "generation_config", None)):
         if one is not None:
             one.use_cache = False

@@ -23,12 +23,12 @@ from metis_hf import (
     to_dense,
 )
 from metis_hf.deploy import export_checkpoint
-from metis_hf.lab.evaluate import opening
-from metis_hf.lab.evaluate.checkpoints import Checkpoint
+from metis_hf.lab import model_source as opening
+from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.evaluate.command import _check_vocabulary
 from metis_hf.lab.evaluate.harness import MetisLM
-from metis_hf.lab.evaluate.opening import open_checkpoint, open_checkpoints
 from metis_hf.lab.evaluate.paper import published_method
+from metis_hf.lab.model_source import open_checkpoint, open_checkpoints
 
 CPU = torch.device("cpu")
 BF16_TOLERANCE = 0.02  # some 20 roundings to 2^-9 on the way through one block, and a margin

@@ -15,7 +15,7 @@ from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed
 from metis_hf.conversion.packed import load_deployed, packed_layers
 from metis_hf.deploy import export_checkpoint
 from metis_hf.lab.evaluate.models import read_conversions
-from metis_hf.lab.evaluate.opening import open_checkpoint
+from metis_hf.lab.model_source import open_checkpoint
 
 CPU = torch.device("cpu")
 

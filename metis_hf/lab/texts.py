@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from metis_hf.data.chat import is_json_lines, read_tokens, refuse_objects
+from metis_hf.data.chat import check_vocabulary, is_json_lines, read_tokens, refuse_objects
 from metis_hf.shared.texts import utf8_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MIN_LENGTH = 8  # tokens of a sequence
 _CHARACTERS = 32  # of a token: a long text is cut before it is tokenized
+
+
+def model_sequences(
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path,
+    sequences: int,
+    length: int,
+    *,
+    config: Any,
+    model: str,
+    fewest: int = 1,
+) -> Tensor:
+    """Return the beginning of a text as a model reads it, token ids [n length].
+
+    Args:
+        tokenizer: adds no special tokens.
+        text: see `read_sequences`.
+        sequences: at most so many.
+        length: tokens of each.
+        config: the model's.
+        model: its name, for messages.
+        fewest: sequences that are needed.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: impossible sizes, a text too short, more tokens than the model has positions,
+            tokens that it does not embed; or as `read_sequences`.
+    """
+    if length < MIN_LENGTH or sequences < fewest:
+        raise ValueError(
+            f"{sequences} sequences of {length} tokens; choose at least {fewest} of {MIN_LENGTH}"
+        )
+    decoder = config.get_text_config(decoder=True)
+    context = getattr(decoder, "max_position_embeddings", None)
+    if context is not None and length > context:
+        raise ValueError(
+            f"{length} tokens do not fit the context of {model}, {context} tokens; choose a "
+            "smaller --length"
+        )
+    ids, tokens = read_sequences(tokenizer, text, sequences, length)
+    if len(ids) < fewest:
+        raise ValueError(
+            f"{text} has {tokens} tokens; at least {fewest * length} are needed, {fewest} x "
+            f"{length}. Give a longer text, or a smaller --length"
+        )
+    check_vocabulary(ids, decoder.vocab_size, model)
+    return ids
 
 
 def read_sequences(
@@ -22,7 +70,7 @@ def read_sequences(
 ) -> tuple[Tensor, int]:
     """Return token ids [n length], n <= sequences, and how many tokens were read.
 
-    Where n < sequences, they are all that the file has.
+    Where n < sequences, the file has no more.
 
     Args:
         tokenizer: adds no special tokens.
@@ -51,7 +99,6 @@ def read_sequences(
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase, content: str, wanted: int) -> list[int]:
-    """Return the tokens of the beginning of a text: as many as are wanted, or all there are."""
     cut = _CHARACTERS * wanted
     while True:
         ids = tokenizer(content[:cut], add_special_tokens=False, verbose=False)["input_ids"]
