@@ -25,7 +25,7 @@ from metis_hf.lab.finetune.run import LEARNING_RATE, Finetuning
 from metis_hf.lab.finetune.smoke import smoke_model
 from metis_hf.lab.recipe import one_line_errors
 from metis_hf.lab.recipe_arguments import parse_arguments
-from metis_hf.lab.show.tables import terminal_table
+from metis_hf.lab.show.table import terminal_table
 
 DEFAULTS = {
     "output_dir": "runs/finetune-nvfp4",

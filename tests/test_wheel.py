@@ -17,7 +17,7 @@ DATA = {
     "metis_hf/py.typed",
     "metis_hf/lab/evaluate/paper_tables.json",
     "metis_hf/lab/compare/quartet2_grid.json",
-    "metis_hf/lab/show/html/page.html",
+    "metis_hf/lab/show/page.html",
 }
 
 

@@ -20,7 +20,7 @@ from publish import RESULTS, ROOT, publish_table
 from metis_hf import MetisConfig
 from metis_hf.lab.fidelity.loss import predictions
 from metis_hf.lab.fidelity.subject import converted, open_subject
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes.parts import Scheme, Spectral
 from metis_hf.shared.records import environment
 

@@ -20,7 +20,7 @@ from publish import RESULTS, ROOT, page_with
 from metis_hf.lab.compare.statistics import Interval
 from metis_hf.lab.compare.table import format_gap
 from metis_hf.lab.evaluate.paper import PAPER_TASKS, TITLES, paper_tables
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.numbers import short_number
 
 PAGE = ROOT / "docs" / "beside-published.md"

@@ -18,8 +18,8 @@ from scipy.stats import spearmanr
 
 from metis_hf.lab.compare.statistics import Interval
 from metis_hf.lab.fidelity.result import SchemeResult
-from metis_hf.lab.show.figures import COLORS, MARKERS, figure_axes
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
 PAGE = ROOT / "docs" / "fidelity.md"

@@ -27,7 +27,7 @@ from metis_hf.lab.planning.plan import (
 )
 from metis_hf.lab.planning.saved_bytes import SavedBytes
 from metis_hf.lab.planning.workload import Workload
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.table import markdown_table
 
 RECORD = RESULTS / "four-bit-share.json"
 PAGE = ROOT / "docs" / "performance.md"

@@ -27,8 +27,8 @@ from publish import RESULTS, ROOT, publish_table
 from metis_hf.lab.compare.statistics import Interval, t_interval
 from metis_hf.lab.compare.table import format_gap
 from metis_hf.lab.compare.tasks_table import gaps_percent
-from metis_hf.lab.show.figures import figure_axes
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.figure import figure_axes
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
 PAGE = ROOT / "docs" / "from-scratch.md"

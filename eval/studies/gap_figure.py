@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from metis_hf.lab.compare.statistics import Interval
-from metis_hf.lab.show.figures import COLORS, MARKERS
+from metis_hf.lab.show.figure import COLORS, MARKERS
 
 
 def plot_gaps(axis, gaps: Mapping[str, Mapping[float, Interval]], ticks: Mapping[float, str]):

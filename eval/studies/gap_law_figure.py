@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from metis_hf.lab.show.figures import COLORS, MARKERS, figure_axes
+from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
 
 
 def draw(record: dict[str, Any], points: Sequence[Any], power, curved, path: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from metis_hf.lab.compare.statistics import Interval, t_interval
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.numerics import NVFP4, Quantizer
 from metis_hf.numerics.scaling import ScaleRule
 

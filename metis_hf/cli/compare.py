@@ -134,7 +134,6 @@ def compare(
     from metis_hf.lab.compare.options import given_values
     from metis_hf.lab.compare.outputs import write_outputs
     from metis_hf.lab.compare.plan import make_plan
-    from metis_hf.lab.compare.progress import RunProgress
     from metis_hf.lab.compare.run import (
         RunsFailed,
         jobs_of,
@@ -143,6 +142,7 @@ def compare(
         run_plan,
     )
     from metis_hf.lab.compare.timing import measure_times
+    from metis_hf.lab.show.progress import TaskProgress
     from metis_hf.shared.locks import hold_directory
     from metis_hf.shared.quiet import quiet
 
@@ -177,7 +177,7 @@ def compare(
                 jobs=jobs,
                 launcher=launcher,
                 imports=sources,
-                progress=RunProgress(console),
+                progress=TaskProgress(console),
             )
         except RunsFailed as error:
             failures.append(str(error))

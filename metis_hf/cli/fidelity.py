@@ -74,7 +74,7 @@ def fidelity(
     from metis_hf.lab.fidelity.result import narrow_table
     from metis_hf.lab.fidelity.run import Settings
     from metis_hf.lab.fidelity.run import fidelity as run
-    from metis_hf.lab.show.tables import terminal_table
+    from metis_hf.lab.show.table import terminal_table
 
     chosen = split_names(schemes)
     settings = Settings(

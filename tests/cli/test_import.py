@@ -20,13 +20,13 @@ from metis_hf.cli.main import app
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.compare.plan import SPEC_FILE
-from metis_hf.lab.compare.progress import RunProgress
 from metis_hf.lab.compare.results import RESULT_FILE
 from metis_hf.lab.compare.run import Run, _check_begun
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.models import own_schemes
 from metis_hf.lab.recipe_arguments import parse_arguments
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
 from metis_hf.shared.records import write_json
 
@@ -160,7 +160,7 @@ def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
     assert digests.keys() == {NAME}
     assert source_digests(MetisConfig(**config).schemes) == digests
     run = Run(Variant("mine", config), 0, tmp_path)
-    silent = RunProgress(None)
+    silent = TaskProgress(None)
     write_json(tmp_path / SPEC_FILE, {"sources": run.sources})
     _check_begun(run, silent)
     write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})

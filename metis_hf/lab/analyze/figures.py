@@ -14,7 +14,7 @@ import numpy as np
 from metis_hf.lab.analyze.distortion import SCHEMES
 from metis_hf.lab.analyze.places import places
 from metis_hf.lab.analyze.result import KINDS
-from metis_hf.lab.show.figures import COLORS, as_png, figure_axes
+from metis_hf.lab.show.figure import COLORS, as_png, figure_axes
 from metis_hf.training.reference_values import RELATIVE_ERROR
 
 Data = Mapping[str, Any]

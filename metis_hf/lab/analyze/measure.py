@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from metis_hf.lab.analyze.result import KINDS, Analysis
 from metis_hf.lab.analyze.source import StoredWeight, WeightSource, last_ffn
 from metis_hf.lab.analyze.spectra import LastSpectrum, limit_rows, singular_values, spectrum_data
 from metis_hf.lab.measured import Store, code_digest
-from metis_hf.lab.show.phases import PhaseProgress
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.shared.inputs import digest
 
 WEIGHTS, LINES, TEXT, PORTRAITS, FIGURES = (
@@ -75,8 +76,8 @@ class Measurements:
         self.kinds: tuple[str, ...] = ()  # of what the text gives: known once the model is
         self.first_batch = True
 
-    def progress(self, console: Console) -> PhaseProgress:
-        """Make and keep the display of the phases."""
+    def progress(self, console: Console) -> AbstractContextManager[None]:
+        """Show the phases while the context lasts."""
         batches = 0 if self.ids is None else -(-len(self.ids) // capture.MICRO_BATCH)
         kinds = 0 if self.ids is None else len(KINDS) - 1
         items = {
@@ -86,8 +87,8 @@ class Measurements:
             PORTRAITS: kinds * len(self.chosen),
             FIGURES: len(self.chosen) * len(figures.PORTRAIT) + _SHARED_FIGURES,
         }
-        self.bars = PhaseProgress(console, {k: (n, _COSTS[k]) for k, n in items.items()})
-        return self.bars
+        self.bars = TaskProgress(console)
+        return self.bars.running({k: (n, _COSTS[k]) for k, n in items.items()})
 
     def run(self, out: Path) -> None:
         """Measure everything, and write the page: after the first portrait, and as more come."""

@@ -14,7 +14,7 @@ from metis_hf.lab.analyze.alignment import at_ratio
 from metis_hf.lab.analyze.places import places
 from metis_hf.lab.analyze.result import KINDS, Analysis, json_text, write_csv
 from metis_hf.lab.measured import FIGURE, Store, code_digest
-from metis_hf.lab.show.html import Cell, Page, number
+from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.shared.inputs import digest
 from metis_hf.training.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC, ZEROED
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from metis_hf.lab.compare.statistics import Summary
 from metis_hf.lab.planning.overhead import TOKENS
-from metis_hf.lab.show.figures import Style, figure_axes, plain_text
-from metis_hf.lab.show.labels import MARKER, name_points
+from metis_hf.lab.show.figure import MARKER, Style, figure_axes, name_points, plain_text
 from metis_hf.schemes import CONTROL
 
 _FAR = 4.0  # times the median gap: beyond, a linear scale would show little else

@@ -10,7 +10,7 @@ from typing import Any
 
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.tasks_table import gaps_percent
-from metis_hf.lab.show.figures import (
+from metis_hf.lab.show.figure import (
     CROWDED,
     Style,
     figure_axes,

@@ -16,7 +16,7 @@ from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.planning.plan import meta_model, step_costs
 from metis_hf.lab.planning.workload import Workload
-from metis_hf.lab.show.tables import terminal_table
+from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.numbers import si

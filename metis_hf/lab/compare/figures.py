@@ -9,7 +9,7 @@ from pathlib import Path
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.statistics import Summary
 from metis_hf.lab.compare.tasks_table import gaps_percent
-from metis_hf.lab.show.figures import Style, figure_axes, plain_text
+from metis_hf.lab.show.figure import Style, figure_axes, plain_text
 from metis_hf.schemes import CONTROL
 
 

@@ -22,8 +22,8 @@ from metis_hf.lab.compare.statistics import Summary, summarize
 from metis_hf.lab.compare.timing import TIMES_FILE, load_times
 from metis_hf.lab.planning.overhead import model_overhead
 from metis_hf.lab.planning.plan import meta_model
-from metis_hf.lab.show.figures import scheme_styles
-from metis_hf.lab.show.tables import terminal_table
+from metis_hf.lab.show.figure import scheme_styles
+from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.numbers import short_number

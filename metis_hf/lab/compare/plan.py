@@ -20,7 +20,7 @@ from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.lab.evaluate.plan import EvaluationPlan
 from metis_hf.lab.evaluate.plan import make_plan as make_evaluation_plan
 from metis_hf.lab.evaluate.run import check_tasks
-from metis_hf.lab.show.figures import scheme_styles
+from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
 SPEC_FILE = "run.json"  # of a run's directory: what its process trains

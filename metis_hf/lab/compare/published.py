@@ -22,7 +22,7 @@ from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.statistics import Summary
 from metis_hf.lab.planning.plan import meta_model
-from metis_hf.lab.show.tables import markdown_table, terminal_table
+from metis_hf.lab.show.table import markdown_table, terminal_table
 from metis_hf.schemes import CONTROL
 
 SIZE, MODEL = "quartet2-30m", "30m"  # of ours, and what the grid calls it

@@ -26,12 +26,12 @@ from metis_hf.lab.compare.plan import (
     with_accumulation,
     with_seed,
 )
-from metis_hf.lab.compare.progress import RunProgress
 from metis_hf.lab.compare.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.lab.compare.runner import drop_checkpoints
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.measured import code_digest
 from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_path
 from metis_hf.shared.locks import hold_directory
@@ -80,7 +80,7 @@ def run_plan(
     jobs: int | None = None,
     launcher: str = "",
     imports: Sequence[str] = (),
-    progress: RunProgress | None = None,
+    progress: TaskProgress | None = None,
 ) -> list[SchemeResult]:
     """Train what `out` does not hold yet, and return all results, seed by seed.
 
@@ -113,7 +113,7 @@ def run_plan(
     if plan.data is not None:  # before anything is written
         _check_data(plan, Path(plan.data))
     with hold_directory(out):
-        return _run_plan(plan, out, jobs, launcher, imports, progress or RunProgress(None))
+        return _run_plan(plan, out, jobs, launcher, imports, progress or TaskProgress(None))
 
 
 def _run_plan(
@@ -122,7 +122,7 @@ def _run_plan(
     jobs: int | None,
     launcher: str,
     imports: Sequence[str],
-    progress: RunProgress,
+    progress: TaskProgress,
 ) -> list[SchemeResult]:
     runs = [Run(v, s, _run_directory(out, v, s)) for v, s in plan.runs()]
     _check_conversions(plan, [r for r in runs if not (r.directory / RESULT_FILE).is_file()])
@@ -145,7 +145,10 @@ def _run_plan(
     slots = 1 if launcher else jobs or _default_jobs(len(waiting))
     for run in waiting:
         _write_spec(run, plan, data, imports, slots)
-    with progress.running(waiting, plan.experiment.steps, slots):
+    steps = plan.experiment.steps
+    if waiting:
+        progress.note(f"{len(waiting)} runs of {steps} steps, {slots} at a time.")
+    with progress.running({run.name: (steps, 1.0) for run in waiting}, slots):
         failed = _train_all(waiting, slots, shlex.split(launcher), progress)
     if failed:
         done = len(runs) - len(failed)
@@ -201,7 +204,7 @@ def _run_directory(out: Path, variant: Variant, seed: int) -> Path:
     return out / "runs" / directory_name(variant.name) / f"seed-{seed}"
 
 
-def _finished(run: Run, plan: ComparisonPlan, progress: RunProgress) -> bool:
+def _finished(run: Run, plan: ComparisonPlan, progress: TaskProgress) -> bool:
     """Return whether a run has its result; a damaged file is named, and the run done again.
 
     Raises:
@@ -234,7 +237,7 @@ def _check_variant(
         )
 
 
-def _check_begun(run: Run, progress: RunProgress) -> None:
+def _check_begun(run: Run, progress: TaskProgress) -> None:
     """Refuse to go on with a run whose variant or scheme was another when it began."""
     path = run.directory / SPEC_FILE
     trained = any(run.directory.glob("checkpoint-*"))
@@ -310,7 +313,7 @@ def _slot_environment(slot: int, slots: int) -> dict[str, str]:
 
 
 def _train_all(
-    runs: Sequence[Run], slots: int, launcher: list[str], progress: RunProgress
+    runs: Sequence[Run], slots: int, launcher: list[str], progress: TaskProgress
 ) -> list[str]:
     """Train runs side by side; returns an error text for each that failed."""
     free: queue.Queue[int] = queue.Queue()
@@ -343,12 +346,12 @@ def _train_one(
     environment: dict[str, str],
     launcher: list[str],
     children: Children,
-    progress: RunProgress,
+    progress: TaskProgress,
 ) -> str | None:
     start = launcher or [sys.executable]
     command = [*start, "-m", "metis_hf.lab.compare.worker", str(run.directory)]
     command.append("--with-parent")
-    progress.begin(run)
+    progress.begin(run.name, "preparing")
     with open(run.directory / LOG_FILE, "w") as log:
         child = subprocess.Popen(
             command,
@@ -368,7 +371,8 @@ def _train_one(
         assert child.stdin is not None
         child.stdin.close()
     result = load_result(run.directory) if code == 0 else None
-    progress.finish(run, result)
+    said = "failed" if result is None else f"held-out loss {result.loss:.4f}"
+    progress.finish(run.name, said)
     if result is not None:
         return None
     log_text = (run.directory / LOG_FILE).read_text(errors="replace")
@@ -376,14 +380,16 @@ def _train_one(
     return f"{run.name} (exit code {code}):\n" + "\n".join(f"    {line}" for line in tail)
 
 
-def _follow(line: str, run: Run, progress: RunProgress) -> None:
+def _follow(line: str, run: Run, progress: TaskProgress) -> None:
     try:
         values: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:  # something else that was printed
         return
     if isinstance(values, dict) and {"step", "loss"} <= values.keys():
-        progress.step(run, values["step"], values["loss"])
+        loss = values["loss"]
+        shown = "" if loss is None else f"loss {loss:.3f}"
+        progress.advance(run.name, values["step"], status=shown)
     elif isinstance(values, dict) and "status" in values:
-        progress.status(run, values["status"])
+        progress.status(run.name, values["status"])
     elif isinstance(values, dict) and "note" in values:
         progress.note(f"{run.name}: {values['note']}")

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from metis_hf.lab.compare.statistics import Interval, Summary
-from metis_hf.lab.show.figures import CROWDED
-from metis_hf.lab.show.tables import latex_table, latex_text, markdown_table
+from metis_hf.lab.show.figure import CROWDED
+from metis_hf.lab.show.table import latex_table, latex_text, markdown_table
 from metis_hf.schemes import CONTROL
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from metis_hf.lab.compare.runner import Evaluated, Trained, evaluate_checkpoint,
 from metis_hf.lab.compare.variants import LARGEST_SEED, Experiment, Variant
 from metis_hf.lab.demo.tasks import write_tasks
 from metis_hf.lab.measured import code_digest
-from metis_hf.lab.show.progress import ExperimentProgress
-from metis_hf.lab.show.tables import markdown_table, terminal_table
+from metis_hf.lab.show.progress import TaskProgress
+from metis_hf.lab.show.table import markdown_table, terminal_table
 from metis_hf.schemes import CONTROL, scheme_info, source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_texts
 from metis_hf.shared.locks import hold_directory
@@ -168,9 +169,15 @@ def _run(
         return Evaluated(loss, headlines(result, tasks), result.to_dict())
 
     results = []
-    with ExperimentProgress(console, schemes, experiment.steps) as progress:
+    progress = TaskProgress(console)
+    with progress.running({scheme: (experiment.steps, 1.0) for scheme in schemes}):
         for scheme in schemes:
-            progress.begin(scheme)
+            progress.begin(scheme, "preparing")
+
+            def on_step(step: int, loss: float | None, scheme: str = scheme) -> None:
+                shown = "" if loss is None else f"loss {loss:.3f}"
+                progress.advance(scheme, step, status=shown)
+
             result = run_variant(
                 experiment,
                 Variant.of_scheme(scheme),
@@ -178,8 +185,8 @@ def _run(
                 tokenizer,
                 out / scheme,
                 evaluate,
-                on_step=progress.step,
-                on_evaluate=progress.evaluating,
+                on_step=on_step,
+                on_evaluate=partial(progress.status, scheme, "evaluating"),
                 earlier_code=_earlier_code(out / scheme),
             )
             assert result is not None

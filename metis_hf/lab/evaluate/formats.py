@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from metis_hf.lab.evaluate.table import Comparison, Row, Score, digits
-from metis_hf.lab.show.tables import latex_text, markdown_table
+from metis_hf.lab.show.table import latex_text, markdown_table
 
 FIRST = "Model, method"
 

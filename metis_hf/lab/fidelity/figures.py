@@ -6,15 +6,16 @@ import math
 from collections.abc import Sequence
 
 from metis_hf.lab.fidelity.result import SchemeResult
-from metis_hf.lab.show.figures import (
+from metis_hf.lab.show.figure import (
+    MARKER,
     MOST_STYLES,
     Style,
     as_png,
     figure_axes,
+    name_points,
     plain_text,
     scheme_styles,
 )
-from metis_hf.lab.show.labels import MARKER, name_points
 
 _LINE = "metis"  # the scheme whose ranks are joined by a line
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from metis_hf.lab.fidelity.figures import cost_figure, layers_figure
 from metis_hf.lab.fidelity.result import SchemeResult, columns, table
-from metis_hf.lab.show.html import Cell, Page, number
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.page import Cell, Page, number
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.layer_names import group_of
 
 _WORST = 12  # layers in a list of those that cost most

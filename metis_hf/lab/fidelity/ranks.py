@@ -18,8 +18,8 @@ from metis_hf.config import MetisConfig
 from metis_hf.lab.fidelity.gradients import run_batches
 from metis_hf.lab.fidelity.subject import converted, open_subject, running, trainable
 from metis_hf.lab.planning.overhead import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
-from metis_hf.lab.show.phases import PhaseProgress
-from metis_hf.lab.show.tables import terminal_table
+from metis_hf.lab.show.progress import TaskProgress
+from metis_hf.lab.show.table import terminal_table
 from metis_hf.lab.texts import MIN_LENGTH
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
@@ -105,7 +105,8 @@ def write_ranks(
         device=device,
     )
     batches = torch.cat([subject.held_out, subject.training]).split(batch)
-    with PhaseProgress(console, {"batches": (len(batches), 1.0)}) as bars:
+    bars = TaskProgress(console)
+    with bars.running({"batches": (len(batches), 1.0)}):
         plan = allocate_ranks(
             subject.model,
             batches,

@@ -38,7 +38,7 @@ from metis_hf.lab.fidelity.subject import (
 )
 from metis_hf.lab.measured import Store, code_digest
 from metis_hf.lab.planning.overhead import TOKENS, inputs_of, overhead, tokens_of_layers
-from metis_hf.lab.show.phases import PhaseProgress
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.texts import MIN_LENGTH
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import CONTROL, Scheme, scheme_info, scheme_names, source_digests
@@ -182,7 +182,8 @@ class _Measurements:
         phases = {part: (n * counts[part], _COSTS[part]) for part, n in self.items.items()}
         results: list[SchemeResult] = []
         try:
-            with PhaseProgress(self.console, phases) as self.bars:
+            self.bars = TaskProgress(self.console)
+            with self.bars.running(phases):
                 for name, config in candidates:
                     results.append(self._measure(name, config, name in alone))
                     write_outputs(self.out, self._record(results, len(candidates)), results)

@@ -18,7 +18,7 @@ from metis_hf.lab.compare.statistics import t_interval
 from metis_hf.lab.finetune.arguments import FinetuneArguments
 from metis_hf.lab.finetune.measure import Measured
 from metis_hf.lab.planning.plan import meta_model
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.quiet import no_warnings
 
 HEADER = (

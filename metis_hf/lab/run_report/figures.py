@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from metis_hf.lab.run_report.run import RunRecord
-from metis_hf.lab.show.figures import (
+from metis_hf.lab.show.figure import (
     COLORS,
     CROWDED,
     LINES,

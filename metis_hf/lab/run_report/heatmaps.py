@@ -15,7 +15,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, Perce
 
 from metis_hf.lab.run_report.figures import ALARM
 from metis_hf.lab.run_report.run import RunRecord
-from metis_hf.lab.show.figures import as_png, figure_axes, plain_text
+from metis_hf.lab.show.figure import as_png, figure_axes, plain_text
 from metis_hf.shared.layer_names import group_of
 from metis_hf.training.health import TENSORS
 from metis_hf.training.reference_values import (

@@ -12,8 +12,8 @@ from metis_hf.lab.run_report import figures
 from metis_hf.lab.run_report.heatmaps import PANELS, heatmap, layer_names
 from metis_hf.lab.run_report.read import read_runs
 from metis_hf.lab.run_report.run import RunRecord, events
-from metis_hf.lab.show.figures import CROWDED
-from metis_hf.lab.show.html import Cell, Page, number
+from metis_hf.lab.show.figure import CROWDED
+from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.training.gradient_noise import Crossing, find_crossing, signal_to_noise
 from metis_hf.training.health import TENSORS
 from metis_hf.training.reference_values import (

@@ -26,10 +26,10 @@ from metis_hf.lab.compare import timing
 from metis_hf.lab.compare.data import load_data
 from metis_hf.lab.compare.outputs import about_times
 from metis_hf.lab.compare.plan import make_plan
-from metis_hf.lab.compare.progress import RunProgress
 from metis_hf.lab.compare.run import run_plan
 from metis_hf.lab.compare.timing import load_times
 from metis_hf.lab.run_report.read import read_run
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.shared.records import bf16_units
 
 METIS_HF = [sys.executable, "-m", "metis_hf.cli.main"]
@@ -292,7 +292,7 @@ def test_half_a_result_is_named_and_removed(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(comparison, "_train_all", lambda runs, *_: trained.extend(runs) or [])
     said = io.StringIO()
-    run_plan(plan, tmp_path, progress=RunProgress(Console(file=said, width=400)))
+    run_plan(plan, tmp_path, progress=TaskProgress(Console(file=said, width=400)))
     assert [run.name for run in trained] == ["bf16, seed 0"]
     assert "is not a whole JSON file" in said.getvalue()
     assert "this run is trained again" in said.getvalue()

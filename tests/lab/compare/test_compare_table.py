@@ -16,7 +16,7 @@ from metis_hf.lab.compare.curves import paired_gaps
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.statistics import Interval, summarize, t_interval
-from metis_hf.lab.show.figures import figure_axes, scheme_styles
+from metis_hf.lab.show.figure import figure_axes, scheme_styles
 
 
 def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1, dense=None):

@@ -29,9 +29,9 @@ from metis_hf.cli.main import main
 from metis_hf.data import corpus
 from metis_hf.lab.compare.data import embed
 from metis_hf.lab.compare.plan import make_plan
-from metis_hf.lab.compare.progress import RunProgress
 from metis_hf.lab.compare.run import LOG_FILE, RunsFailed, run_plan
 from metis_hf.lab.recipe import hold_output, train_and_evaluate
+from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.shared.quiet import quiet
 
 pytestmark = pytest.mark.slow
@@ -150,7 +150,7 @@ class TestWorker:
         with pytest.raises(RunsFailed, match=r"exit code -9"):
             run_plan(plan(), out, launcher=launcher(hook, argument))
         console = Console(file=io.StringIO())
-        (result,) = run_plan(plan(), out, progress=RunProgress(console))
+        (result,) = run_plan(plan(), out, progress=TaskProgress(console))
         assert numbers(result) == whole_comparison
         log = (out / "runs/nvfp4/seed-0" / LOG_FILE).read_text()
         for text in (log, console.file.getvalue()):

@@ -7,7 +7,7 @@ import pytest
 from metis_hf import scheme_names
 from metis_hf.lab.compare.curves import curves, health_series, paired_gaps, plot_curves
 from metis_hf.lab.compare.results import SchemeResult
-from metis_hf.lab.show.figures import scheme_styles, smooth, spread
+from metis_hf.lab.show.figure import scheme_styles, smooth, spread
 from metis_hf.schemes import CONTROL
 
 

@@ -21,7 +21,7 @@ from metis_hf.lab.demo.run import control_label
 from metis_hf.lab.fidelity import result as fidelity_result
 from metis_hf.lab.finetune.measure import Measured
 from metis_hf.lab.finetune.report import Outcome, markdown_tables
-from metis_hf.lab.show.tables import markdown_table
+from metis_hf.lab.show.table import markdown_table
 
 RESULTS = ROOT / "eval/results"
 NAMES = sorted(

@@ -22,9 +22,9 @@ from metis_hf.lab.fidelity.figures import _is_on_line
 from metis_hf.lab.fidelity.result import SchemeResult, narrow_table, table
 from metis_hf.lab.fidelity.run import Settings, fidelity
 from metis_hf.lab.fidelity.subject import open_subject
-from metis_hf.lab.show.figures import MOST_STYLES
-from metis_hf.lab.show.phases import PhaseProgress
-from metis_hf.lab.show.tables import markdown_table, terminal_table
+from metis_hf.lab.show.figure import MOST_STYLES
+from metis_hf.lab.show.progress import TaskProgress
+from metis_hf.lab.show.table import markdown_table, terminal_table
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ class TestFiles:
         def advance(_bars, name, *, reused=False):
             counts[name, reused] += 1
 
-        monkeypatch.setattr(PhaseProgress, "advance", advance)
+        monkeypatch.setattr(TaskProgress, "advance", advance)
         schemes = ("nvfp4-rne", "metis", "metis-paper")
         fidelity(settings(place, schemes=schemes, ranks=(8,)), tmp_path / "out")
         assert counts == {

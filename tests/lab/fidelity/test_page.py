@@ -8,7 +8,7 @@ import pytest
 
 from metis_hf.lab.fidelity.page import _alone, _cards, _group_rows
 from metis_hf.lab.fidelity.result import SchemeResult
-from metis_hf.lab.show.html import Page
+from metis_hf.lab.show.page import Page
 
 
 def result(name, losses, cosines, **more):

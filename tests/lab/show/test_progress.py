@@ -1,135 +1,131 @@
-"""What progress bars forecast, on a clock of the test's own."""
+"""What progress shows and forecasts, on a clock of the test's own."""
 
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
+import time
 
 import pytest
 from rich.console import Console
 
-from metis_hf.lab.compare import progress as compare_progress
-from metis_hf.lab.compare.progress import RunProgress
-from metis_hf.lab.show import progress as shared_progress
-from metis_hf.lab.show.progress import ExperimentProgress, StepPace
+from metis_hf.lab.show.progress import TaskProgress
 
-FIRST, MEASURED, NORMAL = 60.0, 15.0, 0.5  # seconds of a step
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """`time.monotonic()` of both modules, as `clock.now`."""
-    made = SimpleNamespace(now=1000.0)
-    for module in (shared_progress, compare_progress):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    made = Clock()
+    monkeypatch.setattr(time, "monotonic", made)
     return made
 
 
-def cost(step: int) -> float:
-    if step == 1:
-        return FIRST
-    return MEASURED if step % 5 == 0 else NORMAL
+def log_file(width: int = 120) -> Console:
+    return Console(file=io.StringIO(), width=width)
 
 
-def test_pace_is_that_of_normal_steps(clock):
-    pace = StepPace()
-    for step in range(1, 21):
-        clock.now += cost(step)
-        pace.step(step, clock.now)
-        assert pace.seconds == (NORMAL if step > 3 else None)
+def said(progress: TaskProgress) -> list[str]:
+    return progress.console.file.getvalue().splitlines()
 
 
-def test_pace_of_reports_that_leave_steps_out(clock):
-    pace = StepPace()
-    for step in range(10, 60, 10):  # a resumed run, of which each tenth step is reported
-        clock.now += 10 * NORMAL
-        pace.step(step, clock.now)
-    assert pace.seconds == NORMAL
-
-
-def test_experiment(clock):
-    """Two schemes of 40 steps: what is left after 12 of the first is 68 normal steps."""
-    out = io.StringIO()
-    with ExperimentProgress(Console(file=out, width=120), ["metis", "nvfp4"], 40) as progress:
-        progress.begin("metis")
-        for step in range(1, 13):
-            clock.now += cost(step)
-            progress.step(step, 5.0)
-        assert progress._time_left(12) == 68 * NORMAL
-        progress.begin("nvfp4")
-        clock.now += FIRST
-        progress.step(1, 5.0)
-        assert progress._time_left(1) is None
-    assert "step 9/40, loss 5.000  ETA 0:36" in out.getvalue()
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_names_with_brackets(terminal):
-    out = io.StringIO()
-    console = Console(file=out, width=120, force_terminal=terminal)
-    with ExperimentProgress(console, ["metis [/8]"], 2) as progress:
-        progress.begin("metis [/8]")
-        progress.step(1, 5.0)
-        progress.finish("metis [/8]", "loss [5]")
-    assert "metis [/8]" in out.getvalue()
-    assert "loss [5]" in out.getvalue()
-
-
-def test_comparison(clock):
-    """Three runs, two at a time; what goes beside steps is known from the first that ended."""
-    runs = [SimpleNamespace(name=name) for name in "abc"]
-    progress = RunProgress(Console(file=io.StringIO()))
-    with progress.running(runs, steps=40, slots=2):
-        for run in runs[:2]:
-            progress.begin(run)
-        for step in range(1, 13):
-            clock.now += cost(step)
-            for run in runs[:2]:
-                progress.step(run, step, 5.0)
-            if step < 4:
-                assert progress._time_left() is None
-        # 28 steps of each of two runs and 40 of the third, by two.
-        assert progress._time_left() == round((2 * 28 + 40) * NORMAL / 2)
-        clock.now += 28 * NORMAL
-        for run in runs[:2]:
-            progress.step(run, 40, 5.0)
-        seconds = clock.now - 1000.0 + 20.0  # and 20 s of evaluation
-        clock.now += 20.0
-        progress.finish(runs[0], SimpleNamespace(loss=5.0))
-        beside = seconds - 40 * NORMAL
-        assert progress._time_left() == round((40 * NORMAL + beside) / 2)
-
-
-def test_comparison_without_a_terminal(clock):
-    """In a log file: a line when a run starts, every two minutes, and when a run ends."""
-    out = io.StringIO()
-    (run,) = [SimpleNamespace(name="rank 9 [/x]")]
-    progress = RunProgress(Console(file=out, width=60))
-    with progress.running([run], steps=10, slots=1):
-        progress.begin(run)
+def test_lines_of_runs_in_a_log_file(clock):
+    """A line when a run begins, one every two minutes, and one when it ends."""
+    progress = TaskProgress(log_file(width=60))
+    with progress.running({"rank 9 [/x]": (10, 1.0)}):
+        progress.begin("rank 9 [/x]", "preparing")
         for step in range(1, 11):
             clock.now += 50.0
-            progress.step(run, step, 5.0)
-        progress.finish(run, SimpleNamespace(loss=4.5))
-    assert out.getvalue().splitlines() == [
-        "1 runs of 10 steps, 1 at a time.",
-        "rank 9 [/x] starts",
-        "step 3 of 10 of all runs, time unknown; rank 9 [/x]: step 3, loss 5.000",
-        "step 6 of 10 of all runs, about 3:20 left; rank 9 [/x]: step 6, loss 5.000",
-        "step 9 of 10 of all runs, about 0:50 left; rank 9 [/x]: step 9, loss 5.000",
+            progress.advance("rank 9 [/x]", step, status="loss 5.000")
+        progress.finish("rank 9 [/x]", "held-out loss 4.5000")
+    assert said(progress) == [
+        "rank 9 [/x] begins",
+        "rank 9 [/x]: 3/10, loss 5.000, about 5:50 left",
+        "rank 9 [/x]: 6/10, loss 5.000, about 3:20 left",
+        "rank 9 [/x]: 9/10, loss 5.000, about 0:50 left",
         "[1/1] rank 9 [/x]: held-out loss 4.5000, 500 s",
     ]
 
 
-def test_bars_of_a_comparison_are_no_lines(clock):
+def test_forecast_of_runs_side_by_side(clock):
+    """Four runs of 41 steps, two at a time; what a run does beside its steps counts too."""
+    progress = TaskProgress(log_file())
+    with progress.running(dict.fromkeys("abcd", (41, 1.0)), slots=2):
+        progress.begin("a")
+        progress.begin("b")
+        for step in range(1, 12):
+            clock.now += 60.0 if step == 1 else 6.0
+            progress.advance("b", step)
+            progress.advance("a", step)
+        # 30 and 31 steps of two runs and 41 of the others, by two.
+        assert said(progress)[-1] == "b: 11/41, about 7:09 left"
+        clock.now += 30 * 6.0
+        for name in "ab":
+            progress.advance(name, 41)
+        clock.now += 20.0
+        for name in "ab":
+            progress.finish(name, "loss 5")
+        progress.begin("c")
+        clock.now += 120.0
+        progress.advance("c", 1)
+        # 40 steps of one run, by its side 41 of the last, its compilation and its evaluation.
+        assert said(progress)[-1] == "c: 1/41, about 4:40 left"
+
+
+def test_forecast_of_phases_that_take_turns(clock):
+    """A phase's own pace where it has one, else its cost relative to the others'."""
+    progress = TaskProgress(log_file())
+    with progress.running({"a": (3, 1.0), "b": (2, 10.0), "none": (0, 1.0)}):
+        progress.advance("a", reused=True)
+        clock.now += 200.0
+        progress.advance("a")  # one more of 200 s, two of "b" at 2000 s
+        assert said(progress)[-1] == "a: 2/3, about 70:00 left"
+        clock.now += 500.0
+        progress.advance("b")  # one more of "a", and of "b" at 500 s
+        assert said(progress)[-1] == "b: 1/2, about 11:40 left"
+        progress.finish("a")
+        progress.finish("none")
+        clock.now += 500.0
+        progress.advance("b")
+        assert said(progress)[-1] == "b: 2/2, about 0:00 left"
+
+
+@pytest.mark.parametrize("done", [10, 1])
+def test_a_first_timing_says_nothing_about_the_others(clock, done):
+    """Kernels are compiled in it; a resumed run reports its first steps at once."""
+    progress = TaskProgress(log_file())
+    with progress.running({"run": (100, 1.0)}):
+        clock.now += 1000.0
+        progress.advance("run", done)
+        assert said(progress)[-1] == f"run: {done}/100, time unknown"
+        clock.now += 120.0
+        progress.advance("run", done + 60)
+        left = 2 * (40 - done)
+        assert said(progress)[-1] == f"run: {done + 60}/100, about {left // 60}:{left % 60:02} left"
+
+
+def test_bars_on_a_terminal(clock):
     out = io.StringIO()
-    (run,) = [SimpleNamespace(name="a [/x]")]
-    progress = RunProgress(Console(file=out, width=120, force_terminal=True))
-    with progress.running([run], steps=4, slots=1):
-        progress.begin(run)
-        for step in range(1, 5):
+    progress = TaskProgress(Console(file=out, width=120, force_terminal=True))
+    with progress.running({"a [/x]": (4, 1.0), "waits": (4, 1.0)}):
+        progress.begin("a [/x]", "loss [5]")
+        for step in range(1, 3):
             clock.now += 200.0
-            progress.step(run, step, 5.0)
-        progress.finish(run, None)
-    assert "starts" not in out.getvalue()
-    assert "of all runs" not in out.getvalue()
+            progress.advance("a [/x]", step)
+        progress.status("a [/x]", "evaluating")
+        progress.finish("a [/x]", "failed")
+    shown = out.getvalue()
+    assert all(text in shown for text in ("all", "a [/x]", "[1/2] a [/x]: failed, 400 s"))
+    assert "begins" not in shown
+
+
+def test_no_console_prints_nothing(capsys):
+    progress = TaskProgress(None)
+    progress.note("a line")
+    with progress.running({}):
+        pass
+    assert capsys.readouterr().out == ""

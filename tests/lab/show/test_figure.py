@@ -5,8 +5,7 @@ import itertools
 import pytest
 from matplotlib.text import Text
 
-from metis_hf.lab.show.figures import figure_axes
-from metis_hf.lab.show.labels import name_points
+from metis_hf.lab.show.figure import figure_axes, name_points
 
 
 @pytest.fixture

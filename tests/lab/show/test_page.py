@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lab.show import browser
-from metis_hf.lab.show.html import Cell, Page, number
+from metis_hf.lab.show.page import Cell, Page, number
 
 # Reads what a browser made of a page; the page itself has nothing for tests.
 IMAGES = """
