@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metis_hf.layers.corrections import by_columns, by_rows, correct
-from metis_hf.layers.evaluation_weight import EvaluationWeight
 from metis_hf.layers.saved_input import SavedInput, encode_once
 from metis_hf.layers.unsupported import differentiable_once, refuse_batched_gradients
 from metis_hf.numerics.kernels.epilogue import finish_product
 from metis_hf.operands import Encoded, LowRank, Operand, Quantized
-from metis_hf.operands.held_weight import HeldWeight
+from metis_hf.operands.kept_weight import KeptWeight
 from metis_hf.operands.weight_forms import WeightForm
 from metis_hf.schemes.base import Scheme
 from metis_hf.schemes.noise_keys import CallKeys
@@ -49,7 +48,7 @@ class GemmPlan:
     saves_input: bool = True  # a backward pass with wgrad may follow
     source: weakref.ref[Tensor] | None = None  # the layer's input, which other layers may read
     state: Any = None  # what the scheme's `LayerState` froze for this call
-    held: HeldWeight | EvaluationWeight | None = None  # w_hat of earlier calls, same parameters
+    kept: KeptWeight | None = None  # w_hat of earlier calls with the same parameters
 
     def resolve(self, role: Role) -> tuple[Role, Operand]:
         """Call `Scheme.resolve`, for conditioners that know the call's state."""
@@ -64,8 +63,8 @@ class GemmPlan:
             "key": self.keys[role],
             "dtype": self.dtype,
         }
-        if self.held is not None and self._comes_again(role, operand):
-            return self.held.operand(self.weight, params, operand, **options)
+        if self.kept is not None and self._comes_again(role, operand):
+            return self.kept.operand(self.weight, params, operand, **options)
         return self.weight.quantize(params, operand, **options)
 
     def _comes_again(self, role: Role, operand: Operand) -> bool:

@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.layers.call_input import check_dtype, check_input, gemm_dtype
-from metis_hf.layers.evaluation_weight import EvaluationWeight, can_hold
 from metis_hf.layers.gemm import GemmPlan, QuantizedGemm
 from metis_hf.layers.native import NativePlan, obstacle, obstacle_of_call, refusal
 from metis_hf.layers.tensor_parallel import ShardedPlan, Shards, shared_amax
@@ -27,7 +26,7 @@ from metis_hf.layers.token_mask import TokenMask
 from metis_hf.layers.unsupported import refuse_unsupported
 from metis_hf.noise import Key, key_of
 from metis_hf.operands import SplitWeight
-from metis_hf.operands.held_weight import HeldWeight
+from metis_hf.operands.kept_weight import KeptWeight, can_keep_in_evaluation
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.schemes.noise_keys import CallKeys, process_rank
 
@@ -65,8 +64,8 @@ class MetisLayer(nn.Module):
         self.input_key = key_of("input", config.seed)
         self.token_mask: TokenMask | None = None
         self.shards: Shards | None = None  # under transformers' tensor parallelism
-        self.held_weight: HeldWeight | None = None  # see `weight_reuse`
-        self.evaluation_weight = EvaluationWeight()
+        self.reused_weight: KeptWeight | None = None  # see `weight_reuse`
+        self.evaluation_weight = KeptWeight(in_evaluation=True)
         self.origin: Any = None  # what conversion has to make of it again, if no plain nn.Linear
 
     @property
@@ -210,7 +209,7 @@ class MetisLayer(nn.Module):
             saves_input=torch.is_grad_enabled() and any(p.requires_grad for p in params),
             source=None if torch.compiler.is_compiling() else weakref.ref(x),
             state=self.call_state(x, keys, update=self.training),
-            held=None if torch.compiler.is_compiling() else self._held(),
+            kept=None if torch.compiler.is_compiling() else self._kept(),
             **shared,
         )
         y = QuantizedGemm.apply(x.reshape(-1, i), self.bias, plan, *params)
@@ -233,14 +232,14 @@ class MetisLayer(nn.Module):
             raise ValueError(f"{self.name or 'a quantized layer'}: {refusal(self.config, reason)}")
         return GemmPlan, {}
 
-    def _held(self) -> HeldWeight | EvaluationWeight | None:
-        """Return what earlier calls with the same weight left for this one."""
+    def _kept(self) -> KeptWeight | None:
+        """Return the cache of w_hat for this call, if it may have one."""
         if not (self.training or torch.is_grad_enabled() or self.shards is not None):
-            return self.evaluation_weight if can_hold(self) else None
+            return self.evaluation_weight if can_keep_in_evaluation(self) else None
         self.evaluation_weight.forget()
-        if self.held_weight is not None:
-            self.held_weight.see(self.weight_params())
-        return self.held_weight
+        if self.reused_weight is not None:
+            self.reused_weight.called_with(self.weight_params())
+        return self.reused_weight
 
     def train(self, mode: bool = True):
         if mode:

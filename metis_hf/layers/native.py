@@ -61,10 +61,10 @@ class NativePlan(GemmPlan):
                 dtype=self.dtype,
             )
 
-        if self.held is None or self.state is not None or not self._comes_again(source, operand):
+        if self.kept is None or self.state is not None or not self._comes_again(source, operand):
             return make()
         name = ("native", operand, dim, contracted, self.dtype, key.static)
-        return self.held.keep(params, name, make, key=key)
+        return self.kept.keep(params, name, make, key=key)
 
     def matrix_operand(self, role: Role, x: Tensor) -> Any:
         role, operand = self.resolve(role)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from metis_hf.noise import Key, data_on_host
 from metis_hf.operands import Encoded, Operand
+from metis_hf.operands.kept import Kept, mark_of
 
 
 class SavedInput(NamedTuple):
@@ -41,57 +42,16 @@ class SavedInput(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-class _Kept(NamedTuple):
-    source: weakref.ref[Tensor]
-    version: tuple[Any, ...]  # of the contents
-    wanted: tuple[Any, ...]
-    row_mask: Tensor | None
-    encoded: Encoded
-
-
 class LastInput(threading.local):
-    """The tensor that this thread encoded last: layers that read one tensor encode it once.
+    """The encoding of the tensor that this thread encoded last, for layers that read one tensor.
 
-    Kept as long as that tensor lives, or until another is encoded; never its dense parts. Other
-    contents are known by the tensor's storage and version counter, and on the host, where writes
-    that count no version are most common (`x.data`, numpy, collectives), by its fingerprint, too.
+    Kept as long as that tensor lives, or until another is encoded; never its dense parts. The mark
+    has the tensor's fingerprint where the host knows it: there writes that count no version are
+    most common (`x.data`, numpy, collectives).
     """
 
-    kept: _Kept | None = None
-
-    def find(
-        self, x: Tensor, wanted: tuple[Any, ...], row_mask: Tensor | None, key: Key
-    ) -> Encoded | None:
-        """Return what was encoded of this very tensor in this very way."""
-        kept = self.kept
-        if kept is None or kept.source() is not x or kept.version != _version(x, key):
-            return None
-        return kept.encoded if wanted == kept.wanted and row_mask is kept.row_mask else None
-
-    def keep(
-        self,
-        x: Tensor,
-        wanted: tuple[Any, ...],
-        row_mask: Tensor | None,
-        key: Key,
-        encoded: Encoded,
-    ) -> None:
-        """Take what was encoded of x in place of what was kept before."""
-        mine = self.__dict__  # this thread's; the tensor may end in another, as in backward's
-
-        def forget(source: weakref.ref[Tensor]) -> None:
-            kept = mine.get("kept")
-            if kept is not None and kept.source is source:
-                mine.pop("kept", None)
-
-        version, source = _version(x, key), weakref.ref(x, forget)
-        self.kept = _Kept(source, version, wanted, row_mask, encoded.stored())
-
-
-def _version(x: Tensor, key: Key) -> tuple[Any, ...]:
-    """Return what differs between two states of a tensor; `key` has its fingerprint."""
-    place = x.data_ptr() if type(x) in (Tensor, nn.Parameter) else 0  # others may have none
-    return place, x._version, data_on_host(key)
+    def __init__(self) -> None:
+        self.kept = Kept()
 
 
 last_input = LastInput()
@@ -106,7 +66,7 @@ def encode_once(
     key: Key,
     row_mask: Tensor | None,
 ) -> Encoded:
-    """Return `operand.encode(x)`, or what that gave for another layer that reads the same tensor.
+    """Return `operand.encode(x)`, or its result for another layer that reads the same tensor.
 
     Args:
         operand, x, dim, key, row_mask: as in `Operand.encode`; x [t c].
@@ -115,9 +75,18 @@ def encode_once(
     tensor = None if source is None else source()
     if tensor is None or tensor.is_inference() or torch.compiler.is_compiling():
         return operand.encode(x, dim=dim, key=key, row_mask=row_mask)
-    wanted = (operand, dim, key.static)
-    encoded = last_input.find(tensor, wanted, row_mask, key)
-    if encoded is None:
-        encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask)
-        last_input.keep(tensor, wanted, row_mask, key, encoded)
+    kept, wanted = last_input.kept, (operand, dim, key.static)
+    has_memory = type(tensor) in (Tensor, nn.Parameter)  # subclasses may have none
+    contents = mark_of(tensor) if has_memory else (tensor._version,)
+    mark = (id(tensor), id(row_mask), data_on_host(key), *contents, wanted)
+    values = kept.at(mark)
+    if values is not None:
+        found: Encoded = values["encoded"]
+        return found
+    encoded = operand.encode(x, dim=dim, key=key, row_mask=row_mask)
+    values = kept.start(mark)
+    values["encoded"] = encoded.stored()
+    values["row_mask"] = row_mask  # an id belongs to an object as long as that lives
+    # The tensor may end in another thread, as in backward: `kept` is bound here.
+    values["tensor"] = weakref.ref(tensor, lambda _: kept.forget(values))
     return encoded

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metis_hf.operands import TensorAmax
+from metis_hf.operands.kept import Kept, mark_of
 from metis_hf.schemes.noise_keys import CallKeys
 
 
@@ -185,8 +186,8 @@ def _until_frozen(buffers: Mapping[str, Tensor], own: Tensor, fixed: Tensor) -> 
     return torch.where(buffers["scales_frozen"] > 0, fixed, own)
 
 
-# What was last read of flags: where they were, their version, and whether they were set.
-_READ: MutableMapping[Tensor, tuple[int, int, bool]] = WeakTensorKeyDictionary()
+# The last reading of each flag.
+_READ: MutableMapping[Tensor, Kept] = WeakTensorKeyDictionary()
 
 
 def is_known_set(flag: Tensor) -> bool:
@@ -209,11 +210,14 @@ def is_known_set(flag: Tensor) -> bool:
         or (flag.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return False
-    found = _READ.get(flag)
-    if found is None or found[:2] != (flag.data_ptr(), flag._version):
-        found = flag.data_ptr(), flag._version, bool(flag.item())
-        _READ[flag] = found
-    return found[2]
+    kept = _READ.get(flag)
+    if kept is None:
+        kept = _READ[flag] = Kept()
+    mark = mark_of(flag)
+    known = kept.at(mark) or kept.start(mark)
+    if "set" not in known:
+        known["set"] = bool(flag.item())
+    return bool(known["set"])
 
 
 def largest_magnitude(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from metis_hf.conversion.convert import metis_layers
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.sharding import is_sharded
-from metis_hf.operands.held_weight import HeldWeight
+from metis_hf.operands.kept_weight import KeptWeight
 
 _FORGETTING: MutableMapping[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
@@ -56,7 +56,7 @@ def hold(model: nn.Module) -> None:
         _FORGETTING[model] = register_optimizer_step_post_hook(lambda *_: _forget(held()))
     for _, layer in metis_layers(model):
         if not _is_sharded(layer):
-            layer.held_weight = HeldWeight()
+            layer.reused_weight = KeptWeight()
 
 
 def release(model: nn.Module) -> None:
@@ -68,7 +68,7 @@ def release(model: nn.Module) -> None:
 
 def _forget(model: nn.Module | None) -> None:
     for _, layer in metis_layers(model) if model is not None else ():
-        layer.held_weight = None
+        layer.reused_weight = None
 
 
 def _is_sharded(layer: MetisLayer) -> bool:

@@ -103,7 +103,7 @@ class Held(transformers.TrainerCallback):
 
     def on_substep_end(self, args, state, control, model=None, **kwargs):
         layers = [layer for _, layer in metis_layers(model)]
-        self.counts.append((sum(layer.held_weight is not None for layer in layers), len(layers)))
+        self.counts.append((sum(layer.reused_weight is not None for layer in layers), len(layers)))
 
 
 def micro_batches(engine, out):

@@ -103,11 +103,10 @@ class TestHighPrecision:
         with torch.no_grad():
             model(input_ids=token_ids)
             model(input_ids=token_ids)
-            held = up_proj(model).evaluation_weight._held
-            assert held is not None
+            assert len(up_proj(model).evaluation_weight) == 1
             with high_precision(model):
                 model(input_ids=token_ids)
-        assert up_proj(model).evaluation_weight._held is held
+        assert len(up_proj(model).evaluation_weight) == 1
 
     def test_no_converted_layer(self):
         with pytest.raises(ValueError, match="call get_metis_model"), high_precision(llama()):

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.tensor_parallel import COLWISE, WHOLE, Shards
+from metis_hf.operands.kept import mark_of
 from metis_hf.operands.split_weight import SplitWeight
 from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight
 from metis_hf.schemes import Role, layer_rank
@@ -68,7 +69,7 @@ def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
         else:  # two where dgrad has a copy of its own
             assert encodings in (["encode"], ["encode"] * 2)
     assert all(torch.equal(a, b) for a, b in zip(plain, reused, strict=True))
-    assert layer.held_weight is None
+    assert layer.reused_weight is None
 
 
 def test_static_scales_that_are_fixed(encodings):
@@ -105,8 +106,9 @@ def test_what_is_held_is_packed(split):
     rank = layer_rank(layer.config, 512, 512)
     with reuse_weights(layer):
         layer(torch.randn(4, 512))
-        tensors = [t for e in layer.held_weight._encoded.values() for t in e.tensors]
-        assert all(e == e.stored() for e in layer.held_weight._encoded.values())
+        values = layer.reused_weight.at(mark_of(*layer.weight_params())).values()
+        tensors = [t for e in values for t in e.tensors]
+        assert all(e == e.stored() for e in values)
         held = sum(t.untyped_storage().nbytes() for t in tensors)
     factors = 2 * 512 * rank
     lengths = 0 if split else 4 * rank  # of the directions: s is a parameter, lam is not
@@ -169,7 +171,7 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
     monkeypatch.setattr(
         GemmPlan,
         "weight_operand",
-        lambda plan, *args: held.append(plan.held is not None) or original(plan, *args),
+        lambda plan, *args: held.append(plan.kept is not None) or original(plan, *args),
     )
     reused = train([MetisCallback(health_interval=0)])
     layers = dict(metis_layers(reused))
@@ -177,7 +179,7 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
     assert set(held) == {expected}
     if expected:
         assert encodings == ["encode"] * 2 * len(layers)
-    assert all(layer.held_weight is None for layer in layers.values())
+    assert all(layer.reused_weight is None for layer in layers.values())
     for a, b in zip(plain.parameters(), reused.parameters()):
         assert torch.equal(a, b)
 
@@ -187,7 +189,7 @@ def test_sharded_weights_are_not_held():
     _, layer = layer_of("nvfp4")
     layer.weight.placements = ()  # as of a DTensor
     with reuse_weights(layer):
-        assert layer.held_weight is None
+        assert layer.reused_weight is None
 
 
 @pytest.mark.parametrize(("style", "held"), [(COLWISE, False), (WHOLE, True)])
@@ -196,7 +198,7 @@ def test_a_cut_layer_holds_nothing(style, held):
     _, layer = layer_of("nvfp4-rne")
     layer.shards = Shards(style, 2)
     with reuse_weights(layer):
-        assert (layer.held_weight is not None) == held
+        assert (layer.reused_weight is not None) == held
 
 
 def test_a_step_that_nobody_ended_is_forgotten_at_the_next_update():
@@ -238,7 +240,7 @@ def test_a_copy_holds_nothing():
     with reuse_weights(layer):
         layer(x)
         copied = copy.deepcopy(layer)
-    assert copied.held_weight is None
+    assert copied.reused_weight is None
     copied.weight.data.mul_(0.5)
     layer.weight.data.mul_(0.5)
     assert torch.equal(copied(x), layer(x))
@@ -303,7 +305,7 @@ def test_copies_that_hooks_unpack_are_not_kept():
     with reuse_weights(layer), hooks:
         for _ in range(3):
             layer(torch.randn(8, 64, requires_grad=True)).sum().backward()
-        assert len(layer.held_weight._encoded) == 1
+        assert len(layer.reused_weight) == 1
 
 
 def test_evaluation_does_not_take_what_is_held_for_training():

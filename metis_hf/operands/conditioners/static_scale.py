@@ -16,6 +16,7 @@ from torch import Tensor
 from metis_hf.numerics.kernels import pack
 from metis_hf.operands.conditioner import Encoded, Part
 from metis_hf.operands.conditioners.identity import Identity
+from metis_hf.operands.kept import Mark, mark_of
 
 
 class TensorAmax(NamedTuple):
@@ -46,7 +47,7 @@ class StaticScale(Identity):
 
     def bind(self, state: TensorAmax) -> GivenScale:
         amax = state.weight if self.weight else state.input
-        return GivenScale(amax, (amax.data_ptr(), amax._version) if state.fixed else None)
+        return GivenScale(amax, mark_of(amax) if state.fixed else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +56,11 @@ class GivenScale(Identity):
 
     Args:
         amax: 0-dim fp32.
-        mark: address and version of an amax that stays from call to call; None: equal to none.
+        mark: of an amax that stays from call to call; None: equal to no other scale.
     """
 
     amax: Tensor
-    mark: tuple[int, int] | None = None
+    mark: Mark | None = None
 
     is_direct: ClassVar[bool] = True
 
