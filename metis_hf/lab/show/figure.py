@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +29,10 @@ MOST_STYLES = len(COLORS) * len(LINES)
 CROWDED = 8  # curves; more have their names outside, and none at their ends
 _FONT = 8  # points
 MARKER = 7  # points; of the points that are named
+ALARM = "#D0021B"  # NaN and infinity; no scheme has it
+_MISSING = "#e6e8eb"
+_FAR = 4.0  # times the median height: beyond, a linear scale would show little else
+_TICKS = (-10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 # Where a name may stand: distances from its point, in points, nearest first.
 _DISTANCES = (9, 16, 26, 38, 52, 70, 92, 118)
 _DIRECTIONS = (
@@ -53,6 +58,25 @@ def as_png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def tidy(*axes: Any) -> None:
+    """Give axes a pale grid, and no frame at the top and the right."""
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def shared_legend(
+    figure: Any, axes: Iterable[Any], place: str = "outside lower center", columns: int = 8
+) -> None:
+    """Draw one legend of all that the axes show; `place` as for `Figure.legend`."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(found.values(), found, loc=place, ncols=columns, frameon=False, fontsize=9)
 
 
 @dataclass(frozen=True)
@@ -167,3 +191,147 @@ def _free(
 
 def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve.
+
+    Args:
+        label: in the legend; empty is none.
+        x, y: of its points.
+        style: its color, line and, with `points`, marker.
+        band: (lower, upper) edge of a pale band around it.
+        points: show the points; "only" leaves the line out.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: Style = Style(COLORS[0])
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    points: bool | str = False
+
+
+def draw_lines(axis: Any, lines: Iterable[Line]) -> None:
+    """Draw curves with their bands and points; labels are drawn as they are."""
+    for line in lines:
+        style = line.style
+        axis.plot(line.x, line.y, lw=1.5, color=style.color, label=plain_text(line.label),
+                  ls="none" if line.points == "only" else style.line,
+                  marker=style.marker if line.points else None, ms=3)  # fmt: skip
+        if line.band is not None:
+            axis.fill_between(line.x, *line.band, color=style.color, alpha=0.15, lw=0)
+
+
+def end_labels(axis: Any, lines: Iterable[Line]) -> None:
+    """Write each curve's label beside its last point, one above the other where they are close."""
+    shown = [line for line in lines if len(line.y) and math.isfinite(line.y[-1])]
+    low, high = axis.get_ylim()
+    places = spread([line.y[-1] for line in shown], (high - low) / 15)
+    for line, place in zip(shown, places):
+        axis.annotate(f" {plain_text(line.label)}", (line.x[-1], place), color=line.style.color,
+                      fontsize=_FONT, va="center", annotation_clip=False)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """A named point; `error` is half the length of its bar, NaN draws none."""
+
+    x: float
+    y: float
+    name: str
+    style: Style
+    error: float = math.nan
+
+
+def scatter_figure(
+    points: Sequence[Point],
+    x_label: str,
+    y_label: str,
+    *,
+    title: str = "",
+    joined: Sequence[Point] = (),
+) -> bytes:
+    """Draw named points with error bars; where few lie far off, y is logarithmic beyond 1.
+
+    Args:
+        points: in any order; at least one.
+        x_label, y_label: of the axes.
+        title: above the plot.
+        joined: points that a line joins, in the order of x.
+
+    Returns:
+        A PNG.
+    """
+    figure, ((axis,),) = figure_axes(1, 1, (9.5, 6.5))
+    if len(joined) > 1:
+        line = sorted(joined, key=lambda point: point.x)
+        axis.plot([p.x for p in line], [p.y for p in line], lw=1.2, color=line[0].style.color,
+                  zorder=1)  # fmt: skip
+    for p in points:
+        axis.errorbar(p.x, p.y, yerr=None if math.isnan(p.error) else p.error, fmt=p.style.marker,
+                      color=p.style.color, ms=MARKER, capsize=3, elinewidth=0.8,
+                      markeredgecolor="black", markeredgewidth=0.4)  # fmt: skip
+    axis.axhline(0, color="black", lw=1)
+    axis.axvline(0, color="black", lw=1)
+    axis.set(xlabel=x_label, ylabel=y_label, title=plain_text(title))
+    axis.margins(0.12, 0.06)
+    heights = [abs(p.y) for p in points]
+    if max(heights) > _FAR * statistics.median(heights):
+        _compress(axis)
+    tidy(axis)
+    figure.draw_without_rendering()  # settles the scales, which places are taken in
+    name_points(axis, [(p.x, p.y, plain_text(p.name)) for p in points])
+    return as_png(figure)
+
+
+def _compress(axis: Any) -> None:
+    """Map linearly to 1, by logarithms beyond: one far point leaves room for others."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_yscale("symlog", linthresh=1.0)
+    low, high = axis.get_ylim()
+    axis.set_yticks([tick for tick in _TICKS if low <= tick <= high])
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def heat_map(
+    axis: Any,
+    values: Any,
+    norm: Any,
+    *,
+    colors: str = "viridis",
+    crosses: Any = None,
+    text: str = "",
+) -> Any:
+    """Draw a matrix as colors; NaN is gray.
+
+    Args:
+        axis: to draw on.
+        values: [rows columns].
+        norm: matplotlib's, from values to colors.
+        colors: name of a color map.
+        crosses: [rows columns], True where a red cross marks NaN or infinity.
+        text: format of the number that is written into each cell, such as ".0%"; empty for none.
+
+    Returns:
+        The image, for `Figure.colorbar`.
+    """
+    import numpy as np
+
+    axis.set_facecolor(_MISSING)
+    image = axis.imshow(values, aspect="auto", interpolation="nearest", norm=norm, cmap=colors)
+    if crosses is not None and np.any(crosses):
+        y, x = np.nonzero(crosses)
+        axis.scatter(x, y, marker="x", color=ALARM, s=22, lw=1.4)
+    for (row, column), value in np.ndenumerate(values) if text else ():
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+            axis.text(column, row, format(value, text), ha="center", va="center", fontsize=_FONT,
+                      color="white" if dark else "black")  # fmt: skip
+    axis.tick_params(length=2, labelsize=_FONT)
+    axis.spines[:].set_visible(False)
+    return image
