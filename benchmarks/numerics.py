@@ -4,7 +4,7 @@
     python benchmarks/numerics.py --render   # write again from results/numerics.json
 
 Every figure is a property of the numbers, not of the machine: seeds are fixed, so two runs agree to
-the digits shown. The tables also go into docs/numerics.md, between its markers.
+the digits shown. The tables also go into eval/results/report/numerics.md, between its markers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from metis_hf.operands.conditioners.spectral import Spectral
 ROOT = Path(__file__).resolve().parent
 JSON = ROOT / "results" / "numerics.json"
 REPORT = ROOT / "numerics.md"
-DOCS = ROOT.parent / "docs" / "numerics.md"
+DOCS = ROOT.parent / "eval" / "results" / "report" / "numerics.md"
 
 ANOTHER_CODE = 0.01  # a neighbouring code or E4M3 scale is at least 6 % away
 Table = dict[str, Any]  # {"title", "note", "columns", "rows"}
@@ -306,7 +306,7 @@ def report(record: dict[str, Any]) -> str:
         "# What each choice in the arithmetic costs\n",
         "Written by `python benchmarks/numerics.py`; the record is "
         f"[results/numerics.json](results/numerics.json) (torch {record['torch']}). What the "
-        "choices are is said in [docs/numerics.md](../docs/numerics.md).\n",
+        "choices are is said in [the report](../eval/results/report/numerics.md).\n",
     ]
     parts += [f"## {table['title']}\n\n{markdown(table)}" for table in record["tables"].values()]
     return "\n".join(parts)

@@ -20,6 +20,9 @@ OUTSIDE = "project/"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 NAVIGATED = ("recipes/README.md", "benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+NAVIGATED += tuple(
+    str(page.relative_to(ROOT)) for page in sorted((ROOT / "eval/results/report").glob("*.md"))
+)
 
 
 def place_on_site(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The paper's three tables beside our runs on record: tables in docs/beside-published.md.
+"""The paper's three tables beside our runs on record: tables in report/beside-published.md.
 
     python eval/studies/beside_paper.py
 
@@ -23,7 +23,7 @@ from metis_hf.lab.evaluate.paper import PAPER_TASKS, TITLES, paper_tables
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.numbers import short_number
 
-PAGE = ROOT / "docs" / "beside-published.md"
+PAGE = ROOT / "eval" / "results" / "report" / "beside-published.md"
 TABLES = ("main", "ablation", "nvidia")
 HEADER = (
     "Method", "What was run", "Loss", "To its BF16, %",

@@ -1,4 +1,4 @@
-"""Gap of each scheme against tokens per parameter, and its worth in tokens: docs/from-scratch.md.
+"""Gap of each scheme against tokens per parameter, and its worth in tokens: report/from-scratch.md.
 
     python eval/studies/gap_by_tokens.py
 
@@ -31,7 +31,7 @@ from metis_hf.lab.show.figure import figure_axes
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
-PAGE = ROOT / "docs" / "from-scratch.md"
+PAGE = ROOT / "eval" / "results" / "report" / "from-scratch.md"
 RECORDS = ("tokens-5", "tokens-10", "tokens-20", "tokens-40")
 OUT = RESULTS / "tokens"
 MARK = "gap by tokens"

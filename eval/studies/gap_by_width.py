@@ -1,4 +1,4 @@
-"""Gap of each scheme against the width of the model: table and figure in docs/from-scratch.md.
+"""Gap of each scheme against the width of the model: table and figure in report/from-scratch.md.
 
     python eval/studies/gap_by_width.py
 
@@ -23,7 +23,7 @@ from metis_hf.lab.show.figure import figure_axes
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
-PAGE = ROOT / "docs" / "from-scratch.md"
+PAGE = ROOT / "eval" / "results" / "report" / "from-scratch.md"
 RECORDS = (
     "width-96",
     "width-96-quarter",

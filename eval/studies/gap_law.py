@@ -1,4 +1,4 @@
-"""The gap of FP4 training as a law of size and tokens: fits, figure, docs/beside-published.md.
+"""The gap of FP4 training as a law of size and tokens: fits, figure, report/beside-published.md.
 
     python eval/studies/gap_law.py
 
@@ -30,7 +30,7 @@ from metis_hf.lab.compare.tasks_table import gaps_percent
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
-PAGE = ROOT / "docs" / "beside-published.md"
+PAGE = ROOT / "eval" / "results" / "report" / "beside-published.md"
 TARGET = RESULTS / "gap-law"
 PUBLISHED = "Quartet II's grid"
 TINY, DEMO = "methods-tiny", "demo"

@@ -139,7 +139,9 @@ GROUPS: tuple[tuple[dict[str, tuple[Change, ...]], dict[str, object]], ...] = (
 def register(ending: str, changes: tuple[Change, ...], fields: dict[str, object]) -> None:
     """Register a variant; its rank is `RANK` whatever a config says."""
 
-    @register_scheme(f"metis-{RANK}{ending}", summary="metis in parts", source="docs/method.md")
+    @register_scheme(
+        f"metis-{RANK}{ending}", summary="metis in parts", source="eval/results/report/method.md"
+    )
     def build(config: MetisConfig, rank: int) -> Scheme:
         scheme = metis(config.replace(gradient_rank_frac=1, **fields), RANK)
         for change in changes:

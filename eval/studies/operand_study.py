@@ -7,7 +7,7 @@ For a trained control and real text: relative errors |exact - emulated| / |exact
 of y, dx, dw, the same of the mean of dw over 8 draws of noise (its bias), the error of x in the
 lower half of its singular directions, and by how much the held-out loss rises when the forward pass
 is quantized so. Finished variants are kept. Writes JSON, and each table to its place in
-docs/tiny-model.md.
+eval/results/report/tiny-model.md.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from metis_hf.schemes import Role, Scheme
 
 RANK = 32  # of the default scheme at this width in version 0.1.0
 SEQUENCES, BATCH, DRAWS = 256, 32, 8
-PAGE = ROOT / "docs" / "tiny-model.md"
+PAGE = ROOT / "eval" / "results" / "report" / "tiny-model.md"
 KEYS = ("x", "w", "dy", "y", "dx", "dw", "dw_bias", "x_small", "loss")
 TITLES = ("x", "w", "dy", "y", "dx", "dw", "bias of dw", "x, lower half", "loss, forward only")
 

@@ -43,8 +43,9 @@ CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
 
 
 def pages() -> list[Path]:
-    """Return the files that may show a table: README.md and the pages in docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Return the files that may show a table: README.md, docs/ and the technical report."""
+    folders = (ROOT / "docs", ROOT / "eval" / "results" / "report")
+    return [ROOT / "README.md", *(page for each in folders for page in sorted(each.glob("*.md")))]
 
 
 def page_with(marker: str, table: str, page: str) -> str:

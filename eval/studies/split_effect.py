@@ -1,4 +1,4 @@
-"""What storing weights split does to each scheme: a table of two comparisons in docs/tiny-model.md.
+"""What storing weights split does to each scheme: a table in report/tiny-model.md.
 
     python eval/studies/split_effect.py
 
@@ -19,7 +19,7 @@ from metis_hf.lab.compare.statistics import Interval, t_interval
 from metis_hf.lab.compare.table import format_gap
 from metis_hf.lab.compare.tasks_table import gaps_percent
 
-PAGE = ROOT / "docs" / "tiny-model.md"
+PAGE = ROOT / "eval" / "results" / "report" / "tiny-model.md"
 DENSE, SPLIT = RESULTS / "methods-tiny.json", RESULTS / "methods-tiny-split.json"
 MARK = "split effect"
 TITLES = ("scheme", "dense", "split", "split, above `bf16-split`", "split, above dense", "seeds")

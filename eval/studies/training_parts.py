@@ -35,7 +35,9 @@ def register(name: str, quantized: tuple[Role, ...]) -> None:
     """Register a scheme that quantizes the operands at these places."""
 
     @register_scheme(
-        f"rne-{name}", summary="nvfp4-rne, of some operands", source="docs/from-scratch.md"
+        f"rne-{name}",
+        summary="nvfp4-rne, of some operands",
+        source="eval/results/report/from-scratch.md",
     )
     def build(config: MetisConfig, rank: int) -> Scheme:
         whole = nvfp4_rne(config, rank)

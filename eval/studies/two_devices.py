@@ -1,4 +1,4 @@
-"""Shows gaps at width 768 on a CPU and on a GPU: a table in docs/from-scratch.md.
+"""Shows gaps at width 768 on a CPU and on a GPU: a table in eval/results/report/from-scratch.md.
 
     python eval/studies/two_devices.py
 
@@ -18,7 +18,7 @@ from metis_hf.lab.compare.statistics import Interval, t_interval
 from metis_hf.lab.compare.table import format_gap
 from metis_hf.lab.compare.tasks_table import gaps_percent
 
-PAGE = ROOT / "docs" / "from-scratch.md"
+PAGE = ROOT / "eval" / "results" / "report" / "from-scratch.md"
 CPU, GPU = RESULTS / "width-768.json", RESULTS / "width-768-gpu" / "losses.csv"
 MARK = "two devices"
 CONTROL, PLAIN = "bf16", "nvfp4-rne"

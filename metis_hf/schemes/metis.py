@@ -32,12 +32,12 @@ _CORRECTED_BY = {
 @register_scheme(
     "metis",
     summary="compensated spectral splits; rounding errors added where the other operand is large",
-    source="arXiv 2509.00404 with what docs/method.md adds to it",
+    source="arXiv 2509.00404, and eval/results/report/method.md",
     rank_multiple=16,  # one block
     least_rank=48,
 )
 def metis(config: MetisConfig, rank: int) -> Scheme:
-    """Return the default scheme, each choice measured (docs/method.md); all operands in FP4.
+    """Return the default scheme; eval/results/report/method.md measures each of its choices.
 
     - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
       up for the rounding of the factors, at the same number of bits.
@@ -66,7 +66,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     split = replace(spectral(config, rank, compensated=True), rows=_ROWS, summed=True)
     of_gradients = replace(split, rank=gradient_rank(config, rank, _GRADIENT_SHARE))
     # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
-    # process by process, and so do rounding errors, which then average out (docs/every-scheme.md).
+    # process by process, and so do rounding errors, which then average out.
     split_weight = replace(split, sample_frac=1.0)
 
     tensors = config.decompose

@@ -214,7 +214,7 @@ MIXED_OPTIONS = [
 
 
 def may_exceed_amax(options: Options, rounding: str) -> bool:
-    """Whether a value may become a larger one than any that was there (docs/numerics.md)."""
+    """Whether a value may become a larger one than any that was there."""
     fmt, rule = options["fmt"], options.get("scale_rule")
     up, stochastic = options.get("scale_rounding") in ("up", "even"), rounding == "stochastic"
     of_rule = rule in ("unbiased", "search") or (rule == "four-over-six" and (up or stochastic))

@@ -178,7 +178,7 @@ SIZES = {
         eval_sequences=1024,
         health_interval=500,
     ),
-    # The smallest model of Quartet II's public grid; docs/beside-published.md says what differs.
+    # The smallest model of Quartet II's public grid; the technical report says what differs.
     "quartet2-30m": Size(
         model_type="llama",
         config={

@@ -24,6 +24,7 @@ from metis_hf.lab.finetune.report import Outcome, markdown_tables
 from metis_hf.lab.show.table import markdown_table
 
 RESULTS = ROOT / "eval/results"
+PAGES = [*(ROOT / "docs").glob("*.md"), *(RESULTS / "report").glob("*.md")]
 NAMES = sorted(
     str(table.parent.relative_to(RESULTS))
     for table in RESULTS.rglob("table.md")
@@ -130,7 +131,7 @@ def test_fidelity_tables_are_their_records(name):
     table = markdown_table(*fidelity_result.table(schemes))
     assert (ROOT / "eval/results" / name / "table.md").read_text() == table
     marked = f"<!-- fidelity {name} -->\n{table}<!-- end -->"
-    assert any(marked in page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert any(marked in page.read_text() for page in PAGES)
 
 
 def test_a_fidelity_measurement_goes_between_its_markers(publish, tmp_path):
