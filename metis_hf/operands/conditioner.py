@@ -40,37 +40,33 @@ class LowRank(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A matrix [t c] between quantization and use.
+    """A matrix [t c] between quantization and use, packed.
 
     Attributes:
-        tensors: what `decode` needs, in the order in which the conditioner knows them.
+        tensors: all that `decode` needs, in an order of the conditioner's own. Where FP4 units
+            multiply the codes (`Conditioner.basis`): three of the packed matrix first, and of a
+            split matrix then three for each factor, left [t k] and right [k c].
         low: the low-rank part, where encoding has computed it; `decode` does without.
-        dense: its product [t c], likewise.
+        dense: the product [t c] of the low-rank part, likewise.
     """
 
     tensors: tuple[Tensor | None, ...]
     low: LowRank | None = None
     dense: Tensor | None = None
 
+    @property
+    def packed(self) -> Packed:
+        """The packed matrix, or the residual of a split one."""
+        return Packed(*self.tensors[:3])  # type: ignore[arg-type]
+
+    @property
+    def factors(self) -> tuple[Packed, Packed]:
+        """The packed factors of a split matrix."""
+        return Packed(*self.tensors[3:6]), Packed(*self.tensors[6:9])  # type: ignore[arg-type]
+
     def stored(self) -> Encoded:
-        """Return it without what can be made again."""
+        """Return the tensors alone, from which `decode` computes the rest again."""
         return Encoded(self.tensors)
-
-
-class Codes(NamedTuple):
-    """Codes of an encoded matrix [t c], for a GEMM that multiplies them as they are.
-
-    Attributes:
-        packed: of the matrix, in the basis that `Conditioner.basis` names; of what a split leaves.
-        shape: of the matrix that was packed.
-        factors: of a split matrix: left [t k] and right [k c], packed.
-        low: of a split matrix: the same, unpacked.
-    """
-
-    packed: Packed
-    shape: tuple[int, int]
-    factors: tuple[Packed, Packed] | None = None
-    low: LowRank | None = None
 
 
 class Work(NamedTuple):
@@ -99,13 +95,15 @@ class Work(NamedTuple):
     gradient: Mapping[str, float] = {}
 
 
-def overrides(kind: type, method: str, other: str) -> bool:
-    """Return whether a class defines one method after another one, in a class that derives from it.
+# A class that overrides the first of two methods, and not the second, has codes that do not know
+# what the first one does now.
+_CODED_BY = {"__call__": "encode", "for_matrix": "decode"}
 
-    What the other one does is then of a version of the class that did not know it.
-    """
-    order = [each for each in kind.__mro__ if method in vars(each) or other in vars(each)]
-    return method in vars(order[0]) and other not in vars(order[0])
+
+def _is_newer(kind: type, method: str, other: str) -> bool:
+    """Return whether a class has one method from a class that is derived from the other's owner."""
+    names = next(vars(each) for each in kind.__mro__ if {method, other} & vars(each).keys())
+    return method in names and other not in names
 
 
 class Conditioner(ABC):
@@ -122,20 +120,26 @@ class Conditioner(ABC):
             padding among the rows, and `row_mask` is None.
         needs_state: it quantizes by what `bind` gives it of the layer's state, and measures
             nothing of interest without.
-        call_is_stored: `encode`, if there is one, knows what a call does; found of each class.
+        has_codes: `encode` and `decode` give the result of a call. Found for each class: it has an
+            `encode`, and does not override the call alone. Otherwise x_hat is saved densely.
     """
 
     is_direct: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     uses_row_mask: ClassVar[bool] = False
     needs_state: ClassVar[bool] = False
-    call_is_stored: ClassVar[bool] = True
+    has_codes: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.call_is_stored = not overrides(cls, "__call__", "encode")
-        if overrides(cls, "__call__", "is_direct"):
+        if _is_newer(cls, "__call__", "is_direct"):
             cls.is_direct = False
+        if "has_codes" in vars(cls):
+            return
+        if any(_is_newer(cls, method, other) for method, other in _CODED_BY.items()):
+            cls.has_codes = False
+        elif "encode" in vars(cls):
+            cls.has_codes = True
 
     @abstractmethod
     def __call__(
@@ -184,14 +188,6 @@ class Conditioner(ABC):
         """Return what a call hands to the quantizer, the largest tensor last; by default x."""
         x_hat = self(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         return [Part("tensor", x, x_hat[: x.shape[0], : x.shape[1]])]
-
-    @property
-    def has_codes(self) -> bool:
-        """Return whether `encode` and `decode` give what a call gives; else x_hat is saved densely.
-
-        They are overridden, and the call is not overridden after them.
-        """
-        return type(self).encode is not Conditioner.encode and self.call_is_stored
 
     def encode(
         self,
@@ -252,9 +248,19 @@ class Conditioner(ABC):
 
     def codes(
         self, encoded: Encoded, quantizer: Quantizer, *, dim: int, shape: tuple[int, int]
-    ) -> Codes:
-        """Return the codes of what `encode` gave for x of that shape, where `basis` is not None."""
-        return Codes(Packed(*encoded.tensors[:3]), shape)  # type: ignore[arg-type]
+    ) -> tuple[Encoded, tuple[int, int]]:
+        """Return the codes that a GEMM multiplies as they are, where `basis` is not None.
+
+        Args:
+            encoded: from `encode`, of a matrix of this shape.
+            quantizer: as in `encode`.
+            dim: as in `encode`.
+            shape: of the matrix.
+
+        Returns:
+            The encoded matrix, with the low-rank part of a split one, and the shape of its codes.
+        """
+        return encoded, shape
 
     def bind(self, state: Any) -> Conditioner:
         """Return the conditioner of one call, which knows what the layer's state froze for it."""
@@ -295,6 +301,11 @@ class AroundQuantizer(Conditioner):
 
     transformed: ClassVar[str] = "transformed"
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "for_matrix" in vars(cls) and "draws" not in vars(cls):
+            cls.draws = True
+
     def forward(self, x: Tensor, *, dim: int) -> Tensor:
         """Transform x [t c], fp32 or fp64 and not empty; `dim` is what the GEMM contracts."""
         return x
@@ -313,16 +324,6 @@ class AroundQuantizer(Conditioner):
         Codes of such a transform need a `decode` that knows it; else they are not stored.
         """
         return self
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]
-        return type(self).for_matrix is not AroundQuantizer.for_matrix
-
-    @property
-    def has_codes(self) -> bool:
-        own = type(self)
-        fixed = own.for_matrix is AroundQuantizer.for_matrix
-        return (fixed or own.decode is not AroundQuantizer.decode) and self.call_is_stored
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
         if x.numel() == 0:
@@ -351,9 +352,8 @@ class AroundQuantizer(Conditioner):
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return self.inverse(quantized, dim=dim).to(dtype)
 
-    def codes(self, encoded, quantizer, *, dim, shape) -> Codes:
-        shape = self.transformed_shape(shape, dim=dim)
-        return super().codes(encoded, quantizer, dim=dim, shape=shape)
+    def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
+        return encoded, self.transformed_shape(shape, dim=dim)
 
 
 def as_fp32(x: Tensor) -> Tensor:

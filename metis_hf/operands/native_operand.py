@@ -55,24 +55,22 @@ class NativeOperand(NamedTuple):
         """Lay out what `operand.encode(.., dim=dim)` gave for a matrix of that shape."""
         quantizer = operand.quantizer
         assert isinstance(quantizer, Quantizer)
-        codes = operand.conditioner.codes(encoded, quantizer, dim=dim, shape=shape)
-        main = native_matrix(
-            codes.packed, quantizer, dim=dim, shape=codes.shape, contracted=contracted
-        )
-        if codes.factors is None or codes.low is None:
+        encoded, shape = operand.conditioner.codes(encoded, quantizer, dim=dim, shape=shape)
+        main = native_matrix(encoded.packed, quantizer, dim=dim, shape=shape, contracted=contracted)
+        if encoded.low is None:
             return cls(main, contracted, dtype)
-        left, lengths, right = codes.low
+        left, lengths, right = encoded.low
         along_rows = contracted % 2 == 1
         near_shape = right.shape if along_rows else left.shape
         near = native_matrix(
-            codes.factors[int(along_rows)],
+            encoded.factors[int(along_rows)],
             quantizer,
             dim=dim,
             shape=(near_shape[0], near_shape[1]),
             contracted=contracted,
         )
         far = left * lengths if along_rows else (lengths[:, None] * right).T
-        return cls(main, contracted, dtype, near, far.to(dtype), codes.low)
+        return cls(main, contracted, dtype, near, far.to(dtype), encoded.low)
 
     def transposed(self) -> NativeOperand:
         """Return the operand as it is: which dimension a GEMM contracts is settled."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from metis_hf.numerics.scaling import OuterScale
 from metis_hf.operands import (
     HIGH_PRECISION,
+    HotChannels,
     Operand,
     Spectral,
     SplitWeight,
@@ -84,8 +85,9 @@ class Scheme:
         """
         quantizer, shape = self.fprop_weight.quantizer, (out_features, in_features)
         bits = HIGH_PRECISION_BITS if quantizer is None else quantizer.fmt.bits_per_element
-        hot = self.fprop_weight.conditioner.work(shape, dim=-1).channels if quantizer else 0
-        bits *= 1 + hot / in_features
+        conditioner = self.fprop_weight.conditioner
+        if quantizer is not None and isinstance(conditioner, HotChannels):
+            bits *= 1 + conditioner.channels(in_features) / in_features
         split = SplitWeight(self.rank) if not self.weight.is_split else self.weight
         return bits + (split.factor_bits(shape, bits) if self.splits_weight else 0.0)
 

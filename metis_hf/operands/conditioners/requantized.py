@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.operands.conditioner import Codes, Conditioner, Encoded, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Requantized(Conditioner):
     def basis(self, tensor: str) -> Hashable | None:
         return self.second.basis(tensor)
 
-    def codes(self, encoded, quantizer, *, dim, shape) -> Codes:
+    def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
         return self.second.codes(encoded, quantizer, dim=dim, shape=shape)
 
     def work(self, shape, *, dim) -> Work:

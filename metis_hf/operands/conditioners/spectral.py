@@ -11,7 +11,6 @@ from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import (
-    Codes,
     Conditioner,
     Encoded,
     LowRank,
@@ -99,7 +98,7 @@ class Spectral(Conditioner):
         self, encoded, quantizer, *, dim, shape, dtype=torch.float32
     ) -> tuple[Tensor, LowRank | None]:
         """Return the other half of `with_factors`."""
-        residual, low, dense = Packed(*encoded.tensors[:3]), encoded.low, encoded.dense
+        residual, low, dense = encoded.packed, encoded.low, encoded.dense
         if low is None:
             low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
         if dense is None:
@@ -110,16 +109,11 @@ class Spectral(Conditioner):
     def basis(self, tensor: str) -> Hashable:
         return "plain"
 
-    def codes(self, encoded, quantizer, *, dim, shape) -> Codes:
-        factors, low = encoded.tensors[3:], encoded.low
-        if low is None:
-            low = self._low(factors, quantizer, dim=dim, shape=shape)
-        return Codes(
-            Packed(*encoded.tensors[:3]),
-            shape,
-            (Packed(*factors[:3]), Packed(*factors[3:6])),
-            low,
-        )
+    def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
+        if encoded.low is None:
+            low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
+            encoded = encoded._replace(low=low)
+        return encoded, shape
 
     def work(self, shape, *, dim) -> Work:
         """Count the range finder on rows or sums (`transforms.spectral`), then the projection.
