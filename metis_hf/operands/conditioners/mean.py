@@ -31,7 +31,7 @@ class MeanRemoved(Conditioner):
     uses_row_mask: ClassVar[bool] = True
 
     @property
-    def has_codes(self) -> bool:
+    def has_codes(self) -> bool:  # type: ignore[override]
         return self.inner.has_codes
 
     @property

@@ -27,7 +27,7 @@ class Requantized(Conditioner):
     second: Conditioner
 
     @property
-    def has_codes(self) -> bool:
+    def has_codes(self) -> bool:  # type: ignore[override]
         return self.second.has_codes
 
     @property
