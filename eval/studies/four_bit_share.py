@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.conversion.report import gemm_weights
 from metis_hf.lab.compare.sizes import SIZES
-from metis_hf.lab.planning.overhead import Overhead, model_overhead
+from metis_hf.lab.cost import Overhead, model_overhead
 from metis_hf.lab.planning.plan import (
     meta_model,
     saved_bytes,

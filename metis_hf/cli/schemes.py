@@ -27,7 +27,7 @@ def schemes(
     import_sources(imports)
     from rich.console import Console
 
-    from metis_hf.lab.planning.overhead import TOKENS, scheme_overhead
+    from metis_hf.lab.cost import TOKENS, scheme_overhead
     from metis_hf.schemes.listing import WIDTH, list_schemes
 
     records = list_schemes(names, mode)

@@ -29,7 +29,8 @@ from metis_hf.conversion.convert import get_metis_model
 from metis_hf.data.chunked import META, TOKENIZER, causal_batch, load_chunked, read_meta
 from metis_hf.lab.compare.runner import new_model, whole_batches
 from metis_hf.lab.compare.sizes import Size
-from metis_hf.lab.planning.plan import Plan, meta_model, plan_run
+from metis_hf.lab.cost import meta_model
+from metis_hf.lab.planning.plan import Plan, plan_run
 from metis_hf.lab.planning.workload import Workload
 from metis_hf.lab.recipe_arguments import (
     RecipeArguments,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from metis_hf.lab.compare.statistics import Summary
-from metis_hf.lab.planning.overhead import TOKENS
+from metis_hf.lab.cost import TOKENS
 from metis_hf.lab.show.figure import MARKER, Style, figure_axes, name_points, plain_text
 from metis_hf.schemes import CONTROL
 

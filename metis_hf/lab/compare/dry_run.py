@@ -14,7 +14,8 @@ from metis_hf.data.chunked import META, read_meta
 from metis_hf.lab.compare import published
 from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.variants import Variant
-from metis_hf.lab.planning.plan import meta_model, step_costs
+from metis_hf.lab.cost import meta_model
+from metis_hf.lab.planning.plan import step_costs
 from metis_hf.lab.planning.workload import Workload
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts

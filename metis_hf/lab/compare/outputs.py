@@ -20,8 +20,7 @@ from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.statistics import Summary, summarize
 from metis_hf.lab.compare.timing import TIMES_FILE, load_times
-from metis_hf.lab.planning.overhead import model_overhead
-from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.cost import meta_model, model_overhead
 from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.statistics import Summary
-from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.cost import meta_model
 from metis_hf.lab.show.table import markdown_table, terminal_table
 from metis_hf.schemes import CONTROL
 

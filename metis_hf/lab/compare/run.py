@@ -29,8 +29,8 @@ from metis_hf.lab.compare.plan import (
 from metis_hf.lab.compare.results import RESULT_FILE, SchemeResult, load_result
 from metis_hf.lab.compare.runner import drop_checkpoints
 from metis_hf.lab.compare.variants import Variant
+from metis_hf.lab.cost import meta_model
 from metis_hf.lab.measured import code_digest
-from metis_hf.lab.planning.plan import meta_model
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.schemes import source_digests
 from metis_hf.shared.inputs import claim_inputs, digest_of_path

@@ -75,7 +75,7 @@ class Summary:
         seconds_per_step: median over the seeds.
         peak_memory: bytes; the largest of the seeds.
         extra: multiply-adds beyond the three GEMMs, % of theirs, where hardware multiplies FP4 (see
-            `planning.overhead`); NaN where they were not counted.
+            `cost.overhead`); NaN where they were not counted.
         not_shares: tasks whose metric counts no right answers: shown as it is.
     """
 

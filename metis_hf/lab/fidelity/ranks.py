@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
+from metis_hf.lab.cost import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.fidelity.gradients import run_batches
 from metis_hf.lab.fidelity.subject import converted, open_subject, running, trainable
-from metis_hf.lab.planning.overhead import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.lab.texts import MIN_LENGTH

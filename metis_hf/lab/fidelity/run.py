@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.attention import attention_products
+from metis_hf.lab.cost import TOKENS, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.fidelity.gradients import (
     GradientFile,
     errors,
@@ -37,7 +38,6 @@ from metis_hf.lab.fidelity.subject import (
     trainable,
 )
 from metis_hf.lab.measured import Store, code_digest
-from metis_hf.lab.planning.overhead import TOKENS, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.texts import MIN_LENGTH
 from metis_hf.layers.linear import MetisLayer

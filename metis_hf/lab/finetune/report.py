@@ -15,9 +15,9 @@ from metis_hf.conversion.convert import get_metis_model
 from metis_hf.conversion.report import ConversionReport
 from metis_hf.deploy.source import check_packable
 from metis_hf.lab.compare.statistics import t_interval
+from metis_hf.lab.cost import meta_model
 from metis_hf.lab.finetune.arguments import FinetuneArguments
 from metis_hf.lab.finetune.measure import Measured
-from metis_hf.lab.planning.plan import meta_model
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.quiet import no_warnings
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import ConversionReport, gemm_weights
+from metis_hf.lab.cost import meta_model
 from metis_hf.lab.planning.communication import (
     block_names,
     blocks_of,
@@ -169,12 +170,6 @@ def _has_experts(model: PreTrainedModel) -> bool:
     """Return whether a model has experts, also outside of transformers' experts interface."""
     named = any("Expert" in type(module).__name__ for module in model.modules())
     return named or has_fused_experts(model)
-
-
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model with fp32 parameters on the meta device."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 def parameter_counts(model: PreTrainedModel, original: int) -> dict[str, int]:

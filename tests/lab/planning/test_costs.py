@@ -10,8 +10,9 @@ from conftest import llama
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.conversion.report import gemm_weights
+from metis_hf.lab.cost import meta_model
 from metis_hf.lab.planning.costs import LayerCost, _ElementCount, _quantizer_cost, forward_cost
-from metis_hf.lab.planning.plan import meta_model, step_costs
+from metis_hf.lab.planning.plan import step_costs
 from metis_hf.lab.planning.workload import Workload
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer, Rounding

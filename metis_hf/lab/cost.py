@@ -1,34 +1,35 @@
-"""Overhead of a scheme where FP4 units run its GEMMs: multiply-adds beyond them, weight bits.
+"""Multiply-adds and weight bits of a scheme, where FP4 units run its GEMMs.
 
-`costs` counts what emulation computes. Here each operand is made once, from the matrix to its
-codes, and nothing is put together again: hardware multiplies codes.
+Each operand is made once, from the matrix to its codes, and nothing is put together again: hardware
+multiplies codes. Emulation computes more than that, and most of its time is memory traffic.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import experts_per_token
-from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.conditioner_cost import Shape, conditioner_cost
 from metis_hf.layers.experts import converted_names, layers_of
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import make_layer
-from metis_hf.operands import Spectral
+from metis_hf.operands import SplitWeight
 from metis_hf.schemes import Role, build_scheme
 from metis_hf.schemes.listing import WIDTH
 
 TOKENS = 8192  # of a step, unless the caller says otherwise
-_PRODUCTS = ("subspace", "factorization", "projection", "low_rank", "rotation")
 _TENSORS = {
     Role.FPROP_INPUT: "input",
     Role.FPROP_WEIGHT: "weight",
@@ -37,8 +38,6 @@ _TENSORS = {
     Role.WGRAD_GRAD_OUTPUT: "grad_output",
     Role.WGRAD_INPUT: "input",
 }
-
-Shape = tuple[int, int]  # in_features, out_features
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Overhead:
 
 
 def overhead(
-    layers: Iterable[tuple[Shape, MetisConfig]],
+    layers: Iterable[tuple[tuple[int, int], MetisConfig]],
     tokens: int | Sequence[int] = TOKENS,
     reads: Sequence[Hashable] | None = None,
 ) -> Overhead:
@@ -92,13 +91,9 @@ def overhead(
         bits += i * o * layer.scheme.weight_bits(o, i)
         elements += i * o
         read = number if reads is None else reads[number]
-        for counted in (
-            _encodings(layer, t, read, number, encoded),
-            _weight_factors(layer),
-            _products(layer, t),
-        ):
-            for kind, count in counted.items():
-                flops[kind] += count
+        encodings = _encodings(layer, t, read, number, encoded)
+        for kind, count in chain(encodings, _weight_factors(layer), _products(layer, t)):
+            flops[kind] += count
     parts = {kind: count / gemm for kind, count in flops.items() if count}
     return Overhead(parts, bits / elements)
 
@@ -140,10 +135,16 @@ def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = T
     return overhead(shapes, each, [reads.get(name, name) for name in layers])
 
 
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model with fp32 parameters on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
 def tokens_of_layers(model: nn.Module, tokens: int) -> dict[str, int]:
     """Return how many of a step's tokens each converted layer of a model sees, by its name.
 
-    Of experts each sees an equal share of the visits, as if the router were balanced.
+    Each expert sees an equal share of the visits, as if the router were balanced.
     """
     own = getattr(model, "config", None)
     seen: dict[int, int] = {}
@@ -202,8 +203,8 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
 
 def _encodings(
     layer: MetisLayer, tokens: int, read: Hashable, number: int, encoded: set[Hashable]
-) -> dict[str, float]:
-    """Return the FLOPs that make the codes of a layer's operands.
+) -> Iterator[tuple[str, float]]:
+    """Count the FLOPs that make the codes of a layer's operands.
 
     Args:
         layer: the layer.
@@ -212,47 +213,41 @@ def _encodings(
         number: its place, which names its weight and its output gradient.
         encoded: what was made for layers before it, which is not made again; completed here.
     """
-    flops: dict[str, float] = defaultdict(float)
-    scheme = layer.scheme
     for role, shape, dim in _places(tokens, layer.in_features, layer.out_features):
-        operand = scheme.operand(role)
+        operand = layer.scheme.operand(role)
         if operand is None or operand.quantizer is None or _is_stored_split(layer, role):
             continue
         kind = _TENSORS[role]
         tensor = kind, read if kind == "input" else number
-        work = operand.conditioner.work(shape, dim=dim)
-        made = {k: count for k, count in work.encode.items() if k in _PRODUCTS}
-        split = operand.conditioner
-        if isinstance(split, Spectral) and not split.compensated:
-            # Emulation puts the quantized low-rank part together beside the exact one. The residual
-            # is taken against the exact one alone.
-            made["low_rank"] -= work.decode["low_rank"]
-        if work.rotated is not None:  # the same rotation may serve two ways to quantize
-            if (tensor, work.rotated) in encoded:
+        cost = conditioner_cost(operand.conditioner, shape, dim)
+        made = dict(cost.encode)
+        if cost.rotated is not None:  # the same rotation may serve two ways to quantize
+            if (tensor, cost.rotated) in encoded:
                 made.pop("rotation")
-            encoded.add((tensor, work.rotated))
+            encoded.add((tensor, cost.rotated))
         if (tensor, operand, dim) not in encoded:
-            for k, count in made.items():
-                flops[k] += count
+            yield from made.items()
         encoded.add((tensor, operand, dim))
-    return flops
 
 
-def _weight_factors(layer: MetisLayer) -> dict[str, float]:
-    """Return the FLOPs with the stored factors of a split weight: its copies, and gradients."""
-    scheme, shape = layer.scheme, (layer.out_features, layer.in_features)
+def _weight_factors(layer: MetisLayer) -> Iterator[tuple[str, float]]:
+    """Count the FLOPs with the stored factors of a split weight: its copies, and gradients."""
+    form, scheme = layer.weight_form, layer.scheme
+    if not isinstance(form, SplitWeight):
+        return
+    product = 2.0 * layer.out_features * layer.in_features * form.rank
     quantized = scheme.fprop_weight.quantizer is not None
-    work = layer.weight_form.work(shape, quantized=quantized)
+    # Compensated, the low-rank part is made of quantized and of exact factors.
+    twice = quantized and form.compensated and not form.exact_factors
     copies = 2 - scheme.reuses(Role.DGRAD_WEIGHT)
-    made, gradients = (m.get("weight_factors", 0.0) for m in (work.encode, work.gradients))
-    return {"weight_factors": copies * made + gradients}
+    made = 2 * product if twice else 0.0 if quantized else product
+    yield "weight_factors", copies * made + 2 * product
 
 
-def _products(layer: MetisLayer, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of what the GEMMs multiply apart, and of rotating their outputs back."""
+def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
+    """Count the FLOPs of what the GEMMs multiply apart, and of rotating their outputs back."""
     t, i, o = tokens, layer.in_features, layer.out_features
     places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
-    flops: dict[str, float] = defaultdict(float)
     for left, right, (m, n, p) in (
         (Role.FPROP_INPUT, Role.FPROP_WEIGHT, (t, i, o)),
         (Role.DGRAD_GRAD_OUTPUT, Role.DGRAD_WEIGHT, (t, o, i)),
@@ -266,19 +261,18 @@ def _products(layer: MetisLayer, tokens: int) -> dict[str, float]:
             rank = layer.scheme.directions(role)
             if not _is_stored_split(layer, role):
                 shape, dim = places[used]
-                work = operand.conditioner.work(shape, dim=dim)
-                rank = work.low_rank
+                cost = conditioner_cost(operand.conditioner, shape, dim)
+                rank = cost.low_rank
                 # Channels of a copy that was made for another GEMM are of this one's output.
                 length = rows if used is role else n
-                flops["thin_products"] += 2.0 * work.channels * columns * length
-                flops["sparse_products"] += 2.0 * work.sparse * columns
+                yield "thin_products", 2.0 * cost.channels * columns * length
+                yield "sparse_products", 2.0 * cost.sparse * columns
                 contracted = places[role][1] % 2
-                if work.rotated is not None and work.rotated[1] != contracted:
-                    flops["rotation"] += work.encode["rotation"] * columns / shape[contracted]
-            flops["thin_products"] += 2.0 * rank * (n * columns + m * p)
+                if cost.rotated is not None and cost.rotated[1] != contracted:
+                    yield "rotation", cost.encode["rotation"] * columns / shape[contracted]
+            yield "thin_products", 2.0 * rank * (n * columns + m * p)
             if other in layer.scheme.corrected:
-                flops["corrections"] += 2.0 * rank * n * columns
-    return flops
+                yield "corrections", 2.0 * rank * n * columns
 
 
 def _is_stored_split(layer: MetisLayer, role: Role) -> bool:

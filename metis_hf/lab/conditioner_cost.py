@@ -1,0 +1,129 @@
+"""What conditioners cost on hardware: multiply-adds from a matrix to its codes, by class."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatch
+
+import torch
+
+from metis_hf.operands import (
+    Clamped,
+    Conditioner,
+    FullHadamard,
+    Hadamard,
+    HotChannels,
+    MeanRemoved,
+    RandomHadamard,
+    RandomKronecker,
+    Requantized,
+    Spectral,
+)
+from metis_hf.transforms.hadamard import SIZE, group_size, padded_shape
+from metis_hf.transforms.rotation import rotation_of
+from metis_hf.transforms.spectral import fewest_rotations, fewest_rows, sum_count
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ConditionerCost:
+    """Work of a conditioner on a matrix [t c].
+
+    Attributes:
+        encode: FLOPs from the matrix to what is quantized, by kind.
+        low_rank: rank of a part that a GEMM of FP4 codes has to multiply apart.
+        channels: channels that are quantized twice, and so are as many more channels of a GEMM.
+        sparse: elements that a GEMM multiplies apart, one by one, at most.
+        rotated: (a name of the rotation, the dimension that is rotated); None: no rotation.
+    """
+
+    encode: Mapping[str, float] = field(default_factory=dict)
+    low_rank: int = 0
+    channels: int = 0
+    sparse: int = 0
+    rotated: tuple[Hashable, int] | None = None
+
+
+@singledispatch
+def conditioner_cost(conditioner: Conditioner, shape: Shape, dim: int) -> ConditionerCost:
+    """Count a conditioner on a matrix of this shape whose dimension `dim` the GEMM contracts.
+
+    A conditioner that multiplies nothing, or whose class is unknown here, costs nothing. For a
+    class of your own: `@conditioner_cost.register(YourConditioner)`.
+    """
+    return ConditionerCost()
+
+
+@conditioner_cost.register
+def _(conditioner: Hadamard, shape, dim):
+    """Every block of 16 is multiplied by a 16 x 16 matrix."""
+    flops = 2.0 * SIZE * shape[0] * shape[1]
+    return ConditionerCost({"rotation": flops}, rotated=(conditioner, dim % 2))
+
+
+@conditioner_cost.register
+def _(conditioner: RandomHadamard, shape, dim):
+    rows, columns = padded_shape(shape, dim=dim)
+    flops = 2.0 * rows * columns * group_size(shape[dim])
+    return ConditionerCost({"rotation": flops}, rotated=(conditioner, dim % 2))
+
+
+@conditioner_cost.register(FullHadamard)
+@conditioner_cost.register(RandomKronecker)
+def _(conditioner, shape, dim):
+    kind, seed, axis = conditioner.kind, conditioner.seed, (dim + conditioner.across) % 2
+    flops = rotation_of(kind, shape[axis], seed, torch.empty(0)).flops(shape[1 - axis])
+    return ConditionerCost({"rotation": flops}, rotated=((kind, seed), axis))
+
+
+@conditioner_cost.register
+def _(conditioner: HotChannels, shape, dim):
+    return ConditionerCost(channels=conditioner.channels(shape[dim]))
+
+
+@conditioner_cost.register
+def _(conditioner: Clamped, shape, dim):
+    return ConditionerCost(sparse=2 * conditioner.outliers(shape[0] * shape[1]))
+
+
+@conditioner_cost.register
+def _(conditioner: MeanRemoved, shape, dim):
+    inner = conditioner_cost(conditioner.inner, shape, dim)
+    return ConditionerCost(inner.encode, low_rank=1, rotated=inner.rotated)
+
+
+@conditioner_cost.register
+def _(conditioner: Requantized, shape, dim):
+    return conditioner_cost(conditioner.second, shape, dim)
+
+
+@conditioner_cost.register
+def _(conditioner: Spectral, shape, dim):
+    """Count the range finder on rows or sums of rows, then the projection of every row.
+
+    n sampled rows or sums of rows, sketch width w, rank k, p power iterations (Halko, Martinsson,
+    Tropp, arXiv 0909.4061, algorithms 4.4 and 5.1): sketch 2ncw; each iteration 4ncw; thin 2ncw,
+    made orthonormal nw^2, its Gram 2nw^2; rotation kw^2 + 2cwk. Factorizations, as in
+    `transforms.orthogonal`: Gram and triangular solve of each basis [w c] 3cw^2, the Gram of the
+    last again; eigenvectors: a basis of a Gram matrix 3w^3, each rotation four products and a solve
+    9w^3, the values 2w^3; a Cholesky factor w^3/3. Then all t rows: projection 2tck, low-rank part
+    2tck, subtraction and addition.
+    """
+    t, c = shape
+    k = min(conditioner.rank, t, c)
+    fewest = fewest_rows(k, conditioner.oversample, conditioner.rows)
+    rows = max(int(conditioner.sample_frac * t + 0.999999), fewest, k)
+    n = sum_count(t, rows) if conditioner.summed else min(rows, t)
+    w = min(k + conditioner.oversample, n, c)
+    p, turns = conditioner.n_iter, fewest_rotations(w)
+    orthogonal = (p + 1) * 3.0 * c * w * w + 2.0 * c * w * w
+    eigen = (3.0 + 9.0 * turns + 2.0) * w**3
+    encode = {
+        "subspace": 2.0 * n * c * w * (2 + 2 * p) + 3.0 * n * w * w + (w + 2.0 * c) * w * k,
+        "factorization": orthogonal + eigen + (p + 3 + turns) * w**3 / 3,
+        "projection": 2.0 * t * c * k,
+        "low_rank": 2.0 * t * c * k + 2.0 * t * c,
+    }
+    return ConditionerCost(encode, low_rank=k)
