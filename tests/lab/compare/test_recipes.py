@@ -24,7 +24,8 @@ from lab.compare.recipe_tools import NAMES, arguments, config_of
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.data.chunked import write_shards
 from metis_hf.data.corpus import train_tokenizer
-from metis_hf.lab.planning.plan import meta_model, parameter_counts
+from metis_hf.lab.cost import meta_model
+from metis_hf.lab.planning.plan import parameter_counts
 from metis_hf.lab.recipe import (
     build_model,
     build_trainer,

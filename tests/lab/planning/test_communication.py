@@ -22,7 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.lab.planning.communication import communication
-from metis_hf.lab.planning.plan import meta_model, state_memory
+from metis_hf.lab.cost import meta_model
+from metis_hf.lab.planning.plan import state_memory
 from metis_hf.lab.planning.workload import FSDP2, Workload
 from lab.planning.test_planning import BLOCKS, configs
 
@@ -96,7 +97,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.lab.planning.communication import tensor_parallel
-from metis_hf.lab.planning.plan import meta_model
+from metis_hf.lab.cost import meta_model
 from lab.planning.test_communication import tp_config, tp_load
 
 out, scheme, bf16, checkpointing = sys.argv[1], sys.argv[2], *(a == "True" for a in sys.argv[3:])
