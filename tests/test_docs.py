@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHER_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 OTHER_PAGES += [ROOT / name for name in ("recipes/README.md", "benchmarks/README.md")]
 RECORDS = sorted((ROOT / "eval" / "results").rglob("*.md"))
+OF_TODAY = [page for page in (*PAGES, *OTHER_PAGES, *RECORDS) if page.name != "CHANGELOG.md"]
+MOST_WORDS = 56_000
 DOCTESTED = ["metis_hf.numerics.formats", "metis_hf.numerics.storage"]
 
 
@@ -95,8 +98,79 @@ def test_every_page_is_linked_from_the_first():
     assert missing == ["index.md"]
 
 
+SHELL = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(metis-hf \w[^`]*|python \w[^`]*)`")
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Return the words of each command in a page's shell blocks and inline code."""
+    text = page.read_text()
+    blocks = "\n".join(SHELL.findall(text)).replace("\\\n", " ")
+    lines = [*blocks.splitlines(), *(" ".join(found.split()) for found in INLINE.findall(text))]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_those_of_the_command_line(page):
+    """Every `metis-hf` command in a page exists, and so does each of its options."""
+    click = pytest.importorskip("typer.main")
+    from metis_hf.cli.main import app
+
+    commands = click.get_command(app).commands
+    for words in command_lines(page):
+        if words[0] == "metis-hf":
+            command = commands[words[1]]
+            context = command.context_class(command, info_name=words[1])
+            command.make_parser(context).parse_args(words[2:])
+
+
+def test_files_that_pages_name_exist():
+    named = re.compile(r"\b(?:metis_hf|recipes|benchmarks|tests|eval/studies)/[\w/-]+\.(?:py|yaml)")
+    texts = {
+        page: page.read_text() for page in (*PAGES, *OTHER_PAGES) if page.name != "CHANGELOG.md"
+    }
+    missing = {
+        (page.name, found)
+        for page, text in texts.items()
+        for found in named.findall(text)
+        if not (ROOT / found).exists()
+    }
+    assert not missing
+
+
+@pytest.mark.slow
+def test_options_of_recipes_exist():
+    used = {
+        (script, word)
+        for words in (words for page in OF_TODAY for words in command_lines(page))
+        for script in words
+        if re.fullmatch(r"recipes/\w+\.py", script)
+        for word in words[words.index(script) :]
+        if word.startswith("--")
+    }
+    scripts = {script for script, _ in used}
+    helps = {
+        script: subprocess.run(
+            [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        ).stdout
+        for script in scripts
+    }  # fmt: skip
+    absent = {
+        (script, word)
+        for script, word in used
+        if word.replace("-", "_") not in helps[script].replace("-", "_")
+    }
+    assert not absent
+
+
+def test_pages_are_short():
+    words = sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md"))
+    assert words <= MOST_WORDS
+
+
 def test_messages_are_quoted_as_they_are_printed():
-    """Of what the page of troubles quotes, all but names, numbers and dots is in the sources."""
+    """The sources have all that troubleshooting.md quotes, but for names, numbers and dots."""
     of_transformers = {"Unknown quantization type, got metis"}
     texts = [
         re.sub(r"\s+", " ", node.value)

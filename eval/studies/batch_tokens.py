@@ -1,4 +1,4 @@
-"""What the shape of a batch does to schemes with splits: a table for docs/fidelity.md.
+"""What the shape of a batch does to schemes with splits: the table of its README.
 
     python eval/studies/batch_tokens.py MODEL --text prose.txt
 
@@ -15,7 +15,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from publish import RESULTS, ROOT, publish_table
+from publish import RESULTS, publish_table
 
 from metis_hf import MetisConfig
 from metis_hf.lab.fidelity.loss import predictions
@@ -24,8 +24,8 @@ from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes.parts import Scheme, Spectral
 from metis_hf.shared.records import environment
 
-PAGE = ROOT / "docs" / "fidelity.md"
 OUT = RESULTS / "batch-tokens"
+PAGE = OUT / "README.md"
 MARK = "tokens of a batch"
 SEQUENCES, LENGTH = 16, 256
 BATCHES = ((2, 256), (8, 256), (16, 256), (2, 2048))  # sequences, tokens of each

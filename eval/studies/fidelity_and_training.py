@@ -1,4 +1,4 @@
-"""What fidelity says of training: divergence of schemes against their gaps, for docs/fidelity.md.
+"""What fidelity says of training: divergence of schemes against their gaps.
 
     python eval/studies/fidelity_and_training.py
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from publish import RESULTS, ROOT, publish_table
+from publish import RESULTS, publish_table
 from scipy.stats import spearmanr
 
 from metis_hf.lab.compare.statistics import Interval
@@ -22,8 +22,8 @@ from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 
-PAGE = ROOT / "docs" / "fidelity.md"
 OUT = RESULTS / "prediction"
+PAGE = OUT / "README.md"
 MARK = "fidelity and training"
 DIRECT = "nvfp4-rne"  # what gaps and divergences are drawn relative to
 # Their weights are trained as factors, which has a gap of its own.

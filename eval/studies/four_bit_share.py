@@ -1,4 +1,4 @@
-"""How much of a training step is four bits: tables in docs/performance.md.
+"""How much of a training step is four bits: tables beside its record and in docs/choosing.md.
 
     python eval/studies/four_bit_share.py
 
@@ -30,7 +30,8 @@ from metis_hf.lab.planning.workload import Workload
 from metis_hf.lab.show.table import markdown_table
 
 RECORD = RESULTS / "four-bit-share.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = (RECORD.with_suffix(".md"), ROOT / "docs" / "choosing.md")
+WAYS = (("bf16", "fp32"), ("metis", "fp32"), ("metis", "4 bit"))  # scheme, AdamW's moments
 SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "metis")
 TOKENS = 8192  # of a step, that the costs of weights are shared by
 IN_FOUR_BITS = ("thin_products", "corrections")  # of what a scheme adds: both factors are codes
@@ -149,18 +150,24 @@ def multiply_add_table(found: dict[str, Any]) -> str:
     return markdown_table(header, rows)
 
 
+def held(values: dict[str, Any], scheme: str, moments: str) -> dict[str, float]:
+    """Return the bytes of each kind that a device holds, with moments in fp32 or in 4 bits."""
+    found = dict(values["bytes"][scheme])
+    found["moments"] *= MOMENT_BYTES[moments] / MOMENT_BYTES["fp32"]
+    return found
+
+
 def byte_table(found: dict[str, Any]) -> str:
     """Return what is held in a step, a row for each model and way."""
     rows = []
     for name, values in found["models"].items():
-        for scheme, moments in (("bf16", "fp32"), ("metis", "fp32"), ("metis", "4 bit")):
-            held = dict(values["bytes"][scheme])
-            held["moments"] *= MOMENT_BYTES[moments] / MOMENT_BYTES["fp32"]
-            four = (held["linear_activations"] if scheme == "metis" else 0.0) + (
-                held["moments"] if moments == "4 bit" else 0.0
+        for scheme, moments in WAYS:
+            each = held(values, scheme, moments)
+            four = (each["linear_activations"] if scheme == "metis" else 0.0) + (
+                each["moments"] if moments == "4 bit" else 0.0
             )
-            total = sum(held.values())
-            parts = [f"{held[key] / 1e9:.2f}" for key in held]
+            total = sum(each.values())
+            parts = [f"{each[key] / 1e9:.2f}" for key in each]
             rows.append([name, scheme, moments, *parts, f"{total / 1e9:.2f}",
                          f"{100 * four / total:.0f}"])  # fmt: skip
     header = ["Model", "Scheme", "Moments", "Weights", "Gradients", "Moments",
@@ -169,13 +176,25 @@ def byte_table(found: dict[str, Any]) -> str:
     return markdown_table(header, rows)
 
 
-def write_pages(found: dict[str, Any], page: str) -> str:
-    """Return the page with both tables."""
-    for marker, table in (
-        ("four bits: multiply-adds", multiply_add_table(found)),
-        ("four bits: bytes", byte_table(found)),
-    ):
-        page = page_with(marker, table, page)
+def device_table(found: dict[str, Any]) -> str:
+    """Return the sums of what a device holds, a row for each model."""
+    rows = [
+        [name, *(f"{sum(held(values, *way).values()) / 1e9:.0f}" for way in WAYS)]
+        for name, values in found["models"].items()
+    ]
+    return markdown_table(["Model", "bf16, GB", "metis, GB", "metis, 4-bit moments, GB"], rows)
+
+
+def with_tables(page: str, found: dict[str, Any]) -> str:
+    """Return the page with those tables that it has markers for."""
+    tables = {
+        "four bits: multiply-adds": multiply_add_table,
+        "four bits: bytes": byte_table,
+        "four bits: devices": device_table,
+    }
+    for marker, table in tables.items():
+        if f"<!-- {marker} -->" in page:
+            page = page_with(marker, table(found), page)
     return page
 
 
@@ -183,7 +202,8 @@ def main() -> None:
     """Write the record and the tables."""
     found = record()
     RECORD.write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(write_pages(found, PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(), found))
 
 
 if __name__ == "__main__":

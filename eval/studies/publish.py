@@ -77,8 +77,9 @@ def publish_demo(run: Path) -> None:
         result["history"] = [{k: e[k] for k in CURVE_KEYS if k in e} for e in result["history"]]
     (target / "results.json").write_text(json.dumps(record) + "\n")
     if not _into_pages("demo table", target):
-        names = ", ".join(str(page.relative_to(ROOT)) for page in pages())
-        raise ValueError(f"no page has '<!-- demo table -->' ... '<!-- end -->': {names}")
+        raise ValueError(
+            "neither README.md nor a page in docs/ has '<!-- demo table -->' ... '<!-- end -->'"
+        )
 
 
 def publish_compare(run: Path, name: str) -> None:

@@ -26,9 +26,10 @@ def record(study):
     return json.loads(study.RECORD.read_text())
 
 
-def test_the_page_is_the_record(study, record):
-    page = study.PAGE.read_text()
-    assert study.write_pages(record, page) == page
+def test_the_pages_are_the_record(study, record):
+    pages = [page.read_text() for page in study.PAGES]
+    assert [study.with_tables(page, record) for page in pages] == pages
+    assert "".join(pages).count("<!-- four bits: ") == 3
 
 
 def test_multiply_adds_of_a_llama_by_hand(study):
