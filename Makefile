@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo   train a small language model in FP4 four ways and print the table"
 	@echo "make test   run the tests"
-	@echo "make lint   ruff and mypy"
+	@echo "make lint   ruff, mypy and codespell"
 	@echo "make docs   build the documentation site into build/site"
 	@echo "make bench  measure speed and memory, and write benchmarks/README.md (half an hour)"
 	@echo "make gpu    measure what only a GPU can tell, in this machine's own python (40 minutes at most)"
@@ -45,6 +45,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 # A link that leads nowhere fails the build.
 $(VENV)/.docs: $(VENV)/.installed
