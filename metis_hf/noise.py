@@ -168,7 +168,7 @@ def use_kernels_of(find: Callable[[Tensor], ModuleType | None]) -> None:
 
 
 def _one_launch(x: Tensor) -> ModuleType | None:
-    """Return what computes all this in one launch where `x` is; None where operations do."""
+    """Return the module that does it in one launch on the device of `x`; None: operations do."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return None
     return _find_kernels(x)
@@ -248,7 +248,7 @@ def _index_hash(device: torch.device) -> Tensor:
 
 
 def lane_hashes(device: torch.device) -> Tensor:
-    """Return what tells the 16 elements of a block apart, int32 [16]; do not write to it."""
+    """Return a number for each of a block's 16 elements, int32 [16]; do not write to it."""
     return _index_hash(device)[:_LANES]
 
 
@@ -256,7 +256,7 @@ def lane_hashes(device: torch.device) -> Tensor:
 def lane_halves(device: torch.device) -> Tensor:
     """Return the upper and the lower 16 bits of `lane_hashes` as fp32 numbers, [2 16].
 
-    Generated C++ loads vectors of fp32 directly, and those of int32 by way of a buffer.
+    Generated C++ loads vectors of fp32 directly, and vectors of int32 by way of a buffer.
     """
     lanes = lane_hashes(device)
     return torch.stack([(lanes >> 16) & 0xFFFF, lanes & 0xFFFF]).float()
@@ -297,7 +297,7 @@ def hashes_of_each(
 ) -> tuple[Tensor, Tensor]:
     """Return (hash of its block, hash of its lane) of each of `count` elements in a row; int32.
 
-    The noise is that of `uniform((count,), ...)`.
+    The noise equals `uniform((count,), ...)`.
     """
     first, second = _first_and_second(words, data)
     index = torch.arange(count, device=data.device, dtype=torch.int32)

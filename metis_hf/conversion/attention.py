@@ -72,7 +72,7 @@ def select_attention(
     if planned(model).get("tp_size", 1) > 1:
         raise NotImplementedError(
             f"attention={config.attention!r} under tensor parallelism: each process has some of "
-            f"the heads, and a tensor scale would be that of its part. {TENSOR}. {FSDP2_INSTEAD}"
+            f"the heads, and a tensor scale would belong to its part. {TENSOR}. {FSDP2_INSTEAD}"
         )
     around = {name.rpartition(".")[0] for name in converted}
     inside = {

@@ -49,7 +49,7 @@ class Candidate:
 
     Attributes:
         fused: whether it is a fused expert weight.
-        called: the names by which a config means it, first that of its first place.
+        called: the names by which a config means it, the name of its first place first.
     """
 
     fused: bool
@@ -67,7 +67,7 @@ def places(model: nn.Module) -> dict[nn.Module, list[str]]:
 def find_candidates(
     model: nn.Module, config: MetisConfig, naming: Naming = AS_THEY_ARE
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Return (candidates by name, reasons by name of what looks as if it were one and is not)."""
+    """Return (candidates by name, reasons by name why the others are none)."""
     candidates: dict[str, Candidate] = {}
     others: dict[str, str] = {}
     for module, names in places(model).items():
@@ -110,7 +110,7 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str
 def unknown_matrices(
     model: nn.Module, name: str, module: nn.Module
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of what may be matrices of experts in a form that nobody declares.
+    """Yield (name, parameter) of possible matrices of experts in a form that nobody declares.
 
     Args:
         model: the whole.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-# Last parts of the names of such layers beside each other, as llm-compressor lists them; those of
-# BERT; and those of the linear attention of Qwen3.5, as ModelOpt does.
+# Last parts of the names of such layers beside each other, as llm-compressor lists them; BERT's;
+# and the linear attention of Qwen3.5, as ModelOpt lists it.
 DEPLOYED_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),

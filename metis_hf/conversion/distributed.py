@@ -79,14 +79,14 @@ def cut_layers(model: nn.Module) -> None:
 
 
 def _as_cut(row: LayerReport, shards: Shards) -> LayerReport:
-    """Return what the report says of a layer, once it is cut."""
+    """Return a layer's row of the report, once the layer is cut."""
     if not (row.native and shards.cut):
         return row
     return replace(row, native=False, emulated=f"tensor parallelism cuts them, {_NOT_SHARED}")
 
 
 def shards_of(model: nn.Module, size: int, plan: dict[str, str]) -> dict[str, Shards]:
-    """Return how each converted layer is cut, by name.
+    """Return the cut of each converted layer, by name.
 
     Args:
         model: converted.

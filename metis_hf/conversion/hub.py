@@ -34,7 +34,7 @@ from metis_hf.layers.parallelism import check_plan, planned
 def read_config(values: Mapping[str, Any]) -> MetisConfig:
     """Return a config that a checkpoint or an adapter holds, for this machine."""
     config = MetisConfig.from_dict(dict(values))
-    # FP4 units were those of the machine that wrote it.
+    # FP4 units belonged to the machine that wrote it.
     return config.replace(backend="auto") if config.backend == "native" else config
 
 

@@ -1,4 +1,4 @@
-"""Names of what a packed model of mixed experts keeps dense and that is no nn.Linear.
+"""Names of the parts of a packed mixture of experts that stay dense and are no nn.Linear.
 
 transformers holds the experts of a layer as fused parameters, and most routers are modules of their
 own. Engines hold both as layers that they quantize unless the checkpoint's config excludes them,

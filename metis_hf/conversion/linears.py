@@ -77,7 +77,7 @@ def why_not_plain(module: nn.Module) -> str | None:
     - torch's NonDynamicallyQuantizableLinear, which nn.MultiheadAttention never calls: it reads the
       weight.
     - another `__call__`, or a forward pass that is neither the base class's nor listed here
-      (routers, which also choose; DeepSeek V4's, block-diagonal; Idefics', two weights; those of
+      (routers, which also choose; DeepSeek V4's, block-diagonal; Idefics', two weights; layers of
       other quantization methods).
     - parameters, buffers or submodules beside weight and bias: parametrized weights, adapters.
     - a forward pass that was put on the instance. Hooks of accelerate are none: they wrap the
@@ -139,7 +139,7 @@ def why_not_trainable(weight: Tensor) -> str | None:
 
 
 def _beside(module: nn.Module) -> set[str]:
-    """Return names of what a layer has beside weight and bias: a mask of torch's pruning, say."""
+    """Return names of tensors and modules beside weight and bias: the mask of torch's pruning."""
     return {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
 
 

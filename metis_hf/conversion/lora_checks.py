@@ -27,7 +27,7 @@ def check_saved(config: LoraConfig, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """The names of an adapter's config before PEFT turns some into those of fused experts."""
+    """The names of an adapter's config before PEFT turns some into names of fused experts."""
 
     targets: frozenset[str]
     values: dict[str, Any]
@@ -45,7 +45,7 @@ class Asked:
     def put_back(self, config: LoraConfig, model: nn.Module) -> None:
         """Undo what PEFT did to full names of layers, such as "all-linear" becomes.
 
-        Of a model type with fused experts it takes every `..gate_proj` for one of them, those of
+        Of a model type with fused experts it takes every `..gate_proj` for one of them, in
         dense layers and shared experts too.
         """
         if isinstance(config.target_modules, str):

@@ -26,10 +26,10 @@ _WAITING: MutableMapping[Any, dict[str, dict[str, tuple[str, Tensor]]]] = WeakKe
 
 
 def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Naming:
-    """Return how a config names the modules of a model that is about to be loaded.
+    """Find the names that a config uses for the modules of a model that is about to be loaded.
 
-    The names are those of the files first. A name or pattern that then means nothing is one of the
-    other class, for which the checkpoint was converted before it was saved again.
+    Names of the files come first. A name or pattern that then means nothing belongs to the other
+    class, for which the checkpoint was converted before it was saved again.
 
     Args:
         model: without weights.
@@ -51,9 +51,9 @@ def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Namin
 def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint as a model has them; transformers may save them otherwise.
 
-    It renames what it saves, and takes apart what the model holds as one tensor (experts). A shard
-    may have some of such parts: they wait for those of the next calls. Of a weight that the model
-    has layers for (`weights_in_layers`) none waits: the last part found has the weight's name.
+    `save_pretrained` renames tensors, and takes fused experts apart. A shard may have some of the
+    parts: they wait for the parts of the next calls. Where the model has layers for a weight
+    (`weights_in_layers`) no part waits: the last one found has the weight's name.
 
     Args:
         model: a transformers model.
@@ -71,7 +71,7 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = model.state_dict()
     if tensors.keys() <= own.keys():
         return dict(tensors)
-    mapping = getattr(model, "_weight_conversions", None)  # of what `from_pretrained` was told
+    mapping = getattr(model, "_weight_conversions", None)  # of `from_pretrained`
     if mapping is None:
         mapping = get_model_conversion_mapping(model, None, None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -118,7 +118,7 @@ def weights_in_layers(model: Any) -> set[str]:
 def _converted(
     converter: Any, name: str, model: Any, own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return what a converter makes of its tensors; nothing where some are still missing."""
+    """Convert tensors; return nothing where some are still missing."""
     try:
         made = converter.convert(name, model=model, config=model.config)
     except (RuntimeError, ValueError, IndexError):  # of a list that is not complete

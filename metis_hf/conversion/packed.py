@@ -80,7 +80,7 @@ def load_packed(
     The layouts are compressed-tensors' `nvfp4-pack-quantized` and ModelOpt's NVFP4. Layers that
     the checkpoint holds dense (`ignore`, `exclude_modules`) stay nn.Linear. A layer's weight is
     unpacked when it is used and given back after, in the backward pass again; its values in bf16
-    are those of the compressed-tensors library, to the bit.
+    equal the compressed-tensors library's, to the bit.
 
         >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
         >>> model = load_packed("model-nvfp4")  # doctest: +SKIP
@@ -123,7 +123,7 @@ def load_deployed(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrained
     """Load a packed language model to measure it, as plain transformers computes it where it can.
 
     Else as `load_packed` computes it: transformers leaves packed layers to the compressed-tensors
-    library, which computes in BF16 alone and cannot unpack those of every class.
+    library, which computes in BF16 alone and cannot unpack every class.
 
     Args:
         path: a directory in the layout `nvfp4-pack-quantized`.
@@ -177,7 +177,7 @@ def why_not_late(model: PreTrainedModel, packed: Mapping[str, type[nn.Module]]) 
 
 
 def _initializer(cls: type[PreTrainedModel]) -> str:
-    """Return the source of what gives a class's layers their first values; "" without one."""
+    """Return the source of a class's initializer of layers; "" without one."""
     try:
         return inspect.getsource(cls._init_weights)
     except (OSError, TypeError):

@@ -70,7 +70,7 @@ class PackedScheme:
 
     Attributes:
         layout: "compressed-tensors" or "modelopt".
-        quantizes_input: whether activations are quantized too (W4A4); None: those of some layers,
+        quantizes_input: whether activations are quantized too (W4A4); None: in some layers,
             which have a scale for them.
         kinds: where only some layers' are: (name of layers, as the config has it, whether theirs
             are quantized).
@@ -107,7 +107,7 @@ class PackedScheme:
 
 
 def read_scheme(config: Mapping[str, Any], where: str) -> PackedScheme:
-    """Return what a `quantization_config`, or a hf_quant_config.json, describes.
+    """Read a `quantization_config`, or the contents of hf_quant_config.json.
 
     Args:
         config: the contents.
@@ -263,7 +263,7 @@ class StoredTensor:
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, StoredTensor]:
-    """Return what safetensors files hold, by the name of the tensor; no tensor is read."""
+    """List the tensors in safetensors files by name; no tensor is read."""
     found = {}
     for path in files:
         with safe_open(path, "pt") as tensors:
@@ -280,7 +280,7 @@ def check_layer(
     shape: tuple[int, int],
     quantizes_input: bool | None,
 ) -> None:
-    """Refuse a layer whose tensors in the files are not those of its layout.
+    """Refuse a layer whose tensors in the files do not fit its layout.
 
     Args:
         name: of the layer, for messages.

@@ -79,7 +79,7 @@ class PackedConfig(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def as_request(self) -> dict[str, Any]:
-        """Return what a model's config has as `quantization_config` to be loaded by us."""
+        """Return the `quantization_config` with which a model's config asks to be loaded by us."""
         return {
             "quant_method": METHOD,
             "source": self.source,
@@ -188,7 +188,7 @@ class PackedLoader(HfQuantizer):
         if config.scheme.dropped:
             warnings.warn(
                 f"{config.where} also has {', '.join(config.scheme.dropped)}, which is not "
-                "emulated and left out of what save_pretrained writes",
+                "emulated, and which save_pretrained leaves out",
                 stacklevel=2,
             )
         return model

@@ -232,7 +232,7 @@ def _config_around(model: nn.Module, name: str) -> object:
 
 
 def experts_per_token(config: object) -> int:
-    """Return how many experts of a layer a token visits, by a model's config; 1 if it is silent.
+    """Return the number of experts that a token visits in a layer; 1 if the config is silent.
 
     Of a config that has a number for each layer, the mean.
     """

@@ -32,8 +32,8 @@ class Selection:
         linears: names of nn.Linear and Conv1D modules to convert.
         experts: names of fused expert weights to convert.
         skipped: linear layers and expert weights that stay, with the reason.
-        tied: of `linears`, those that share their weight, with the name of the other module.
-        called: the names by which the config means each of them, first that of the first place.
+        tied: the `linears` that share their weight, with the name of the other module.
+        called: the names by which the config means each of them, the name of the first place first.
     """
 
     linears: tuple[str, ...]
@@ -145,7 +145,7 @@ def _check_targets(
     Args:
         model: whose they are.
         config: with the names.
-        modules: names of all modules, as the config has them, with those of the model.
+        modules: names of all modules, as the config has them, with the model's names.
         candidates: names of layers that could be converted.
         skipped: reasons of those that stay.
     """

@@ -192,7 +192,7 @@ def export_checkpoint(
 
 
 def _kind(model: PreTrainedModel, format: str, low_rank: str) -> str:
-    """Return which kind of export, of those of `model_card`, the choices ask for."""
+    """Return the kind of export, as `model_card` names it, that the choices ask for."""
     if low_rank == "side-file":
         return low_rank
     quantizes = any(quantized_input(layer) is not None for _, layer in metis_layers(model))

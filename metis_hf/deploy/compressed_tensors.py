@@ -149,7 +149,7 @@ def is_split(layer: MetisLayer) -> bool:
 
 
 def _dynamic_split(layer: MetisLayer) -> Spectral | None:
-    """Return what splits the one stored matrix whenever it is quantized; None for other layers."""
+    """Return the split of the one stored matrix at each quantization; None for other layers."""
     conditioner = layer.eval_scheme.fprop_weight.conditioner
     stored = layer.weight_form.is_split
     return conditioner if isinstance(conditioner, Spectral) and not stored else None

@@ -47,7 +47,7 @@ MIXED = (
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the tensor scale of each layer is made of, where it is deployed with others.
+    """Return the amax of each layer's tensor scale, where the layer is deployed with others.
 
     0-dim fp32: the largest magnitude of all their weights. Without the layers of calibrated scales,
     which share theirs already, and of quantizers that have no tensor scale.
@@ -75,7 +75,7 @@ def share_others(
     packed: Mapping[str, CompressedMatrix],
     represented: Callable[[str], Tensor],
 ) -> dict[str, CompressedMatrix]:
-    """Return what `shared_amaxes` leaves under scales of their own, packed under one a group.
+    """Pack the layers that `shared_amaxes` leaves alone under one scale a group.
 
     Layers deployed as one may be of schemes with other scale rules, or only some of calibrated
     scales: one magnitude then gives several tensor scales. The smallest, an encode scale, holds all
@@ -115,12 +115,12 @@ def scale_notes(
     moved: bool,
     shared: bool,
 ) -> tuple[str, ...]:
-    """Return what to say of the tensor scales of packed layers that are deployed as one.
+    """Return notes on the tensor scales of packed layers that are deployed as one.
 
     Args:
         model: still converted.
-        packed: what is written, by layer.
-        amaxes: those of `shared_amaxes` that were used.
+        packed: the written matrices, by layer.
+        amaxes: the used ones of `shared_amaxes`.
         moved: whether `share_others` gave other scales.
         shared: whether scales were to be shared.
     """
@@ -140,7 +140,7 @@ def scale_notes(
 def mixed_notes(
     model: nn.Module, packed: Container[str], inputs: Container[str]
 ) -> tuple[str, ...]:
-    """Return what to say where layers that are deployed as one are quantized in several ways.
+    """Return notes on layers that are deployed as one and quantized in several ways.
 
     Args:
         model: still converted.
@@ -155,6 +155,6 @@ def mixed_notes(
 
 
 def _kinds(group: tuple[str, ...], packed: Container[str], inputs: Container[str]) -> str:
-    """Return how each layer of a group is quantized, in words."""
+    """Describe the quantization of each layer of a group."""
     kinds = {name: "W4A4" if name in inputs else "W4A16" for name in group if name in packed}
     return ", ".join(f"{name.rpartition('.')[2]} {kinds.get(name, 'dense')}" for name in group)

@@ -38,7 +38,7 @@ class InputQuantizer:
 
 
 def quantized_input(layer: MetisLayer) -> InputQuantizer | None:
-    """Return how a layer quantizes its input under a calibrated scale; None if it does not."""
+    """Return a layer's quantizer of inputs under a calibrated scale; None if it has none."""
     state, quantizer = static_scales(layer), layer.eval_scheme.fprop_input.quantizer
     if state is None or not state.input or quantizer is None:
         return None

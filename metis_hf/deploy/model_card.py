@@ -63,7 +63,7 @@ _NEEDS = {
     "modelopt": "For engines that read ModelOpt's checkpoints; transformers does not.",
     "side-file": "`pip install metis-hf`; the compressed-tensors library is not needed.",
 }
-_FEW_BITS = 4  # of what the tag fp4-training stands for
+_FEW_BITS = 4  # the tag fp4-training stands for
 
 
 def model_card(
@@ -73,7 +73,7 @@ def model_card(
     kind: str = "metis",
     results: Mapping[str, Any] | None = None,
 ) -> ModelCard:
-    """Return the card of a converted model, or of what is exported from it.
+    """Return the card of a converted model, or of an export of it.
 
     Args:
         model: converted; its config and its conversion report are shown.
@@ -194,15 +194,15 @@ def _tags_of(layers: Sequence[MetisLayer], kind: str) -> list[str]:
 
 
 def _without_import(model: nn.Module, layers: Iterable[MetisLayer]) -> str:
-    """Return what transformers makes of a checkpoint whose format it does not know."""
+    """Say what transformers does with a checkpoint whose format it does not know."""
     experts = any(converted_names(module) for module in model.modules())
     if experts or any(layer.weight_form.is_split for layer in layers):
         return "reports missing weights"
-    return "warns, and loads the weights as those of a plain model in high precision"
+    return "warns, and loads the weights into a plain model in high precision"
 
 
 def _config_table(config: MetisConfig) -> str:
-    """Return what was chosen; a value that is not the default is set in bold."""
+    """Return the config as a table; a value that is not the default is set in bold."""
     default = MetisConfig().to_dict()
     lines = ["| Option | Value |", "| --- | --- |"]
     for key, value in config.to_dict().items():

@@ -44,7 +44,7 @@ def describe(
     experts: Sequence[str] = (),
     routers: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what `hf_quant_config.json` says.
+    """Return the contents of `hf_quant_config.json`.
 
     Args:
         ignore: names of the nn.Linear modules that are not packed.
@@ -70,7 +70,7 @@ def describe(
 
 
 def quantization_config(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `quantization_config` of a config.json, made of what `describe` gives."""
+    """Return the `quantization_config` of config.json for the result of `describe`."""
     details = description["quantization"]
     if details["quant_algo"] == MIXED:
         named: dict[str, list[str]] = {}

@@ -143,7 +143,7 @@ def loss_rows(report: ExportReport) -> Iterator[tuple[str, str, str]]:
 
 
 def report_section(report: ExportReport) -> str:
-    """Return what the export costs, for the model card."""
+    """Describe the cost of the export, for the model card."""
     lines = [
         "## What the export costs",
         "",

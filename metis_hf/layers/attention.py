@@ -70,7 +70,7 @@ def build_attention_scheme(config: MetisConfig) -> Scheme:
 
 
 def _why_not(scheme: Scheme) -> str | None:
-    """Return what keeps a scheme's operands from standing for queries, keys and values."""
+    """Say why a scheme's operands cannot stand for queries, keys and values, or None."""
     if scheme.corrected or scheme.splits:
         return "splits tensors, or stores weights split, which is made for layers with a weight"
     if type(scheme.weight) is not DenseWeight:
@@ -133,7 +133,7 @@ class ProductOperands:
             operand = operand.bind(self.state)
         by_rows = role in (Role.DGRAD_WEIGHT, Role.WGRAD_GRAD_OUTPUT, Role.WGRAD_INPUT)
         again = operand.conditioner
-        if by_rows and isinstance(again, Requantized):  # whose first copy is that of fprop
+        if by_rows and isinstance(again, Requantized):  # whose first copy is fprop's
             assert operand.quantizer is not None
             x = first_copy(x.reshape(-1, x.shape[-1]), operand.quantizer).view(x.shape)
             operand = replace(operand, conditioner=again.second)

@@ -52,9 +52,9 @@ def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of GEMMs with input x, and of what they give: its own, or autocast's.
+    """Return the dtype of GEMMs with input x and of their outputs: the dtype of x, or autocast's.
 
-    As of torch's own layers: autocast leaves float64 alone.
+    As in torch's own layers: autocast leaves float64 alone.
     """
     device = x.device.type
     if x.dtype is not torch.float64 and torch.is_autocast_enabled(device):

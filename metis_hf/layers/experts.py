@@ -69,7 +69,7 @@ def replace_fused(module: nn.Module, name: str, layers: list[MetisLayer]) -> Non
 def fuse_again(module: nn.Module, name: str) -> None:
     """Undo `replace_fused`: stack the weights that the layers represent.
 
-    A fused weight trains if that of any expert does.
+    A fused weight trains if any expert's weight does.
     """
     layers: Any = layers_of(module, name)
     del module._modules[_PREFIX + name]

@@ -248,7 +248,7 @@ class MetisLayer(nn.Module):
 
     @torch.no_grad()
     def call_state(self, x: Tensor, keys: CallKeys, *, update: bool = False) -> Any:
-        """Return what a call with this input takes from the scheme's state; None if it has none.
+        """Freeze the scheme's state for a call with this input; None if it has none.
 
         Without `update` (evaluation, measurements) the state stays as it is: asked again after a
         call in training, it gives what that call got.
@@ -327,7 +327,7 @@ class QuantLinear(MetisLayer):
         else:
             y = super()._high_precision(x)
         for name in self.weight_form.names[:-1]:
-            # Not in use: a gradient of zero, since DDP waits for that of each parameter.
+            # Not in use: a gradient of zero, since DDP waits for every parameter's.
             y = y + 0 * getattr(self, name).sum()
         return y
 

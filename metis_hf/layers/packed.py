@@ -1,6 +1,6 @@
 """A linear layer over a frozen NVFP4 weight that stays packed: 4.5 bits an element.
 
-The tensors are those of compressed-tensors' layout `nvfp4-pack-quantized`. The weight is unpacked
+The tensors have compressed-tensors' layout `nvfp4-pack-quantized`. The weight is unpacked
 when a GEMM needs it and given back after, in the backward pass once more; autograd keeps the packed
 tensors alone. Gradients go to the input and the bias, never to the weight.
 """
@@ -93,8 +93,7 @@ class PackedWeight(NamedTuple):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [o i], computed in fp32 and rounded to `dtype` once.
 
-        The order is that of the compressed-tensors library, whose values in bf16 these are, to the
-        bit.
+        The order and the values in bf16 are the compressed-tensors library's, to the bit.
         """
         rows, half = self.codes.shape
         table = _pairs(self.codes.device)

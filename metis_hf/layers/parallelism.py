@@ -14,7 +14,7 @@ from torch import Tensor, nn
 FSDP2_INSTEAD = "Shard the model with FSDP2 instead (fsdp_version: 2)"
 TENSOR = (
     "tensor parallelism gives each process a part of every weight, and of the inputs of some "
-    "layers. Tensor scales, blocks and subspaces would be those of the parts"
+    "layers. Tensor scales, blocks and subspaces would belong to the parts"
 )
 EXPERT = (
     "expert parallelism gives each process some of the experts by slicing one 3-D parameter, and "
@@ -24,7 +24,7 @@ EXPERT = (
 PIPELINE = "pipeline parallelism of transformers runs stages forward only, and trains nothing"
 SEQUENCE = (
     "splits sequences over processes. Each would quantize its part by itself: tensor scales, "
-    "blocks along tokens and subspaces would be those of parts of sequences, in an order of tokens "
+    "blocks along tokens and subspaces would belong to parts of sequences, in an order of tokens "
     "that load balancing chooses"
 )
 

@@ -1,6 +1,6 @@
 """Rehearse a layer's step on a few numbers: its quantizers are known before they are needed.
 
-What is noted of it, and why, `numerics.kernels.ahead` says.
+`numerics.kernels.ahead` says what is noted, and why.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerRehearsal:
         self._layer = weakref.ref(layer)
 
     def mode(self) -> Hashable | None:
-        """Return what the layer is about to do; None where it is gone."""
+        """Return the mode of the layer's next call; None where the layer is gone."""
         layer = self._layer()
         if layer is None:
             return None

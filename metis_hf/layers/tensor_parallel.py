@@ -1,8 +1,8 @@
 """Quantized layers whose weights transformers' tensor parallelism cuts, one part to each process.
 
 Blocks lie whole on one process, and the amax of a tensor that is cut is shared: codes and scales
-are then those of the whole tensor, and only the order of sums differs from one process. `obstacle`
-says which schemes and shapes allow that. Rounding noise and stored inputs are those of the parts.
+then equal the whole tensor's, and only the order of sums differs from one process. `obstacle` says
+which schemes and shapes allow that. Rounding noise and stored inputs belong to the parts.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _scale_is_shared(scheme: Scheme, shards: Shards, role: Role) -> bool:
 
 
 def _is_rotated(scheme: Scheme, role: Role) -> bool:
-    """Return whether this operand reduces the amax of what it has rotated itself."""
+    """Return whether this operand reduces the amax of its own rotated tensor."""
     return isinstance(scheme.resolve(role)[1].conditioner, Hadamard)
 
 
@@ -184,10 +184,10 @@ def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> di
 
 
 def shared_numbers(scheme: Scheme, shards: Shards) -> tuple[int, int]:
-    """Return how many numbers all processes reduce in a layer's forward and its backward pass.
+    """Return the count of numbers that all processes reduce in a layer's forward and backward pass.
 
-    One is the amax of one matrix: of input and weight once for all copies, of what is rotated and
-    of gradients for each copy that the scheme quantizes.
+    One is the amax of one matrix: of input and weight once for all copies, of rotated tensors and
+    gradients for each copy that the scheme quantizes.
     """
     quantized = {scheme.resolve(role)[0] for role in Role}
     cut = {role for role in quantized if _scale_is_shared(scheme, shards, role)}
@@ -209,9 +209,9 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
     if not isinstance(scheme.weight, DenseWeight):
         return "its weight is stored in several parameters, of which plans know one"
     if scheme.state is not None:
-        return "its scheme keeps a state of the layer, which would be that of a part"
+        return "its scheme keeps a state of the layer, which would describe a part"
     if scheme.splits or scheme.corrected:
-        return "its operands are split, and the subspace of a part is not that of the whole"
+        return "its operands are split, and the subspace of a part differs from the whole's"
     cut = shape[0] if shards.style == COLWISE else shape[1]
     side = "out_features" if shards.style == COLWISE else "in_features"
     if cut % shards.size:

@@ -61,7 +61,7 @@ class _Running:
 class _PerThread(threading.local):
     """One `_Running` for each thread.
 
-    torch.compile follows changes of an object's attributes, and loses those of a threading.local.
+    torch.compile follows changes of an object's attributes, and loses changes of a threading.local.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class TokenMask:
     Trainer smooths them, it has the rows whose token is not padding, in training. A model that
     gives its decoder the encoder's tokens, one later, has the encoder's mask there, one later.
 
-    A mask may be longer than what a call is given, where keys and values of earlier tokens come
-    from a cache or from prefix tuning: its last columns are those of the call.
+    A mask may be longer than a call's tokens, where keys and values of earlier tokens come
+    from a cache or from prefix tuning: its last columns belong to the call.
 
     Args:
         argument: name of the model's argument that holds the mask, [b s].
@@ -259,7 +259,7 @@ class _End(_Hook):
 
 
 def _positions(given: dict[str, Any], prefix: str) -> int | None:
-    """Return how many positions of each sequence a call is given; None where that is unknown."""
+    """Return the number of positions of each sequence of a call; None where that is unknown."""
     for name in ("input_ids", "inputs_embeds"):
         value = given.get(prefix + name)
         if isinstance(value, Tensor) and value.dim() > 1:
@@ -268,7 +268,7 @@ def _positions(given: dict[str, Any], prefix: str) -> int | None:
 
 
 def _decoder_masks(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return what may be the mask of a decoder that is given none; one that fits its rows is.
+    """Return possible masks of a decoder that is given none; the one that fits its rows counts.
 
     Of its labels [b s], which are no tokens' where they have another shape; of its tokens; of the
     encoder's tokens, where the model makes them the decoder's, one later.
@@ -289,7 +289,7 @@ def _decoder_masks(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, ...
 
 
 def _from_the_second(mask: Tensor) -> Tensor:
-    """Return a mask [b s] with the first token: decoders may start with that of padding."""
+    """Return a mask [b s] with the first token, which may be a decoder's padding."""
     mask[:, 0] = True
     return mask
 

@@ -1,4 +1,4 @@
-"""Refusals of what a quantized layer cannot do, before torch fails with a riddle."""
+"""Refusals of uses that a quantized layer does not have, before torch fails with a riddle."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class QuantizerDefinition:
             )
         if self.outer_scale is OuterScale.TOKEN and self.tile is not Tile.ROW:
             raise ValueError(
-                f'outer_scale="token" needs blocks of one token, and those of tile='
+                f'outer_scale="token" needs blocks of one token, and blocks of tile='
                 f'"{self.tile.value}" have several; use tile="row" or outer_scale="tensor"'
             )
         if self.tile is Tile.SQUARE and fmt.block_size is None:

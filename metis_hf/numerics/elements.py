@@ -55,7 +55,7 @@ class SpacedFormat(Protocol):
     @property
     def grid(self) -> tuple[float, ...]: ...
     def encode(self, values: Tensor) -> Tensor:
-        """Return bit patterns (uint8) of fp32 values on the grid; those of NaN are arbitrary."""
+        """Return bit patterns (uint8) of fp32 values on the grid; arbitrary ones of NaN."""
         ...
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class CodebookFormat:
         return on_device(self.values, torch.float32, device)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the places (uint8) of values of the codebook; those of NaN are arbitrary."""
+        """Return the places (uint8) of values of the codebook; arbitrary ones of NaN."""
         places = torch.bucketize(values.contiguous(), self.table(values.device))
         return places.clamp_(max=len(self.values) - 1).to(torch.uint8)
 

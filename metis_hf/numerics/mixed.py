@@ -5,7 +5,7 @@ it are IF4 (arXiv 2603.28765) and MixFP4 (arXiv 2605.31035): E2M1 where a block 
 integers to 7 where its magnitudes are even.
 
 The functions here take any element format, so that callers need not ask which kind they have: the
-steps, codes and bits of one format are those of a mixed one whose blocks all take the first.
+steps, codes and bits of one format equal a mixed one's whose blocks all take the first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MixedFormat:
 
     Args:
         name: for people.
-        formats: those of blocks whose scale has no sign, and of those whose scale has one.
+        formats: of blocks whose scale has no sign, and of blocks whose scale has one.
         units: what the codes of either are multiplied by.
 
     Raises:
@@ -60,7 +60,7 @@ class MixedFormat:
         return self.formats[0].max * self.units[0]
 
     def each(self, scale: Tensor, one: Callable[[SpacedFormat], Tensor]) -> Tensor:
-        """Return what `one` gives for the format of each block, by its scale."""
+        """Apply `one` to the format of each block, which its scale says."""
         first, second = map(one, self.formats)
         return torch.where(scale.signbit(), second, first)
 
@@ -84,7 +84,7 @@ def ends(element: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def steps_of(element: Any, scale: Tensor) -> Tensor:
-    """Return what codes are multiplied by, fp32, of block scales as they are stored."""
+    """Return the factors of codes, fp32, from block scales as they are stored."""
     scale = scale.float()
     if not isinstance(element, MixedFormat):
         return scale

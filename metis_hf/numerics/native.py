@@ -172,7 +172,7 @@ def call_gemm(
     global_b: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Call torch's `scaled_mm`, or what has its arguments; the fields are those of `NativeMatrix`.
+    """Call torch's `scaled_mm`, or its stand-in; the arguments are fields of `NativeMatrix`.
 
     Tensor scales are multiplied in before the result is rounded to `dtype`.
     """

@@ -1,6 +1,6 @@
 """Quantizers of whole tensors, computed by the kernels in force: there and back.
 
-Their arithmetic is that of `definition`, to the bit.
+Their arithmetic equals `definition`, to the bit.
 """
 
 from __future__ import annotations

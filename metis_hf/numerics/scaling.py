@@ -1,7 +1,7 @@
 """From amax to scales: the tensor scale, the block scales, and the rules that choose them.
 
 A scale is a decode scale: value = code * scale. Each equation is evaluated in fp32, in the order
-written; TransformerEngine's order is part of what makes results equal to the bit.
+written; results are equal to TransformerEngine's to the bit only in its order.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def round_scale(value: Tensor, fmt: ScaleFormat, rounding: ScaleRounding) -> Ten
 
 
 def largest_code(fmt: BlockFormat, rule: ScaleRule) -> float:
-    """Return what a block's amax is scaled to before the scale is rounded."""
+    """Return the number that a block's amax is scaled to before the scale is rounded."""
     return fmt.element.max * _share(rule)
 
 
@@ -215,10 +215,10 @@ def least_error_scale(
     """Give each block the scale that leaves the smallest squared error, of those that a rule tries.
 
     Four Over Six brings amax to 6 or to 4. A block with amax on 4 uses the values 0 .. 4 and gives
-    up 6: near its top the spacing is 1/4 of the maximum instead of 1/3. Errors are those of nearest
-    rounding, also where the elements are then rounded stochastically; the first scale, 6, wins a
-    tie. Scales and their order are TransformerEngine's (NVFP4 4over6); how errors are added is
-    `whole_errors`.
+    up 6: near its top the spacing is 1/4 of the maximum instead of 1/3. Errors are measured with
+    nearest rounding, also where the elements are then rounded stochastically; the first scale, 6,
+    wins a tie. Scales and their order are TransformerEngine's (NVFP4 4over6); `whole_errors` adds
+    the errors.
 
     Args:
         x: fp32 elements in blocks; `dims` are the dimensions inside a block.
@@ -251,10 +251,10 @@ def mixed_scale(
 ) -> tuple[Tensor, Tensor]:
     """Give each block the format, of two, that leaves the smaller squared error, and its scale.
 
-    Each format has the scale that brings amax to its own largest code. Errors are those of nearest
-    rounding, also where the elements are then rounded stochastically: a choice between two draws
-    would favour draws that come near, and be biased. The first format wins a tie. How errors are
-    added is `whole_errors`.
+    Each format has the scale that brings amax to its own largest code. Errors are measured with
+    nearest rounding, also where the elements are then rounded stochastically: a choice between two
+    draws would favour draws that come near, and be biased. The first format wins a tie.
+    `whole_errors` adds the errors.
 
     Args:
         x: fp32 elements in blocks; `dims` are the dimensions inside a block.
@@ -323,8 +323,8 @@ def whole_errors(errors: Tensor, count: int) -> Tensor:
 
     So their sum does not depend on the order of a reduction, and is the same on every device. It
     is 2^24 at most, so that fp32 adds it exactly. Errors are in units of the scale that brings amax
-    to 6, where rounding is off by 1 at most. Only those of a scale that became zero saturate: none
-    leaves more.
+    to 6, where rounding is off by 1 at most. Only errors under a scale that became zero saturate:
+    none leaves more.
 
     Args:
         errors: fp32 >= 0.

@@ -76,7 +76,7 @@ def quantize(
     generator: torch.Generator | None = None,
     amax: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Quantize to packed codes and scales; arguments and errors are those of `fake_quantize`.
+    """Quantize to packed codes and scales; arguments and errors as in `fake_quantize`.
 
     >>> from metis_hf.numerics import fake_quantize
     >>> x = torch.linspace(-1, 1, 32)

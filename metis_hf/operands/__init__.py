@@ -1,7 +1,7 @@
 """Operands: how one tensor enters one GEMM, and how a layer stores its weight.
 
-`operand` has the operand itself, `conditioner` the base class of what a method does around the
-quantizer, `conditioners` the published ones, a family per file, `weight_forms` and `split_weight`
+`operand` has the operand itself, `conditioner` the base class of transforms around the quantizer,
+`conditioners` the published ones, a family per file, `weight_forms` and `split_weight`
 the ways to store a weight. Schemes choose which operand a GEMM takes.
 """
 

@@ -81,7 +81,7 @@ class Work(NamedTuple):
         channels: channels that are quantized twice, and so are as many more channels of a GEMM.
         sparse: elements that a GEMM multiplies apart, one by one, at most.
         rotated: (what tells rotations apart, dimension that is rotated); None: none is.
-        gradient: to the gradient of a weight, from that of the operand.
+        gradient: to the gradient of a weight, from the operand's.
     """
 
     call: Mapping[str, float]
@@ -185,7 +185,7 @@ class Conditioner(ABC):
         key: Key,
         row_mask: Tensor | None = None,
     ) -> list[Part]:
-        """Return what a call hands to the quantizer, the largest tensor last; by default x."""
+        """Return the tensors that a call hands to the quantizer, the largest last; by default x."""
         x_hat = self(x, quantizer, dim=dim, key=key, row_mask=row_mask)
         return [Part("tensor", x, x_hat[: x.shape[0], : x.shape[1]])]
 
@@ -198,7 +198,7 @@ class Conditioner(ABC):
         key: Key,
         row_mask: Tensor | None = None,
     ) -> Encoded:
-        """Return what is stored of x [t c], not empty, in codes and scales; see `has_codes`.
+        """Quantize x [t c], which is not empty, to codes and scales; see `has_codes`.
 
         Together with `decode` it gives what a call gives, bit for bit.
         """
@@ -213,7 +213,7 @@ class Conditioner(ABC):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return x_hat of what `encode` gave for x of that shape."""
+        """Return x_hat from the result of `encode` for an x of this shape."""
         raise NotImplementedError(f"{type(self).__name__} has no codes: ask `has_codes` before")
 
     def decode_with_factors(
@@ -229,20 +229,20 @@ class Conditioner(ABC):
         return self.decode(encoded, quantizer, dim=dim, shape=shape, dtype=dtype), None
 
     def turned(self) -> Conditioner:
-        """Return what transforms the same where blocks run along the other dimension.
+        """Return the conditioner with the same transform for blocks along the other dimension.
 
-        By default itself: right for what does not look at `dim`.
+        By default itself, which is right where `dim` does not matter.
         """
         return self
 
     def basis(self, tensor: str) -> Hashable | None:
         """Return a name for the basis that `encode`'s codes are in; None: in none with a name.
 
-        Two operands of equal basis have the product of their codes: what is done to one cancels
-        what is done to the other. So a GEMM of FP4 units can multiply them.
+        The transforms of two operands with equal bases cancel, and the product of their codes is
+        the product of the operands: a GEMM of FP4 units can multiply them.
 
         Args:
-            tensor: "input", "weight" or "grad_output": what the operand is made of.
+            tensor: "input", "weight" or "grad_output".
         """
         return None
 
@@ -263,7 +263,7 @@ class Conditioner(ABC):
         return encoded, shape
 
     def bind(self, state: Any) -> Conditioner:
-        """Return the conditioner of one call, which knows what the layer's state froze for it."""
+        """Return the conditioner of one call, given the frozen state of the layer for that call."""
         return self
 
     @property
@@ -275,7 +275,7 @@ class Conditioner(ABC):
         return False
 
     def tensor_amax(self) -> Tensor | None:
-        """Return what a direct conditioner has the tensor scale made of; None: of the tensor."""
+        """Return the amax of a direct conditioner's tensor scale; None: the tensor's own."""
         return None
 
     def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
@@ -283,7 +283,7 @@ class Conditioner(ABC):
         return dw
 
     def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        """Return what planning counts for a matrix; by default the quantizer's share alone.
+        """Count the work on a matrix; by default the quantizer's share alone.
 
         A conditioner that multiplies matrices overrides it, or plans of runs leave that out.
         """

@@ -12,7 +12,7 @@ Mark = tuple[Hashable, ...]
 
 
 def mark_of(*tensors: Tensor) -> Mark:
-    """Return a mark of what tensors are now: another one once they are written to or moved.
+    """Return a mark of tensors, which differs once they are written to or moved.
 
     The version counter misses writes through `tensor.data`, from numpy, by fused optimizers and by
     collectives of torch.distributed. Where these may happen, a fingerprint (`noise.fingerprint`)

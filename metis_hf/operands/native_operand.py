@@ -22,7 +22,7 @@ from metis_hf.operands.operand import Operand
 
 
 class NativeOperand(NamedTuple):
-    """An operand of an FP4 GEMM; `Quantized` is that of an emulated one.
+    """An operand of an FP4 GEMM; emulated GEMMs take `Quantized`.
 
     Attributes:
         main: the matrix that is multiplied in FP4, of which the GEMM contracts the second
@@ -77,7 +77,7 @@ class NativeOperand(NamedTuple):
         return self
 
     def error(self, x: Tensor) -> Tensor:
-        """Return x [t c] less what stands for it, in the dtype of x or wider."""
+        """Return x - x_hat [t c], in the dtype of x or wider."""
         values, scale = self.main.values(), self.main.global_scale
         if self.contracted % 2 == 0:
             values = values.T

@@ -34,7 +34,7 @@ class Quantized(NamedTuple):
     low: LowRank | None = None
 
     def transposed(self) -> Quantized:
-        """Return what stands for the transpose of each matrix; without the low-rank part."""
+        """Return the transpose of each matrix, without the low-rank part."""
         scale = self.scale
         return Quantized(self.values.mT, scale.mT if scale is not None and scale.dim() else scale)
 
@@ -49,7 +49,7 @@ class Quantized(NamedTuple):
         return Quantized((self.values * scale).to(self.values.dtype), None, self.low)
 
     def error(self, x: Tensor) -> Tensor:
-        """Return x [t c] less what stands for it, [t c] in the dtype of x or wider."""
+        """Return x - x_hat [t c], in the dtype of x or wider."""
         return x - (self.values if self.scale is None else self.values.float() * self.scale)
 
 
@@ -71,8 +71,8 @@ class Operand:
     def __post_init__(self) -> None:
         if type(self.conditioner).__hash__ is None:
             raise TypeError(
-                f"conditioner {type(self.conditioner).__name__} cannot be hashed, and what is "
-                "quantized is kept by it; write a frozen dataclass: @dataclass(frozen=True)"
+                f"conditioner {type(self.conditioner).__name__} cannot be hashed, and quantized "
+                "tensors are kept under it; write a frozen dataclass: @dataclass(frozen=True)"
             )
 
     @property
@@ -126,14 +126,14 @@ class Operand:
         return known and x.numel() > 0
 
     def encode(self, x: Tensor, *, dim: int, key: Key, row_mask: Tensor | None = None) -> Encoded:
-        """Return the first half of a call: what is stored of x [t c]. See `has_codes`."""
+        """Quantize x [t c] to codes and scales: the first half of a call. See `has_codes`."""
         assert self.quantizer is not None
         return self.conditioner.encode(x, self.quantizer, dim=dim, key=key, row_mask=row_mask)
 
     def decode(
         self, encoded: Encoded, *, dim: int, shape: tuple[int, int], dtype: torch.dtype
     ) -> Quantized:
-        """Return the second half: what the call returns, bit for bit, for x of that shape."""
+        """Return the result of a call, bit for bit, from the codes of an x of this shape."""
         assert self.quantizer is not None
         if self._keeps_scale_apart(dtype):
             packed = Packed(*encoded.tensors)  # type: ignore[arg-type]

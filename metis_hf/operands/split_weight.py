@@ -122,7 +122,7 @@ class SplitWeight(WeightForm):
         return dense if dense.dtype is torch.float64 else dense.float()
 
     def _outside(self, u, s, vh, residual, low) -> tuple[Tensor, Tensor | None]:
-        """Return what is quantized outside the factors: (matrix, what is taken off it or None)."""
+        """Return (matrix quantized outside the factors, part subtracted from it or None)."""
         return (self.dense((u, s, vh, residual)), low) if self.compensated else (residual, None)
 
     def gradients(self, params, dw, operand, *, key):

@@ -19,7 +19,7 @@ from metis_hf.noise import Key
 from metis_hf.operands.conditioner import Encoded
 from metis_hf.operands.operand import Operand, Quantized
 
-HIGH_PRECISION_BITS = 16.0  # of what is not quantized, in BF16
+HIGH_PRECISION_BITS = 16.0  # of tensors that are not quantized, in BF16
 
 
 class WeightWork(NamedTuple):
@@ -30,9 +30,9 @@ class WeightWork(NamedTuple):
         quantize: to w_hat, apart from the operand.
         encode: to what the quantizers take, where codes are multiplied as they are.
         operand: whether a matrix [o i] goes through the operand and its conditioner.
-        quantized: shapes of what goes to the quantizer alone.
+        quantized: shapes of tensors that go to the quantizer alone.
         gradients: from dL/dw_hat to the gradients of the parameters.
-        quantized_again: shapes of what is quantized for them.
+        quantized_again: shapes of tensors that are quantized for them.
     """
 
     dense: Mapping[str, float] = {}
@@ -53,10 +53,10 @@ class WeightForm(ABC):
 
     Attributes:
         names: of the parameters in a layer and in its checkpoints.
-        undecayed: those of them that weight decay leaves alone.
+        undecayed: names of parameters that weight decay leaves alone.
         is_split: the weight is stored as a low-rank part and a residual.
         rank: directions of the low-rank part; None where there is none.
-        altered: what is done to the stored matrix before it is quantized, in a word for messages.
+        altered: a word for messages: what happens to the matrix before it is quantized.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -119,7 +119,7 @@ class WeightForm(ABC):
         """Carry dw = dL/dw_hat [o i] to each parameter."""
 
     def factor_bits(self, shape: tuple[int, int], bits: float) -> float:
-        """Return what is stored beside the matrix, in bits for each of its elements.
+        """Return the bits stored beside the matrix for each of its elements.
 
         Args:
             shape: of the matrix, [o i].
@@ -128,7 +128,7 @@ class WeightForm(ABC):
         return 0.0
 
     def work(self, shape: tuple[int, int], *, quantized: bool) -> WeightWork:
-        """Return what planning counts for a weight of this shape.
+        """Count the work on a weight of this shape.
 
         Args:
             shape: [o i]

@@ -1,7 +1,7 @@
 """The published methods, one short file each; importing this package registers them.
 
-`base` says what a scheme is, `registry` finds one by name, `parts` is what scheme files import, and
-`discovery` imports those of users.
+`base` says what a scheme is, `registry` finds one by name, scheme files import `parts`, and
+`discovery` imports the files of users.
 """
 
 import importlib

@@ -26,7 +26,7 @@ def averis(config: MetisConfig, rank: int) -> Scheme:
     | wgrad | grad_output | 1x16 along tokens | yes        | stochastic |
     | wgrad | input       | 1x16 along tokens | yes        | nearest    |
 
-    The split is that of the first version, `mean`. The second compares itself with "vanilla NVFP4"
+    The split is the first version's, as in `mean`. The second compares itself with "vanilla NVFP4"
     and with NVIDIA's Hadamard: roundings and tiles here are `nvidia`'s. They are assumed.
 
     Raises:

@@ -43,7 +43,7 @@ class Scheme:
             directions of the other operand, in FP4; see `corrections`. The other one must be split.
             Not WGRAD_INPUT: backward does not have x.
         state: what it keeps of a layer from step to step, if anything.
-        rank: directions that splits of the layer keep, but for those of output gradients, which
+        rank: directions that splits of the layer keep; splits of output gradients
             may keep fewer (`directions`); `build_scheme` fills it in, split or not.
 
     Attributes:
@@ -92,7 +92,7 @@ class Scheme:
         return bits + (split.factor_bits(shape, bits) if self.splits_weight else 0.0)
 
     def directions(self, role: Role) -> int:
-        """Return how many directions the split of the operand at `role` keeps; 0: no split."""
+        """Return the number of directions that the split at `role` keeps; 0: no split."""
         if self.weight.is_split and role in (Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT):
             return self.weight.rank or 0
         conditioner = self.resolve(role)[1].conditioner
@@ -174,12 +174,12 @@ class Scheme:
     def with_token_scales(self) -> Scheme:
         """Return the same with one outer scale for each token of inputs and output gradients.
 
-        Weights keep one for the tensor, and so do copies whose blocks run along tokens, where the
-        scale of a token is no factor of what the GEMM gives.
+        Weights keep one for the tensor, as do copies with blocks along tokens: there the scale of
+        a token is no factor of the GEMM's output.
 
         Raises:
             ValueError: no input or gradient is quantized though the weight is, its scales are
-                static, or it has none above those of blocks.
+                static, or it has none above the blocks' scales.
         """
         if self.is_high_precision:
             return self
@@ -212,13 +212,12 @@ class Scheme:
     def in_high_precision(self, passes: Sequence[str]) -> Scheme:
         """Return the same with the GEMMs of some passes unquantized: any of "forward", "backward".
 
-        What one pass gives up the other keeps: a quantized operand that was shared with it is then
-        quantized for the other pass alone, where the GEMM's other operand is quantized too. So does
-        a weight that is quantized in the forward pass keep its way from dL/dw_hat to dL/dw: trained
-        clipping, or a gradient estimator. That copy is made for a GEMM of its own, and so in blocks
-        along what that GEMM contracts. Rotations of a whole dimension rotate the same one as
-        before; `Hadamard` and `RandomHadamard`, which rotate in blocks, go along with the
-        contraction.
+        A quantized operand that both passes shared is then quantized for the other pass alone, if
+        the GEMM's other operand is quantized too. A weight that is quantized in the forward pass
+        keeps its way from dL/dw_hat to dL/dw: trained clipping, or a gradient estimator. The copy
+        is made for one GEMM, and so in blocks along the dimension which that contracts. Rotations
+        of a whole dimension rotate the same one as before; `Hadamard` and `RandomHadamard`, which
+        rotate in blocks, go along with the contraction.
         """
         scheme = self
         if "backward" in passes:

@@ -31,7 +31,7 @@ class RunningRange(LayerState):
     that step: as soon as the weight is another one, its extremes enter the averages. Maxima do not
     change when a call is repeated, so recomputed forward passes are harmless.
 
-    Each process has its own: DDP broadcasts those of rank 0 with its buffers, and `synchronize`
+    Each process has its own: DDP broadcasts the ones of rank 0 with its buffers, and `synchronize`
     takes the maxima over all processes that have run the layer in this step: an expert may have no
     tokens on one. The others get what these have.
     """

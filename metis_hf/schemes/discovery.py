@@ -80,7 +80,7 @@ def source_digests(names: Iterable[str], number_format: str | None = None) -> di
     """Return name -> SHA-256 of the file that builds a scheme; this package's own are left out.
 
     Results of a user's scheme belong to this digest: the file may change under its name. So may
-    a number format, whose SHA-256 is that of its definition, under "format <name>".
+    a number format, with the SHA-256 of its definition, under "format <name>".
 
     Args:
         names: of schemes.

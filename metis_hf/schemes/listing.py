@@ -84,7 +84,7 @@ def _operand(scheme: Scheme, role: Role) -> dict[str, Any]:
 
 
 def _correction(scheme: Scheme, role: Role) -> dict[str, Any]:
-    """Return what is stored of an operand's rounding errors, along directions of its partner."""
+    """Describe the correction of an operand's rounding errors, along its partner's directions."""
     if role not in scheme.corrected:
         return {}
     quantizer = scheme.resolve(role)[1].quantizer
@@ -136,7 +136,7 @@ def _counted_bits(scheme: Scheme, operand: Operand, role: Role) -> float:
 
 @functools.cache  # schemes share most of their operands
 def _encoded_bits(operand: Operand, shape: tuple[int, int], dim: int) -> float:
-    """Return what `Operand.encode` stores of a matrix, counted without its values."""
+    """Return the bits that `Operand.encode` stores of a matrix, counted without its values."""
     x = torch.empty(shape, device="meta")
     if not operand.has_codes(x):
         return HIGH_PRECISION_BITS * x.numel()  # saved densely

@@ -41,10 +41,11 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
 
     - Residuals are taken against the quantized low-rank part, Q(x - Q(a) lam Q(v^T)), and so make
       up for the rounding of the factors, at the same number of bits.
-    - The weight is one dense matrix and quantized directly: its spectrum is flat beside those of
-      inputs and gradients, and a split of it gives less than the same multiply-adds spent on their
-      rank. `decompose` can name "weight" too; it is then split whenever it is quantized. Trained
-      factors (`split_weight=True`) are another parametrization, with another optimum.
+    - The weight is one dense matrix and quantized directly: its spectrum is flat beside the
+      spectra of inputs and gradients, and a split of it gives less than the same
+      multiply-adds spent on their rank. `decompose` can name "weight" too; it is then split
+      whenever it is quantized. Trained factors (`split_weight=True`) are another
+      parametrization, with another optimum.
     - Output gradients have a quarter of the directions that inputs have: the loss feels inputs
       alone, and a gradient's error comes mostly from the forward pass. So the same multiply-adds
       do more for inputs.
@@ -66,7 +67,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     split = replace(spectral(config, rank, compensated=True), rows=_ROWS, summed=True)
     of_gradients = replace(split, rank=gradient_rank(config, rank, _GRADIENT_SHARE))
     # All rows: they are few beside the tokens. The sketch changes with the weight, step by step and
-    # process by process, and so do rounding errors, which then average out.
+    # process by process, and rounding errors with it: they average out.
     split_weight = replace(split, sample_frac=1.0)
 
     tensors = config.decompose

@@ -21,7 +21,7 @@ def nvfp4_rne(config: MetisConfig, rank: int) -> Scheme:
     """Return every operand straight to NVFP4; only gradients are rounded stochastically.
 
     Open in the paper and chosen here: block scales to nearest in the forward pass, up for
-    gradients, so that these are unbiased; the input of wgrad is rounded as that of fprop.
+    gradients, so that these are unbiased; the input of wgrad is rounded as in fprop.
     """
     forward, backward = nearest_forward(config)
     scheme = Scheme(

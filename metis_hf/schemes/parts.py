@@ -198,7 +198,7 @@ def stochastic_everywhere(config: MetisConfig) -> tuple[Quantizer, Quantizer]:
 
 
 def spectral(config: MetisConfig, rank: int, *, compensated: bool) -> Spectral:
-    """Return the dynamic split of activations; that of gradients has `gradient_rank`."""
+    """Return the dynamic split of activations; gradients have `gradient_rank`."""
     return Spectral(
         rank=rank,
         sample_frac=config.sample_frac,

@@ -55,13 +55,13 @@ def quartet2(config: MetisConfig, rank: int) -> Scheme:
     | wgrad | grad_output | dy   | along tokens | random | nearest  | MS-EDEN     |
     | wgrad | input       | Q(x) | along tokens | random | nearest  | MS-EDEN     |
 
-    Q is the nearest copy, as in fprop, so that the gradient is that of the quantized network.
+    Q is the nearest copy, as in fprop, so that the gradient belongs to the quantized network.
     MS-EDEN is algorithm 1 of the paper: groups of 128 rotated by Hadamard's matrix with fresh
     signs, amax scaled to 6.07, nearest elements, one correction factor for each block of 16 in its
     scale, which is rounded stochastically (the released code has one for each group of 128). Both
     operands of a GEMM have the same signs: in dgrad a function of the weight, in wgrad of the
-    input. So the signs of dgrad are the same in all micro-batches of a step; not those of a weight
-    that is not trained, which depend on the input too. Processes have signs of their own.
+    input. So the signs of dgrad are the same in all micro-batches of a step, except for a weight
+    that is not trained: its signs depend on the input too. Processes have signs of their own.
 
     Raises:
         ValueError: `operand_mode="shared"`: the recipe is defined by its per-GEMM copies.

@@ -1,7 +1,7 @@
 """The registered schemes by name, and the scheme of one layer.
 
 Tests, command-line choices and tables read the registry. The schemes of this package are there once
-`metis_hf.schemes` is imported, those of installed packages when a look-up needs them: each entry
+`metis_hf.schemes` is imported, other packages' when a look-up needs them: each entry
 point of the group `metis_hf.schemes` names a module whose import registers schemes.
 """
 
@@ -141,7 +141,7 @@ def register_scheme(
 
 
 def registered() -> dict[str, SchemeInfo]:
-    """Return what is registered so far by name; nothing is looked for."""
+    """Return the schemes registered so far by name; nothing is looked for."""
     return dict(_REGISTRY)
 
 

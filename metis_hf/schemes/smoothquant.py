@@ -24,7 +24,7 @@ def smoothquant(config: MetisConfig, rank: int) -> Scheme:
 
     Its authors quantize trained models for inference, to INT8. Run here as a training-time
     conditioner of NVFP4: nearest rounding forward, stochastic backward, gradients quantized
-    directly; the maxima are those of `RunningRange`, alpha is 1/2.
+    directly; the maxima come from `RunningRange`, alpha is 1/2.
     """
     forward, backward = nearest_forward(config)
     scheme = Scheme(

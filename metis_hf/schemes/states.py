@@ -75,7 +75,7 @@ class LayerState:
     def freeze(
         self, buffers: Mapping[str, Tensor], x: Tensor, weight: Tensor, keys: CallKeys
     ) -> Any:
-        """Return what a call with input x [t i] takes for weight [o i]; None: nothing.
+        """Return the state for a call with input x [t i] and weight [o i]; None: nothing.
 
         Args:
             buffers: of the state, by name.
@@ -242,7 +242,7 @@ class Oscillation(LayerState):
     one was.
 
     Args:
-        period: optimizer steps from the start of one window to that of the next.
+        period: optimizer steps from the start of one window to the next start.
         window: steps over which paths are measured; the reset comes at its end.
         threshold: ratio of the paths from which a weight counts as oscillating.
         start: share of all steps before the first window.

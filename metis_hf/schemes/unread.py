@@ -12,7 +12,7 @@ from metis_hf.schemes.registry import build_scheme
 
 _FEATURES = 256  # of the layer that is asked
 # Values of which one at least changes a scheme that reads the field. No rank: every scheme has one,
-# that of its layers' measurements.
+# for measurements of its layers.
 _TRIED: dict[str, tuple[Any, ...]] = {
     "rank_frac": (0.05, 0.4),
     "rank_multiple": (1, 64),

@@ -36,7 +36,7 @@ def w4a4(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `two_level=False`: there is no tensor scale to fix then. `split_weight=True`:
             no deployed layer has factors. Block scales that are not rounded to nearest, as
-            kernels round those of inputs.
+            kernels round the scales of inputs.
     """
     if config.split_weight:
         raise ValueError(

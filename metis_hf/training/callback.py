@@ -109,7 +109,7 @@ class MetisCallback(ResumeGuard):
         self._early: list[dict[str, Any]] = []  # log entries of before the training
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer writes into trainer_state.json."""
+        """Return the entry of this callback in trainer_state.json."""
         names = ("health_interval", "refresh_interval", "freeze_scales")
         return {**super().state(), "args": {name: getattr(self, name) for name in names}}
 
@@ -202,7 +202,7 @@ class MetisCallback(ResumeGuard):
         if state.is_world_process_zero:
             if state.is_hyper_param_search and self._trial_directory is None:
                 logger.warning(
-                    "the records of each trial in %s replace those of the one before. Use "
+                    "the records of each trial in %s replace the records of the trial before. Use "
                     "MetisTrainer, which keeps them beside the trial's checkpoints",
                     args.output_dir,
                 )
@@ -240,7 +240,7 @@ class MetisCallback(ResumeGuard):
             raise ValueError(
                 f"the run goes on from step {state.global_step}, freeze_scales={wanted} has fixed "
                 "scales before it, and the checkpoint has none: one of adapters does not hold "
-                "them. Calibrate the model before training (calibrate), or train anew"
+                "them. Calibrate the model before training (calibrate), or start the training again"
             )
         return None if scales_are_fixed(model) else state.global_step + 1  # a resumed run
 
@@ -345,7 +345,7 @@ class MetisCallback(ResumeGuard):
             self._pending = {}
 
     def _directory(self, args: TrainingArguments) -> Path:
-        """Return where records go: beside the checkpoints, also those of a search's trial."""
+        """Return the directory of records: beside the checkpoints, also in a search's trial."""
         assert args.output_dir is not None  # Trainer fills it in
         return self._trial_directory or Path(args.output_dir)
 

@@ -6,10 +6,10 @@ Python, records the next, and from then on replays the recording on each new bat
 kernels, the same numbers. The optimizer's step is not part of it.
 
 What changes how a step runs makes another recording: batches of other shapes, another precision of
-the layers. One that comes back finds its recordings again; where there are too many, those of
-another precision go. What cannot be recorded runs in Python, and a warning says why, once: a step
-that waits for the GPU (routing to experts), schemes that keep a state, one shape too many. Steps
-that are measured run in Python, too.
+the layers. One that comes back finds its recordings again; where there are too many, recordings
+of another precision go. Steps that cannot be recorded run in Python, and one warning says why: they
+wait for the GPU (routing to experts), their scheme keeps a state, or there is one shape too many.
+Steps that are measured run in Python, too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Recording:
     Attributes:
         inputs: places of the tensors of the batch, in order.
         count: place of `num_items_in_batch`.
-        play: computes loss and gradients of what is there.
+        play: computes loss and gradients of the inputs in place.
         loss: 0-dim.
         gradients: with each parameter that has one.
         precision: of the layers, as `StepGraphs._precision` numbers it.
@@ -113,7 +113,7 @@ class StepGraphs:
 
     @property
     def recordings(self) -> int:
-        """Return how many were made."""
+        """Return the number of recordings made."""
         return self._count
 
     @property
@@ -122,7 +122,7 @@ class StepGraphs:
         return self._refused
 
     def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
-        """Compute the loss of a batch, and add its gradients to those of the parameters.
+        """Compute the loss of a batch, and add its gradients to the parameters'.
 
         Args:
             step: does so in Python; called with the batch and `num_items_in_batch`.
@@ -237,8 +237,8 @@ class StepGraphs:
                 recording.count.copy_(count, non_blocking=True)
             else:
                 recording.count.fill_(count)
-        # Playing overwrites the gradients of the last micro-batch: those of its own recording, and
-        # those of others, which share its memory.
+        # Playing overwrites the gradients of the last micro-batch: its own recording's, and the
+        # others', which share its memory.
         for p in self._model.parameters():
             if id(p.grad) in self._places:
                 p.grad = p.grad.clone()  # type: ignore[union-attr]
@@ -322,5 +322,5 @@ def _reason_of_model(layers: list[MetisLayer]) -> str | None:
 
 
 def _form(value: Any) -> Hashable:
-    """Return what a recording takes as given: shape and dtype; of what is no tensor, all of it."""
+    """Return the key of a batch value: (shape, dtype) of a tensor, repr(value) otherwise."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)

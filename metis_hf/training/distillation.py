@@ -162,7 +162,7 @@ class DistillTrainerMixin:
     ) -> Tensor:
         """Return a micro-batch's part of the step's KL, such that Trainer makes their mean of it.
 
-        Trainer adds the gradients of a step's micro-batches and averages those of processes.
+        Trainer adds the gradients of a step's micro-batches and averages over processes.
         """
         trainer: Any = self
         loss = distillation_loss(
@@ -222,7 +222,7 @@ def token_mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _teacher_dtype(trainer: Any) -> torch.dtype:
-    """Return what a teacher is loaded in: the dtype that the student computes in."""
+    """Return the dtype that the student computes in, for the teacher."""
     if trainer.args.bf16:
         return torch.bfloat16
     if trainer.args.fp16:

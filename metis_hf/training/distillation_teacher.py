@@ -178,7 +178,7 @@ def _head(model: Any) -> Any:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return how many logits a token has."""
+    """Return the number of logits of a token."""
     width = getattr(_head(model), "out_features", None)
     return width or model.config.get_text_config().vocab_size
 
@@ -208,7 +208,7 @@ def _check_tokens(tokenizer: Any, name: str) -> None:
         if tokens.get(number, token) != token:
             raise ValueError(
                 f"token {number} is {shown(token)} to the student's tokenizer and "
-                f"{shown(tokens[number])} to that of the teacher ({name}): {_OTHER_VOCABULARY}"
+                f"{shown(tokens[number])} to the teacher's ({name}): {_OTHER_VOCABULARY}"
             )
 
 

@@ -2,8 +2,8 @@
 
 arXiv 2505.19115 ("FP4 All the Way") finds that quantized training becomes less effective once the
 gradient norm falls below about sqrt(3) times the quantization noise: |g| < sqrt(3) sigma_q sqrt(d)
-for d elements whose quantization noise has the standard deviation sigma_q. Here both sides are
-those of one weight's gradient in one wgrad GEMM; noise that reaches a layer's output gradient from
+for d elements whose quantization noise has the standard deviation sigma_q. Here both sides
+belong to one weight's gradient in one wgrad GEMM; noise that reaches a layer's output gradient from
 the dgrad GEMMs of later layers, or its input from earlier layers, is not in it.
 """
 
@@ -28,7 +28,7 @@ THRESHOLD = math.sqrt(3)  # of |g| / noise; arXiv 2505.19115, abstract
 
 
 class GradientNoise(NamedTuple):
-    """Frobenius norms of a layer's weight gradient and of what quantization adds to it."""
+    """Frobenius norms of a layer's weight gradient and of the noise that quantization adds."""
 
     gradient_norm: float
     noise_norm: float
@@ -36,7 +36,7 @@ class GradientNoise(NamedTuple):
 
 @torch.no_grad()
 def weight_gradient_noise(plan: GemmPlan, x: Tensor, dy: Tensor) -> GradientNoise | None:
-    """Return how far the wgrad GEMM of quantized operands is from that of the exact ones.
+    """Compare the wgrad GEMM of quantized operands with the GEMM of exact ones.
 
     G = dy^T x and G_q = dy_hat^T x_hat with the operands of `plan`, to the bit those that the
     backward pass multiplies, and with what it adds to their product. Both products are taken in
@@ -75,7 +75,7 @@ def _fp32(operand: Quantized) -> Quantized:
 def signal_to_noise(norms: Sequence[GradientNoise]) -> float | None:
     """Return |G| / (sqrt(3) noise) of several layers together: 1 is the paper's threshold.
 
-    Norms are summed in squares, as those of one long vector. None without a layer; NaN if any
+    Norms are summed in squares, as if of one long vector. None without a layer; NaN if any
     layer's norms are.
     """
     if not norms:

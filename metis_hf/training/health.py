@@ -63,7 +63,7 @@ def element_fates(
 ) -> tuple[Tensor, Tensor]:
     """Return (zeroed, saturated): shares of elements lost at the two ends of the format; 0-dim.
 
-    Both are those of `Quantizer.deterministic`, so that they have no noise.
+    Both are measured with `Quantizer.deterministic`, so that they have no noise.
 
     Args:
         x: blocks run along its last dimension.

@@ -193,7 +193,7 @@ def _update_report(
 
 
 def _as_it_is(row: LayerReport, layer: MetisLayer) -> LayerReport:
-    """Return what the report says of a layer, as it computes now."""
+    """Return a layer's row of the report, as the layer computes now."""
     scheme, config = layer.scheme, layer.config
     emulated = why_emulated(config, scheme, layer.weight_params()[-1].device)
     asks = config.backend != "emulated" and not scheme.is_high_precision

@@ -77,7 +77,7 @@ class ResumeGuard(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(name, self.state())
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer writes into trainer_state.json: the config as it is by then."""
+        """Return the entry in trainer_state.json: the config as it is by then."""
         if self._model is not None:
             self.trained_config = _config_of(self._model) or self.trained_config
         return {"args": {}, "attributes": {"trained_config": self.trained_config}}

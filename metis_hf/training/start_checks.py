@@ -1,4 +1,4 @@
-"""Checks of what a run is made of, before its first step: optimizer, precision, dtypes of units."""
+"""Checks before the first step of a run: optimizer, precision, dtypes of units."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A weight's noise depends on the weight alone, so that all micro-batches of a step see the very same
 w_hat, whatever the rounding: reusing it changes no bit. What is kept is packed, 4.5 bits an element
 and operand. Inside torch.compile nothing is reused, nor where the operand depends on the call:
-under a scheme with scales per channel, which are those of the call's own input until there is an
+under a scheme with scales per channel, which come from the call's own input until there is an
 average, and with static tensor scales until they are fixed.
 """
 

@@ -74,7 +74,7 @@ def unrotate(x: Tensor, *, dim: int, seed: int | None) -> Tensor:
 
 
 def group_size(n: int) -> int:
-    """Return how many of n entries, zero-padded to blocks of 16, are rotated together."""
+    """Return the size of groups that rotate together, of n entries zero-padded to blocks of 16."""
     blocks = (n + SIZE - 1) // SIZE
     # Tests rather than bit operations: torch.compile knows n as a symbol.
     return next((size for size in (128, 64, 32) if blocks % (size // SIZE) == 0), SIZE)

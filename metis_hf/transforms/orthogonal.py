@@ -16,8 +16,8 @@ from torch.linalg import cholesky_ex, solve_triangular, vector_norm
 # Share by which the diagonal of a Gram matrix grows: more than rounding takes off its smallest
 # eigenvalue, so that it has a Cholesky factor.
 _SHIFT = 2.0**-40
-# Share of the old basis in the next one. Above the rounding errors of the dtype, and squared, as it
-# stands in a Gram matrix, above those of fp64.
+# Share of the old basis in the next one. Above the rounding errors of the dtype, and squared, as in
+# a Gram matrix, above the errors of fp64.
 _TRACE = {torch.float32: 2.0**-20, torch.float64: 2.0**-26}
 _ZERO = 1e-18  # length of a row that counts as 0: the squares of its entries leave fp32
 # Difference of eigenvalues, in units of their sum, below which they count as equal.

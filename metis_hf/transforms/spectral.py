@@ -68,7 +68,7 @@ def sample_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None)
 def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) -> Tensor:
     """Add up the rows of `x`, with random signs, to `count` sums or a few more.
 
-    Each row is in one sum. The Gram matrix of the sums has that of x for its mean over keys
+    Each row is in one sum. The mean over keys of the sums' Gram matrix is the Gram matrix of x
     (CountSketch: Charikar, Chen, Farach-Colton, 2002; for subspaces Clarkson and Woodruff, arXiv
     1207.6365). So a direction in which few rows are large is found as well, where sampled rows
     miss it.
@@ -116,7 +116,7 @@ def sum_rows(x: Tensor, count: int, key: Key, row_mask: Tensor | None = None) ->
 
 
 def sum_count(t: int, count: int) -> int:
-    """Return how many sums `sum_rows` makes of t rows: t where it leaves them as they are."""
+    """Return the number of sums that `sum_rows` makes of t rows; t: it leaves the rows alone."""
     group = t // count
     return t if group < 2 else -(-t // group)
 

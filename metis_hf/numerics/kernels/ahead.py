@@ -41,7 +41,7 @@ class Rehearsal(Protocol):
     """A step on a few numbers that makes the calls which something larger is about to make."""
 
     def mode(self) -> Hashable | None:
-        """Return what decides which calls these are now; None where nothing is to be made."""
+        """Return a key for the calls to come; None where nothing is to be made."""
 
     def run(self, mode: Hashable) -> None:
         """Make them, in a thread where neither grad mode nor autocast are the caller's."""
@@ -54,7 +54,7 @@ _lock = threading.Lock()
 
 
 def expect(key: Hashable, rehearsal: Rehearsal) -> None:
-    """Leave a rehearsal of what will be used; the last one of each key counts."""
+    """Leave a rehearsal for later; the last one of each key counts."""
     _rehearsals[key] = rehearsal
 
 
@@ -142,7 +142,7 @@ def _compile_side_by_side(programs: list[Program]) -> None:
 
 
 def processes() -> int:
-    """Return how many processes compile at a time: one for each core that is this process's.
+    """Return the number of processes that compile at a time: one for each core of this process.
 
     A container may have the time of fewer cores than it sees; each process takes memory of its own.
     """

@@ -1,6 +1,6 @@
 """Block scales of NVFP4 for `formulation`: by amax, by Four Over Six, and MS-EDEN's correction.
 
-The arithmetic is that of `metis_hf.numerics.scaling`, to the bit. What is summed over a block are
+The same arithmetic as `metis_hf.numerics.scaling`, to the bit. What is summed over a block are
 whole numbers, so that sums are exact and do not depend on how a compiler cuts up a reduction. Those
 of errors fit into fp32, which vector units add.
 """
@@ -175,7 +175,7 @@ def corrected(y: Tensor, scale: Tensor, dims: tuple[int, ...], uniform: Tensor) 
     factor = torch.where(usable, energy / projection, 1.0)
     value = (scale * factor).clamp(max=E4M3.max)
     bits = value.view(torch.int32)
-    # In this order: of a NaN the bits that are kept may be those of infinity.
+    # In this order: the bits that are kept of a NaN may be infinity's.
     normal = value >= _NORMAL
     low = (bits & -(1 << _DROPPED)).view(torch.float32)
     low = torch.where(normal, low, (value * (1 / _SPACING)).floor() * _SPACING)

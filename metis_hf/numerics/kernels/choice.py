@@ -78,7 +78,7 @@ def kernels_for(*tensors: Tensor) -> str:
     if torch.compiler.is_compiling():
         return "traced"
     _check(_chosen)
-    # Tensors that only stand for tensors: fake ones, distributed ones, those of a tracing mode or
+    # Tensors that only stand for tensors: fake ones, distributed ones, ones of a tracing mode or
     # without storage.
     x = tensors[0]
     if any(type(t) is not Tensor for t in tensors) or _get_current_dispatch_mode() is not None:
@@ -97,7 +97,7 @@ def kernels_for(*tensors: Tensor) -> str:
 
 
 def _missing(kernels: str, device: torch.device) -> str | None:
-    """Return what the named kernels lack on this device; None if nothing."""
+    """Name the part that kernels lack on this device; None if nothing."""
     if kernels != "triton":
         return compiled.missing(device)
     triton = triton_backend()
@@ -147,7 +147,7 @@ def _automatic(x: Tensor) -> str:
 def worth_it(program: compiled.Program, x: Tensor) -> bool:
     """Return whether to compile a program for one more call, with this tensor.
 
-    Small tensors are counted: those of the layers of a small model make thousands of calls. Not on
+    Small tensors are counted: the layers of a small model make thousands of calls. Not on
     a GPU, where a call may be part of a graph that is being captured.
     """
     if _chosen is not None or x.numel() >= _WORTH_COMPILING:

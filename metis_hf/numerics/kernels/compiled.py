@@ -29,7 +29,7 @@ from metis_hf.numerics.scaling import TRIED_SCALES
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Sizes that code is generated for; those of a call are free. Large: small ones would give code
+# Sizes that code is generated for; a call may have any. Large: small ones would give code
 # without threads.
 _ROWS, _COLUMNS = 4096, 64
 _MAX_CACHED_KEYS = 4096
@@ -76,7 +76,7 @@ def compile_seconds() -> dict[Program, float]:
 
 
 def missing(device: torch.device) -> str | None:
-    """Return what compiling for this device lacks; None if nothing."""
+    """Name the part that compiling for this device lacks; None if nothing."""
     if device.type == "cuda":
         return None if _has_triton() else "package triton, which comes with CUDA builds of torch"
     if device.type != "cpu":

@@ -4,7 +4,7 @@
 and `unpack` goes on from there. Each takes what goes around the quantizer of a split along in the
 same passes: `minus` is taken off before, `plus` is added after.
 
-The arithmetic is that of `metis_hf.numerics.definition`, to the bit; the way there is another one:
+The same arithmetic as `metis_hf.numerics.definition`, to the bit; the way there is another one:
 
 - Elements are rounded by adding and subtracting a constant chosen by range, never by way of their
   bits: Inductor's CPU code takes bit casts of vectors through memory.
@@ -257,7 +257,7 @@ def unpack(
     decode: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Return plus + the values of what `pack` gives.
+    """Return plus + the values that `pack` stored.
 
     Args:
         codes: uint8 [p 16] or [g 8 c 16].

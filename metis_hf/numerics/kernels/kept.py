@@ -45,7 +45,7 @@ def load(program: Any) -> Callable[..., Any] | None:
             return CompiledArtifact.load(path=str(file), format="binary")
     except FileNotFoundError:
         return None
-    except Exception as error:  # of another machine, or cut short: it is compiled anew
+    except Exception as error:  # of another machine, or cut short: it is compiled again
         logger.debug("a compiled quantizer could not be loaded from %s: %s", file, error)
         return None
 
@@ -99,14 +99,14 @@ def _file(program: Any) -> Path:
 
 
 def _settings() -> bytes:
-    """Return those of Inductor's settings that change what it makes."""
+    """Return the settings of Inductor that change its programs."""
     import torch._inductor.config as inductor
 
     return inductor.get_hash()
 
 
 def _instructions() -> str:
-    """Return what the processor can do: programs use all of it, and would end on another one."""
+    """Name the processor's instructions: a program uses all, and would end on another processor."""
     known = torch.backends.cpu.get_cpu_capability()
     try:
         lines = _CPU_INFO.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The two forms that kernels take tensors in, the way there and back, and that of packed codes."""
+"""The two forms that kernels take tensors in, the way there and back, and packed codes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def blocked_shape(
 
 
 def run_of(blocked: Sequence[int], tile: Tile, dim: int) -> int:
-    """Return how far apart the two elements of a byte lie, of a matrix cut into blocks.
+    """Return the distance between the two elements of a byte, for a matrix cut into blocks.
 
     The next block of the same row, or the other half of the same column block or square.
     """

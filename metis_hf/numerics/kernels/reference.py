@@ -1,4 +1,4 @@
-"""The definition of what kernels compute, operation by operation, for every format and tile."""
+"""The definition of the kernels' results, operation by operation, for every format and tile."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def unpack(
 def blocks_of(
     packed: Packed, quantizer: QuantizerDefinition, *, dim: int, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return what `pack` made of a matrix, element by element.
+    """Unpack the result of `pack`, element by element.
 
     Args:
         packed, quantizer, dim, shape: as in `kernels.unpack`.

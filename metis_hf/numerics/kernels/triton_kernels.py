@@ -1,9 +1,9 @@
 """The formulation as Triton kernels, for CUDA devices; on CPU through Triton's interpreter.
 
-The arithmetic is that of `formulation`, to the bit: plus + Q(x - minus), or the codes and scales of
+The same arithmetic as `formulation`, to the bit: plus + Q(x - minus), or the codes and scales of
 Q(x). What may not be left to a GPU's choice:
 
-- Amax is taken of magnitudes as integers, whose order is that of the numbers, NaN above infinity:
+- Amax is taken of magnitudes as integers, which are ordered as the numbers, NaN above infinity:
   a GPU's maximum drops NaN, and integers can be compared atomically in any order.
 - Clamps are comparisons, which leave NaN where it is. Division is IEEE's (`div_rn`).
 - `floor` may flush subnormal numbers to zero; nothing here depends on which of the two it gives.

@@ -40,7 +40,7 @@ _OLDEST = 3, 6  # before, `div_rn` flushes subnormal numbers to zero
 
 
 def missing(device: torch.device) -> str | None:
-    """Return what these kernels lack to run on a device; None if nothing."""
+    """Name the part that these kernels lack to run on a device; None if nothing."""
     version = triton.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         return f"triton 3.6 or later: this is {version}, whose division loses the smallest numbers"
@@ -104,7 +104,7 @@ def fake_quantize(
 def store(
     x: Tensor, quantizer: QuantizerDefinition, *, dim: int, key: noise.Key | int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `kernels.store`; arguments are those of `fake_quantize`. Codes of NaN are arbitrary."""
+    """See `kernels.store`; arguments as in `fake_quantize`. Codes of NaN are arbitrary."""
     choices = _choices(quantizer, x, dim)
     matrix = _matrix(x, choices)
     rows, columns = matrix.shape

@@ -1,4 +1,4 @@
-"""Noise and fingerprints in one launch each, for CUDA devices; the numbers are those of `noise`.
+"""Noise and fingerprints in one launch each, for CUDA devices; the same numbers as `noise`.
 
 Operation by operation they are 30 and 10 launches, and a layer under "metis" draws noise for three
 matrices of a few thousand elements.

@@ -1,6 +1,6 @@
 """Numbers of NVFP4 as functions of Triton's kernels: noise, E2M1, E4M3, and block scales.
 
-The arithmetic is that of `formulation` and `block_scales`, to the bit; `triton_kernels` says what
+The same arithmetic as `formulation` and `block_scales`, to the bit; `triton_kernels` says what
 may not be left to a GPU's choice.
 """
 
@@ -151,7 +151,7 @@ def _nearest(magnitude):
 
 @triton.jit
 def outer_scale(largest, LARGEST: tl.constexpr):
-    """Return (encode, decode) scales of what has the largest magnitude `largest`, as bits."""
+    """Return (encode, decode) scales for the largest magnitude `largest`, as bits."""
     largest = largest.to(tl.float32, bitcast=True)
     encode = tl.math.div_rn(LARGEST, largest)
     encode = tl.where(encode > LARGEST_FP32, LARGEST_FP32, encode)
@@ -220,7 +220,7 @@ def _better(
     TWO_LEVEL: tl.constexpr,
     UP: tl.constexpr,
 ):
-    """Return the better of (scale, inverse, error) and those of the scale base * factor."""
+    """Return (scale, inverse, error), or the same for the scale base * factor if it is better."""
     base, to_base, decode, magnitude, wanted = block
     scale, inverse = _scale(base * factor, decode, TWO_LEVEL, UP)
     scaled = magnitude * inverse

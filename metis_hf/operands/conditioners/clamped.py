@@ -93,7 +93,7 @@ class Clamped(Conditioner):
         return Work(call, encode, decode, (shape,), sparse=sparse)
 
     def outliers(self, size: int) -> int:
-        """Return how many of `size` elements are beyond each threshold, at most."""
+        """Return the most of `size` elements that may be beyond each threshold."""
         return int((1 - self.alpha) * size + 1e-6)
 
     def _separate(self, x: Tensor) -> tuple[Tensor, Sparse]:

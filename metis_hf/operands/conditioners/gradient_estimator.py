@@ -15,7 +15,7 @@ from metis_hf.operands.conditioners.identity import Identity
 
 @dataclass(frozen=True)
 class DifferentiableEstimator(Identity):
-    """Quantizes the weight as it is; its gradient is that of a smooth step function.
+    """Quantizes the weight as it is; the gradient is a smooth step function's.
 
     Differentiable gradient estimator, arXiv 2501.17116, equations 6 to 8. Between two neighbouring
     codes, delta apart, of which the lower is g, rounding is approximated by

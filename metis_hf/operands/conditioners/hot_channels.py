@@ -63,7 +63,7 @@ class HotChannels(Conditioner):
         return Work(call, encode, decode, (shape, patch), channels=hot)
 
     def channels(self, n: int) -> int:
-        """Return how many of n channels are patched."""
+        """Return the number of patched channels among n."""
         return min(n, 16 * max(1, -(-round(self.share * n * 1e6) // 16_000_000)))
 
     def _residual(self, x, quantizer, dim, key) -> tuple[Tensor, Tensor, Tensor]:

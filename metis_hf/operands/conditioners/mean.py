@@ -22,7 +22,7 @@ class MeanRemoved(Conditioner):
     whichever dimension the GEMM contracts. Rows of padding take no part in the mean.
 
     Args:
-        inner: the conditioner of what is left: after a rotation R it is R^T Q(R (x - 1 mu)). Rows
+        inner: the conditioner of the rest: with a rotation R it gives R^T Q(R (x - 1 mu)). Rows
             and columns that it pads x with have no mean.
     """
 
@@ -110,7 +110,7 @@ class MeanRemoved(Conditioner):
 
 
 def _rest(dim: int, key: Key, row_mask: Tensor | None) -> dict[str, Any]:
-    """Return the options that the inner conditioner takes what is left with."""
+    """Return the options of the inner conditioner."""
     return {"dim": dim, "key": key.fold(3), "row_mask": row_mask}
 
 

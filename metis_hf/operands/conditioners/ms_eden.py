@@ -23,7 +23,7 @@ from metis_hf.transforms.hadamard import (
 
 
 class Contents(NamedTuple):
-    """Data of the noise keys of what a call's gradient meets in its two GEMMs; 0-dim int32."""
+    """Data of the noise keys of weight and input, which a gradient meets; 0-dim int32."""
 
     weight: Tensor
     input: Tensor
@@ -34,7 +34,7 @@ class RandomHadamard(AroundQuantizer):
     """x_hat = R^T Q(R x), R = H D: groups of 128 along `dim`, signs D of the content of a tensor.
 
     Both operands of a GEMM that have their signs of the same tensor are in the same basis, as
-    hardware wants them: in dgrad those of the weight, in wgrad those of the input. So every input
+    hardware wants them: in dgrad the weight's signs, in wgrad the input's. So every input
     and every state of a weight has fresh signs, an equal call equal ones, and nothing is drawn. The
     result keeps the padding along `dim`, a multiple of 16: the product of the rotated copies
     contains it. Where 128 does not divide that, groups are of the largest power of two that does.

@@ -17,8 +17,8 @@ from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
 class Requantized(Conditioner):
     """Quantizes to nearest along the columns, as fprop does, then quantizes that along `dim`.
 
-    The gradient is then that of the very operands of the forward pass: an unbiased second
-    quantization of Q(x) gives it in expectation, one of x would not.
+    In expectation the gradient then belongs to the very operands of the forward pass, since the
+    second quantization of Q(x) is unbiased; quantizing x instead would not give that.
 
     Args:
         second: the conditioner of the second quantization.
@@ -75,5 +75,5 @@ class Requantized(Conditioner):
 
 
 def first_copy(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return what the second quantization takes of x: nearest, in blocks along the columns."""
+    """Return the first quantization of x: nearest, in blocks along the columns."""
     return quantizer.deterministic()(x, dim=-1)

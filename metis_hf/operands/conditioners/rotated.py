@@ -21,8 +21,9 @@ class _Rotated(AroundQuantizer):
     """x_hat = R^T Q(R x): rotated along one dimension, quantized, rotated back.
 
     In a GEMM that contracts the rotated dimension, an equal rotation of the other operand cancels:
-    the product is that of the two quantized matrices. Along the other dimension the rotation comes
-    out of the product, which is then rotated back. Blocks run along the contracted one either way.
+    the result is the product of the two quantized matrices. Along the other dimension the rotation
+    comes out of the product, which is then rotated back. Blocks run along the contracted dimension
+    either way.
 
     Args:
         seed: of the rotation, which is the same for every tensor of that length.

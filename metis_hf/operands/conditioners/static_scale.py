@@ -1,4 +1,4 @@
-"""Tensor scales that are known before the tensor is: those of deployed models.
+"""Tensor scales that are known before the tensor is, as in deployed models.
 
 A deployed NVFP4 layer computes the block scales of its input on the way, under one scale of the
 tensor that calibration fixed. Which amax that scale is made of is the layer's state
