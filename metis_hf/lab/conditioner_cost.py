@@ -1,4 +1,4 @@
-"""What conditioners cost on hardware: multiply-adds from a matrix to its codes, by class."""
+"""The cost of conditioners on hardware: multiply-adds from a matrix to its codes, by class."""
 
 from __future__ import annotations
 
