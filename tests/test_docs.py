@@ -24,6 +24,7 @@ from metis_hf import MetisConfig, scheme_names
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHER_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 OTHER_PAGES += [ROOT / name for name in ("recipes/README.md", "benchmarks/README.md")]
+REPORT = sorted((ROOT / "eval" / "results" / "report").glob("*.md"))
 RECORDS = sorted((ROOT / "eval" / "results").rglob("*.md"))
 OF_TODAY = [page for page in (*PAGES, *OTHER_PAGES, *RECORDS) if page.name != "CHANGELOG.md"]
 MOST_WORDS = 56_000
@@ -49,7 +50,7 @@ FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```", re.DOTALL | re.MULTILIN
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *REPORT], ids=lambda page: page.name)
 def test_examples_run(page, tmp_path):
     """Blocks whose first line is a comment with a file's name are that file."""
     files = FILE.findall(page.read_text())
