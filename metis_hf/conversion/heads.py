@@ -26,7 +26,7 @@ _ROUTER_NAMES = ("router", "router_gate")  # of linear layers: Doge's
 def find_heads(model: nn.Module) -> set[str]:
     """Return linear layers behind base models: output embeddings, classifiers, ...
 
-    Those of models inside the model too, such as the decoder of an EncoderDecoderModel.
+    Heads of models inside the model are included, such as the decoder of an EncoderDecoderModel.
     """
     inner = (each for each in model.modules() if isinstance(each, PreTrainedModel))
     heads = {layer for each in {model, *inner} for layer in _behind(each, inner=each is not model)}

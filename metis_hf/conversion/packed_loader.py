@@ -1,6 +1,6 @@
 """Registers packed NVFP4 bases with transformers, so that from_pretrained keeps them packed.
 
-transformers finds the loader by `quant_method`. That of ModelOpt's checkpoints it does not know, so
+transformers finds the loader by `quant_method`. It does not know ModelOpt's `quant_method`, so
 `from_pretrained(path)` is enough for these. For compressed-tensors it has one that unpacks at the
 first forward pass; the config beside the weights decides, and an argument cannot overrule it.
 `packed_config` therefore gives a config whose `quant_method` is ours.

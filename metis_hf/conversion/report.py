@@ -61,8 +61,8 @@ class ConversionReport:
         skipped: linear layers that stay in high precision, with the reason.
         total_params: parameters of the model before conversion; tied ones count once.
         flops_share: share of the multiplications with weights (linear layers, experts and output
-            head; attention scores not counted) that a token spends in converted layers. Those of
-            `uncounted` are in neither part of it.
+            head; attention scores not counted) that a token spends in converted layers.
+            Multiplications of `uncounted` are in neither part of it.
         attention: the scheme of attention's products; None: they are as they were.
         attention_modules: names of the attention modules that compute them in it.
         uncounted: names of skipped parameters of which nobody knows how a token uses them.

@@ -244,8 +244,8 @@ class QuantizerDefinition:
         """Share of elements beyond the largest value that their block can hold; 0-dim.
 
         Zero with scales rounded up, to the last bit of fp32; 3.5 % of normally distributed
-        values with scales rounded to nearest. `amax` as in `Quantizer.__call__`. Scales are those
-        of `deterministic`, since MS-EDEN's have noise.
+        values with scales rounded to nearest. `amax` as in `Quantizer.__call__`. Scales come
+        from `deterministic`, since MS-EDEN's have noise.
         """
         if x.numel() == 0:
             return x.new_zeros((), dtype=torch.float32)

@@ -54,8 +54,8 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     - What rounding took off weights (fprop, dgrad) is added in the dominant directions of inputs
       and output gradients, in FP4 and as k more channels of the same GEMM (`gemm` has the
       equations): their rounding meets only the residual of the other operand. Where the weight is
-      split, what rounding took off inputs is added along its directions. That of output gradients
-      is unbiased, so it is not added.
+      split, what rounding took off inputs is added along its directions. The rounding error of
+      output gradients is unbiased, so it is not added.
     - Forward tensors are rounded to nearest, gradients stochastically with scales up, so that they
       stay unbiased. A block of a forward tensor has the scale, of six, that fits it best.
     - In contraction mode each GEMM has copies of its own with blocks along what it contracts, the

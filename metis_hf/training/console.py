@@ -55,7 +55,7 @@ def _prints(callback: TrainerCallback) -> bool:
 
 
 def summary(measured: dict[str, float]) -> dict[str, float]:
-    """Return what a person watches: mean SQNR of weights, activations, gradients, and alarms.
+    """Pick the figures to watch: mean SQNR of weights, activations and gradients, and alarms.
 
     Args:
         measured: "metis/<tensor>/<group>/<statistic>" -> mean over the group's layers, and

@@ -141,7 +141,7 @@ def _divergence(
             log_p = torch.log_softmax(teacher[chunk].float() / temperature, -1)
             log_q = torch.log_softmax(student[chunk].float() / temperature, -1)
             p = log_p.exp()
-            # 0 where p is 0: -inf - -inf is no number. That of a teacher without numbers stays NaN.
+            # 0 where p is 0: -inf - -inf is no number. A teacher's NaN stays NaN.
             terms = torch.where(p == 0, 0, p * (log_p - log_q))
             total += terms.sum(-1).masked_fill(skipped, 0).sum()
             if out is not None:

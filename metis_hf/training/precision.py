@@ -45,7 +45,7 @@ CHANGEABLE = (
 def set_precision(model: nn.Module, **changes: Any) -> None:
     """Change how the layers of a converted model compute; its parameters stay as they are.
 
-    So do the products of its attention, which `attention=...` quantizes, and None gives back.
+    `attention=...` quantizes the products of its attention, and None gives them back.
 
     The model's config and its `metis_report` change with it, so a checkpoint saved afterwards loads
     as the model is now.

@@ -31,10 +31,10 @@ def refresh(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
     All processes have to call it together.
 
-    The residual's gradient is dL/dW itself, so its moments stay valid. Those of u, s and vh belong
-    to the old factors and start again in place, the step count with them: the optimizer's state
-    keeps its keys, and Adam's bias correction starts from zero. Call it between optimizer steps,
-    when no gradient is accumulated.
+    The residual's gradient is dL/dW itself, so its moments stay valid. The moments of u, s and vh
+    belong to the old factors and start again in place, the step count with them: the optimizer's
+    state keeps its keys, and Adam's bias correction starts from zero. Call it between optimizer
+    steps, when no gradient is accumulated.
 
     Args:
         model: converted; plain, under DDP, or sharded by FSDP2 (`fully_shard`).

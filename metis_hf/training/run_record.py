@@ -35,7 +35,7 @@ def describe_run(
     args: TrainingArguments,
     state: TrainerState,
 ) -> dict[str, Any]:
-    """Return what `metis_run.json` holds: model, config, conversion report, software and device.
+    """Return the content of `metis_run.json`: model, config, report, software and device.
 
     Args:
         model: the converted one.
@@ -129,7 +129,7 @@ def parse_records(data: bytes) -> tuple[dict[int, dict[str, Any]], dict[int, str
 def drop_after(directory: Path, step: int) -> None:
     """Remove the records after `step`, which a resumed run writes again, and broken lines.
 
-    With a step of -1 all go, those of an evaluation at step 0 too.
+    With a step of -1 all records go, an evaluation's at step 0 too.
 
     Each file is replaced as a whole, so that a process killed here loses no record.
     """
@@ -147,7 +147,7 @@ def drop_after(directory: Path, step: int) -> None:
 
 
 def precision_of(config: MetisConfig, resumed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what a precision schedule changes, as a record says it.
+    """Return the settings that a precision schedule changes, as a record says them.
 
     Args:
         config: of a layer.

@@ -76,7 +76,7 @@ def eigenvectors(matrix: Tensor, rotations: int) -> Tensor:
     for _ in range(rotations):
         similar = vectors @ matrix @ vectors.T
         values = similar.diagonal() - ramp
-        # Tangents of Jacobi's angles, to first order. Those of close pairs are too large, and a
+        # Tangents of Jacobi's angles, to first order. Tangents of close pairs are too large, and a
         # smaller bound than their 1 converges faster where there are many.
         turn = similar.div_(values[:, None] - values).clamp_(-_LARGEST_TANGENT, _LARGEST_TANGENT)
         turned = turn.fill_diagonal_(1) @ vectors

@@ -1,7 +1,7 @@
 """Block scales of NVFP4 for `formulation`: by amax, by Four Over Six, and MS-EDEN's correction.
 
 The same arithmetic as `metis_hf.numerics.scaling`, to the bit. What is summed over a block are
-whole numbers, so that sums are exact and do not depend on how a compiler cuts up a reduction. Those
+whole numbers, so that sums are exact and do not depend on how a compiler cuts up a reduction. Sums
 of errors fit into fp32, which vector units add.
 """
 
