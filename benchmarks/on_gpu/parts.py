@@ -107,8 +107,8 @@ def fidelity(context: Context) -> Iterator[Item]:
 
 
 def _fidelity(scheme: str, context: Context) -> Row:
-    from metis_hf.lab.fidelity.run import Settings
-    from metis_hf.lab.fidelity.run import fidelity as measure
+    from metis_hf.lab.fidelity.measurements import fidelity as measure
+    from metis_hf.lab.fidelity.settings import Settings
 
     assert context.model is not None
     assert context.text is not None

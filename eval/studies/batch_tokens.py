@@ -18,7 +18,7 @@ from pathlib import Path
 from publish import RESULTS, publish_table
 
 from metis_hf import MetisConfig
-from metis_hf.lab.fidelity.loss import predictions
+from metis_hf.lab.fidelity.predictions import predictions
 from metis_hf.lab.fidelity.subject import converted, open_subject
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes.parts import Scheme, Spectral

@@ -17,7 +17,7 @@ from publish import RESULTS, publish_table
 from scipy.stats import spearmanr
 
 from metis_hf.lab.compare.statistics import Interval
-from metis_hf.lab.fidelity.result import SchemeResult
+from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
@@ -107,7 +107,7 @@ class Point:
     """
 
     variant: str
-    measured: SchemeResult
+    measured: SchemeFidelity
     gap: Interval
 
     @property
@@ -119,7 +119,7 @@ class Point:
 def read(setting: Setting) -> list[Point]:
     """Return the schemes that were both measured and trained, in the records' order."""
     record = json.loads((RESULTS / setting.measured / "results.json").read_text())
-    measured = {row["name"]: SchemeResult(**row) for row in record["schemes"]}
+    measured = {row["name"]: SchemeFidelity(**row) for row in record["schemes"]}
     found: dict[str, Point] = {}
     for name in setting.trained:
         for summary in json.loads((RESULTS / f"{name}.json").read_text())["summaries"]:
@@ -137,13 +137,13 @@ def slope(points: Sequence[Point]) -> float:
     return sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs)
 
 
-def rank_correlation(points: Sequence[Point], value: Callable[[SchemeResult], float]) -> float:
+def rank_correlation(points: Sequence[Point], value: Callable[[SchemeFidelity], float]) -> float:
     """Return Spearman's correlation of a value of fidelity with the gap."""
     return float(spearmanr([value(p.measured) for p in points], [p.gap.mean for p in points])[0])
 
 
 Settings = Sequence[tuple[Setting, Sequence[Point]]]
-_VALUES: Mapping[str, Callable[[SchemeResult], float]] = {
+_VALUES: Mapping[str, Callable[[SchemeFidelity], float]] = {
     "KL in training": lambda r: r.kl_in_training.mean,
     "KL": lambda r: r.mean("kl").mean,
     "loss rise": lambda r: r.rise.mean,

@@ -218,12 +218,12 @@ def publish_fidelity(run: Path, name: str) -> None:
 
 def draw_fidelity(name: str) -> None:
     """Write the table and the figure of a measurement that is on record."""
-    from metis_hf.lab.fidelity.page import write_outputs
-    from metis_hf.lab.fidelity.result import SchemeResult
+    from metis_hf.lab.fidelity.fidelity_page import write_outputs
+    from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 
     target = RESULTS / name
     record = json.loads((target / "results.json").read_text())
-    results = [SchemeResult(**row) for row in record["schemes"]]
+    results = [SchemeFidelity(**row) for row in record["schemes"]]
     with tempfile.TemporaryDirectory() as folder:
         write_outputs(Path(folder), record, results)
         _copy(Path(folder), target, FIDELITY_FILES)

@@ -71,9 +71,9 @@ def fidelity(
     import_sources(imports)
     from rich.console import Console
 
-    from metis_hf.lab.fidelity.result import narrow_table
-    from metis_hf.lab.fidelity.run import Settings
-    from metis_hf.lab.fidelity.run import fidelity as run
+    from metis_hf.lab.fidelity.measurements import fidelity as run
+    from metis_hf.lab.fidelity.scheme_fidelity import narrow_table
+    from metis_hf.lab.fidelity.settings import Settings
     from metis_hf.lab.show.table import terminal_table
 
     chosen = split_names(schemes)

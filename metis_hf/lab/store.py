@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import filelock
 import torch
@@ -82,8 +83,13 @@ class Store:
         self.directory, self.option, self.device = Path(directory), option, device
 
     def path(self, name: str) -> Path:
-        """Return the file of a record: "runs/metis/loss" lies at runs/metis/loss.json."""
-        return self.directory / f"{name}.json"
+        """Return the file of a record: "runs/metis/loss" lies at runs/metis/loss.json.
+
+        A name may come from a checkpoint: what no file is called everywhere is escaped.
+        """
+        parts = [quote(part, safe=" ,+=()") for part in name.split("/")]
+        parts = [part.replace(".", "%2E") if set(part) <= {"."} else part for part in parts]
+        return self.directory.joinpath(*parts[:-1], f"{parts[-1]}.json")
 
     def find(self, name: str) -> Record | None:
         """Return a record, whatever its key; None where there is none.
@@ -198,8 +204,8 @@ class Store:
                     holder.unlink(missing_ok=True)
 
     def _lock_file(self, name: str) -> Path:
-        path = self.directory / name
-        return path.with_name(f".{path.name}{LOCK_FILE}") if name else path / LOCK_FILE
+        path = self.path(name)
+        return path.with_name(f".{path.stem}{LOCK_FILE}") if name else self.directory / LOCK_FILE
 
 
 def hold_directory(directory: str | Path, option: str = "--out") -> AbstractContextManager[None]:

@@ -74,6 +74,13 @@ class TestRecords:
         assert found.key == key
         assert {"versions", "device", "commit"} <= found.made.keys()
 
+    @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a:b*?", "x" * 60, "."])
+    def test_no_name_leads_out_of_the_directory(self, tmp_path, name):
+        store = Store(tmp_path / "out")
+        store.put(name, "key", {"a": 1})
+        assert store.get(name, "key") == {"a": 1}
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
     def test_a_process_that_dies_in_a_write_leaves_what_was_there(self, tmp_path):
         store = Store(tmp_path)
         store.put("task", "key", {"loss": 1.0})

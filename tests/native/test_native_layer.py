@@ -13,7 +13,7 @@ from layers.layer_tools import layer_of
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers, set_precision
 from metis_hf.conversion.hub import MetisConfigLoader
-from metis_hf.lab.fidelity.operands import only
+from metis_hf.lab.fidelity.layer_errors import only
 from metis_hf.lab.fidelity.subject import converted, running
 from metis_hf.layers import native as layer_native
 from metis_hf.layers.gemm import GemmPlan

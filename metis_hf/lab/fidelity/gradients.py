@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 
 from metis_hf.conversion.attention import attention_products
 from metis_hf.conversion.convert import metis_layers
+from metis_hf.layers.linear import MetisLayer, QuantLinear
 from metis_hf.shared.numbers import gib
 
 _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
@@ -30,23 +33,18 @@ class GradientFile:
     Args:
         path: the file; one of that name is overwritten.
         batches: rows.
-        weights: the parameters, in order.
-        transposed: for each, whether it is [i o].
+        layers: whose weights they are.
 
     Raises:
         OSError: the disk cannot hold it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        batches: int,
-        weights: Sequence[nn.Parameter],
-        transposed: Sequence[bool],
-    ) -> None:
+    def __init__(self, path: Path, batches: int, layers: dict[str, MetisLayer]) -> None:
         self.path = path
-        self._transposed = transposed
-        self._bounds = np.cumsum([0, *(weight.numel() for weight in weights)])
+        # The matrix of a Conv1D is [i o], unless it is split.
+        self._transposed = [x.conv1d and isinstance(x, QuantLinear) for x in layers.values()]
+        sizes = [x.in_features * x.out_features for x in layers.values()]
+        self._bounds = np.cumsum([0, *sizes])
         shape = (batches, int(self._bounds[-1]))
         size = 4 * math.prod(shape)
         with path.open("wb") as file:
@@ -104,6 +102,42 @@ def run_batches(
         model(input_ids=rows, labels=rows).loss.backward()
         done(number)
     model.zero_grad()
+
+
+@contextmanager
+def on_calls(
+    layers: Mapping[str, MetisLayer],
+    measure: Callable[[str, Tensor, Tensor, Tensor | None], None],
+) -> Iterator[None]:
+    """Call `measure` for each call of a layer in the block, in the backward pass.
+
+    Args:
+        layers: what is watched; calls that `measure` makes of a layer do not count.
+        measure: takes (layer's name, its input, its output's gradient, its row mask).
+    """
+    busy: set[str] = set()
+
+    def hook_of(name: str):
+        def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
+            if name in busy or not y.requires_grad:
+                return
+            x, mask = (args[0] if args else kwargs["input"]).detach(), kwargs.get("row_mask")
+            mask = layer.row_mask(x) if mask is None else mask
+
+            def take(dy: Tensor) -> None:
+                busy.add(name)
+                measure(name, x, dy.detach(), mask)
+                busy.remove(name)
+
+            y.register_hook(take)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_hook(hook_of(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 def inner_products(exact: GradientFile, scheme: GradientFile) -> np.ndarray:

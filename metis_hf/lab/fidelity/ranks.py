@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.lab.cost import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
-from metis_hf.lab.fidelity.gradients import run_batches
+from metis_hf.lab.fidelity.gradients import on_calls, run_batches
 from metis_hf.lab.fidelity.subject import converted, open_subject, running, trainable
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.show.table import terminal_table
@@ -31,7 +30,7 @@ RANKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of those that it can have
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class LayerRanks:
     """Ranks of a model's layers, and what they cost.
 
     Attributes:
@@ -64,7 +63,7 @@ def write_ranks(
     device: str = "cpu",
     tokenizer: str | None = None,
     console: Console | None = None,
-) -> RankPlan:
+) -> LayerRanks:
     """Choose ranks for a model by the beginning of a text, print them, and write the config.
 
     Args:
@@ -172,7 +171,7 @@ def allocate_ranks(
     tokens: int = TOKENS,
     ranks: Sequence[int] = RANKS,
     advance: Callable[[], None] = lambda: None,
-) -> RankPlan:
+) -> LayerRanks:
     """Choose a rank for each layer of a model from one calibration, within a budget.
 
     Each layer runs at each rank, with evaluation rounding, on the exact model's inputs. What counts
@@ -230,7 +229,7 @@ def allocate_ranks(
         found = overhead(shapes, [seen[name] for name in layers], [reads[name] for name in layers])
     first = sum(group.errors[0] for group in groups)
     last = sum(group.errors[place] for group, place in zip(groups, at))
-    return RankPlan(config, chosen, found, errors, last / first if first else 1.0)
+    return LayerRanks(config, chosen, found, errors, last / first if first else 1.0)
 
 
 def _called(model: PreTrainedModel, layers: Mapping[str, MetisLayer]) -> dict[str, str]:
@@ -267,40 +266,22 @@ def _errors(
         for name, layer in layers.items()
     }
     found = {name: [0.0] * len(tried) for name, tried in schemes.items()}
-    busy: set[str] = set()  # layers whose calls are measurements
 
-    def hook_of(name: str):
-        def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
-            if name in busy or not y.requires_grad:
-                return
-            x = (args[0] if args else kwargs["input"]).detach()
-            mask = kwargs.get("row_mask")
-
-            @torch.no_grad()
-            def measure(dy: Tensor) -> None:
-                busy.add(name)
-                layer.eval()
-                with running({name: layer}):
-                    exact = layer(x, row_mask=mask)
-                rows = dy.flatten(0, -2).float()
-                for place, scheme in enumerate(schemes[name]):
-                    with running({name: layer}, {name: scheme}):
-                        error = (layer(x, row_mask=mask) - exact).flatten(0, -2).float()
-                    found[name][place] += float(_squared_norm(error, rows))
-                layer.train()
-                busy.remove(name)
-
-            y.register_hook(measure)
-
-        return hook
+    @torch.no_grad()
+    def measure(name: str, x: Tensor, dy: Tensor, mask: Tensor | None) -> None:
+        layer = layers[name].eval()
+        with running({name: layer}):
+            exact = layer(x, row_mask=mask)
+        rows = dy.flatten(0, -2).float()
+        for place, scheme in enumerate(schemes[name]):
+            with running({name: layer}, {name: scheme}):
+                error = (layer(x, row_mask=mask) - exact).flatten(0, -2).float()
+            found[name][place] += float(_squared_norm(error, rows))
+        layer.train()
 
     count = 0
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            handle = layer.register_forward_hook(hook_of(name), with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(running(layers))
-        weights = list(trainable(layers).values())
+    weights = list(trainable(layers).values())
+    with on_calls(layers, measure), running(layers):
         for rows in batches:
             run_batches(model, weights, [rows], lambda _: None)
             count += 1

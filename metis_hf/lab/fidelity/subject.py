@@ -19,7 +19,7 @@ from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.lab.model_source import open_model
 from metis_hf.lab.texts import model_sequences
 from metis_hf.layers.attention import AttentionProducts
-from metis_hf.layers.linear import MetisLayer, QuantLinear
+from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import Scheme, build_scheme
 from metis_hf.shared.quiet import quiet
 
@@ -183,11 +183,6 @@ def _forget(part: Part) -> None:
     """Drop what earlier calls left for later ones."""
     if isinstance(part, MetisLayer):
         part.evaluation_weight.forget()
-
-
-def is_transposed(layer: MetisLayer) -> bool:
-    """Return whether the matrix of `trainable` is [i o]: that of a Conv1D, unless it is split."""
-    return layer.conv1d and isinstance(layer, QuantLinear)
 
 
 def trainable(layers: dict[str, MetisLayer]) -> dict[str, nn.Parameter]:

@@ -18,7 +18,7 @@ from paths import ROOT
 from metis_hf.lab.compare import tasks_table as tables
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.demo.run import control_label
-from metis_hf.lab.fidelity import result as fidelity_result
+from metis_hf.lab.fidelity import scheme_fidelity
 from metis_hf.lab.finetune.measure import Measured
 from metis_hf.lab.finetune.report import Outcome, markdown_tables
 from metis_hf.lab.show.table import markdown_table
@@ -125,8 +125,8 @@ RECORDS += ("real-model/gradient-directions", "real-model/hot-channel")
 @pytest.mark.parametrize("name", RECORDS)
 def test_fidelity_tables_are_their_records(name):
     record = json.loads((ROOT / "eval/results" / name / "results.json").read_text())
-    schemes = [fidelity_result.SchemeResult(**row) for row in record["schemes"]]
-    table = markdown_table(*fidelity_result.table(schemes))
+    schemes = [scheme_fidelity.SchemeFidelity(**row) for row in record["schemes"]]
+    table = markdown_table(*scheme_fidelity.table(schemes))
     assert (ROOT / "eval/results" / name / "table.md").read_text() == table
     marked = f"<!-- fidelity {name} -->\n{table}<!-- end -->"
     assert any(marked in page.read_text() for page in PAGES)

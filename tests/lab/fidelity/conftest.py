@@ -8,7 +8,7 @@ import transformers
 
 from lab.fidelity.measuring import settings
 from metis_hf.data.corpus import Document, train_tokenizer
-from metis_hf.lab.fidelity.run import fidelity
+from metis_hf.lab.fidelity.measurements import fidelity
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
 

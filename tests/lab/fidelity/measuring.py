@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from metis_hf.lab.fidelity.run import Settings
+from metis_hf.lab.fidelity.settings import Settings
 
 SMALL = {"sequences": 12, "length": 24, "batch": 2}
 

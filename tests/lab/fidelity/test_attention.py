@@ -12,7 +12,7 @@ import transformers
 from lab.fidelity.measuring import load, settings, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import main
-from metis_hf.lab.fidelity.run import fidelity
+from metis_hf.lab.fidelity.measurements import fidelity
 
 PLAIN = MetisConfig(scheme="nvfp4-rne")
 CONFIG = PLAIN.replace(attention="nvfp4-rne")

@@ -14,10 +14,9 @@ import transformers
 from lab.fidelity.measuring import load, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
 from metis_hf.lab.fidelity.gradients import errors, mean_errors
-from metis_hf.lab.fidelity.loss import predictions
-from metis_hf.lab.fidelity.operands import KINDS, only
+from metis_hf.lab.fidelity.layer_errors import KINDS, only
 from metis_hf.lab.fidelity.subject import converted
-from metis_hf.schemes import Role, Scheme, build_scheme
+from metis_hf.schemes import Role, build_scheme
 
 
 class TestNumbers:
@@ -155,55 +154,6 @@ class TestNumbers:
         )
         assert found["whole"]["loss"] == pytest.approx(100 * (whole.item() / exact - 1), abs=1e-4)
         assert not measured[1][1].alone
-
-
-def small_models():
-    """Models whose layers run once, in place of each other, and twice in a pass."""
-    llama = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-             "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
-    mixtral = {**llama, "num_local_experts": 4, "num_experts_per_tok": 1}
-    shared = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama))
-    shared.model.layers[2] = shared.model.layers[0]
-    gpt2 = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2)
-    return {
-        "conv1d": transformers.GPT2LMHeadModel(gpt2),
-        "experts": transformers.MixtralForCausalLM(transformers.MixtralConfig(**mixtral)),
-        "run twice": shared,
-    }
-
-
-class TestLayersThatRunBefore:
-    @pytest.mark.parametrize("kind", ["conv1d", "experts", "run twice"])
-    def test_exact_outputs_given_again_change_nothing(self, kind):
-        torch.manual_seed(0)
-        model = small_models()[kind]
-        ids = torch.randint(300, (2, 16))
-        get_metis_model(model, MetisConfig(scheme="nvfp4-rne"))
-        layers = dict(metis_layers(model))
-        one_at_a_time = [{name: layer.scheme} for name, layer in layers.items()]
-        found = predictions(model, layers, ids, 1, one_at_a_time)
-        plain = [
-            [predictions(model, layers, row, 1, [chosen | rest])[0][0] for row in ids.split(1)]
-            for chosen in one_at_a_time
-            for rest in [{name: Scheme() for name in layers if name not in chosen}]
-        ]
-        assert found == plain
-        assert sum(b["kl"] > 0 for batches in found for b in batches) > len(layers)
-
-    def test_they_are_not_computed(self, place):
-        model = load(place)
-        get_metis_model(model, MetisConfig(scheme="nvfp4-rne"))
-        layers = dict(metis_layers(model))
-        (last,) = [name for name in layers if name.endswith("layers.1.mlp.down_proj")]
-        outputs = []
-        with pytest.MonkeyPatch.context() as patch:
-            real = layers[last].forward.__func__
-            for kind in {type(layer) for layer in layers.values()}:
-                patch.setattr(kind, "forward", lambda m, x: outputs.append(m) or real(m, x))
-            predictions(model, layers, token_ids(place)[:1], 1, [{last: layers[last].scheme}])
-        assert len(outputs) == len(layers) + 1
-        assert outputs[-1] is layers[last]
-        assert all("forward" not in vars(layer) for layer in layers.values())
 
 
 class TestOnly:

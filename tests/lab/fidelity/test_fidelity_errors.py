@@ -15,8 +15,9 @@ from lab.fidelity.measuring import SMALL, load, settings
 from metis_hf.cli.fidelity import _rows
 from metis_hf.cli.main import main
 from metis_hf.data.corpus import Document, train_tokenizer
-from metis_hf.lab.fidelity import run as fidelity_run
-from metis_hf.lab.fidelity.run import Settings, fidelity
+from metis_hf.lab.fidelity import gradients
+from metis_hf.lab.fidelity.measurements import fidelity
+from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import open_subject
 
 
@@ -70,7 +71,7 @@ class TestBadInput:
             raise AssertionError("computed")
 
         monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-        monkeypatch.setattr(fidelity_run, "run_batches", fail)
+        monkeypatch.setattr(gradients, "run_batches", fail)
         with pytest.raises(OSError, match=r"No space left on device; .* need 0\.\d+ MiB, twice"):
             fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
         assert not (tmp_path / "gradients").exists()

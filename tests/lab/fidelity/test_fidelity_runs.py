@@ -16,13 +16,13 @@ import transformers
 
 from lab.fidelity.measuring import SMALL, load, settings
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.lab.fidelity import figures
-from metis_hf.lab.fidelity import run as fidelity_run
-from metis_hf.lab.fidelity.figures import _is_on_line
-from metis_hf.lab.fidelity.result import SchemeResult, narrow_table, table
-from metis_hf.lab.fidelity.run import Settings, fidelity
+from metis_hf.lab.fidelity import fidelity_figures as figures
+from metis_hf.lab.fidelity import gradients, layer_errors, predictions
+from metis_hf.lab.fidelity.fidelity_figures import _is_on_line
+from metis_hf.lab.fidelity.measurements import fidelity
+from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity, narrow_table, table
+from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import open_subject
-from metis_hf.lab.show.figure import MOST_STYLES
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.show.table import markdown_table, terminal_table
 
@@ -66,19 +66,14 @@ def test_divergence_in_training_is_shown_where_it_differs(measured):
 
 def test_line_of_the_picture_joins_the_ranks_alone():
     joined = ["metis", "metis, rank 9", "metis-contraction", "metis-paper", "budget-4"]
-    assert [name for name in joined if _is_on_line(SchemeResult(name, "metis"))] == joined[:2]
+    assert [name for name in joined if _is_on_line(SchemeFidelity(name, "metis"))] == joined[:2]
     # Of a file of that name with another scheme.
-    assert not _is_on_line(SchemeResult("metis", "nvidia"))
+    assert not _is_on_line(SchemeFidelity("metis", "nvidia"))
 
 
 def point(name, scheme, cost):
     batches = [{"exact": 4.0, "loss": 4.1, "kl": 0.1, "top1": 0.9}]
-    return SchemeResult(name, scheme, overhead={"projection": cost}, batches=batches)
-
-
-def test_a_picture_of_more_schemes_than_there_are_styles():
-    styles = figures._styles([f"scheme {n}" for n in range(MOST_STYLES + 2)])
-    assert styles["scheme 35"] == styles["scheme 0"] != styles["scheme 1"] == styles["scheme 36"]
+    return SchemeFidelity(name, scheme, overhead={"projection": cost}, batches=batches)
 
 
 def test_files_of_configs_may_be_called_anything(monkeypatch):
@@ -102,7 +97,7 @@ class TestFiles:
     def test_what_is_written(self, measured):
         out, results = measured
         assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == [
-            "cost.png", "index.html", "measured.jsonl", "results.json", "table.md"
+            "cost.png", "index.html", "measured", "results.json", "table.md"
         ]  # fmt: skip
         record = json.loads((out / "results.json").read_text())
         assert [scheme["name"] for scheme in record["schemes"]] == [r.name for r in results]
@@ -120,8 +115,9 @@ class TestFiles:
         def fail(*args, **kwargs):
             raise AssertionError("measured again")
 
-        for name in ("predictions", "run_batches", "layer_errors"):
-            monkeypatch.setattr(fidelity_run, name, fail)
+        monkeypatch.setattr(predictions, "predictions", fail)
+        monkeypatch.setattr(gradients, "run_batches", fail)
+        monkeypatch.setattr(layer_errors, "layer_errors", fail)
         chosen = ("nvfp4-rne", "metis", "metis-paper")
         again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
         assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
@@ -165,7 +161,7 @@ class TestFiles:
     @pytest.mark.slow
     def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
         chosen, calls = ("nvfp4-rne", "metis"), []
-        real = fidelity_run.layer_errors
+        real = layer_errors.layer_errors
 
         def interrupted(*args):
             calls.append(args)
@@ -173,7 +169,7 @@ class TestFiles:
                 raise KeyboardInterrupt
             return real(*args)
 
-        monkeypatch.setattr(fidelity_run, "layer_errors", interrupted)
+        monkeypatch.setattr(layer_errors, "layer_errors", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fidelity(settings(place, schemes=chosen, alone=()), tmp_path)
         assert "Not complete: 1 schemes" in (tmp_path / "index.html").read_text()
@@ -230,13 +226,13 @@ class TestOtherModels:
         assert result.batches == measured[1][0].batches
 
     def test_a_scheme_that_diverges_is_a_row(self, place, tmp_path, monkeypatch):
-        real = fidelity_run.predictions
+        real = predictions.predictions
 
         def broken(*args, **options):
             spoiled = {"loss": math.nan, "kl": math.nan}
             return [[row | spoiled for row in rows] for rows in real(*args, **options)]
 
-        monkeypatch.setattr(fidelity_run, "predictions", broken)
+        monkeypatch.setattr(predictions, "predictions", broken)
         results = fidelity(settings(place, schemes=("nvfp4",), alone=()), tmp_path)
         assert math.isnan(results[0].rise.mean)
         assert "| nvfp4 | 0.0 | 4.50 | not finite |" in (tmp_path / "table.md").read_text()

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from metis_hf.lab.fidelity.page import _alone, _cards, _group_rows
-from metis_hf.lab.fidelity.result import SchemeResult
+from metis_hf.lab.fidelity.fidelity_page import _alone, _cards, _group_rows
+from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 from metis_hf.lab.show.page import Page
 
 
 def result(name, losses, cosines, **more):
     batches = [{"exact": 4.0, "loss": loss, "kl": 0.1} for loss in losses]
-    return SchemeResult(name, name, batches=batches, gradients={"cosine": cosines}, **more)
+    return SchemeFidelity(name, name, batches=batches, gradients={"cosine": cosines}, **more)
 
 
 def test_cards_are_of_the_smallest_rise_and_the_largest_cosine():
@@ -71,4 +71,4 @@ def test_an_operand_that_is_not_quantized_is_exact():
 def test_a_rise_is_in_percent_of_the_exact_mean():
     """So that the rises of batches have the rise of the whole text as their mean."""
     batches = [{"exact": 1.0, "loss": 1.1}, {"exact": 3.0, "loss": 3.1}]
-    assert SchemeResult("a", "a", batches=batches).rise.mean == pytest.approx(5.0)
+    assert SchemeFidelity("a", "a", batches=batches).rise.mean == pytest.approx(5.0)

@@ -20,8 +20,8 @@ from metis_hf.cli.main import main
 from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
 from metis_hf.lab.fidelity import ranks as ranks_module
 from metis_hf.lab.fidelity.ranks import RANKS as ALL_RANKS
-from metis_hf.lab.fidelity.ranks import RankPlan, _Group, _spend, allocate_ranks, write_ranks
-from metis_hf.lab.fidelity.run import Settings
+from metis_hf.lab.fidelity.ranks import LayerRanks, _Group, _spend, allocate_ranks, write_ranks
+from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import Subject
 
 RANKS = (2, 4, 8, 16)
@@ -244,7 +244,7 @@ class TestRefusals:
 
 def test_the_table_has_one_row_for_all_experts(tmp_path, monkeypatch):
     names = [f"model.layers.0.mlp.experts.metis_up_proj.{n}" for n in (0, 1)]
-    found = RankPlan(MetisConfig(), dict(zip(names, (4, 8))), Overhead({}, 4.5), {}, 1.0)
+    found = LayerRanks(MetisConfig(), dict(zip(names, (4, 8))), Overhead({}, 4.5), {}, 1.0)
     subject = Subject(llama(), *torch.zeros(2, 1, 8, dtype=torch.int64), identity=None)
     monkeypatch.setattr(ranks_module, "open_subject", lambda *args, **options: subject)
     monkeypatch.setattr(ranks_module, "allocate_ranks", lambda *args, **options: found)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from metis_hf.lab.fidelity.result import SchemeResult
+from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 from metis_hf.lab.show.figure import (
     MARKER,
-    MOST_STYLES,
-    Style,
     as_png,
     figure_axes,
     name_points,
@@ -20,14 +18,14 @@ from metis_hf.lab.show.figure import (
 _LINE = "metis"  # the scheme whose ranks are joined by a line
 
 
-def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
+def cost_figure(results: Sequence[SchemeFidelity], tokens: int) -> bytes | None:
     """Draw loss rise against extra multiply-adds, a point for each scheme; None without points."""
     shown = [r for r in results if not r.note and math.isfinite(r.rise.mean)]
     if not shown:
         return None
     figure, axes = figure_axes(1, 1, (9.5, 6.0))
     axis = axes[0][0]
-    styles = _styles(list(dict.fromkeys(r.scheme for r in shown)))
+    styles = scheme_styles(list(dict.fromkeys(r.scheme for r in shown)), "", repeat=True)
     ranks = sorted((r for r in shown if _is_on_line(r)), key=lambda r: r.cost)
     if len(ranks) > 1:
         axis.plot([r.cost for r in ranks], [r.rise.mean for r in ranks], lw=1.2,
@@ -52,18 +50,7 @@ def cost_figure(results: Sequence[SchemeResult], tokens: int) -> bytes | None:
     return as_png(figure)
 
 
-def _styles(schemes: Sequence[str]) -> dict[str, Style]:
-    """Return a style for each scheme; of more than can be told apart the first ones come again.
-
-    Every point has its name beside it.
-    """
-    found: dict[str, Style] = {}
-    for start in range(0, len(schemes), MOST_STYLES):
-        found |= scheme_styles(schemes[start : start + MOST_STYLES], "")
-    return found
-
-
-def _is_on_line(result: SchemeResult) -> bool:
+def _is_on_line(result: SchemeFidelity) -> bool:
     """Return whether a row is the scheme at some rank, and no config given beside it.
 
     A config's file may be called as such a row is.
@@ -72,7 +59,7 @@ def _is_on_line(result: SchemeResult) -> bool:
     return result.scheme == _LINE and (name == _LINE or name.startswith(f"{_LINE}, rank "))
 
 
-def layers_figure(result: SchemeResult) -> bytes:
+def layers_figure(result: SchemeFidelity) -> bytes:
     """Draw each layer's errors on exact inputs, in the order of the model."""
     figure, axes = figure_axes(2, 1, (9.5, 6.0), sharex=True)
     upper, lower = axes[0][0], axes[1][0]

@@ -35,7 +35,7 @@ class Estimate:
 
 
 @dataclass
-class SchemeResult:
+class SchemeFidelity:
     """Measurements of one scheme.
 
     Attributes:
@@ -44,12 +44,12 @@ class SchemeResult:
         rank: of `metis` at a rank of its own; None: as the scheme chooses.
         overhead: kind of work -> share of the GEMMs' multiply-adds.
         weight_bits: for each element of a weight.
-        batches: statistics of each batch of the held-out text; see `loss.predictions`.
+        batches: statistics of each batch of the held-out text; see `predictions.predictions`.
         training: the same with the rounding of training, where the forward pass has noise then.
         gradients: of each batch: "error", "cosine"; of their mean: "mean".
-        kinds: what operands of one kind alone do (see `operands.KINDS`), and all of them on the
+        kinds: what operands of one kind alone do (see `layer_errors.KINDS`), and all of them on the
             same batches: a third of those of the loss, one of the gradient's.
-        layers: errors of each layer on exact inputs; see `operands.layer_errors`.
+        layers: errors of each layer on exact inputs; see `layer_errors.layer_errors`.
         alone: what each layer alone does to the predictions: "loss" above the exact model's, "kl";
             and "whole", all of them together, on the same tokens.
         note: why there is nothing; empty where there is.
@@ -67,6 +67,20 @@ class SchemeResult:
     layers: dict[str, dict[str, float]] = field(default_factory=dict)
     alone: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+
+    def take(
+        self,
+        loss: dict[str, Any],
+        gradients: dict[str, Any],
+        layers: dict[str, Any],
+        alone: dict[str, Any] | None,
+    ) -> None:
+        """Take the measured parts."""
+        self.batches, self.training, self.kinds = loss["batches"], loss["training"], loss["kinds"]
+        for kind, values in gradients["kinds"].items():
+            self.kinds.setdefault(kind, {}).update(values)
+        self.gradients = {key: value for key, value in gradients.items() if key != "kinds"}
+        self.layers, self.alone = layers, alone or {}
 
     @property
     def cost(self) -> float:
@@ -110,7 +124,7 @@ class Column:
     """
 
     title: str
-    value: Callable[[SchemeResult], Estimate]
+    value: Callable[[SchemeFidelity], Estimate]
     spec: str
     short: str = ""
 
@@ -130,7 +144,7 @@ _COLUMNS = (
 )
 
 
-def columns(results: Sequence[SchemeResult]) -> list[Column]:
+def columns(results: Sequence[SchemeFidelity]) -> list[Column]:
     """Return the columns of a table of these schemes.
 
     The divergence in training has one where it differs from that in evaluation for some scheme.
@@ -139,7 +153,7 @@ def columns(results: Sequence[SchemeResult]) -> list[Column]:
     return [column for column in _COLUMNS if differs or column is not _KL_IN_TRAINING]
 
 
-def table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[str]]]:
+def table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, as text; a scheme that could not be measured says why."""
     shown = columns(results)
     rows = []
@@ -151,7 +165,7 @@ def table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[str]]]:
     return ["Scheme", *(column.title for column in shown)], rows
 
 
-def narrow_table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[str]]]:
+def narrow_table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows for a terminal: measured schemes, few columns, no standard errors."""
     measured = [result for result in results if not result.note]
     shown = [column for column in columns(measured) if column.short]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metis_hf.lab.fidelity.figures import cost_figure, layers_figure
-from metis_hf.lab.fidelity.result import SchemeResult, columns, table
+from metis_hf.lab.fidelity.fidelity_figures import cost_figure, layers_figure
+from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity, columns, table
 from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.layer_names import group_of
@@ -16,7 +16,7 @@ from metis_hf.shared.layer_names import group_of
 _WORST = 12  # layers in a list of those that cost most
 
 
-def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeResult]) -> None:
+def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeFidelity]) -> None:
     """Write the table, the picture and the page of what was measured so far."""
     (out / "table.md").write_text(markdown_table(*table(results)), "utf-8")
     picture = cost_figure(results, record["settings"]["tokens_per_step"])
@@ -25,7 +25,7 @@ def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeRes
     _page(record, results, picture).save(out / "index.html")
 
 
-def _page(record: dict[str, Any], results: Sequence[SchemeResult], picture: bytes | None) -> Page:
+def _page(record: dict[str, Any], results: Sequence[SchemeFidelity], picture: bytes | None) -> Page:
     settings = record["settings"]
     page = Page(
         f"Fidelity of {settings['model']}",
@@ -81,7 +81,7 @@ _KINDS_HEADER = ("Scheme", "Quantized", "Loss rise %", "KL (nats)", "Gradient er
 _GROUP_HEADER = ("Layers", "SQNR input", "weight", "grad_output", "Error of y", "dx", "dw")
 
 
-def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
+def _cards(results: Sequence[SchemeFidelity]) -> list[tuple[str, str, str]]:
     finite = [r for r in results if math.isfinite(r.rise.mean)]
     if not finite:
         return []
@@ -99,7 +99,7 @@ def _cards(results: Sequence[SchemeResult]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[Cell]]]:
+def _table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[Cell]]]:
     """Return header and rows that a reader can sort by each column."""
     header, texts = table(results)
     shown, rows = columns(results), []
@@ -109,7 +109,7 @@ def _table(results: Sequence[SchemeResult]) -> tuple[list[str], list[list[Cell]]
     return header, rows
 
 
-def _kind_rows(result: SchemeResult) -> list[list[Cell]]:
+def _kind_rows(result: SchemeFidelity) -> list[list[Cell]]:
     rows = []
     for kind, found in result.kinds.items():
         numbers = [
@@ -125,7 +125,7 @@ def _kind_rows(result: SchemeResult) -> list[list[Cell]]:
     return rows
 
 
-def _alone(page: Page, result: SchemeResult) -> None:
+def _alone(page: Page, result: SchemeFidelity) -> None:
     """List the layers that cost most when each alone is quantized, and compare sum and whole."""
     layers, whole = result.alone["layers"], result.alone["whole"]
     total = sum(found["kl"] for found in layers.values())
@@ -148,7 +148,7 @@ def _alone(page: Page, result: SchemeResult) -> None:
     page.table(("Layer alone", "KL (nats)", "% of the sum", "Loss rise %"), rows)
 
 
-def _group_rows(result: SchemeResult) -> list[list[Cell]]:
+def _group_rows(result: SchemeFidelity) -> list[list[Cell]]:
     groups: dict[str, list[dict[str, float]]] = {}
     for name, found in result.layers.items():
         groups.setdefault(group_of(name), []).append(found)

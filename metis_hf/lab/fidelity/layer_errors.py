@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from metis_hf.lab.fidelity.gradients import run_batches
+from metis_hf.lab.fidelity.gradients import on_calls, run_batches
 from metis_hf.lab.fidelity.subject import running
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.numerics import sqnr_db
@@ -88,36 +88,14 @@ def layer_errors(
     """
     schemes = {name: layer.scheme for name, layer in layers.items()}
     found: dict[str, list[dict[str, float]]] = {}
-    handles = []
-    busy: set[str] = set()  # layers whose calls are measurements
 
-    def hook_of(name: str):
-        def hook(layer: MetisLayer, args: Sequence[Tensor], kwargs: dict[str, Any], y: Tensor):
-            if name in busy or not y.requires_grad:
-                return
-            x = (args[0] if args else kwargs["input"]).detach()
-            mask = kwargs.get("row_mask")
-            mask = layer.row_mask(x) if mask is None else mask
+    def measure(name: str, x: Tensor, dy: Tensor, mask: Tensor | None) -> None:
+        layer = layers[name]
+        with running({name: layer}, {name: schemes[name]}):
+            found.setdefault(name, []).append(_layer_error(layer, weights[name], x, dy, mask))
 
-            def measure(dy: Tensor) -> None:
-                busy.add(name)
-                with running({name: layer}, {name: schemes[name]}):
-                    error = _layer_error(layer, weights[name], x, dy.detach(), mask)
-                found.setdefault(name, []).append(error)
-                busy.remove(name)
-
-            y.register_hook(measure)
-
-        return hook
-
-    for name, layer in layers.items():
-        handles.append(layer.register_forward_hook(hook_of(name), with_kwargs=True))
-    try:
-        with running(layers):
-            run_batches(model, list(weights.values()), [rows], lambda _: None)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with on_calls(layers, measure), running(layers):
+        run_batches(model, list(weights.values()), [rows], lambda _: None)
     # Hooks of the backward pass filled it from the last layer to the first.
     return {name: _mean(found[name]) for name in layers if name in found}
 

@@ -1,0 +1,90 @@
+"""The settings of a fidelity measurement: model, text, and what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from metis_hf.config import MetisConfig
+from metis_hf.lab.cost import TOKENS
+from metis_hf.schemes import CONTROL, scheme_info, scheme_names
+from metis_hf.shared.texts import utf8_text
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a measurement.
+
+    Attributes:
+        model: directory or hub name.
+        text: UTF-8 file.
+        tokenizer: directory of another tokenizer than the model's own.
+        schemes: names; None: all but the control.
+        ranks: further ranks at which `metis` is measured.
+        configs: JSON files of further configs, called by the files' names in tables.
+        alone: schemes whose layers are quantized one at a time; None: the first.
+        sequences: of the text, at most.
+        length: tokens of each.
+        batch: sequences of a batch.
+        tokens_per_step: that costs are counted for.
+        dtype: of weights and exact computation.
+        device: to run on.
+        seed: of all noise; None: 0, and for `configs` that of the file.
+    """
+
+    model: str
+    text: Path
+    schemes: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] = ()
+    configs: tuple[Path, ...] = ()
+    alone: tuple[str, ...] | None = None
+    sequences: int = 18
+    length: int = 256
+    batch: int = 2
+    tokens_per_step: int = TOKENS
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int | None = None
+    tokenizer: str | None = None
+
+    def candidates(self) -> list[tuple[str, MetisConfig]]:
+        """Return (name in tables, config) of everything to measure.
+
+        Raises:
+            FileNotFoundError: no such file of a config.
+            ValueError: a scheme is not registered; something is given twice, or nothing; `alone`
+                names something else; a rank is not positive; a file that is no config.
+        """
+        names = self.schemes
+        if names is None:
+            names = tuple(name for name in scheme_names() if name != CONTROL)
+        for name in names:
+            scheme_info(name)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"scheme named twice: {', '.join(twice)}")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ranks {', '.join(map(str, self.ranks))}: one is given twice")
+        seed = self.seed or 0
+        found = [(name, MetisConfig(scheme=name, seed=seed)) for name in names]
+        found += [(f"metis, rank {rank}", MetisConfig(rank=rank, seed=seed)) for rank in self.ranks]
+        found += [(path.stem, _read_config(path, self.seed)) for path in self.configs]
+        if not found:
+            raise ValueError("nothing to measure: name schemes, or all, or ranks or configs")
+        twice = sorted({n for n, _ in found if [m for m, _ in found].count(n) > 1})
+        if twice:
+            raise ValueError(f"two rows would be called {', '.join(twice)}: rename a config's file")
+        for name in self.alone or ():
+            if name not in dict(found):
+                measured = ", ".join(name for name, _ in found)
+                raise ValueError(f"alone: {name!r} is not among what is measured: {measured}")
+        return found
+
+
+def _read_config(path: Path, seed: int | None) -> MetisConfig:
+    text = utf8_text(path)
+    try:
+        config = MetisConfig.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no config: {error}") from error
+    return config if seed is None else config.replace(seed=seed)
