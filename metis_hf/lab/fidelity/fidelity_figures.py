@@ -25,7 +25,7 @@ def cost_figure(results: Sequence[SchemeFidelity], tokens: int) -> bytes | None:
         return None
     figure, axes = figure_axes(1, 1, (9.5, 6.0))
     axis = axes[0][0]
-    styles = scheme_styles(list(dict.fromkeys(r.scheme for r in shown)), "", repeat=True)
+    styles = scheme_styles(list(dict.fromkeys(r.scheme for r in shown)), repeat=True)
     ranks = sorted((r for r in shown if _is_on_line(r)), key=lambda r: r.cost)
     if len(ranks) > 1:
         axis.plot([r.cost for r in ranks], [r.rise.mean for r in ranks], lw=1.2,
