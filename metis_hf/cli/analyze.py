@@ -46,7 +46,7 @@ def analyze(
     import_sources(imports)
     from rich.console import Console
 
-    from metis_hf.lab.analyze.run import analyze as run
+    from metis_hf.lab.analyze import analyze as run
 
     console = Console(markup=False)
     run(

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from metis_hf.lab.analyze.source import WeightSource
+from metis_hf.lab.analyze.stored_weights import WeightSource
 from metis_hf.lab.texts import model_sequences
 from metis_hf.shared.quiet import quiet
 
@@ -80,26 +80,21 @@ class Capture:
     Args:
         keep: layers whose rows are kept.
         measure: called once per layer and kind with the rows of the first micro-batch.
+        done: called with the number of each micro-batch.
         kept: (layer, kind) -> rows of all micro-batches so far.
     """
 
     keep: set[str]
     measure: Measure
+    done: Callable[[int], None] = lambda number: None
     kept: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
-    def run(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor,
-        layers: Iterable[str],
-        advance: Callable[[], None] = lambda: None,
-    ) -> None:
+    def run(self, model: PreTrainedModel, ids: Tensor, layers: Iterable[str]) -> None:
         """Run forward (and backward, where the model has a loss) over ids [n length].
 
         Args:
             layers: names of modules; those that the model lacks are left out.
-            advance: called after each micro-batch.
         """
         modules = dict(model.named_modules())
         handles = [
@@ -114,7 +109,7 @@ class Capture:
         if backward:  # parameters are frozen; the graph starts at the embeddings
             model.enable_input_require_grads()
         try:
-            for batch in ids.to(model.device).split(MICRO_BATCH):
+            for number, batch in enumerate(ids.to(model.device).split(MICRO_BATCH)):
                 if not backward:
                     with torch.no_grad():
                         model(**dict.fromkeys(inputs, batch))
@@ -122,7 +117,7 @@ class Capture:
                     # A mean over its tokens: those of a smaller batch would count for more.
                     share = len(batch) / MICRO_BATCH
                     (model(input_ids=batch, labels=batch).loss * share).backward()
-                advance()
+                self.done(number)
         finally:
             for handle in handles:
                 handle.remove()

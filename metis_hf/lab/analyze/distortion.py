@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from metis_hf.config import MetisConfig
-from metis_hf.lab.analyze.source import StoredWeight
 from metis_hf.lab.analyze.spectra import Svd, singular_values
+from metis_hf.lab.analyze.stored_weights import StoredWeight
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.layers.make import make_layer
 from metis_hf.noise import Key, key_of

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from metis_hf.lab.analyze import alignment, distributions
 from metis_hf.lab.analyze.distortion import Sample, distortion_data, risk_data
-from metis_hf.lab.analyze.source import StoredWeight
 from metis_hf.lab.analyze.spectra import (
     LastSpectrum,
     Svd,
@@ -17,6 +16,7 @@ from metis_hf.lab.analyze.spectra import (
     singular_values,
     spectrum_data,
 )
+from metis_hf.lab.analyze.stored_weights import StoredWeight
 
 PORTRAIT_ROWS = 4096  # token rows of an activation or gradient, beyond alignment
 NARROW_STATISTIC = "q999"

@@ -151,14 +151,15 @@ class _Measurements:
         )
         parts = [LOSS, GRADIENTS, OPERANDS, *([ALONE] if alone else [])]
         names = {part: f"measured/{name}/{part} {key[:8]}" for part in parts}
-        found = {part: self.store.get(names[part], key) for part in parts}
+        stored = {part: self.store.get(names[part], key) for part in parts}
+        found = {part: value for part, value in stored.items() if value is not None}
         with contextlib.ExitStack() as stack:
             try:
                 layers = stack.enter_context(converted(self.model, config))
             except ValueError as error:
                 result.note = str(error)
             for part in parts:
-                if found[part] is not None or result.note:
+                if part in found or result.note:
                     self._advance(part, self.items[part], reused=True)
             if result.note:
                 return result
@@ -171,7 +172,7 @@ class _Measurements:
                 ALONE: self._alone,
             }
             for part in parts:
-                if found[part] is None:
+                if part not in found:
                     found[part] = measure[part](scheme)
                     self.store.put(names[part], key, found[part])
         result.take(found[LOSS], found[GRADIENTS], found[OPERANDS], found.get(ALONE))

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import app
 from metis_hf.data.corpus import Document, train_tokenizer
-from metis_hf.lab.analyze import analyze, capture, figures
+from metis_hf.lab.analyze import analyze, capture
+from metis_hf.lab.analyze import spectrum_figures as figures
+from metis_hf.lab.analyze.analysis import KINDS
 from metis_hf.lab.analyze.capture import token_ids
 from metis_hf.lab.analyze.distortion import Quantizers
-from metis_hf.lab.analyze.result import KINDS
-from metis_hf.lab.analyze.source import WeightSource, last_ffn, portrait_layers
+from metis_hf.lab.analyze.stored_weights import WeightSource, last_ffn, portrait_layers
 from metis_hf.layers.gemm import GemmPlan
 from metis_hf.schemes import Role
 from metis_hf.schemes.noise_keys import CallKeys

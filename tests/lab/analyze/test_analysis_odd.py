@@ -8,17 +8,15 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB, llama
-from rich.console import Console
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
-from metis_hf.lab.analyze import alignment, figures
+from metis_hf.data.corpus import Document, train_tokenizer
+from metis_hf.lab.analyze import alignment, analyze
+from metis_hf.lab.analyze import spectrum_figures as figures
+from metis_hf.lab.analyze.analysis import Analysis, write_csv
 from metis_hf.lab.analyze.capture import Capture
-from metis_hf.lab.analyze.measure import Measurements
-from metis_hf.lab.analyze.page import ReportWriter, _alignment
-from metis_hf.lab.analyze.places import places
-from metis_hf.lab.analyze.result import Analysis, write_csv
-from metis_hf.lab.analyze.source import WeightSource
-from metis_hf.numerics.kernels import use_kernels
+from metis_hf.lab.analyze.short_names import short_names
+from metis_hf.lab.analyze.stored_weights import WeightSource
 
 
 def test_a_converted_head_is_analyzed_however_it_is_stored(tmp_path):
@@ -38,33 +36,33 @@ def test_a_picture_of_layers_without_a_spectrum():
     assert figures.risk_map(lines).startswith(b"\x89PNG")
 
 
-def test_blocks_of_encoders_and_decoders_are_told_apart():
-    names = {
-        "model.layers.3.self_attn.q_proj": ("3", "q_proj"),
-        "encoder.block.0.layer.0.SelfAttention.q": ("encoder 0", "SelfAttention.q"),
-        "decoder.block.0.layer.0.SelfAttention.q": ("decoder 0", "SelfAttention.q"),
-        "model.decoder.layers.1.fc1": ("decoder 1", "fc1"),
-        "lm_head": ("-", "lm_head"),
-    }
-    assert places(names) == names
-
-
-def test_no_two_layers_have_one_place():
-    bert = "encoder.layer.0"
-    names = {
-        f"{bert}.attention.self.query": ("encoder 0", "self.query"),
-        f"{bert}.attention.output.dense": ("encoder 0", "attention.output.dense"),
-        f"{bert}.output.dense": ("encoder 0", "output.dense"),
-        # Of a model for texts and pictures: two lists of blocks under one word.
-        "text.encoder.layers.3.mlp.fc1": ("text.encoder.layers 3", "fc1"),
-        "vision.encoder.layers.3.mlp.fc1": ("vision.encoder.layers 3", "fc1"),
-        "vision.encoder.layers.3.self_attn.q_proj": ("vision.encoder.layers 3", "q_proj"),
-        # Parts that are left out elsewhere.
-        "h.1.self_attn.dense": ("1", "self_attn.dense"),
-        "h.1.mlp.dense": ("1", "mlp.dense"),
-        "h.2.mlp": ("2", "mlp"),
-    }
-    assert places(names) == names
+@pytest.mark.parametrize(
+    "names",
+    [
+        {
+            "model.layers.3.self_attn.q_proj": ("3", "q_proj"),
+            "model.layers.4.mlp.up_proj": ("4", "up_proj"),
+            "lm_head": ("-", "lm_head"),
+        },
+        {  # without "self_attn" and "mlp" these two would be one
+            "h.1.self_attn.dense": ("1", "self_attn.dense"),
+            "h.1.mlp.dense": ("1", "mlp.dense"),
+            "h.2.mlp": ("2", "mlp"),
+        },
+        {
+            "encoder.block.0.layer.0.SelfAttention.q": (
+                "encoder.block 0",
+                "layer.0.SelfAttention.q",
+            ),
+            "decoder.block.0.layer.0.SelfAttention.q": (
+                "decoder.block 0",
+                "layer.0.SelfAttention.q",
+            ),
+        },
+    ],
+)
+def test_no_two_layers_have_one_short_name(names):
+    assert short_names(names) == names
 
 
 def test_the_risk_map_has_a_cell_for_every_layer(monkeypatch):
@@ -94,30 +92,6 @@ def test_a_legend_names_the_curves_of_every_panel(monkeypatch):
     ]
 
 
-def curve(ratio):
-    return {"ratio": [ratio, 1.0], "mean": [0.5, 1.0]}
-
-
-@pytest.mark.parametrize(
-    ("found", "card"),
-    [
-        ({"by_row": curve(0.01), "by_sequence": curve(0.01)}, ("0.50", "; 1 % of sequences: 0.50")),
-        ({"by_row": curve(0.01), "by_sequence": curve(0.1)}, ("0.50", "")),  # of few sequences
-        ({"by_row": curve(0.01)}, ("0.50", "")),  # an expert's
-        ({"by_row": curve(0.1)}, None),
-    ],
-)
-def test_the_card_of_alignment_names_its_layer_and_what_is_known(found, card):
-    layer = "model.layers.2.self_attn.k_proj"
-    portraits = {layer: {"weight": {}, "activation": {"alignment": found}}}
-    result = Analysis("model", lines={layer: {}}, portraits=portraits)
-    expected = [c for c in [card] if c]
-    assert _alignment(result, {layer: "block 2, k_proj"}) == [
-        ("alignment from 1 % of rows", rows, f"block 2, k_proj: activation{note}")
-        for rows, note in expected
-    ]
-
-
 def test_rows_of_experts_are_no_sequences(monkeypatch):
     """So nothing is said of how much of the subspace a sample of sequences finds."""
     monkeypatch.setattr(figures, "as_png", lambda figure: figure)
@@ -135,24 +109,25 @@ class TestConvertedExperts:
     def run(self, tmp_path_factory):
         """A converted Mixtral, whose files transformers names otherwise, and what was measured."""
         place = tmp_path_factory.mktemp("mixtral")
+        torch.manual_seed(0)
+        text = "\n".join(f"def f{i}(x): return x * {i % 7}" for i in range(99))
+        (place / "text.txt").write_text(text)
+        tokenizer = train_tokenizer([Document("a", text)], vocab_size=300)
         config = transformers.MixtralConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
             num_experts_per_tok=1,
         )  # fmt: skip
-        torch.manual_seed(0)
         model = transformers.MixtralForCausalLM(config)
         get_metis_model(model, MetisConfig(scheme="nvfp4-rne")).save_pretrained(place)
-        result = Analysis("m")
-        source = WeightSource(place)
-        names = [name for name in source.names if "experts" in name]
-        ids = torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
-        work = Measurements(source, None, [], names, names[:1], 4, ids, result)
+        tokenizer.save_pretrained(place)
+        sizes = {"sequences": 4, "length": 16, "rank": 4}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ReportWriter, "write", lambda *args, **options: None)
-            with use_kernels("reference"), work.progress(Console(quiet=True)):
-                work.run(place / "out")
-        return result, model, source
+            patch.setattr(figures, "as_png", lambda figure: b"")
+            result = analyze(
+                [place], place / "out", text=place / "text.txt", layers="experts", **sizes
+            )
+        return result, model, WeightSource(place)
 
     def test_they_are_called_as_in_the_model(self, run):
         _, model, source = run
@@ -168,7 +143,7 @@ class TestConvertedExperts:
         assert 0 < min(rows) < max(rows) < 4 * 16
 
     def test_their_rows_are_no_sequences(self, run):
-        ((_, portrait),) = run[0].portraits.items()
+        portrait = next(iter(run[0].portraits.values()))
         assert "by_sequence" not in portrait["activation"]["alignment"]
         assert "by_row" in portrait["gradient"]["alignment"]
 

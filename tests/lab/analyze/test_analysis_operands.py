@@ -7,7 +7,7 @@ import torch
 
 from metis_hf.lab.analyze.distortion import SCHEMES, Quantizers, Sample, distortion_data
 from metis_hf.lab.analyze.portrait import residual_spectra
-from metis_hf.lab.analyze.source import StoredWeight
+from metis_hf.lab.analyze.stored_weights import StoredWeight
 from metis_hf.operands.split_weight import SplitWeight
 
 

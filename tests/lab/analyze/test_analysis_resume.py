@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 import torch
@@ -12,8 +11,16 @@ from conftest import llama
 from rich.console import Console
 
 from metis_hf.data.corpus import Document, train_tokenizer
-from metis_hf.lab.analyze import analyze, capture, figures, measure, portrait, run, spectra
-from metis_hf.lab.measured import FILE, Store
+from metis_hf.lab import store
+from metis_hf.lab.analyze import (
+    analyze,
+    capture,
+    checkpoint_analysis,
+    measurements,
+    portrait,
+    spectra,
+)
+from metis_hf.lab.analyze import spectrum_figures as figures
 from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
 
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(99))
@@ -46,8 +53,8 @@ def calls(monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(measure, "tensor_line", count("line", measure.tensor_line))
-    monkeypatch.setattr(measure, "tensor_portrait", count("portrait", measure.tensor_portrait))
+    monkeypatch.setattr(portrait, "tensor_line", count("line", portrait.tensor_line))
+    monkeypatch.setattr(portrait, "tensor_portrait", count("portrait", portrait.tensor_portrait))
     monkeypatch.setattr(capture, "load_model", count("model", capture.load_model))
     monkeypatch.setattr(figures, "as_png", count("picture", lambda figure: b"png"))
     return found
@@ -68,8 +75,8 @@ def whole(checkpoint, tmp_path_factory):
 
 
 def interrupted(monkeypatch, name, after):
-    """Makes a function of `measure` end the process's work at a call."""
-    made, left = getattr(measure, name), [after]
+    """Make a function of `portrait` end the process's work at a call."""
+    made, left = getattr(portrait, name), [after]
 
     def wrapped(*args, **kwargs):
         if not left[0]:
@@ -77,7 +84,7 @@ def interrupted(monkeypatch, name, after):
         left[0] -= 1
         return made(*args, **kwargs)
 
-    monkeypatch.setattr(measure, name, wrapped)
+    monkeypatch.setattr(portrait, name, wrapped)
 
 
 def same(a, b):
@@ -107,8 +114,6 @@ class TestInterrupted:
         assert said in page
         assert "the same command goes on from here" in page
         assert page.count("data:image/png") >= 5
-        with (tmp_path / "cut" / FILE).open("ab") as file:
-            file.write(b'["line", "x\xff')  # as a killed process leaves it
         calls |= dict.fromkeys(calls, 0)
         same(analyzed(checkpoint, tmp_path / "cut"), whole[0])
         assert calls["line"] == LINES - (after if where == "tensor_line" else LINES)
@@ -158,20 +163,9 @@ class TestRepeated:
         name = "model.layers.1.mlp.up_proj"
         assert first.lines[name]["weight"]["sigma"] != second.lines[name]["weight"]["sigma"]
         calls["line"] = 0
-        monkeypatch.setattr(measure, "code_digest", lambda: "changed")
+        monkeypatch.setattr(store, "numerics_digest", lambda: "changed")
         analyze([tmp_path / "model"], tmp_path / "out", **options)
         assert calls["line"] == 3
-
-    def test_the_store_drops_what_is_out_of_date(self, tmp_path):
-        kept = Store(tmp_path, {"a", "b"})
-        kept.put("line", "x", "weight", "a", {"value": [0.1, float("nan")]})
-        kept.put("line", "y", "weight", "b", 1)
-        kept.put("line", "x", "weight", "a", {"value": [0.2]})
-        again = Store(tmp_path, {"a"})
-        assert again.get("line", "x", "weight", "a") == {"value": [0.2]}
-        assert again.get("line", "x", "weight", "b") is None
-        assert again.get("line", "y", "weight", "b") is None
-        assert len((tmp_path / FILE).read_text().splitlines()) == 1
 
 
 def test_layers_with_one_input_share_its_spectrum(monkeypatch):
@@ -202,21 +196,10 @@ def test_a_small_model_waits_for_no_compiler(asked, runs, checkpoint, tmp_path, 
     """Unless compiled quantizers were asked for."""
     seen = []
     monkeypatch.setattr(
-        measure.Measurements, "run", lambda self, out: seen.append(chosen_kernels())
+        measurements.Measurements, "run", lambda self: seen.append(chosen_kernels())
     )
     with use_kernels(asked):
         analyze([checkpoint], tmp_path)
-        monkeypatch.setattr(run, "_WORTH_COMPILING", 1)
+        monkeypatch.setattr(checkpoint_analysis, "_WORTH_COMPILING", 1)
         analyze([checkpoint], tmp_path)
     assert seen == [runs, asked]
-
-
-def test_json_of_the_store_is_what_was_measured(tmp_path):
-    """A repeated analysis compares floats with those of the first one."""
-    x = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
-    quantizers = measure.Quantizers("layer", (48, 32))
-    line = portrait.tensor_line(measure.Sample(x, "activation", quantizers))
-    kept = Store(tmp_path, {"a"})
-    kept.put("line", "layer", "activation", "a", line)
-    assert Store(tmp_path, {"a"}).get("line", "layer", "activation", "a") == line
-    assert json.loads((tmp_path / FILE).read_text())[4] == line

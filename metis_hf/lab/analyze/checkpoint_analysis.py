@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from metis_hf.lab.analyze import capture
-from metis_hf.lab.analyze.measure import Measurements
-from metis_hf.lab.analyze.result import Analysis
-from metis_hf.lab.analyze.source import WeightSource, portrait_layers
+from metis_hf.lab.analyze.analysis import Analysis
+from metis_hf.lab.analyze.measurements import Measurements, Request
+from metis_hf.lab.analyze.stored_weights import WeightSource, portrait_layers
+from metis_hf.lab.store import Store
 from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
-from metis_hf.shared.locks import hold_directory
 
 # Compiled quantizers are several times as fast, and a minute passes until they are compiled. Fewer
 # elements than these take less than that minute.
@@ -46,7 +46,7 @@ def analyze(
         models: checkpoint directories or hub names; the first is analyzed, the last FFN of all
             of them is compared.
         out: directory to write: index.html, layers.csv, figures/ with a PNG and a JSON each, and
-            measured.jsonl, which another run goes on from.
+            measured/, which another run goes on from.
         text: a UTF-8 file, or JSON lines, see `data.chat`.
         control: a checkpoint trained without Metis, to compare a Metis-trained residual with.
         layers: regular expression, searched in layer names; None takes all.
@@ -80,10 +80,13 @@ def analyze(
     for name in chosen:
         _check_control(reference, source, name)
     console = console or Console(quiet=True)
-    work = Measurements(source, reference, [source, *others], names, chosen, rank, ids, result)
-    with hold_directory(out), _kernels(source, names), work.progress(console):
+    request = Request(source, reference, [source, *others], names, chosen, rank, ids)
+    store = Store(out)
+    with store.hold(), _kernels(source, names):
+        work = Measurements(request, store, result, console)
         try:
-            work.run(Path(out))
+            with work.progress():
+                work.run()
         except KeyboardInterrupt:
             console.print(
                 f"interrupted: {Path(out) / 'index.html'} has the figures that were drawn, and the "

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from metis_hf.lab.analyze import figures
+from metis_hf.lab.analyze import spectrum_figures as figures
 from metis_hf.lab.analyze.alignment import at_ratio
-from metis_hf.lab.analyze.places import places
-from metis_hf.lab.analyze.result import KINDS, Analysis, json_text, write_csv
-from metis_hf.lab.measured import FIGURE, Store, code_digest
+from metis_hf.lab.analyze.analysis import KINDS, Analysis, json_text, write_csv
+from metis_hf.lab.analyze.short_names import short_names
+from metis_hf.lab.show import figure
 from metis_hf.lab.show.page import Cell, Page, number
+from metis_hf.lab.store import Store, source_digest
 from metis_hf.shared.inputs import digest
+from metis_hf.shared.records import write_atomically
 from metis_hf.training.reference_values import SQNR_NEAREST, SQNR_STOCHASTIC, ZEROED
 
 RISK = (
@@ -33,29 +34,25 @@ HEADER = ("Layer", "Risk", "Tensor", "Elbow f", "f of noise", "Energy of k*", "S
 Draw = Callable[[str, Callable[[Any], bytes], Any], bytes]
 
 
-class ReportWriter:
+class PageWriter:
     """Writes figures/*.png and *.json, layers.csv and index.html, as often as it is asked to.
 
-    A figure is drawn again only where its data are others: in this process, or in one before.
+    A figure is drawn again only where its data or the code of figures have changed.
 
     Args:
-        out: directory to write to.
-        store: remembers from which data the pictures in `out` were drawn.
+        store: of the output directory.
         drawn: called after each figure.
     """
 
-    def __init__(self, out: Path, store: Store, drawn: Callable[[], None] = lambda: None) -> None:
-        self.out, self._store, self._drawn = out, store, drawn
+    def __init__(self, store: Store, drawn: Callable[[], None]) -> None:
+        self.out, self._store, self._drawn = store.directory, store, drawn
+        self._code = source_digest(str(figures.__file__), str(figure.__file__))
 
-    def write(
-        self, result: Analysis, *, deferred: Collection[str] = (), overview: bool = True
-    ) -> None:
+    def write(self, result: Analysis) -> None:
         """Write everything that was measured so far.
 
-        Args:
-            result: with `missing` where that is not all.
-            deferred: layers whose figures are left out, since their data are about to change.
-            overview: draw the figures of all layers together, too.
+        As long as something is missing, the figures of one layer alone are drawn: the data of the
+        others are about to change.
         """
         (self.out / "figures").mkdir(parents=True, exist_ok=True)
         page = Page(f"Spectra of {figures.short_model(result.model)}", _subtitle(result))
@@ -64,36 +61,30 @@ class ReportWriter:
                 f"Not complete: {result.missing}. This page is rewritten as figures come. If the "
                 "analysis was interrupted, the same command goes on from here."
             )
-        if result.lines:
-            write_csv(self.out / "layers.csv", result)
-            page.cards(*_cards(result))
-        if result.lines and overview:
+        at = short_names([*result.lines, *result.portraits])
+        write_csv(self.out / "layers.csv", result)
+        page.cards(*_cards(result, at))
+        if len(result.lines) > 1 or not result.missing:
             _overview(page, result, self._draw)
         _comparisons(page, result, self._draw)
-        at = places([*result.lines, *result.portraits])
-        for layer in result.portraits:
-            if layer not in deferred:
-                _portrait(page, layer, at[layer], result.portraits[layer], self._draw)
-        if result.lines:
-            _table(page, result)
+        for layer in list(result.portraits)[: 1 if result.missing else None]:
+            _portrait(page, layer, at[layer], result.portraits[layer], self._draw)
+        _table(page, result)
         page.section("How it was measured", *_method(result), *result.notes)
         page.save(self.out / "index.html")
 
     def _draw(self, name: str, make: Callable[[Any], bytes], data: Any) -> bytes:
         text = json_text(data)
-        source = digest(text, code_digest())
-        target = self.out / "figures" / f"{name}.png"
-        beside = target.with_name(f"{name}.json")
-        if self._store.get(FIGURE, name, "", source) and target.exists() and beside.exists():
-            return target.read_bytes()
-        # Its old source is forgotten first: an interrupted process may leave half a picture.
-        self._store.put(FIGURE, name, "", source, False)
-        beside.write_text(text)
-        picture = make(data)
-        target.write_bytes(picture)
-        self._store.put(FIGURE, name, "", source, True)
-        self._drawn()
-        return picture
+        key = digest(text, self._code)
+        picture, beside = (self.out / "figures" / f"{name}.{end}" for end in ("png", "json"))
+        done = self._store.get(f"measured/drawn/{name}", key) is not None
+        if not (done and picture.exists() and beside.exists()):
+            content = make(data)
+            write_atomically(beside, lambda file: file.write(text.encode()))
+            write_atomically(picture, lambda file: file.write(content))
+            self._store.put(f"measured/drawn/{name}", key, {})
+            self._drawn()
+        return picture.read_bytes()
 
 
 def _subtitle(result: Analysis) -> str:
@@ -111,8 +102,12 @@ def _values(result: Analysis, kind: str, key: str) -> list[float]:
     return [value for value in lines if value is not None and math.isfinite(value)]
 
 
-def _cards(result: Analysis) -> list[tuple[str, str, str]]:
-    """Add key figures; medians over layers."""
+def _place(name: tuple[str, str]) -> str:
+    return "block {}, {}".format(*name)
+
+
+def _cards(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Return key figures; medians over layers."""
     cards = []
     for kind in KINDS:
         shares = _values(result, kind, "fraction")
@@ -131,34 +126,24 @@ def _cards(result: Analysis) -> list[tuple[str, str, str]]:
             others = ", ".join(f"{kind} {medians[kind]:.0%}" for kind in medians if kind != worst)
             note = f"{worst}, median of layers" + f" ({others})" * bool(others)
             cards.append((label, f"{medians[worst]:.0%}", note))
-    at = {
-        name: f"block {block}, {module}" for name, (block, module) in places(result.lines).items()
-    }
     cards += _alignment(result, at)
     riskiest = max(result.lines, key=lambda name: np.nan_to_num(result.risk(name), nan=-1.0))
-    cards.append(("riskiest layer", f"{result.risk(riskiest):.0%}", at[riskiest]))
+    cards.append(("riskiest layer", f"{result.risk(riskiest):.0%}", _place(at[riskiest])))
     return cards
 
 
-def _alignment(result: Analysis, at: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def _alignment(result: Analysis, at: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
     """Return the card of the first portrait's alignment; none where 1 % is less than a row."""
     layer, portrait = next(iter(result.portraits.items()), ("", {}))
-    curves = {k: portrait[k]["alignment"] for k in KINDS[1:] if "alignment" in portrait.get(k, {})}
     found = {
-        unit: [at_ratio(curve[key], 0.01) for curve in curves.values() if key in curve]
-        for unit, key in (("row", "by_row"), ("sequence", "by_sequence"))
+        kind: at_ratio(portrait[kind]["alignment"]["by_row"], 0.01)
+        for kind in KINDS[1:]
+        if "alignment" in portrait.get(kind, {})
     }
-    texts = {
-        unit: ", ".join(f"{value:.2f}" for value in values)
-        for unit, values in found.items()
-        if len(values) == len(curves) and all(map(math.isfinite, values))
-    }
-    if not curves or "row" not in texts:
+    if not found or not all(map(math.isfinite, found.values())):
         return []
-    note = f"{at[layer]}: {', '.join(curves)}"
-    if "sequence" in texts:
-        note += f"; 1 % of sequences: {texts['sequence']}"
-    return [("alignment from 1 % of rows", texts["row"], note)]
+    text = ", ".join(f"{value:.2f}" for value in found.values())
+    return [("alignment from 1 % of rows", text, f"{_place(at[layer])}: {', '.join(found)}")]
 
 
 def _overview(page: Page, result: Analysis, draw: Draw) -> None:

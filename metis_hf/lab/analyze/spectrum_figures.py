@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from metis_hf.lab.analyze.analysis import KINDS
 from metis_hf.lab.analyze.distortion import SCHEMES
-from metis_hf.lab.analyze.places import places
-from metis_hf.lab.analyze.result import KINDS
+from metis_hf.lab.analyze.short_names import short_names
 from metis_hf.lab.show.figure import COLORS, as_png, figure_axes
 from metis_hf.training.reference_values import RELATIVE_ERROR
 
@@ -324,7 +324,7 @@ def residual_spectra(layers: Data) -> bytes:
 def risk_map(lines: Data) -> bytes:
     """Share of swamped directions by block and kind of layer, direct NVFP4 above Metis."""
     kinds = [k for k in KINDS if any("nvfp4_swamped" in line.get(k, {}) for line in lines.values())]
-    at = places(lines)
+    at = short_names(lines)
     blocks = list(dict.fromkeys(block for block, _ in at.values()))
     modules = list(dict.fromkeys(module for _, module in at.values()))
     height = 1.6 + 2 * (0.3 * len(blocks) + 0.5)
