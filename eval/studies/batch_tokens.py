@@ -19,7 +19,7 @@ from publish import RESULTS, publish_table
 
 from metis_hf import MetisConfig
 from metis_hf.lab.fidelity.predictions import predictions
-from metis_hf.lab.fidelity.subject import converted, open_subject
+from metis_hf.lab.fidelity.subject import ModelAndText, converted
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes.parts import Scheme, Spectral
 from metis_hf.shared.records import environment
@@ -50,10 +50,7 @@ def with_sampled_rows(scheme: Scheme) -> Scheme:
 def measure(model: str, text: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return, by scheme, shape of a batch, and "kl" (nats) or "rise" (%): one of each draw."""
     # The last third of a subject's sequences is for gradients.
-    subject = open_subject(
-        model, text, tokenizer=None, sequences=SEQUENCES * 3 // 2, length=LENGTH, batch=2,
-        dtype="float32", device="cpu",
-    )  # fmt: skip
+    subject = ModelAndText(model, text, sequences=SEQUENCES * 3 // 2, length=LENGTH).open()
     ids = subject.held_out[:SEQUENCES]
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name, config in ((name, config) for name, draws in CONFIGS.items() for config in draws):

@@ -46,19 +46,14 @@ def ranks(
     from rich.console import Console
 
     from metis_hf.lab.fidelity.ranks import write_ranks
+    from metis_hf.lab.fidelity.subject import ModelAndText
 
+    device = device_or_best(device)
     write_ranks(
-        model,
-        text,
+        ModelAndText(model, text, limit, length, batch, dtype, device, tokenizer),
         budget / 100,
         out,
         scheme=scheme,
-        sequences=limit,
-        length=length,
-        batch=batch,
         tokens=tokens_per_step,
-        dtype=dtype,
-        device=device_or_best(device),
-        tokenizer=tokenizer,
         console=Console(markup=False),
     )

@@ -177,7 +177,7 @@ class Measurements:
             reason = portrait.unusable(rows)
             if reason is not None:
                 return {"note": reason}
-            data = spectra.spectrum_data(spectra.singular_values(rows), tuple(rows.shape))
+            data = spectra.spectrum_data(spectra.singular_values(rows), rows.shape)
             return {"layer": name, "shape": list(rows.shape), **data}
 
         key = self.of_model(source.identity())

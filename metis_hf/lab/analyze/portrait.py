@@ -44,7 +44,7 @@ def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[st
     if reason is not None:
         return {"shape": list(sample.x.shape), "note": reason}
     sigma = (spectrum or LastSpectrum()).of(sample.x)
-    data = spectrum_data(sigma, tuple(limit_rows(sample.x).shape))  # type: ignore[arg-type]
+    data = spectrum_data(sigma, limit_rows(sample.x).shape)
     return {
         "shape": list(sample.x.shape),
         **{key: value for key, value in data.items() if not key.startswith("noise_sigma")},
@@ -73,7 +73,7 @@ def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
         few = sample
     x = limit_rows(few.x)
     svd = Svd.of(x)
-    data["spectrum"] = spectrum_data(svd.s, tuple(x.shape))  # type: ignore[arg-type]
+    data["spectrum"] = spectrum_data(svd.s, x.shape)
     data["components"] = distributions.component_data(x, svd)
     data["residual"] = distributions.residual_data(x, svd)
     data["preprocessing"] = distributions.preprocessing_data(x, svd, rank)
@@ -102,7 +102,7 @@ def residual_spectra(
     curves = {}
     for label, matrix in matrices.items():
         rows = limit_rows(matrix)
-        curves[label] = spectrum_data(singular_values(rows), tuple(rows.shape))  # type: ignore[arg-type]
+        curves[label] = spectrum_data(singular_values(rows), rows.shape)
     whole = "Metis: whole weight" if control is None else "control: weight"
     rest = torch.tensor(curves[whole]["sigma"][rank:])
     if not rest.numel():

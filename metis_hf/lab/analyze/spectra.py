@@ -7,6 +7,7 @@ sides exceed `MAX_SIDE`, rows are sampled first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,7 +177,7 @@ def energy_share(values: np.ndarray, count: int) -> float:
     return float(squares[:count].sum() / squares.sum())
 
 
-def spectrum_data(values: Tensor, shape: tuple[int, int]) -> dict:
+def spectrum_data(values: Tensor, shape: Sequence[int]) -> dict:
     """Return a spectrum with its elbow and noise's, as figures and JSON hold it.
 
     Returns:
@@ -184,7 +185,8 @@ def spectrum_data(values: Tensor, shape: tuple[int, int]) -> dict:
         independent normal entries, of the same shape and norm, under noise_*.
     """
     sigma = values.double().numpy()
-    noise = noise_spectrum(*shape, energy=float(np.square(sigma).sum()))
+    rows, columns = shape
+    noise = noise_spectrum(rows, columns, energy=float(np.square(sigma).sum()))
     data: dict = {"rank": len(sigma), "sigma": sigma.tolist(), "noise_sigma": noise.tolist()}
     for prefix, curve in (("", sigma), ("noise_", noise)):
         found = elbow(curve)

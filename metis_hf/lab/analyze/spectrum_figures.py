@@ -14,7 +14,7 @@ import numpy as np
 from metis_hf.lab.analyze.analysis import KINDS
 from metis_hf.lab.analyze.distortion import SCHEMES
 from metis_hf.lab.analyze.short_names import short_names
-from metis_hf.lab.show.figure import COLORS, as_png, figure_axes
+from metis_hf.lab.show.figure import COLORS, as_png, figure_axes, heat_map, shared_legend, tidy
 from metis_hf.training.reference_values import RELATIVE_ERROR
 
 Data = Mapping[str, Any]
@@ -27,22 +27,10 @@ def _panels(data: Data, part: str, height: float = 3.3, rows: int = 1):
     """Return (figure, axes [rows n], the kinds that have `part`)."""
     kinds = [kind for kind in KINDS if part in data.get(kind, {})]
     figure, axes = figure_axes(rows, max(len(kinds), 1), (4.1 * max(len(kinds), 1), height))
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+    tidy(*axes.flat)
     for axis, kind in zip(axes[0], kinds):
         axis.set_title(f"{kind}  {data[kind]['shape'][0]} x {data[kind]['shape'][1]}", fontsize=10)
     return figure, axes, kinds
-
-
-def _legend(figure: Any, axes: Iterable[Any], columns: int = 6) -> None:
-    """Draw one legend below the panels, of everything that any of them shows."""
-    found: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels()):
-            found.setdefault(label, handle)
-    figure.legend(found.values(), found, loc="outside lower center", ncols=columns, frameon=False,
-                  fontsize=9)  # fmt: skip
 
 
 def _curve(axis: Any, data: Data, color: Any, label: str, *, mark: bool = True, lw=1.8) -> None:
@@ -69,8 +57,7 @@ def _spectrum_axes(axis: Any, curves: Sequence[Data]) -> None:
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("share of components")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
 
 
 def spectra(data: Data) -> bytes:
@@ -92,7 +79,7 @@ def spectra(data: Data) -> bytes:
                       transform=axis.transAxes, fontsize=9, va="bottom",
                       bbox={"fc": "white", "ec": "none", "alpha": 0.8})  # fmt: skip
     axes[0, 0].set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    _legend(figure, axes[0, :1])
+    shared_legend(figure, axes[0, :1])
     return as_png(figure)
 
 
@@ -106,7 +93,7 @@ def components(data: Data) -> bytes:
             _step(axis, component["edges"], component["density"], color, f"component i = {index}")
         _log_density(axis, part["edges"], part["full"])
     axes[0, 0].set_ylabel("density")
-    _legend(figure, axes[0], columns=5)
+    shared_legend(figure, axes[0])
     return as_png(figure)
 
 
@@ -148,7 +135,7 @@ def residuals(data: Data) -> bytes:
                     fontsize=8.5)  # fmt: skip
     axes[0, 0].set_ylabel("density")
     axes[1, 0].set_ylabel("density")
-    _legend(figure, axes[1, :1])
+    shared_legend(figure, axes[1, :1])
     return as_png(figure)
 
 
@@ -168,7 +155,7 @@ def preprocessing(data: Data) -> bytes:
                   fontsize=7.5, va="top")  # fmt: skip
         axis.set_ylim(top=axis.get_ylim()[1] * 8)
     axes[0, 0].set_ylabel("density")
-    _legend(figure, axes[0, :1])
+    shared_legend(figure, axes[0, :1])
     return as_png(figure)
 
 
@@ -196,10 +183,7 @@ def distortion(data: Data) -> bytes:
             if column == 0:
                 axis.set_ylabel(label)
     axes[0, 0].set_ylabel("density")
-    handles, labels = axes[1, 0].get_legend_handles_labels()
-    before = axes[0, 0].get_legend_handles_labels()
-    handles, labels = [before[0][0], *handles], [before[1][0], *labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    shared_legend(figure, axes[:2, 0], columns=5)
     return as_png(figure)
 
 
@@ -264,7 +248,7 @@ def universality(models: Data) -> bytes:
         share = "no elbow" if curve["elbow"] is None else f"f = {curve['fraction']:.1%}"
         _curve(axis, curve, color, f"{names[model]}, {curve['layer']}: {share}")
     axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    _legend(figure, [axis], columns=1)
+    shared_legend(figure, [axis], columns=1)
     return as_png(figure)
 
 
@@ -317,12 +301,14 @@ def residual_spectra(layers: Data) -> bytes:
             _curve(axis, curve, color, label)
         axis.set_title(layer, fontsize=9)
         axis.set_ylabel(r"$\sigma_i\ /\ \sigma_1$")
-    _legend(figure, axes.flat[: len(layers)], columns=4)
+    shared_legend(figure, axes.flat[: len(layers)], columns=4)
     return as_png(figure)
 
 
 def risk_map(lines: Data) -> bytes:
     """Share of swamped directions by block and kind of layer, direct NVFP4 above Metis."""
+    from matplotlib.colors import Normalize
+
     kinds = [k for k in KINDS if any("nvfp4_swamped" in line.get(k, {}) for line in lines.values())]
     at = short_names(lines)
     blocks = list(dict.fromkeys(block for block, _ in at.values()))
@@ -341,11 +327,8 @@ def risk_map(lines: Data) -> bytes:
                 block, module = at[name]
                 value = line.get(kind, {}).get(f"{scheme}_swamped", np.nan)
                 grid[blocks.index(block), modules.index(module)] = value
-            image = axis.imshow(grid, vmin=0, vmax=1, cmap="YlOrRd", aspect="auto")
-            for (i, j), value in np.ndenumerate(grid):
-                if np.isfinite(value) and len(blocks) <= 24:
-                    axis.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=7.5,
-                              color="white" if value > 0.6 else "black")  # fmt: skip
+            text = ".0%" if len(blocks) <= 24 else ""
+            image = heat_map(axis, grid, Normalize(0, 1), colors="YlOrRd", text=text)
             axis.set_xticks(range(len(modules)), modules, rotation=40, ha="right", fontsize=8)
             step = max(1, len(blocks) // 24)
             axis.set_yticks(range(0, len(blocks), step), blocks[::step], fontsize=8)

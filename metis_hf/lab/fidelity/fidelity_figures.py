@@ -1,4 +1,4 @@
-"""Pictures of a fidelity measurement: what a scheme costs the loss, and where."""
+"""Pictures of a fidelity measurement: the loss that a scheme costs, and the layers that err."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 from metis_hf.lab.show.figure import (
-    MARKER,
+    COLORS,
+    Point,
     as_png,
     figure_axes,
-    name_points,
-    plain_text,
+    scatter_figure,
     scheme_styles,
+    tidy,
 )
 
 _LINE = "metis"  # the scheme whose ranks are joined by a line
@@ -23,59 +24,33 @@ def cost_figure(results: Sequence[SchemeFidelity], tokens: int) -> bytes | None:
     shown = [r for r in results if not r.note and math.isfinite(r.rise.mean)]
     if not shown:
         return None
-    figure, axes = figure_axes(1, 1, (9.5, 6.0))
-    axis = axes[0][0]
-    styles = scheme_styles(list(dict.fromkeys(r.scheme for r in shown)), repeat=True)
-    ranks = sorted((r for r in shown if _is_on_line(r)), key=lambda r: r.cost)
-    if len(ranks) > 1:
-        axis.plot([r.cost for r in ranks], [r.rise.mean for r in ranks], lw=1.2,
-                  color=styles[_LINE].color, zorder=1)  # fmt: skip
-    for r in shown:
-        style, se = styles[r.scheme], r.rise.se
-        axis.errorbar(r.cost, r.rise.mean, yerr=None if math.isnan(se) else se, fmt=style.marker,
-                      color=style.color, ms=MARKER, capsize=3, elinewidth=0.8,
-                      markeredgecolor="black", markeredgewidth=0.4)  # fmt: skip
-    axis.axhline(0, color="black", lw=1)
-    axis.axvline(0, color="black", lw=1)
-    axis.set_xlabel(f"multiply-adds beyond the three GEMMs (%), {tokens:,} tokens a step")
-    axis.set_ylabel("held-out loss above the exact model's (%)")
-    axis.margins(0.12, 0.08)
-    if max(r.rise.mean for r in shown) > 25:
-        axis.set_yscale("symlog", linthresh=5.0)
-        axis.yaxis.set_major_formatter("{x:g}")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.draw_without_rendering()  # settles the scales, which places are taken in
-    name_points(axis, [(r.cost, r.rise.mean, plain_text(r.name)) for r in shown])
-    return as_png(figure)
-
-
-def _is_on_line(result: SchemeFidelity) -> bool:
-    """Return whether a row is the scheme at some rank, and no config given beside it.
-
-    A config's file may be called as such a row is.
-    """
-    name = result.name
-    return result.scheme == _LINE and (name == _LINE or name.startswith(f"{_LINE}, rank "))
+    styles = scheme_styles([r.scheme for r in shown], repeat=True)
+    points = [Point(r.cost, r.rise.mean, r.name, styles[r.scheme], r.rise.se) for r in shown]
+    # A config's file may have such a name too, so the scheme must be the one.
+    is_rank = [
+        r.scheme == _LINE and (r.name == _LINE or r.name.startswith(f"{_LINE}, rank "))
+        for r in shown
+    ]
+    return scatter_figure(
+        points,
+        f"multiply-adds beyond the three GEMMs (%), {tokens:,} tokens a step",
+        "held-out loss above the exact model's (%)",
+        joined=[point for point, joined in zip(points, is_rank) if joined],
+    )
 
 
 def layers_figure(result: SchemeFidelity) -> bytes:
     """Draw each layer's errors on exact inputs, in the order of the model."""
-    figure, axes = figure_axes(2, 1, (9.5, 6.0), sharex=True)
-    upper, lower = axes[0][0], axes[1][0]
+    figure, ((upper,), (lower,)) = figure_axes(2, 1, (9.5, 6.0), sharex=True)
     values = list(result.layers.values())
-    places = range(len(values))
-    for kind, color in zip(("input", "weight", "grad_output"), ("#0072B2", "#D55E00", "#009E73")):
-        upper.plot(places, [v[kind] for v in values], ".", ms=4, color=color, label=kind)
-    for kind, color in zip(("y", "dx", "dw"), ("#0072B2", "#D55E00", "#009E73")):
-        lower.plot(places, [v[kind] for v in values], ".", ms=4, color=color, label=kind)
-    upper.set_ylabel("SQNR of operands (dB)")
-    lower.set_ylabel("relative error of products")
-    if any(v[kind] > 0 for v in values for kind in ("y", "dx", "dw")):
-        lower.set_yscale("log")
-    lower.set_xlabel("layer, in the order of the model")
-    for axis in (upper, lower):
-        axis.grid(alpha=0.3)
+    for axis, kinds in ((upper, ("input", "weight", "grad_output")), (lower, ("y", "dx", "dw"))):
+        for kind, color in zip(kinds, COLORS):
+            heights = [value[kind] for value in values]
+            axis.plot(range(len(values)), heights, ".", ms=4, color=color, label=kind)
         axis.legend(ncols=3, frameon=False, loc="best")
-        axis.spines[["top", "right"]].set_visible(False)
+    upper.set_ylabel("SQNR of operands (dB)")
+    lower.set(ylabel="relative error of products", xlabel="layer, in the order of the model")
+    if any(value[kind] > 0 for value in values for kind in ("y", "dx", "dw")):
+        lower.set_yscale("log")
+    tidy(upper, lower)
     return as_png(figure)

@@ -20,7 +20,7 @@ from metis_hf.lab.fidelity.gradients import GradientFile
 from metis_hf.lab.fidelity.layer_errors import KINDS, only
 from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 from metis_hf.lab.fidelity.settings import Settings
-from metis_hf.lab.fidelity.subject import Part, Subject, converted, open_subject, running, trainable
+from metis_hf.lab.fidelity.subject import Part, Subject, converted, running, trainable
 from metis_hf.lab.cost import inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.store import Store, source_digest, task_key
@@ -42,21 +42,12 @@ def fidelity(settings: Settings, out: Path, console: Console | None = None) -> l
     The page is rewritten after each scheme.
 
     Raises:
-        FileNotFoundError, ValueError: as `open_subject` and `Settings.candidates`.
+        FileNotFoundError, ValueError: as `Settings.open` and `Settings.candidates`.
     """
     candidates = settings.candidates()
     if settings.tokens_per_step < 1:
         raise ValueError(f"tokens_per_step={settings.tokens_per_step}; choose at least 1")
-    subject = open_subject(
-        settings.model,
-        settings.text,
-        tokenizer=settings.tokenizer,
-        sequences=settings.sequences,
-        length=settings.length,
-        batch=settings.batch,
-        dtype=settings.dtype,
-        device=settings.device,
-    )
+    subject = settings.open()
     store = Store(out, device=subject.model.device)
     with store.hold():
         measurements = _Measurements(settings, subject, store, console or Console(quiet=True))

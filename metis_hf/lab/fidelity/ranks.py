@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
-from metis_hf.lab.cost import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.fidelity.gradients import on_calls, run_batches
-from metis_hf.lab.fidelity.subject import converted, open_subject, running, trainable
+from metis_hf.lab.fidelity.subject import ModelAndText, converted, running, trainable
+from metis_hf.lab.cost import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.lab.texts import MIN_LENGTH
@@ -49,41 +49,27 @@ class LayerRanks:
 
 
 def write_ranks(
-    name: str,
-    text: Path,
+    measured: ModelAndText,
     budget: float,
     out: Path,
     *,
     scheme: str = "metis",
-    sequences: int = 4,
-    length: int = 256,
-    batch: int = 2,
     tokens: int = TOKENS,
-    dtype: str = "float32",
-    device: str = "cpu",
-    tokenizer: str | None = None,
     console: Console | None = None,
 ) -> LayerRanks:
     """Choose ranks for a model by the beginning of a text, print them, and write the config.
 
     Args:
-        name: directory or hub name of the model.
-        text: a UTF-8 file.
+        measured: the model and the text.
         budget: multiply-adds beyond the three GEMMs, as a share of theirs.
         out: file for the config as JSON.
-        scheme: that splits operands.
-        sequences: of the text, at most.
-        length: tokens of each.
-        batch: sequences of a batch.
+        scheme: a scheme that splits operands.
         tokens: of a training step, by which the cost is counted.
-        dtype: of weights and exact computation.
-        device: to run on.
-        tokenizer: directory of another tokenizer than the model's own.
         console: to print to.
 
     Raises:
-        FileNotFoundError, ValueError: as `open_subject` and `allocate_ranks`; or `out` cannot be
-            written.
+        FileNotFoundError, ValueError: as `ModelAndText.open` and `allocate_ranks`; or `out` cannot
+            be written.
     """
     scheme_info(scheme)
     _check_numbers(budget, tokens)
@@ -93,17 +79,8 @@ def write_ranks(
             "may be written to"
         )
     console = console or Console(quiet=True)
-    subject = open_subject(
-        name,
-        text,
-        tokenizer=tokenizer,
-        sequences=sequences,
-        length=length,
-        batch=batch,
-        dtype=dtype,
-        device=device,
-    )
-    batches = torch.cat([subject.held_out, subject.training]).split(batch)
+    subject = measured.open()
+    batches = torch.cat([subject.held_out, subject.training]).split(measured.batch)
     bars = TaskProgress(console)
     with bars.running({"batches": (len(batches), 1.0)}):
         plan = allocate_ranks(
@@ -122,7 +99,7 @@ def write_ranks(
         for kind, of in kinds.items()
     ]
     header = ("Layers", "Number", "Lowest rank", "Mean", "Highest")
-    console.print(terminal_table(header, rows, title=f"Ranks of {name}"))
+    console.print(terminal_table(header, rows, title=f"Ranks of {measured.model}"))
     console.print(
         f"{plan.overhead.share:.1%} more multiply-adds. Estimated error: {plan.left:.0%} of what "
         f"rank {RANKS[0]} leaves",

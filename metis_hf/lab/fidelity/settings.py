@@ -6,46 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metis_hf.config import MetisConfig
+from metis_hf.lab.fidelity.subject import ModelAndText
 from metis_hf.lab.cost import TOKENS
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 from metis_hf.shared.texts import utf8_text
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a measurement.
+class Settings(ModelAndText):
+    """The settings of a measurement, beside model and text.
 
     Attributes:
-        model: directory or hub name.
-        text: UTF-8 file.
-        tokenizer: directory of another tokenizer than the model's own.
         schemes: names; None: all but the control.
         ranks: further ranks at which `metis` is measured.
         configs: JSON files of further configs, called by the files' names in tables.
         alone: schemes whose layers are quantized one at a time; None: the first.
-        sequences: of the text, at most.
-        length: tokens of each.
-        batch: sequences of a batch.
         tokens_per_step: that costs are counted for.
-        dtype: of weights and exact computation.
-        device: to run on.
         seed: of all noise; None: 0, and for `configs` that of the file.
     """
 
-    model: str
-    text: Path
     schemes: tuple[str, ...] | None = None
     ranks: tuple[int, ...] = ()
     configs: tuple[Path, ...] = ()
     alone: tuple[str, ...] | None = None
-    sequences: int = 18
-    length: int = 256
-    batch: int = 2
     tokens_per_step: int = TOKENS
-    dtype: str = "float32"
-    device: str = "cpu"
     seed: int | None = None
-    tokenizer: str | None = None
 
     def candidates(self) -> list[tuple[str, MetisConfig]]:
         """Return (name in tables, config) of everything to measure.

@@ -41,60 +41,68 @@ class Subject:
     identity: Any
 
 
-def open_subject(
-    name: str,
-    text: Path,
-    *,
-    tokenizer: str | None,
-    sequences: int,
-    length: int,
-    batch: int,
-    dtype: str,
-    device: str,
-) -> Subject:
-    """Open a model and the beginning of a text, and refuse what cannot be measured.
+@dataclass(frozen=True)
+class ModelAndText:
+    """A model, and the beginning of a text that it is measured on.
 
-    The text's first two thirds of sequences give the loss, the last third gradients, in whole
-    batches.
-
-    Args:
-        name: a checkpoint, run or hub name; a converted or packed model counts in the dense
+    Attributes:
+        model: a checkpoint, run or hub name; a converted or packed model counts in the dense
             weights that it represents.
         text: a UTF-8 file, or JSON lines, see `data.chat`.
-        tokenizer: a directory with another tokenizer than the checkpoint's own.
-        sequences: at most so many of the text.
+        sequences: of the text, at most.
         length: tokens of each.
         batch: sequences of a batch.
-        dtype: of the weights and of the exact computation, such as "float32".
+        dtype: of the weights and of the exact computation.
         device: such as "cpu" or "cuda".
-
-    Raises:
-        FileNotFoundError: no such model or file.
-        ValueError: no tokenizer; no causal language model; a text too short; tokens that the model
-            does not have.
+        tokenizer: directory of another tokenizer than the model's own.
     """
-    if sequences < 3 or batch < 1:
-        raise ValueError(
-            f"{sequences} sequences in batches of {batch}; choose at least 3 sequences, in batches "
-            "of at least 1"
+
+    model: str
+    text: Path
+    sequences: int = 18
+    length: int = 256
+    batch: int = 2
+    dtype: str = "float32"
+    device: str = "cpu"
+    tokenizer: str | None = None
+
+    def open(self) -> Subject:
+        """Open both, and refuse what cannot be measured.
+
+        The text's first two thirds of sequences give the loss, the last third gradients, in whole
+        batches.
+
+        Raises:
+            FileNotFoundError: no such model or file.
+            ValueError: no tokenizer; no causal language model; a text too short; tokens that the
+                model does not have.
+        """
+        if self.sequences < 3 or self.batch < 1:
+            raise ValueError(
+                f"{self.sequences} sequences in batches of {self.batch}; choose at least 3 "
+                "sequences, in batches of at least 1"
+            )
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype {self.dtype!r} is not known; choose float32 or bfloat16")
+        checkpoint = open_model(self.model)
+        ids = model_sequences(
+            checkpoint.tokenizer(self.tokenizer),
+            self.text,
+            self.sequences,
+            self.length,
+            config=checkpoint.config(),
+            model=self.model,
+            fewest=2,  # one for the loss, one for a gradient
         )
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype {dtype!r} is not known; choose float32 or bfloat16")
-    checkpoint = open_model(name)
-    encode = checkpoint.tokenizer(tokenizer)
-    # One sequence for the loss, one for a gradient.
-    ids = model_sequences(
-        encode, text, sequences, length, config=checkpoint.config(), model=name, fewest=2
-    )
-    with quiet():
-        model = checkpoint.load("dense", dtype, torch.device(device))
-    for one in (model.config, getattr(model, "generation_config", None)):
-        if one is not None:
-            one.use_cache = False
-    held_out, training = _in_batches(ids, batch)
-    of_text = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
-    identity = [checkpoint.fingerprint(), of_text, list(ids.shape), dtype]
-    return Subject(model, held_out, training, identity)
+        with quiet():
+            model = checkpoint.load("dense", self.dtype, torch.device(self.device))
+        for one in (model.config, getattr(model, "generation_config", None)):
+            if one is not None:
+                one.use_cache = False
+        held_out, training = _in_batches(ids, self.batch)
+        of_text = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+        identity = [checkpoint.fingerprint(), of_text, list(ids.shape), self.dtype]
+        return Subject(model, held_out, training, identity)
 
 
 def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:

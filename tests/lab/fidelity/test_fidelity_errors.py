@@ -18,7 +18,7 @@ from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.lab.fidelity import gradients
 from metis_hf.lab.fidelity.measurements import fidelity
 from metis_hf.lab.fidelity.settings import Settings
-from metis_hf.lab.fidelity.subject import open_subject
+from metis_hf.lab.fidelity.subject import ModelAndText
 
 
 class TestBadInput:
@@ -36,10 +36,7 @@ class TestBadInput:
         transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
         transformers.AutoTokenizer.from_pretrained(place / "model").save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=r"32 tokens do not fit the context of .*, 16"):
-            open_subject(
-                str(tmp_path), place / "text.txt", tokenizer=None, sequences=3, length=32, batch=1,
-                dtype="float32", device="cpu",
-            )  # fmt: skip
+            ModelAndText(str(tmp_path), place / "text.txt", sequences=3, length=32, batch=1).open()
 
     @pytest.mark.parametrize(
         ("changes", "error", "message"),

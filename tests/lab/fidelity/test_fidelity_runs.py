@@ -18,13 +18,12 @@ from lab.fidelity.measuring import SMALL, load, settings
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.lab.fidelity import fidelity_figures as figures
 from metis_hf.lab.fidelity import gradients, layer_errors, predictions
-from metis_hf.lab.fidelity.fidelity_figures import _is_on_line
 from metis_hf.lab.fidelity.measurements import fidelity
 from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity, narrow_table, table
 from metis_hf.lab.fidelity.settings import Settings
-from metis_hf.lab.fidelity.subject import open_subject
+from metis_hf.lab.fidelity.subject import ModelAndText
 from metis_hf.lab.show.progress import TaskProgress
-from metis_hf.lab.show.table import markdown_table, terminal_table
+from metis_hf.lab.show.table import terminal_table
 
 
 @pytest.mark.slow
@@ -64,33 +63,22 @@ def test_divergence_in_training_is_shown_where_it_differs(measured):
     assert "in training" in narrow_table([random])[0]
 
 
-def test_line_of_the_picture_joins_the_ranks_alone():
-    joined = ["metis", "metis, rank 9", "metis-contraction", "metis-paper", "budget-4"]
-    assert [name for name in joined if _is_on_line(SchemeFidelity(name, "metis"))] == joined[:2]
-    # Of a file of that name with another scheme.
-    assert not _is_on_line(SchemeFidelity("metis", "nvidia"))
-
-
 def point(name, scheme, cost):
     batches = [{"exact": 4.0, "loss": 4.1, "kl": 0.1, "top1": 0.9}]
     return SchemeFidelity(name, scheme, overhead={"projection": cost}, batches=batches)
 
 
-def test_files_of_configs_may_be_called_anything(monkeypatch):
-    """No formula, no line that belongs to another scheme, no column of their own."""
-    shown = []
-    monkeypatch.setattr(figures, "name_points", lambda axis, points: shown.extend(points))
-    monkeypatch.setattr(figures, "as_png", lambda figure: figure)
-    names = ("$x_$^", "metis", "metis, rank 4")
-    results = [point(name, "nvidia", 0.1 * n) for n, name in enumerate(names)]
-    assert figures.cost_figure(results, 8192) is not None
-    assert [name for *_, name in shown] == [r"\$x_\$^", *names[1:]]
-    rows = [["a|b"], ["a\\|b"], ["a\nb"]]
-    assert markdown_table(["Scheme"], rows).splitlines()[2:] == [
-        r"| a\|b |",
-        r"| a\|b |",
-        "| a b |",
-    ]
+def test_the_line_of_the_picture_joins_the_ranks_alone(monkeypatch):
+    """Files of configs may be called anything, so like a rank of metis too."""
+    drawn = {}
+    monkeypatch.setattr(
+        figures, "scatter_figure", lambda points, *labels, joined: drawn.update(p=points, j=joined)
+    )
+    ranks, others = ["metis", "metis, rank 9"], ["metis-contraction", "metis-paper", "budget-4"]
+    results = [point(name, "metis", 0.1) for name in (*ranks, *others)]
+    figures.cost_figure([*results, point("metis", "nvidia", 0.2)], 8192)
+    assert [p.name for p in drawn["p"]] == [*ranks, *others, "metis"]
+    assert [p.name for p in drawn["j"]] == ranks
 
 
 class TestFiles:
@@ -251,9 +239,7 @@ def test_documents_of_json_lines(suffix, place, tmp_path):
     half = len(texts) // 2
     file = tmp_path / f"text{suffix}"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (texts[:half], texts[half:])))
-    subject = open_subject(
-        str(place / "model"), file, tokenizer=None, dtype="float32", device="cpu", **SMALL
-    )
+    subject = ModelAndText(str(place / "model"), file, **SMALL).open()
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
     shown = tokenizer.decode(torch.cat([subject.held_out, subject.training]).flatten())
     assert texts.startswith(shown)
@@ -271,10 +257,8 @@ def test_documents_of_json_lines(suffix, place, tmp_path):
     ],
 )
 def test_batches_are_whole(sequences, batch, held_out, training, place):
-    subject = open_subject(
-        str(place / "model"), place / "text.txt", tokenizer=None, dtype="float32", device="cpu",
-        sequences=sequences, length=24, batch=batch,
-    )  # fmt: skip
+    model, text = str(place / "model"), place / "text.txt"
+    subject = ModelAndText(model, text, sequences, 24, batch).open()
     assert (len(subject.held_out), len(subject.training)) == (held_out, training)
 
 

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import main
-from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
 from metis_hf.lab.fidelity import ranks as ranks_module
 from metis_hf.lab.fidelity.ranks import RANKS as ALL_RANKS
 from metis_hf.lab.fidelity.ranks import LayerRanks, _Group, _spend, allocate_ranks, write_ranks
 from metis_hf.lab.fidelity.settings import Settings
-from metis_hf.lab.fidelity.subject import Subject
+from metis_hf.lab.fidelity.subject import ModelAndText, Subject
+from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
 
 RANKS = (2, 4, 8, 16)
 
@@ -234,22 +234,22 @@ class TestRefusals:
         arguments = {"budget": 0.6, "out": "x.json"} | changes
         arguments["out"] = tmp_path / arguments["out"]
         with pytest.raises(ValueError, match=said):
-            write_ranks(str(tmp_path / "no model"), tmp_path / "no text", **arguments)
+            write_ranks(ModelAndText("no model", tmp_path / "no text"), **arguments)
 
     def test_a_directory_that_is_not_to_be_written_to(self, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
         with pytest.raises(ValueError, match=r"x.json cannot be written; .* may be written to"):
-            write_ranks(str(tmp_path / "no model"), tmp_path / "no text", 0.6, tmp_path / "x.json")
+            write_ranks(ModelAndText("no model", tmp_path / "no text"), 0.6, tmp_path / "x.json")
 
 
 def test_the_table_has_one_row_for_all_experts(tmp_path, monkeypatch):
     names = [f"model.layers.0.mlp.experts.metis_up_proj.{n}" for n in (0, 1)]
     found = LayerRanks(MetisConfig(), dict(zip(names, (4, 8))), Overhead({}, 4.5), {}, 1.0)
     subject = Subject(llama(), *torch.zeros(2, 1, 8, dtype=torch.int64), identity=None)
-    monkeypatch.setattr(ranks_module, "open_subject", lambda *args, **options: subject)
+    monkeypatch.setattr(ModelAndText, "open", lambda self: subject)
     monkeypatch.setattr(ranks_module, "allocate_ranks", lambda *args, **options: found)
     console = Console(file=io.StringIO(), width=100)
-    write_ranks("m", tmp_path / "t", 0.6, tmp_path / "x.json", console=console)
+    write_ranks(ModelAndText("m", tmp_path / "t"), 0.6, tmp_path / "x.json", console=console)
     assert re.search(r"metis_up_proj[ │]+2[ │]+4[ │]+6\.0[ │]+8 ", console.file.getvalue())
 
 
