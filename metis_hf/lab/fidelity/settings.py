@@ -45,11 +45,6 @@ class Settings(ModelAndText):
             names = tuple(name for name in scheme_names() if name != CONTROL)
         for name in names:
             scheme_info(name)
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"scheme named twice: {', '.join(twice)}")
-        if len(set(self.ranks)) < len(self.ranks):
-            raise ValueError(f"ranks {', '.join(map(str, self.ranks))}: one is given twice")
         seed = self.seed or 0
         found = [(name, MetisConfig(scheme=name, seed=seed)) for name in names]
         found += [(f"metis, rank {rank}", MetisConfig(rank=rank, seed=seed)) for rank in self.ranks]
@@ -58,7 +53,10 @@ class Settings(ModelAndText):
             raise ValueError("nothing to measure: name schemes, or all, or ranks or configs")
         twice = sorted({n for n, _ in found if [m for m, _ in found].count(n) > 1})
         if twice:
-            raise ValueError(f"two rows would be called {', '.join(twice)}: rename a config's file")
+            raise ValueError(
+                f"two rows would be called {' and '.join(twice)}: name each scheme and rank once, "
+                "or rename a config's file"
+            )
         for name in self.alone or ():
             if name not in dict(found):
                 measured = ", ".join(name for name, _ in found)

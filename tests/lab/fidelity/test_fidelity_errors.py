@@ -42,12 +42,16 @@ class TestBadInput:
         ("changes", "error", "message"),
         [
             ({"schemes": ("metsi",)}, ValueError, "did you mean 'metis'?"),
-            ({"schemes": ("metis", "metis")}, ValueError, "scheme named twice: metis"),
+            (
+                {"schemes": ("metis", "metis")},
+                ValueError,
+                "two rows would be called metis: name each",
+            ),
             ({"schemes": ()}, ValueError, "nothing to measure: name schemes, or all"),
             ({"length": 3}, ValueError, "choose at least 2 of 8"),
             ({"length": 65}, ValueError, "do not fit the context of"),
             ({"sequences": 2}, ValueError, "choose at least 3 sequences"),
-            ({"ranks": (8, 8)}, ValueError, "ranks 8, 8: one is given twice"),
+            ({"ranks": (8, 8)}, ValueError, "two rows would be called metis, rank 8:"),
             ({"alone": ("nvida",)}, ValueError, "'nvida' is not among what is measured"),
             ({"dtype": "float4"}, ValueError, "dtype 'float4' is not known"),
             ({"tokens_per_step": 0}, ValueError, "tokens_per_step=0"),
