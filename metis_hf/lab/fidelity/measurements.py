@@ -14,6 +14,7 @@ from torch import Tensor
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.attention import attention_products
+from metis_hf.lab.cost import inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.fidelity import gradients, layer_errors, predictions
 from metis_hf.lab.fidelity.fidelity_page import write_outputs
 from metis_hf.lab.fidelity.gradients import GradientFile
@@ -21,7 +22,6 @@ from metis_hf.lab.fidelity.layer_errors import KINDS, only
 from metis_hf.lab.fidelity.scheme_fidelity import SchemeFidelity
 from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import Part, Subject, converted, running, trainable
-from metis_hf.lab.cost import inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.store import Store, source_digest, task_key
 from metis_hf.lab.texts import MIN_LENGTH

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
+from metis_hf.lab.cost import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.fidelity.gradients import on_calls, run_batches
 from metis_hf.lab.fidelity.subject import ModelAndText, converted, running, trainable
-from metis_hf.lab.cost import TOKENS, Overhead, inputs_of, overhead, tokens_of_layers
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.show.table import terminal_table
 from metis_hf.lab.texts import MIN_LENGTH

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metis_hf.config import MetisConfig
-from metis_hf.lab.fidelity.subject import ModelAndText
 from metis_hf.lab.cost import TOKENS
+from metis_hf.lab.fidelity.subject import ModelAndText
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 from metis_hf.shared.texts import utf8_text
 

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import main
+from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
 from metis_hf.lab.fidelity import ranks as ranks_module
 from metis_hf.lab.fidelity.ranks import RANKS as ALL_RANKS
 from metis_hf.lab.fidelity.ranks import LayerRanks, _Group, _spend, allocate_ranks, write_ranks
 from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import ModelAndText, Subject
-from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
 
 RANKS = (2, 4, 8, 16)
 
