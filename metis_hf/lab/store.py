@@ -20,33 +20,37 @@ its task, `store.hold(name)`, instead of the directory.
 from __future__ import annotations
 
 import ast
-import errno
 import functools
 import importlib.metadata
 import json
-import os
-import socket
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import filelock
 import torch
 
 from metis_hf.shared.inputs import INPUTS_FILE, digest
+from metis_hf.shared.locks import LOCK_FILE, hold, hold_directory
 from metis_hf.shared.records import SETTINGS_FILE, environment, flatten, read_json, write_json
 
+__all__ = [
+    "DamagedRecord",
+    "Record",
+    "Store",
+    "hold_directory",
+    "numerics_digest",
+    "source_digest",
+    "task_key",
+]
+
 FORMAT = 1  # of a record's file
-LOCK_FILE = ".lock"
 # The part of the package that decides the numbers of a task.
 NUMERICS = ("noise.py", "numerics", "transforms", "operands", "schemes", "layers")
 _OWN = "store"  # the field of a record's file that is not the task's
 _WAIT = 60  # seconds for another process that claims the directory at this moment
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class DamagedRecord(ValueError):
@@ -149,7 +153,7 @@ class Store:
             ValueError: the directory holds results of other settings or of other contents; the
                 message names what differs.
         """
-        with _locked(self._lock_file("claim"), _WAIT, self.option):
+        with hold(self._lock_file("claim"), _WAIT, option=self.option):
             self._claim_settings(json.loads(json.dumps(settings)))
             if inputs:
                 self._claim_inputs(inputs)
@@ -192,68 +196,12 @@ class Store:
         Raises:
             ValueError: another process holds it; the message names that process.
         """
-        path = self._lock_file(name)
-        with _locked(path, 0, self.option):
-            holder, process = _holder_file(path), os.getpid()
-            host, since = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
-            write_json(holder, {"pid": process, "host": host, "since": since})
-            try:
-                yield
-            finally:
-                if os.getpid() == process:  # a fork that leaves the block gives nothing back
-                    holder.unlink(missing_ok=True)
+        with hold(self._lock_file(name), option=self.option):
+            yield
 
     def _lock_file(self, name: str) -> Path:
         path = self.path(name)
         return path.with_name(f".{path.stem}{LOCK_FILE}") if name else self.directory / LOCK_FILE
-
-
-def hold_directory(directory: str | Path, option: str = "--out") -> AbstractContextManager[None]:
-    """Keep other writers out of a directory without records, see `Store.hold`."""
-    return Store(directory, option).hold()
-
-
-@contextmanager
-def _locked(path: Path, seconds: float, option: str) -> Iterator[None]:
-    """Hold a lock file; wait so long for its holder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
-        raise ValueError(f"{path} is a link to another file, which a lock would change; delete it")
-    lock: filelock.BaseFileLock = filelock.FileLock(path, timeout=seconds)
-    try:
-        try:
-            lock.acquire()
-        except OSError as error:
-            if isinstance(error, filelock.Timeout) or error.errno not in _NO_LOCKS:
-                raise
-            # A network file system without locks: the lock is then a file that exists.
-            lock = filelock.SoftFileLock(f"{path}.soft", timeout=seconds)
-            lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(_refusal(path, Path(lock.lock_file), option)) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _refusal(path: Path, lock: Path, option: str) -> str:
-    try:
-        holder = read_json(_holder_file(path))
-        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-        elsewhere = holder["host"] != socket.gethostname()
-    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and is about to write
-        who, elsewhere = "another process", False
-    what = path.parent if path.name == LOCK_FILE else path.with_name(path.name[1 : -len(LOCK_FILE)])
-    message = (
-        f"{what} is in use by {who}. Wait for that process or end it, or choose another {option}"
-    )
-    return f"{message}; if it has ended, delete {lock}" if elsewhere else message
-
-
-def _holder_file(lock: Path) -> Path:
-    """Return the file beside a lock that names its process."""
-    return lock.with_name(f"{lock.name}.json")
 
 
 @functools.cache

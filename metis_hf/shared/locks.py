@@ -1,140 +1,82 @@
-"""One process at a time in a directory, by a lock that ends with its process.
-
-The lock is the operating system's (`flock`) on the file `.lock`, which says who holds it. Where the
-platform or the file system has none, the process that the file names must be gone.
-"""
+"""Locks of directories and of parts of them, which end with their process."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+import filelock
+
+from metis_hf.shared.records import read_json, write_json
 
 LOCK_FILE = ".lock"
-
-_held: set[int] = set()  # descriptors of lock files that this process has open
-
-
-def _let_go() -> None:
-    """Close what a fork has inherited: the process that it comes from keeps the lock.
-
-    Workers that a killed process leaves behind would hold its directory as long as they live.
-    """
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_let_go)
+def hold_directory(directory: str | Path, option: str = "--out") -> AbstractContextManager[None]:
+    """Hold a directory, which is made if missing, while the block runs; see `hold`."""
+    return hold(Path(directory) / LOCK_FILE, option=option)
 
 
 @contextmanager
-def hold_directory(directory: str | Path, option: str = "--out") -> Iterator[None]:
-    """Hold a directory, which is made if missing, while the block runs.
+def hold(path: Path, seconds: float = 0, *, option: str = "--out") -> Iterator[None]:
+    """Hold a lock file while the block runs.
 
-    Processes that this one starts, forked ones too, do not hold it.
+    The operating system ends the lock with its process. Processes that this one starts, forked ones
+    too, do not hold it. A file beside the lock names the holder.
 
     Args:
-        directory: what no other process may write into.
+        path: the lock, `DIRECTORY/.lock` for a directory and `DIRECTORY/.NAME.lock` for a part.
+        seconds: to wait for another holder.
         option: of the command line, which chooses another directory.
 
     Raises:
         ValueError: another process holds it; the message names that process.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    _held.add(descriptor)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+        raise ValueError(f"{path} is a link to another file, which a lock would change; delete it")
+    lock: filelock.BaseFileLock = filelock.FileLock(path, timeout=seconds)
     try:
-        if not _take(descriptor, path):
-            raise ValueError(_refusal(directory, _holder(path), option))
-        _write(descriptor, json.dumps(_self()))
         try:
-            yield
-        finally:
-            if descriptor in _held:  # not in a fork
-                _write(descriptor, "")
+            lock.acquire()
+        except OSError as error:
+            if isinstance(error, filelock.Timeout) or error.errno not in _NO_LOCKS:
+                raise
+            # A network file system without locks: the lock is then a file that exists.
+            lock = filelock.SoftFileLock(f"{path}.soft", timeout=seconds)
+            lock.acquire()
+    except filelock.Timeout:
+        raise ValueError(_refusal(path, Path(lock.lock_file), option)) from None
+    holder, process = _holder_file(path), os.getpid()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        write_json(holder, {"pid": process, "host": socket.gethostname(), "since": since})
+        yield
     finally:
-        if descriptor in _held:
-            _held.discard(descriptor)
-            os.close(descriptor)  # gives the lock back
+        if os.getpid() == process:  # a fork that leaves the block gives nothing back
+            holder.unlink(missing_ok=True)
+        lock.release()
 
 
-def _take(descriptor: int, path: Path) -> bool:
-    """Return whether this process holds the lock from now on."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks
-            pass
-    return not _alive(_holder(path))
-
-
-def _alive(holder: dict[str, Any]) -> bool:
-    """Return whether the process that a lock file names may be running; True on another host."""
-    if not holder:
-        return False
-    if holder.get("host") != socket.gethostname():
-        return True
-    import psutil  # accelerate needs it too
-
+def _refusal(path: Path, lock: Path, option: str) -> str:
     try:
-        # A process of that number that began later is another one.
-        return psutil.Process(holder["pid"]).create_time() <= holder["taken"] + 1
-    except (psutil.Error, KeyError, TypeError):
-        return False
-
-
-def _self() -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "taken": time.time(),
-    }
-
-
-def _holder(path: Path) -> dict[str, Any]:
-    """Return what a lock file says about its process; empty if it says nothing."""
-    with suppress(OSError, ValueError):
-        holder = json.loads(path.read_text("utf-8"))
-        if isinstance(holder, dict):
-            return holder
-    return {}
-
-
-def _refusal(directory: Path, holder: dict[str, Any], option: str) -> str:
+        holder = read_json(_holder_file(path))
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        elsewhere = holder["host"] != socket.gethostname()
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and is about to write
+        who, elsewhere = "another process", False
+    what = path.parent if path.name == LOCK_FILE else path.with_name(path.name[1 : -len(LOCK_FILE)])
     message = (
-        f"{directory} is in use by {_described(holder)}. Wait for that process or end it, or "
-        f"choose another {option}"
+        f"{what} is in use by {who}. Wait for that process or end it, or choose another {option}"
     )
-    if holder.get("host", socket.gethostname()) == socket.gethostname():
-        return message
-    return f"{message}; if it has ended, delete {directory / LOCK_FILE}"
+    return f"{message}; if it has ended, delete {lock}" if elsewhere else message
 
 
-def _described(holder: dict[str, Any]) -> str:
-    if not holder:  # it has the lock and is about to write
-        return "another process"
-    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-
-
-def _write(descriptor: int, text: str) -> None:
-    os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.write(descriptor, text.encode())
+def _holder_file(lock: Path) -> Path:
+    return lock.with_name(f"{lock.name}.json")
