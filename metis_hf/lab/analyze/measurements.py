@@ -45,7 +45,7 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What is analyzed.
+    """A checkpoint, and the parts of it that are analyzed.
 
     Attributes:
         source: the checkpoint.
