@@ -8,8 +8,8 @@ from metis_hf.conversion.registration import register_on_import
 
 if TYPE_CHECKING:
     from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
-    from metis_hf.conversion.packed import load_packed, packed_config
     from metis_hf.deploy.merge import merge_packed
+    from metis_hf.deploy.packed import load_packed, packed_config
     from metis_hf.layers.linear import MetisLinear, QuantLinear
     from metis_hf.layers.packed import PackedLinear
     from metis_hf.schemes import register_scheme, scheme_names
@@ -66,10 +66,10 @@ _LAZY = {
     "freeze_scales": "training.calibration",
     "get_metis_model": "conversion.convert",
     "high_precision": "training.precision",
-    "load_packed": "conversion.packed",
+    "load_packed": "deploy.packed",
     "merge_packed": "deploy.merge",
     "metis_layers": "conversion.convert",
-    "packed_config": "conversion.packed",
+    "packed_config": "deploy.packed",
     "refresh": "training.refresh",
     "register_scheme": "schemes",
     "reuse_weights": "training.weight_reuse",

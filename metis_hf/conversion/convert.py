@@ -25,7 +25,6 @@ from metis_hf.conversion.attention import (
 )
 from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, places
 from metis_hf.conversion.linears import LinearOrigin
-from metis_hf.conversion.packed import packed_layers
 from metis_hf.conversion.parts import forget_part, watch_part
 from metis_hf.conversion.refusals import check_layer, check_model, check_present, check_tied
 from metis_hf.conversion.replacing import (
@@ -47,6 +46,7 @@ from metis_hf.layers.experts import (
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import as_linear, convert_linear, linear_shape, make_layer
 from metis_hf.layers.native import why_emulated
+from metis_hf.layers.packed import packed_layers
 from metis_hf.layers.sharding import is_sharded
 from metis_hf.layers.token_mask import DECODER_MASK, TokenMask
 from metis_hf.schemes.unread import unread_fields

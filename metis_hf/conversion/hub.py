@@ -23,8 +23,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from metis_hf.config import MetisConfig
-from metis_hf.conversion.packed_layouts import MODELOPT
-from metis_hf.conversion.packed_loader import METHOD, PackedConfig, PackedLoader
 from metis_hf.layers.parallelism import check_plan, planned
 
 # `conversion.convert` and what imports it are imported where they are used: this module is imported
@@ -152,12 +150,12 @@ def _check_complete(model: nn.Module) -> None:
         )
 
 
-for method, config_class, loader in (
-    (MetisConfig.quant_method, MetisConfigLoader, MetisLoader),
-    (METHOD, PackedConfig, PackedLoader),
-    (MODELOPT, PackedConfig, PackedLoader),  # unless transformers itself reads it by then
-):
+def register(method: str, config_class: type, loader: type[HfQuantizer]) -> None:
+    """Let transformers take these for a `quant_method`, unless it has its own by now."""
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(method)(config_class)
     if method not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(method)(loader)
+
+
+register(MetisConfig.quant_method, MetisConfigLoader, MetisLoader)

@@ -33,9 +33,8 @@ from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import convert, metis_layers
 from metis_hf.conversion.hub import read_config
 from metis_hf.conversion.lora_checks import Asked, check_experts, check_saved
-from metis_hf.conversion.packed import packed_layers
 from metis_hf.layers.linear import MetisLayer
-from metis_hf.layers.packed import PackedLinear, PackedWeight
+from metis_hf.layers.packed import PackedLinear, PackedWeight, packed_layers
 from metis_hf.numerics import relative_error
 
 # Initializations that leave the base weight alone; the others write to it, or need its factors.

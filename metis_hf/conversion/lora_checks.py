@@ -9,8 +9,8 @@ from peft import LoraConfig
 from torch import nn
 
 from metis_hf.conversion.matching import ends
-from metis_hf.conversion.packed import packed_layers
 from metis_hf.layers.experts import converted_names
+from metis_hf.layers.packed import packed_layers
 
 
 def check_saved(config: LoraConfig, model: nn.Module) -> None:

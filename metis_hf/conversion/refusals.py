@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.linears import is_linear
-from metis_hf.conversion.packed import packed_layers
 from metis_hf.conversion.replacing import offloaded
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.native import why_emulated
+from metis_hf.layers.packed import packed_layers
 from metis_hf.layers.parallelism import check_whole
 from metis_hf.schemes import build_scheme, kept_directions, most_directions
 

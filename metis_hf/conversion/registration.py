@@ -18,10 +18,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Module of another package -> the module of ours that registers itself there when imported.
+# Module of another package -> modules of ours that register themselves there when imported.
 REGISTRARS = {
-    "transformers.quantizers.auto": "metis_hf.conversion.hub",
-    "peft": "metis_hf.conversion.lora",
+    "transformers.quantizers.auto": ("metis_hf.conversion.hub", "metis_hf.deploy.packed_loader"),
+    "peft": ("metis_hf.conversion.lora",),
 }
 
 
@@ -38,9 +38,10 @@ def register_on_import() -> None:
 
 
 def _register(name: str) -> None:
-    """Import our module for another package's; it may be on its way in already."""
+    """Import our modules for another package's; they may be on their way in already."""
     try:
-        importlib.import_module(REGISTRARS[name])
+        for registrar in REGISTRARS[name]:
+            importlib.import_module(registrar)
     except ImportError as error:
         # A version of the other package that we do not know must stay usable without us.
         warnings.warn(f"metis_hf could not register with {name}: {error}", stacklevel=2)

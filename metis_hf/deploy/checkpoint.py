@@ -20,13 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers, to_dense
-from metis_hf.conversion.kept_experts import kept_experts
-from metis_hf.conversion.packed_layouts import (
-    MODELOPT_FILE,
-    RESIDUAL_DIR,
-    UNPACKED,
-    compressed_config,
-)
 from metis_hf.deploy import modelopt
 from metis_hf.deploy.casting import cast
 from metis_hf.deploy.compressed_tensors import (
@@ -42,8 +35,15 @@ from metis_hf.deploy.compressed_tensors import (
 )
 from metis_hf.deploy.fused import mixed_notes, scale_notes, share_others, shared_amaxes
 from metis_hf.deploy.inputs import InputQuantizer, quantized_input, quantizing_inputs
+from metis_hf.deploy.kept_experts import kept_experts
 from metis_hf.deploy.loading import load_lines, why_not_packed
 from metis_hf.deploy.model_card import model_card, read_metrics
+from metis_hf.deploy.packed_layouts import (
+    MODELOPT_FILE,
+    RESIDUAL_DIR,
+    UNPACKED,
+    compressed_config,
+)
 from metis_hf.deploy.report import (
     CONVERTED,
     REFERENCE,

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from metis_hf.conversion.packed_layouts import FORMAT, RESIDUAL_DIR, SIDE_FILE
 from metis_hf.deploy.casting import cast
+from metis_hf.deploy.packed_layouts import FORMAT, RESIDUAL_DIR, SIDE_FILE
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedWeight
 from metis_hf.numerics import NVFP4, Quantizer, Tile

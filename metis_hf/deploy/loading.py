@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.conversion.packed import why_not_late
 from metis_hf.deploy.compressed_tensors import weight_quantizer
+from metis_hf.deploy.packed import why_not_late
 
 
 def load_lines(model: PreTrainedModel, kind: str, name: str) -> str:

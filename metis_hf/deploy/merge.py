@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from metis_hf.conversion.lora import PackedLoraLinear
-from metis_hf.conversion.packed import packed_layers
-from metis_hf.layers.packed import PackedLinear, PackedWeight, encode_scale
+from metis_hf.layers.packed import PackedLinear, PackedWeight, encode_scale, packed_layers
 from metis_hf.numerics import relative_error
 
 

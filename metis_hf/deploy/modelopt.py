@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from metis_hf.conversion.packed_layouts import ALGORITHMS, MIXED, MODELOPT
 from metis_hf.deploy.compressed_tensors import CompressedMatrix
+from metis_hf.deploy.packed_layouts import ALGORITHMS, MIXED, MODELOPT
 from metis_hf.layers.packed import BLOCK
 
 _ALGORITHM = {quantized: name for name, quantized in ALGORITHMS.items()}

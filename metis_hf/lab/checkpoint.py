@@ -18,8 +18,8 @@ from torch import nn
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.hub import read_config  # which registers the format with transformers
-from metis_hf.conversion.packed import load_deployed, load_packed
-from metis_hf.conversion.packed_layouts import COMPRESSED, FORMAT, UNPACKED
+from metis_hf.deploy.packed import load_deployed, load_packed
+from metis_hf.deploy.packed_layouts import COMPRESSED, FORMAT, UNPACKED
 from metis_hf.schemes import CONTROL, scheme_info
 from metis_hf.shared.checkpoints import file_damage, load_complete
 

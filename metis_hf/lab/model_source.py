@@ -14,7 +14,7 @@ import huggingface_hub
 import peft
 
 from metis_hf.conversion.hub import read_config
-from metis_hf.conversion.packed_layouts import RESIDUAL_DIR, SIDE_FILE
+from metis_hf.deploy.packed_layouts import RESIDUAL_DIR, SIDE_FILE
 from metis_hf.lab.checkpoint import ADAPTER_FILE, CONFIG_FILE, DENSE, WEIGHTS, Checkpoint
 from metis_hf.shared.checkpoints import file_damage, last_checkpoint, model_damage
 from metis_hf.shared.records import read_json

@@ -344,3 +344,8 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         activations = "nvfp4" if self.quantizes_input else "high precision"
         return f"{self.in_features}, {self.out_features}, nvfp4, activations={activations}"
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """Return every packed layer of a model by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}

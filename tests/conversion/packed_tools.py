@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from metis_hf.conversion.packed import packed_layers
+from metis_hf.layers.packed import packed_layers
 
 LAYERS = 14  # of the two blocks
 INPUT_SCALE = 700.0

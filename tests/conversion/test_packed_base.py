@@ -30,11 +30,11 @@ from metis_hf import (
     load_packed,
     metis_layers,
 )
-from metis_hf.conversion.packed import packed_config, packed_layers
-from metis_hf.conversion.packed_layouts import PackedScheme
 from metis_hf.deploy import export_checkpoint, load_metis_model
 from metis_hf.deploy.compressed_tensors import CompressedMatrix
-from metis_hf.layers.packed import PackedLinear, quantize_input
+from metis_hf.deploy.packed import packed_config
+from metis_hf.deploy.packed_layouts import PackedScheme
+from metis_hf.layers.packed import PackedLinear, packed_layers, quantize_input
 
 
 class TestLoading:

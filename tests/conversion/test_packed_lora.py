@@ -28,8 +28,7 @@ from metis_hf import (
     metis_layers,
     to_dense,
 )
-from metis_hf.conversion.packed import packed_layers
-from metis_hf.layers.packed import PackedWeight
+from metis_hf.layers.packed import PackedWeight, packed_layers
 
 
 class TestLora:

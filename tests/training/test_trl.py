@@ -10,9 +10,9 @@ from peft import LoraConfig
 from texts import documents
 
 from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
-from metis_hf.conversion.packed import load_packed
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.deploy import export_checkpoint
+from metis_hf.deploy.packed import load_packed
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import metis_hf.conversion.hub  # noqa: F401  registers the checkpoint format with transformers
 from metis_hf.conversion.convert import metis_layers, to_dense
-from metis_hf.conversion.packed_layouts import COMPRESSED
+from metis_hf.deploy.packed_layouts import COMPRESSED
 from metis_hf.lab.model_source import open_checkpoint
 from metis_hf.schemes import import_schemes
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from metis_hf.conversion.packed import load_deployed
+from metis_hf.deploy.packed import load_deployed
 from metis_hf.training.distillation_loss import distillation_loss
 
 Texts = Mapping[str, Tensor]

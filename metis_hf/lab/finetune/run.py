@@ -35,10 +35,10 @@ from transformers import (
 
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import get_metis_model
-from metis_hf.conversion.packed import load_packed
 from metis_hf.data.chat import check_vocabulary, chunked_sequences, first_sequences
 from metis_hf.data.chunked import causal_batch
 from metis_hf.deploy import export_checkpoint
+from metis_hf.deploy.packed import load_packed
 from metis_hf.lab.compare.runner import whole_batches
 from metis_hf.lab.finetune.arguments import METHODS, FinetuneArguments
 from metis_hf.lab.finetune.measure import HeldOut

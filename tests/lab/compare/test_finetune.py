@@ -18,7 +18,7 @@ from paths import ROOT
 from peft import PeftModel
 
 from lab.compare.finetune_tools import finetuning
-from metis_hf.conversion.packed import load_packed
+from metis_hf.deploy.packed import load_packed
 from metis_hf.lab.finetune.measure import HeldOut, Measured
 from metis_hf.lab.finetune.report import (
     Outcome,

@@ -12,10 +12,11 @@ from peft import LoraConfig, get_peft_model
 
 from lab.evaluate.eval_tools import make_model, save
 from metis_hf import MetisConfig, calibrate, get_metis_model, load_packed
-from metis_hf.conversion.packed import load_deployed, packed_layers
 from metis_hf.deploy import export_checkpoint
+from metis_hf.deploy.packed import load_deployed
 from metis_hf.lab.evaluate.models import read_conversions
 from metis_hf.lab.model_source import open_checkpoint
+from metis_hf.layers.packed import packed_layers
 
 CPU = torch.device("cpu")
 

@@ -20,9 +20,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from metis_hf.conversion.packed_layouts import COMPRESSED, MODELOPT_FILE, NAMES, read_headers
-from metis_hf.conversion.packed_loader import AS_CONFIGURED, PackedConfig
-from metis_hf.layers.packed import PackedLinear
+from metis_hf.deploy.packed_layouts import COMPRESSED, MODELOPT_FILE, NAMES, read_headers
+from metis_hf.deploy.packed_loader import AS_CONFIGURED, PackedConfig
 from metis_hf.shared.checkpoints import load_complete
 from metis_hf.shared.records import read_json
 
@@ -182,8 +181,3 @@ def _initializer(cls: type[PreTrainedModel]) -> str:
         return inspect.getsource(cls._init_weights)
     except (OSError, TypeError):
         return ""
-
-
-def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return every packed layer of a model by name."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}

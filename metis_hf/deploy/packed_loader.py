@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from metis_hf.conversion.hub import register
 from metis_hf.conversion.linears import why_not_plain
-from metis_hf.conversion.packed_layouts import (
+from metis_hf.deploy.packed_layouts import (
     COMPRESSED,
     MODELOPT,
     UNPACKED,
@@ -218,7 +219,7 @@ class PackedLoader(HfQuantizer):
 
 def _written(model: Any, scheme: PackedScheme) -> dict[str, Any]:
     # Not at the top, as it imports transformers' models, and these import us.
-    from metis_hf.conversion.kept_experts import kept_experts
+    from metis_hf.deploy.kept_experts import kept_experts
 
     inputs, ignore = {}, []
     for name, module in model.named_modules():
@@ -306,3 +307,7 @@ def _in_model(
             f"{type(model).__name__} has none; load it as the class that config.json names"
         )
     return found
+
+
+register(METHOD, PackedConfig, PackedLoader)
+register(MODELOPT, PackedConfig, PackedLoader)
