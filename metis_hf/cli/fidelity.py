@@ -56,7 +56,7 @@ def fidelity(
         str | None, typer.Option(help='As "cuda".', show_default="a GPU if there is one")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of all noise.", show_default="0, or that of a config's file")
+        int | None, typer.Option(help="Of all noise.", show_default="0, or a config's own")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Directory of another tokenizer than the model's own.")

@@ -39,12 +39,12 @@ class Checkpoint:
     """A directory that `from_pretrained` can load.
 
     Attributes:
-        path: the directory with `config.json`; of an adapter that of its base.
+        path: the directory with `config.json`; for an adapter, its base's.
         label: its name in a table.
         quantization: `quantization_config` of its `config.json`; empty for a dense model.
         conversion: what a dense model is converted to once it is loaded; None leaves it dense.
         adapter: the directory of the PEFT adapter on top of it; None where there is none.
-        trained: whether the conversion is that of the adapter's training, and not one that was
+        trained: whether the conversion comes from the adapter's training, and was not
             asked for.
     """
 
@@ -65,7 +65,7 @@ class Checkpoint:
         """The config that it is evaluated under; None where there is none.
 
         Raises:
-            ValueError: that of its `config.json` is none.
+            ValueError: its `config.json` holds none.
         """
         if self.quantization.get("quant_method") != MetisConfig.quant_method:
             return self.conversion
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """The names of its Metis schemes, that of most layers first."""
+        """The names of its Metis schemes, beginning with the one of most layers."""
         return () if self.metis is None else self.metis.schemes
 
     @property
@@ -240,7 +240,7 @@ class Checkpoint:
         return transformers.AutoTokenizer.from_pretrained(place)
 
     def weight_files(self) -> list[Path]:
-        """Return files that hold the weights, sorted; those of an adapter first."""
+        """Return files that hold the weights, sorted; an adapter's first."""
         places = [self.path] if self.adapter is None else [self.adapter, self.path]
         return [
             file

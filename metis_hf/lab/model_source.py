@@ -125,7 +125,7 @@ def _holds(directory: Path) -> bool:
 
 
 def _damage(directory: Path) -> str | None:
-    """Return what a model or an adapter lacks; None if it is whole."""
+    """Return the reason why a model or an adapter is not whole; None if it is."""
     if not _holds(directory):
         return f"no {CONFIG_FILE}"
     if (directory / CONFIG_FILE).is_file():

@@ -178,7 +178,7 @@ class Store:
         if changed:
             raise ValueError(
                 f"{' and '.join(changed)} changed after {self.directory} was begun, and its "
-                f"results are of what was there before; choose another {self.option}, or delete "
+                f"results belong to the earlier contents; choose another {self.option}, or delete "
                 "the directory"
             )
         write_json(path, {**there, **inputs})
@@ -216,7 +216,7 @@ def task_key(*parts: Any) -> str:
 
 @functools.cache
 def numerics_digest() -> str:
-    """Return a digest of what computes numbers: the spine's source, torch and transformers."""
+    """Return a digest of the source that computes numbers, and of torch and transformers."""
     root = Path(__file__).parents[1]
     # transformers' version as it is installed: importing the library takes seconds.
     versions = torch.__version__, importlib.metadata.version("transformers")

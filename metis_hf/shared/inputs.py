@@ -74,7 +74,7 @@ def claim_inputs(out: Path, digests: Mapping[str, str], option: str = "--out") -
     changed = [name for name in digests if there.get(name, digests[name]) != digests[name]]
     if changed:
         raise ValueError(
-            f"{' and '.join(changed)} changed after {out} was begun, and its results are of what "
-            f"was there before; choose another {option}, or delete the directory"
+            f"{' and '.join(changed)} changed after {out} was begun, and its results belong to "
+            f"the earlier contents; choose another {option}, or delete the directory"
         )
     write_json(path, {**there, **digests})

@@ -43,7 +43,7 @@ def write_json(path: Path, data: Any, *, indent: int | None = 1) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Read a JSON file.
 
     Raises:
         ValueError: it is cut short or otherwise no JSON; the message names it.
@@ -105,7 +105,7 @@ def bf16_units(device: torch.device | None = None) -> bool:
 
 
 def device_name(device: torch.device | None = None) -> str:
-    """Return what the experiment ran on.
+    """Return the name of the device of an experiment.
 
     Args:
         device: that it used; None: the machine's accelerator, or its CPU.
@@ -119,7 +119,7 @@ def device_name(device: torch.device | None = None) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions of what a result depends on."""
+    """Return the versions of the packages that a result depends on."""
     found = {}
     for package in PACKAGES:
         try:
@@ -151,7 +151,7 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git says in the directory of this file; None where it fails or says nothing."""
+    """Run git in the directory of this file; None where it fails or prints nothing."""
     command = ["git", *arguments]
     try:
         git = subprocess.run(

@@ -1,4 +1,4 @@
-"""Agreement of the dominant subspace of a few rows, or sequences, with that of the batch."""
+"""Agreement of the dominant subspaces of a few rows, or sequences, and of the whole batch."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ class Analysis:
         return max(known) if known else float("nan")
 
     def by_risk(self) -> list[str]:
-        """Return the layers, those of which no risk is known first, then the riskiest."""
+        """Return the layers: first the ones without a known risk, then the riskiest."""
         risks = {name: self.risk(name) for name in self.lines}
         return sorted(risks, key=lambda name: -2.0 if math.isnan(risks[name]) else -risks[name])
 
     def sort(self, names: Sequence[str], chosen: Sequence[str]) -> None:
-        """Bring lines into the order of `names`, portraits and residuals into that of `chosen`."""
+        """Sort lines as `names`, portraits and residuals as `chosen`."""
         for part, order in (
             (self.lines, names),
             (self.portraits, chosen),

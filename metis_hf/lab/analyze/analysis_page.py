@@ -181,8 +181,7 @@ def _comparisons(page: Page, result: Analysis, draw: Draw) -> None:
         page.figure(
             draw("residual-spectra", figures.residual_spectra, result.residuals),
             "Each curve relative to its own largest singular value; dots are elbows. Good: the "
-            "residual's curve is the flattest. Bad: it falls as steeply as that of the whole "
-            "weight.",
+            "residual's curve is the flattest. Bad: it falls as steeply as the whole weight's.",
         )
 
 

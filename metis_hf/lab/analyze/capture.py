@@ -114,7 +114,7 @@ class Capture:
                     with torch.no_grad():
                         model(**dict.fromkeys(inputs, batch))
                 else:
-                    # A mean over its tokens: those of a smaller batch would count for more.
+                    # A mean over its tokens: tokens of a smaller batch would count for more.
                     share = len(batch) / MICRO_BATCH
                     (model(input_ids=batch, labels=batch).loss * share).backward()
                 self.done(number)

@@ -48,8 +48,8 @@ class OperandValues:
 
     Attributes:
         values: [t c], fp32.
-        zeroed: share of the non-zero elements of what is quantized last (the matrix, the rotated
-            one or the residual) that become zero.
+        zeroed: share of non-zero elements that become zero, in the matrix that is quantized last
+            (the matrix itself, the rotated one or the residual).
     """
 
     values: Tensor
@@ -201,8 +201,8 @@ def spectral_errors(svd: Svd, x_hat: Tensor) -> dict[str, list[float]]:
 def distortion_data(sample: Sample) -> tuple[dict, dict[str, Tensor]]:
     """Return every scheme's errors on a tensor [t c], and the quantized copies.
 
-    Spectral errors of a matrix with both sides above COMPARED_ROWS are those of as many of its
-    rows, which are quantized with all the others.
+    Spectral errors of a matrix with both sides above COMPARED_ROWS are measured on as many of
+    its rows, which are quantized with all the others.
 
     Returns:
         scheme -> sqnr_db, zeroed and the lists of `spectral_errors`; scheme -> x_hat [t c].
@@ -230,7 +230,7 @@ def swamped_share(sigma: Tensor, x: Tensor, x_hat: Tensor) -> float:
 
 
 def risk_data(sample: Sample, sigma: Tensor) -> dict[str, float]:
-    """Return what a table of layers says of a tensor with singular values `sigma`.
+    """Return a tensor's figures in the table of layers; `sigma` are its singular values.
 
     A matrix with both sides above COMPARED_ROWS stands for itself by as many of its rows.
     """

@@ -87,7 +87,7 @@ class Measurements:
             text = [batch, list(request.ids.shape)]
         self.of_text = task_key(self.of_weights, text)
         self.known: dict[str, Measured | None] = {}
-        self.kinds: tuple[str, ...] = ()  # of what the text gives: known once the model is
+        self.kinds: tuple[str, ...] = ()  # of tensors that the text gives: known once the model is
         self.bars = TaskProgress(console)
         self.page = PageWriter(store, lambda: self.bars.advance(FIGURES))
 

@@ -59,7 +59,7 @@ def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
     Args:
         sample: x [t c]; a zero or non-finite one gives {"note": reason}.
         length: rows of a sequence, for the alignment of an activation or gradient; None: its rows
-            are no sequences, as those of an expert.
+            are no sequences, as an expert's rows.
     """
     reason = unusable(sample.x)
     if reason is not None:

@@ -84,7 +84,7 @@ def spectra(data: Data) -> bytes:
 
 
 def components(data: Data) -> bytes:
-    """Return histograms of rank-1 components over that of the full matrix."""
+    """Draw histograms of rank-1 components over the full matrix's."""
     figure, axes, kinds = _panels(data, "components", 3.4)
     for axis, kind in zip(axes[0], kinds):
         part = data[kind]["components"]
@@ -340,11 +340,11 @@ def risk_map(lines: Data) -> bytes:
 # What a layer's portrait consists of: file name, part of the data, figure, caption.
 PORTRAIT: tuple[tuple[str, str, Callable[[Data], bytes], str], ...] = (
     ("spectra", "spectrum", spectra,
-     "Singular values with the elbow (dot), and those of independent normal entries of the same "
-     "norm (dashed). Where the curves agree, the matrix is noise to the eye of its spectrum: good "
+     "Singular values with the elbow (dot), and the singular values of independent normal entries "
+     "of the same norm (dashed). Where the curves agree, the matrix has the spectrum of noise: good "
      "for four bits. Bad: far above the dashed line at the left, and far below it at the right."),
     ("components", "components", components,
-     "Elements of single components u s v^T over those of the full matrix: the leading ones reach "
+     "Elements of single components u s v^T over the full matrix's: the leading ones reach "
      "far out, the trailing ones stay near zero. Good: all are alike. Bad: the first reaches as "
      "far as the full matrix, so that it sets the scales, and the last is narrower than a step of "
      "four bits."),

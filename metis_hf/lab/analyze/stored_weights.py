@@ -2,7 +2,7 @@
 
 A split weight of a Metis checkpoint is read as the four tensors stored and as the matrix that they
 represent. The model itself is never built: only its skeleton, on the meta device, which says which
-weights are those of linear layers.
+weights belong to linear layers.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class WeightSource:
         return Path(found)
 
     def identity(self) -> list[Any]:
-        """Return what tells this checkpoint from another: its config, and its files' times."""
+        """Return the checkpoint's identity: its config, and its files' sizes and times."""
         files = [(path.name, path.stat()) for path in sorted(set(self._files.values()))]
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         return [self.file("config.json").read_text(encoding="utf-8"), sizes]
@@ -235,7 +235,7 @@ def _skeleton(config: Any) -> nn.Module | None:
 
 
 def _renaming(skeleton: Any) -> Callable[[str], str]:
-    """Return what transformers calls a tensor of a checkpoint, where it loads it as it is.
+    """Return the name in the model of a tensor in a checkpoint, where it is loaded as it is.
 
     One that it merges with others keeps its name.
     """

@@ -17,7 +17,7 @@ _WORST = 12  # layers in a list of those that cost most
 
 
 def write_outputs(out: Path, record: dict[str, Any], results: Sequence[SchemeFidelity]) -> None:
-    """Write the table, the picture and the page of what was measured so far."""
+    """Write the table, the picture and the page of all measurements so far."""
     (out / "table.md").write_text(markdown_table(*table(results)), "utf-8")
     picture = cost_figure(results, record["settings"]["tokens_per_step"])
     if picture is not None:
@@ -65,7 +65,7 @@ _TABLE_TEXT = (
     "of zero has too.",
 )
 _COST_TEXT = (
-    "Lower is better, left is cheaper. Multiply-adds are those of splits, projections, rotations "
+    "Lower is better, left is cheaper. Multiply-adds count splits, projections, rotations "
     "and corrections, over 3 t o i of the GEMMs; quantizers are element work and do not count."
 )
 _KINDS_TEXT = (

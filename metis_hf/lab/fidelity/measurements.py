@@ -31,7 +31,7 @@ from metis_hf.shared.records import environment, write_json
 
 LOSS, GRADIENTS, OPERANDS, ALONE = "loss", "gradients", "operands", "layers alone"
 PREDICTED_KINDS = ("input", "weight")  # operands that predictions depend on
-# The cost of an item over that of a forward pass over a batch, for the time left.
+# The cost of an item in forward passes over a batch, for the time left.
 _COSTS = {LOSS: 2.0, GRADIENTS: 6.0, OPERANDS: 15.0, ALONE: 2.0}
 
 

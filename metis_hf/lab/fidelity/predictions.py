@@ -39,7 +39,7 @@ def predictions(
         batch: sequences of a batch.
         schemes: what is compared: schemes by layer; layers that are not named run exactly.
         advance: called after each scheme of each batch.
-        training: with the rounding of training; else with that of evaluation. Dropout is off.
+        training: round as in training; else as in evaluation. Dropout is off.
 
     Returns:
         For each of `schemes` and each batch: "loss" and "exact", nats per token; "kl", of the exact

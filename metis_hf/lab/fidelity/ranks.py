@@ -101,8 +101,8 @@ def write_ranks(
     header = ("Layers", "Number", "Lowest rank", "Mean", "Highest")
     console.print(terminal_table(header, rows, title=f"Ranks of {measured.model}"))
     console.print(
-        f"{plan.overhead.share:.1%} more multiply-adds. Estimated error: {plan.left:.0%} of what "
-        f"rank {RANKS[0]} leaves",
+        f"{plan.overhead.share:.1%} more multiply-adds. Estimated error: {plan.left:.0%} of the "
+        f"error at rank {RANKS[0]}",
         highlight=False,
     )
     write_json(out, plan.config.to_dict())
@@ -118,7 +118,7 @@ class _Group:
 
     layers: list[str]
     ranks: tuple[int, ...]
-    costs: list[float]  # multiply-adds over those of all layers' GEMMs
+    costs: list[float]  # multiply-adds, as a share of all layers' GEMMs
     errors: list[float] = field(default_factory=list)
 
     def steps(self) -> list[tuple[float, int, int]]:
@@ -210,7 +210,7 @@ def allocate_ranks(
 
 
 def _called(model: PreTrainedModel, layers: Mapping[str, MetisLayer]) -> dict[str, str]:
-    """Return the names by which a config means layers: of an expert, that of the fused weight."""
+    """Return the names of layers in a config: an expert goes by its fused weight."""
     fused = {
         id(layer): f"{owner}.{key}"
         for owner, module in model.named_modules()
@@ -283,7 +283,7 @@ def _groups(
     ranks: Sequence[int],
     tokens: Mapping[str, int],
 ) -> tuple[float, list[_Group]]:
-    """Return what layers without a split cost, and the groups of the others, without errors.
+    """Return the cost of layers without a split, and the groups of the others, without errors.
 
     A group has one rank: it is of layers that read one tensor, or that the config calls alike.
     """
@@ -316,7 +316,7 @@ def _groups(
 
 
 def _possible(layer: MetisLayer, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return those of the ranks that the layer can be converted with."""
+    """Return the ranks that the layer can be converted with."""
     most = most_directions(layer.in_features, layer.out_features)
     return tuple(rank for rank in ranks if rank <= most)
 

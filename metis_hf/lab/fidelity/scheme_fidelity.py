@@ -48,7 +48,7 @@ class SchemeFidelity:
         training: the same with the rounding of training, where the forward pass has noise then.
         gradients: of each batch: "error", "cosine"; of their mean: "mean".
         kinds: what operands of one kind alone do (see `layer_errors.KINDS`), and all of them on the
-            same batches: a third of those of the loss, one of the gradient's.
+            same batches: a third of the loss's batches, one of the gradient's.
         layers: errors of each layer on exact inputs; see `layer_errors.layer_errors`.
         alone: what each layer alone does to the predictions: "loss" above the exact model's, "kl";
             and "whole", all of them together, on the same tokens.

@@ -22,7 +22,7 @@ class Settings(ModelAndText):
         configs: JSON files of further configs, called by the files' names in tables.
         alone: schemes whose layers are quantized one at a time; None: the first.
         tokens_per_step: that costs are counted for.
-        seed: of all noise; None: 0, and for `configs` that of the file.
+        seed: of all noise; None: 0, and for `configs` the file's own.
     """
 
     schemes: tuple[str, ...] | None = None

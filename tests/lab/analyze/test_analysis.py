@@ -114,7 +114,7 @@ def test_experts_are_read_one_by_one(tmp_path):
 
 
 def test_weights_are_never_all_in_memory(undrawn, checkpoint, tmp_path, monkeypatch):
-    """At every read, of what was read before at most one layer and its control are alive."""
+    """At every read at most one earlier layer and its control are alive."""
     alive: list[weakref.ref] = []
     peaks = []
     read = WeightSource._read

@@ -57,7 +57,7 @@ def test_gradients_are_those_of_a_converted_model(place, results):
 
 
 def test_single_kinds_and_layers_are_measured_in_an_exact_attention(results):
-    """So they are those of the same scheme without it; the model is exact again afterwards."""
+    """They equal the same scheme's without it; the model is exact again afterwards."""
     before, found, after = (results[name] for name in ("before", "with", "after"))
     assert found.layers == before.layers
     for kind in ("input", "weight", "grad_output"):

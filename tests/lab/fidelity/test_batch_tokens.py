@@ -36,7 +36,7 @@ def test_only_splits_depend_on_the_batch(study, place, monkeypatch):
     }
     assert [len(found[name][many]["kl"]) for name in configs] == [1, 2, 1]
     direct = found["direct"][few]["kl"][0]
-    # The tensor scale is that of a batch: next to nothing here.
+    # The tensor scale spans a batch: next to nothing here.
     assert direct == pytest.approx(found["direct"][many]["kl"][0], rel=0.2)
     one, other = found["a"][many]["kl"]
     sampled = found[study.SAMPLED]

@@ -51,7 +51,7 @@ def test_a_terminal_shows_brackets(markup):
 
 
 def test_divergence_in_training_is_shown_where_it_differs(measured):
-    """That is, where the forward pass rounds with noise; elsewhere it is that of evaluation."""
+    """It differs where the forward pass rounds with noise."""
     direct, _, random, _ = measured[1]
     assert random.training
     assert not direct.training
@@ -263,7 +263,7 @@ def test_batches_are_whole(sequences, batch, held_out, training, place):
 
 
 def test_seeds(tmp_path):
-    """The one that is given is that of all; a file's own stays where none is."""
+    """A given seed holds for all; without one a file keeps its own."""
     file = tmp_path / "mine.json"
     file.write_text(MetisConfig(seed=7).to_json(), "utf-8")
     options = {"schemes": ("nvfp4",), "ranks": (8,), "configs": (file,)}
