@@ -341,7 +341,7 @@ def risk_map(lines: Data) -> bytes:
 PORTRAIT: tuple[tuple[str, str, Callable[[Data], bytes], str], ...] = (
     ("spectra", "spectrum", spectra,
      "Singular values with the elbow (dot), and the singular values of independent normal entries "
-     "of the same norm (dashed). Where the curves agree, the matrix has the spectrum of noise: good "
+     "of the same norm (dashed). Where the curves agree, the matrix looks like noise: good "
      "for four bits. Bad: far above the dashed line at the left, and far below it at the right."),
     ("components", "components", components,
      "Elements of single components u s v^T over the full matrix's: the leading ones reach "
