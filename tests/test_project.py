@@ -43,6 +43,7 @@ def test_workflow_runs_the_script_on_every_python():
     assert runs == {
         ".ci/run": "github.event_name != 'schedule'",
         "make test ARGS=--full": "github.event_name == 'schedule'",
+        "make test ARGS=--cov": "github.event_name == 'schedule' && matrix.python == '3.13'",
     }
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
     least = re.search(r'requires-python = ">=(.*)"', PYPROJECT)[1]
