@@ -13,7 +13,7 @@ from metis_hf.cli.options import Imports, import_sources
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Directory of a run; several are compared.", metavar="RUN_DIR..."),
+        typer.Argument(help="Directory of a run; several make a table.", metavar="RUN_DIR..."),
     ],
     out: Annotated[
         Path | None,
@@ -21,13 +21,13 @@ def report(
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Make an HTML page of a training run, or of several side by side.
+    """Make an HTML page of a training run, or a table of several runs.
 
-    It shows loss, spectral health and quantization noise.
+    It shows the health of each layer over time, and what it says about the run.
     """
     import_sources(imports)
     from rich.console import Console
 
-    from metis_hf.lab.run_report.page import write_report
+    from metis_hf.lab.health_page import write_report
 
     Console(markup=False).print(str(write_report(runs, out)), soft_wrap=True, highlight=False)

@@ -1,28 +1,73 @@
-"""A finished run, and copies of it."""
+"""A real run of a small model, and copies of its directory."""
 
 from __future__ import annotations
 
 import shutil
 
 import pytest
+import torch
+import transformers
+from conftest import VOCAB, llama
 
-from lab.run_report.runs import train
-from metis_hf.lab.run_report import page as report_page
+from metis_hf import MetisCallback, MetisConfig, PrecisionSchedule, get_metis_model
+
+
+def _train(folder, scheme="metis", broken=False, resume=None, schedule=True, stop=None, **changes):
+    torch.manual_seed(0)
+    split = {"split_weight": True, "refresh_interval": 4} if scheme == "metis" else {}
+    model = get_metis_model(llama(), MetisConfig(scheme=scheme, **split))
+    if broken:
+        model.model.layers[1].mlp.up_proj.weight_residual.data[0, 0] = float("inf")
+    ids = torch.randint(0, VOCAB, (32, 24), generator=torch.Generator().manual_seed(5))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    options = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "save_steps": 6,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    } | changes
+    callbacks = [MetisCallback(health_interval=3)]
+    callbacks += [PrecisionSchedule(at=10)] if schedule else []
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(folder), **options),
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        callbacks=callbacks + ([_Killed(stop)] if stop else []),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+class _Killed(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="session")
+def train():
+    """A function that trains: 12 steps, measured at 1, 3, 6, ..., refreshed at 4, 8 and 12."""
+    return _train
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """(directory, trainer) of a finished run; tests that change files take a copy."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, train(folder)
+    return folder, _train(folder)
 
 
 @pytest.fixture
 def copy(trained, tmp_path):
     return shutil.copytree(trained[0], tmp_path / "copy")
-
-
-@pytest.fixture
-def no_heatmaps(monkeypatch):
-    """For tests of what a page says: heat maps take most of its time."""
-    monkeypatch.setattr(report_page, "heatmap", lambda run, panel: None)

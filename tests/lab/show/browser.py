@@ -5,6 +5,7 @@ A test adds a script of its own to a copy of the page, since the page itself has
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import subprocess
@@ -29,6 +30,22 @@ FLAGS = (
     "--v=0",
 )
 _CONSOLE = re.compile(r'CONSOLE[^"]*"(.*)", source:')
+# Scripts for `open_page`: what a browser made of the pictures, and of a click on a table's head.
+IMAGES = """
+const found = [...document.images];
+document.body.dataset.images = found.map((i) => i.complete ? i.naturalWidth : 0).join(" ");
+document.body.dataset.fetched = performance.getEntriesByType("resource")
+  .filter((entry) => !entry.name.startsWith("data:")).length;
+"""
+_SORT = """
+const table = document.querySelector("table");
+const head = [...table.tHead.rows[0].cells].find((h) => h.textContent === COLUMN);
+const order = () => [...table.tBodies[0].rows].map((r) => r.cells[head.cellIndex].textContent);
+document.body.dataset.before = order().join("|");
+head.click(); document.body.dataset.up = order().join("|");
+document.body.dataset.mark = head.getAttribute("aria-sort");
+head.click(); document.body.dataset.down = order().join("|");
+"""
 # A page that waits for the network would take longer; nothing here has a reason to.
 _TIMEOUT = 90  # s
 
@@ -49,7 +66,12 @@ class View:
         """What a test's script left in `document.body.dataset[name]`."""
         found = re.search(rf'data-{name}="([^"]*)"', self.dom)
         assert found, f"the page's script left no data-{name}; console: {self.console}"
-        return found[1]
+        return html.unescape(found[1])
+
+
+def sort_by(column: str) -> str:
+    """A script that sorts the first table by a column, up and then down."""
+    return _SORT.replace("COLUMN", repr(column))
 
 
 def find_browser() -> str:
@@ -76,15 +98,6 @@ def open_page(page: Path, folder: Path, script: str = "") -> View:
     args = ("--window-size=1400,900", "--virtual-time-budget=5000", "--dump-dom")
     done = _run(folder, *args, page.resolve().as_uri())
     return View(done.stdout, _CONSOLE.findall(done.stderr))
-
-
-def screenshot(page: Path, folder: Path, picture: Path, size: tuple[int, int]) -> Path:
-    """A picture of the page in a window of `size` (width, height); returns its path."""
-    shot = f"--screenshot={picture.resolve()}"
-    window = f"--window-size={size[0]},{size[1]}"
-    done = _run(folder, window, shot, page.resolve().as_uri())
-    assert picture.exists(), done.stderr[-2000:]
-    return picture
 
 
 def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Heat maps of a statistic over training: a row for each layer, a column for each measurement."""
+"""Heat maps of a run's health: a row for each layer, a column for each measured step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator, PercentFormatter
 
-from metis_hf.lab.run_report.figures import ALARM
-from metis_hf.lab.run_report.run import RunRecord
-from metis_hf.lab.show.figure import as_png, figure_axes, plain_text
+from metis_hf.lab.run_records import RunRecord
+from metis_hf.lab.show.figure import as_png, figure_axes, heat_map, plain_text
 from metis_hf.shared.layer_names import group_of
+from metis_hf.training.gradient_noise import signal_to_noise
 from metis_hf.training.health import TENSORS
 from metis_hf.training.reference_values import (
     ORTHOGONAL,
@@ -27,9 +26,10 @@ from metis_hf.training.reference_values import (
     ZEROED,
 )
 
-_MISSING = "#e6e8eb"
 _ROW_LABELS = 48  # above so many rows only groups are named
 _COLUMN_LABELS = 8
+_PRODUCT = "gradient of the weight"  # the wgrad GEMM's result; TENSORS are operands
+_RATIO = "noise_ratio"
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,23 @@ PANELS = (
           f"{RELATIVE_ERROR}, as large as the error of NVFP4: refresh more often.",
           ((ORTHOGONAL, "fp32 rounding"), (RELATIVE_ERROR, "error of NVFP4")), log=True,
           tensors=("weight",), colors="magma"),
+    Panel(_RATIO, "Gradient against quantization noise", r"$|G| / (\sqrt{3}\ |G_q - G|)$",
+          "The gradient of each weight as its layer computes it from quantized operands, against "
+          "the same product of unquantized ones, in the first micro-batch of the step on the first "
+          "process; noise that reaches a layer from other layers is not in it. Good: well above 1. "
+          "Bad (bright): below 1, where by arXiv 2505.19115 quantized training becomes less "
+          "effective.", ((1.0, "1: gradient = √3 noise"),), log=True,
+          tensors=(_PRODUCT,), colors="viridis_r"),
 )  # fmt: skip
 
 
-def order_layers(names: list[str]) -> list[str]:
+def _order_layers(names: list[str]) -> list[str]:
     """Return layers by kind, kinds and layers in model order."""
     kinds = list(dict.fromkeys(map(group_of, names)))
     return sorted(names, key=lambda name: kinds.index(group_of(name)))  # stable
 
 
-def short_names(names: list[str]) -> list[str]:
+def _short_names(names: list[str]) -> list[str]:
     """Return "q_proj 3" for model.layers.3.self_attn.q_proj: kind and indices of a name.
 
     Where several layers have the same, as of an encoder and a decoder, the first part of the name
@@ -126,31 +133,34 @@ def short_names(names: list[str]) -> list[str]:
 
 def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
     """Return ([layer step] values, NaN where not measured; [layer step] whether not finite)."""
-    layers = order_layers(layer_names(run))
+    layers = _layers(run)
     values = np.full((len(layers), len(run.layers)), np.nan)
     bad = np.zeros_like(values, dtype=bool)
-    for column, measured in enumerate(run.layers.values()):
+    for column, step in enumerate(run.layers):
         for row, layer in enumerate(layers):
-            stats = measured.get(layer, {}).get(tensor, {})
+            stats = run.layers[step].get(layer, {}).get(tensor, {})
+            norms = run.noise.get(step, {}).get(layer)
+            if tensor == _PRODUCT and norms is not None:
+                stats = {_RATIO: signal_to_noise([norms]) or 0.0}
             value = stats.get(stat)
-            if value is not None:
-                values[row, column] = value if math.isfinite(value) else np.nan
-            bad[row, column] = stats.get("nonfinite", 0) > 0 or (
-                value is not None and not math.isfinite(value)
-            )
+            if value is not None and math.isfinite(value):
+                values[row, column] = value
+            else:
+                bad[row, column] = value is not None or stats.get("nonfinite", 0) > 0
     return values, bad
 
 
-def layer_names(run: RunRecord) -> list[str]:
-    """Return all layers of the run, in model order."""
-    return list(dict.fromkeys(name for measured in run.layers.values() for name in measured))
+def _layers(run: RunRecord) -> list[str]:
+    """Return all layers of the run, in the order of the rows."""
+    names = dict.fromkeys(name for measured in run.layers.values() for name in measured)
+    return _order_layers(list(names))
 
 
-def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
-    """Return one picture of a statistic: weights, activations and gradients side by side.
+def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
+    """Return one picture of a statistic, with the tensors that have it side by side.
 
     Returns:
-        A PNG; None where the run has no such figure, or a share is zero everywhere.
+        A PNG; None where the run has no such number, or a share is zero everywhere.
     """
     grids = {tensor: grid(run, tensor, panel.stat) for tensor in panel.tensors}
     found = np.concatenate([values for values, _ in grids.values()])
@@ -158,14 +168,15 @@ def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
         return None
     shown = {t: (values, bad) for t, (values, bad) in grids.items()
              if np.isfinite(values).any() or bad.any()}  # fmt: skip
-    layers = order_layers(layer_names(run))
-    rows = len(layers)
-    height = min(max(2.6, 1.2 + 0.19 * rows), 12)
-    figure, axes = figure_axes(1, len(shown), (2.9 * len(shown) + 1.3, height), sharey=True)
+    layers = _layers(run)
+    height = min(max(2.6, 1.2 + 0.19 * len(layers)), 12)
+    width = 2.9 * len(shown) + 1.3 + 1.6 * (len(shown) == 1)
+    figure, axes = figure_axes(1, len(shown), (width, height), sharey=True)
     marks = ", ".join(meaning for _, meaning in panel.marks)
     figure.suptitle(f"{panel.title}: {panel.unit}\nlines on the scale: {marks}", fontsize=10)
     for axis, (tensor, (values, bad)) in zip(axes[0], shown.items()):
-        image = _draw(axis, values, bad, panel)
+        values, norm = _scaled(values, panel)
+        image = heat_map(axis, values, norm, colors=panel.colors, crosses=bad)
         axis.set_title(tensor, fontsize=10)
         _step_ticks(axis, list(run.layers))
         bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 3.2 / height), pad=0.02, aspect=18)
@@ -180,28 +191,19 @@ def heatmap(run: RunRecord, panel: Panel) -> bytes | None:
     return as_png(figure)
 
 
-def _draw(axis: Axes, values: np.ndarray, bad: np.ndarray, panel: Panel) -> Any:
+def _scaled(values: np.ndarray, panel: Panel) -> tuple[np.ndarray, Normalize]:
+    """Return the values that colors show, and a scale that holds the panel's marks too."""
     finite = values[np.isfinite(values)]
-    positive = finite[finite > 0]
     marks = [value for value, _ in panel.marks]
-    ends = [*marks, float(finite.min()), float(finite.max())] if finite.size else marks
-    low, high = min(ends), max(ends)
-    if panel.share:
-        low, high = 0.0, max(high, *(2 * mark for mark in marks))  # what is plain is half bright
-    norm: Normalize = Normalize(low, high if high > low else low + 1)
+    positive = finite[finite > 0]
     if panel.log and positive.size:
-        values = np.where(values > 0, values, np.where(np.isnan(values), np.nan, positive.min()))
         low, high = min(positive.min(), *marks), max(positive.max(), *marks)
-        norm = LogNorm(low, max(high, low * 1.01))
-    axis.set_facecolor(_MISSING)
-    image = axis.imshow(values, aspect="auto", interpolation="nearest", norm=norm,
-                        cmap=panel.colors)  # fmt: skip
-    y, x = np.nonzero(bad)
-    if x.size:
-        axis.scatter(x, y, marker="x", color=ALARM, s=22, lw=1.4)
-    axis.tick_params(length=2, labelsize=8)
-    axis.spines[:].set_visible(False)
-    return image
+        values = np.where(values <= 0, positive.min(), values)
+        return values, LogNorm(low, max(high, low * 1.01))
+    low, high = min([*marks, *finite]), max([*marks, *finite])
+    if panel.share:
+        low, high = 0.0, max(high, *(2 * mark for mark in marks))  # plain data are half bright
+    return values, Normalize(low, high if high > low else low + 1)
 
 
 def _scale_ticks(axis: Axes, panel: Panel) -> None:
@@ -210,7 +212,9 @@ def _scale_ticks(axis: Axes, panel: Panel) -> None:
     if panel.share:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
     elif panel.log and panel.stat != "orthogonality":
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        low, high = axis.get_ylim()
+        subs = (1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 3) if high < 1000 * low else (1,)
+        axis.yaxis.set_major_locator(LogLocator(subs=subs))
         axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.yaxis.set_minor_locator(NullLocator())
 
@@ -225,7 +229,7 @@ def _step_ticks(axis: Axes, steps: list[int]) -> None:
 
 def _row_labels(axis: Axes, layers: list[str]) -> None:
     if len(layers) <= _ROW_LABELS:
-        axis.set_yticks(range(len(layers)), short_names(layers))
+        axis.set_yticks(range(len(layers)), _short_names(layers))
         return
     kinds = [group_of(layer) for layer in layers]
     middles = {

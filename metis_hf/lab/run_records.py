@@ -1,0 +1,342 @@
+"""Reads what MetisCallback wrote into a run's directory, whatever state the files are in.
+
+What is missing in the files is missing on the page. A broken record is left out, and a note names
+it. NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from metis_hf.config import MetisConfig
+from metis_hf.schemes import Role, build_scheme
+from metis_hf.training.gradient_noise import (
+    Crossing,
+    GradientNoise,
+    find_crossing,
+    noise_ratios,
+)
+from metis_hf.training.health import nonfinite_layers
+from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
+
+_LARGEST = 3.5e38  # the largest finite number of a run in fp32
+_SHOWN_FAULTS = 6  # of a file; a note says how many more there are
+LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statistic -> value
+
+
+@dataclass
+class RunRecord:
+    """One run as its files tell it.
+
+    Attributes:
+        path: its directory.
+        name: its scheme, or its directory's name where no config was found.
+        model: class of the model.
+        config: its MetisConfig as a dict; empty where none was found.
+        conversion: the conversion report (`ConversionReport.to_dict`).
+        summary: the conversion report as text.
+        environment: versions and device.
+        max_steps: the steps that were planned; None where unknown.
+        log: step -> Trainer's log entries of the step, joined.
+        layers: measured step -> statistics of each layer.
+        noise: measured step -> layer -> norms of the weight gradient and of the noise in it.
+        refreshes: step -> layer -> "before" and "after" -> statistic -> value; a layer's is empty
+            where health was not measured.
+        switches: step -> what the precision was switched to.
+        notes: what was wrong with the files.
+    """
+
+    path: Path
+    name: str = ""
+    model: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    conversion: dict[str, Any] = field(default_factory=dict)
+    summary: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    max_steps: int | None = None
+    log: dict[int, dict[str, float]] = field(default_factory=dict)
+    layers: dict[int, LayerStats] = field(default_factory=dict)
+    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)
+    refreshes: dict[int, LayerStats] = field(default_factory=dict)
+    switches: dict[int, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any record names."""
+        parts = (self.log, self.layers, self.noise, self.refreshes, self.switches)
+        return max((step for part in parts for step in part), default=0)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the config quantizes anything; True where it cannot be read."""
+        try:
+            scheme = build_scheme(MetisConfig.from_dict(self.config), 256, 256)
+        except (TypeError, ValueError):
+            return bool(self.config)
+        return any(scheme.resolve(role)[1].quantizer is not None for role in Role)
+
+    @property
+    def fp4_share(self) -> float | None:
+        """Share of the model's GEMM FLOPs in quantized layers, 0 to 1; None where unknown."""
+        share = self.conversion.get("flops_share")
+        if not self.quantized:
+            return 0.0
+        return float(share) if isinstance(share, int | float) else None
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Return (steps, values) of one number of the log."""
+        found = {step: entry[name] for step, entry in self.log.items() if name in entry}
+        return list(found), list(found.values())
+
+    def noise_series(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return (steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""
+        found: dict[str, tuple[list[int], list[float]]] = {"all": ([], [])}
+        for step, per_layer in self.noise.items():
+            for key, value in noise_ratios(per_layer).items():
+                group = key.removeprefix("noise/").removesuffix("ratio").removesuffix("/")
+                steps, values = found.setdefault(group or "all", ([], []))
+                steps.append(step)
+                values.append(value)
+        return found if found["all"][0] else {}
+
+    def crossing(self) -> Crossing | None:
+        """Return where noise takes over from the gradient; None where it was not measured."""
+        series = self.noise_series()
+        return find_crossing(*series["all"]) if series else None
+
+    def not_finite(self) -> dict[int, list[str]]:
+        """Return step -> names of logged numbers and of tensors with NaN or infinity."""
+        found: dict[int, list[str]] = {}
+        for step, entry in self.log.items():
+            bad = [name for name in entry if name in ("loss", "grad_norm") or "eval" in name]
+            bad = [name for name in bad if not math.isfinite(entry[name])]
+            found[step] = [f"{name} is {entry[name]}" for name in bad]
+        for step, layers in self.layers.items():
+            found[step] = found.get(step, []) + nonfinite_layers(layers)
+        return {step: found[step] for step in sorted(found) if found[step]}
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run's directory: a Trainer's output_dir, or a run of a comparison.
+
+    Raises:
+        FileNotFoundError: no such directory, or no record of a run in it; the message names the
+            files that were looked for, and the runs in folders below.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no directory; give the output_dir of a run")
+    run = RunRecord(path)
+    _read_description(run)
+    log, health = _read_lines(run, LOG_FILE), _read_lines(run, HEALTH_FILE)
+    if log is None and health is None:
+        raise FileNotFoundError(_nothing_found(run))
+    _take_log(run, log or {})
+    _take_health(run, health or {})
+    run.name = str(run.config.get("scheme") or path.resolve().name)
+    if not run.series("loss")[0]:
+        run.notes.append(
+            f"No training loss: {LOG_FILE} has none. Trainer logs one every logging_steps, 500 "
+            "unless you set it, and MetisCallback writes it down."
+        )
+    if not run.layers:
+        run.notes.append(
+            f"No spectral health: {HEALTH_FILE} was not found or holds no measurement. "
+            "MetisCallback(health_interval=...) writes it."
+        )
+    return run
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
+    """Read several runs, each once, and leave out those without a record.
+
+    Returns:
+        The runs; for each path that was left out, a sentence that says why.
+
+    Raises:
+        FileNotFoundError: none of them has a record.
+    """
+    runs, left_out = [], []
+    unique: dict[Path, Path] = {}
+    for path in paths:
+        unique.setdefault(path.resolve(), path)
+    for path in unique.values():
+        try:
+            runs.append(read_run(path))
+        except FileNotFoundError as error:
+            if len(unique) == 1:
+                raise
+            left_out.append(f"{path} was left out: {error}.")
+    if not runs:
+        raise FileNotFoundError("none of the runs has a record. " + " ".join(left_out))
+    return runs, left_out
+
+
+def _nothing_found(run: RunRecord) -> str:
+    message = f"{run.path} has no record of a run; looked for {LOG_FILE}, {HEALTH_FILE}"
+    if run.notes:
+        message += f". {' '.join(run.notes)}"
+    places = [f"{at}/{name}" for at in ("*", "runs/*/*") for name in (LOG_FILE, HEALTH_FILE)]
+    files = [file for place in places for file in run.path.glob(place)]
+    inside = sorted({file.parent.relative_to(run.path).as_posix() for file in files})
+    if inside:
+        message += f". It holds the runs {', '.join(inside)}: give one of them, or several"
+    return message
+
+
+class _Malformed(ValueError):
+    """A record that is left out; the message says what is wrong with it."""
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Malformed(f"{what} is {_shown(value)}, no number")
+    if (isinstance(value, int) or math.isfinite(value)) and abs(value) > _LARGEST:
+        raise _Malformed(f"{what} is beyond the range of fp32")
+    return value
+
+
+def _items(value: Any, what: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key, value, name for an error) of an object."""
+    if not isinstance(value, Mapping):
+        raise _Malformed(f"{what} is {_shown(value)}, no object")
+    for key, inner in value.items():
+        yield key, inner, f"{what}, {key}"
+
+
+def _numbers(value: Any, what: str) -> dict[str, float]:
+    return {key: _number(inner, name) for key, inner, name in _items(value, what)}
+
+
+def _tensors(value: Any, what: str) -> dict[str, dict[str, float]]:
+    return {key: _numbers(inner, name) for key, inner, name in _items(value, what)}
+
+
+def _norms(value: Any, what: str) -> GradientNoise:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _Malformed(f"{what} is {_shown(value)}, no pair of norms")
+    gradient, noise = (_number(norm, what) for norm in value)
+    if gradient < 0 or noise <= 0:
+        raise _Malformed(f"{what} is {_shown(value)}: a norm below 0, or no noise")
+    return GradientNoise(gradient, noise)
+
+
+def _moments(value: Any, what: str) -> dict[str, dict[str, float]]:
+    moments = _tensors(value, what)
+    if moments and not all("orthogonality" in moments.get(m, {}) for m in ("before", "after")):
+        raise _Malformed(f"{what} lacks the orthogonality before or after the refresh")
+    return moments
+
+
+def _by_layer(check: Callable[[Any, str], Any]) -> Callable[[Any], dict[str, Any]]:
+    def checked(value: Any) -> dict[str, Any]:
+        found = {layer: check(inner, layer) for layer, inner, _ in _items(value, "it")}
+        if not found:
+            raise _Malformed("it has no layer")
+        return found
+
+    return checked
+
+
+def _switch(value: Any) -> dict[str, Any]:
+    found = {key: inner for key, inner, _ in _items(value, "it")}
+    passes = found.get("high_precision") or []
+    if not isinstance(passes, list) or not all(isinstance(name, str) for name in passes):
+        raise _Malformed(f"high_precision is {_shown(passes)}, no list of names")
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _note_faults(run: RunRecord, file: str, faults: Mapping[str, str]) -> None:
+    if faults:
+        shown = [f"{place} ({fault})" for place, fault in list(faults.items())[:_SHOWN_FAULTS]]
+        more = len(faults) - len(shown)
+        rest = f" and {more} more" if more else ""
+        run.notes.append(f"{file}: left out {', '.join(shown)}{rest}.")
+
+
+def _read_lines(run: RunRecord, name: str) -> dict[int, dict[str, Any]] | None:
+    """Return the records of a file by line, and note the broken lines; None without the file."""
+    try:
+        data = (run.path / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror}): it was left out.")
+        return None
+    records, faults = parse_records(data)
+    last = max([*records, *faults], default=0)
+    if last in faults and not data.endswith(b"\n"):
+        del faults[last]
+        run.notes.append(
+            f"{name}: line {last} is half-written, as a killed run leaves it: left out."
+        )
+    _note_faults(run, name, {f"line {number}": fault for number, fault in faults.items()})
+    return records
+
+
+def _take_log(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
+    """Join the entries of each step; the later one counts where a resumed run logged twice."""
+    faults, found = {}, {}
+    for number, record in records.items():
+        try:
+            entry = {key: value for key, value in record.items() if key != "step"}
+            found[number] = _numbers(entry, "the entry")
+        except _Malformed as error:
+            faults[f"line {number}"] = str(error).removeprefix("the entry, ")
+    for number in sorted(found, key=lambda number: records[number]["step"]):
+        run.log.setdefault(records[number]["step"], {}).update(found[number])
+    _note_faults(run, LOG_FILE, faults)
+
+
+def _take_health(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
+    """Sort the parts of the records; a step that was written twice counts as written last."""
+    checks: dict[str, tuple[Callable[[Any], Any], dict[int, Any]]] = {
+        "layers": (_by_layer(_tensors), run.layers),
+        "noise": (_by_layer(_norms), run.noise),
+        "refresh": (_by_layer(_moments), run.refreshes),
+        "switch": (_switch, run.switches),
+    }
+    faults: dict[str, str] = {}
+    for number, record in sorted(records.items(), key=lambda item: item[1]["step"]):
+        for part, (check, found) in checks.items():
+            if part in record:
+                try:
+                    found[record["step"]] = check(record[part])
+                except _Malformed as error:
+                    faults[f"{part} in line {number}"] = str(error)
+    _note_faults(run, HEALTH_FILE, faults)
+    last = None
+    for step, switch in list(run.switches.items()):
+        if switch == last:  # made again by a resumed run, at its first step
+            del run.switches[step]
+        last = switch
+
+
+def _read_description(run: RunRecord) -> None:
+    """Read `metis_run.json`."""
+    try:
+        data = json.loads((run.path / RUN_FILE).read_bytes().decode())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        run.notes.append(f"{RUN_FILE} is half-written or no JSON object: it was left out.")
+        return
+    for name in ("config", "conversion", "environment", "model", "summary", "max_steps"):
+        kind = {"model": str, "summary": str, "max_steps": int}.get(name, dict)
+        value = data.get(name)
+        if isinstance(value, kind):
+            setattr(run, name, value)
+        elif value is not None:
+            run.notes.append(f"{RUN_FILE}: {name} is {_shown(value)}: it was left out.")
