@@ -19,9 +19,8 @@ from metis_hf import (
     metis_layers,
     refresh,
 )
-from metis_hf.lab.run_report.page import run_page
-from metis_hf.lab.run_report.read import read_run
-from metis_hf.lab.run_report.run import events
+from metis_hf.lab.health_page import findings
+from metis_hf.lab.run_records import read_run
 from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, describe_run
 
 STATS = {
@@ -229,10 +228,10 @@ def test_a_refresh_is_recorded_where_health_is_not_measured(tmp_path):
     model = get_metis_model(one_block(), MetisConfig(refresh_interval=2, split_weight=True))
     trainer(tmp_path, model, [MetisCallback(0)], max_steps=4, logging_steps=4).train()
     run = read_run(tmp_path)
-    count = len(list(metis_layers(model)))
-    text = f"{count} weights decomposed again"
-    assert events(run) == [(2, "refresh", text), (4, "refresh", text)]
-    assert text in run_page(run).render()
+    names = [name for name, _ in metis_layers(model)]
+    assert run.refreshes == {step: {key: {} for key in names} for step in (2, 4)}
+    said = f"refreshed 2 times, last at step 4, where {len(names)} weights were decomposed again"
+    assert said in " ".join(findings(run))
 
 
 def test_only_layers_that_are_decomposed_again_are_recorded(tmp_path):

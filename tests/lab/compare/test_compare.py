@@ -28,7 +28,7 @@ from metis_hf.lab.compare.outputs import about_times
 from metis_hf.lab.compare.plan import make_plan
 from metis_hf.lab.compare.run import run_plan
 from metis_hf.lab.compare.timing import load_times
-from metis_hf.lab.run_report.read import read_run
+from metis_hf.lab.run_records import read_run
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.shared.records import bf16_units
 
@@ -131,8 +131,9 @@ def test_each_model_is_evaluated_without_its_quantizers_too(finished):
         with torch.no_grad(), torch.autocast("cpu", enabled=bf16_units(), dtype=torch.bfloat16):
             loss = to_dense(model)(input_ids=ids, labels=ids).loss.item()
         assert r["loss_dense"] == pytest.approx(loss, rel=1e-4)
-        shown = read_run(run_directory).evaluation_series()
-        assert shown == {"": ([6], [r["loss"]]), "dense": ([6], [r["loss_dense"]])}
+        logged = read_run(run_directory)
+        assert logged.series("eval_loss") == ([6], [r["loss"]])
+        assert logged.series("eval_dense_loss") == ([6], [r["loss_dense"]])
     assert by_name["bf16"]["loss_dense"] == by_name["bf16"]["loss"]
     assert by_name["nvfp4"]["loss_dense"] != pytest.approx(by_name["nvfp4"]["loss"], rel=1e-4)
 
