@@ -79,11 +79,7 @@ def alignment_data(x: Tensor, rank: int, length: int | None) -> dict:
         total = x.shape[0] // size
         blocks = x[: total * size].view(total, size, -1)
         curve: dict[str, list[float]] = {
-            "ratio": [],
-            "count": [],
-            "mean": [],
-            "low": [],
-            "high": [],
+            key: [] for key in ("ratio", "count", "mean", "low", "high")
         }
         for count in sorted({round(ratio * total) for ratio in RATIOS} - {0}):
             draws = [

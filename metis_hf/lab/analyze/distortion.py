@@ -127,7 +127,6 @@ class Quantizers:
 
 
 def _check_needs_no_call(scheme: str, operand: Operand) -> None:
-    """Refuse conditioners that measure nothing of interest before a call binds a state to them."""
     if operand.conditioner.needs_state:
         raise ValueError(
             f"scheme {scheme!r} quantizes this tensor by what a call knows of the layer's other "

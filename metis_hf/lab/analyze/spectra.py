@@ -33,10 +33,8 @@ def limit_rows(x: Tensor, limit: int = MAX_SIDE) -> Tensor:
 class Svd:
     """x = u diag(s) v^T with r = min(t, c) components, in fp32; the vectors are made on demand.
 
-    The squares s^2 are eigenvalues of the Gram matrix, off by at most about eps sqrt(l) s_0^2 (l
-    the long side), so that values below s_0 (eps sqrt(l))^(1/2) drown: below the rounding of x
-    itself with a Gram matrix in fp64, below a thousandth of the largest above EXACT_SIDE, where it
-    is in fp32.
+    The squares s^2 are off by at most about eps sqrt(l) s_0^2 (l the long side), so values below
+    s_0 (eps sqrt(l))^(1/2) drown: above EXACT_SIDE, in fp32, below a thousandth of the largest.
     """
 
     x: Tensor  # [t c]

@@ -24,6 +24,7 @@ from metis_hf.lab.fidelity.settings import Settings
 from metis_hf.lab.fidelity.subject import ModelAndText
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.show.table import terminal_table
+from metis_hf.lab.store import DamagedRecord
 
 
 @pytest.mark.slow
@@ -118,6 +119,16 @@ class TestFiles:
         (other,) = fidelity(options, tmp_path / "out")
         assert other.batches != results[0].batches
         self.test_nothing_is_measured_twice(place, (tmp_path / "out", results), monkeypatch)
+
+    def test_a_damaged_part_is_named_with_a_way_out(self, place, measured, tmp_path):
+        shutil.copytree(measured[0], tmp_path / "out")
+        (part,) = (tmp_path / "out" / "measured" / "nvfp4-rne").glob("loss*")
+        part.write_text(part.read_text()[:-20])
+        with pytest.raises(DamagedRecord, match=rf"{part} is not a whole JSON file.*; delete it"):
+            fidelity(settings(place, schemes=("nvfp4-rne",), alone=()), tmp_path / "out")
+        part.unlink()
+        (again,) = fidelity(settings(place, schemes=("nvfp4-rne",), alone=()), tmp_path / "out")
+        assert again.batches == measured[1][0].batches
 
     def test_another_step_has_another_cost(self, place, measured, tmp_path):
         out, (_, metis, *_) = measured
