@@ -88,9 +88,8 @@ def evaluate(
     import_sources(imports)
     from rich.console import Console
 
-    from metis_hf.lab.evaluate.command import Options, run_eval
+    from metis_hf.lab.evaluate.command import Options, parse_limits, run_eval
     from metis_hf.lab.evaluate.models import read_conversions
-    from metis_hf.lab.evaluate.plan import parse_limits
 
     options = Options(
         tasks=() if tasks == "none" else tuple(split_names(tasks)),

@@ -24,7 +24,7 @@ from metis_hf.lab.compare.results import RESULT_FILE
 from metis_hf.lab.compare.run import Run, _check_begun
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.evaluate.harness import MetisLM
-from metis_hf.lab.evaluate.models import own_schemes
+from metis_hf.lab.evaluate.jobs import own_schemes
 from metis_hf.lab.recipe_arguments import parse_arguments
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
@@ -137,9 +137,9 @@ def test_eval_and_export(folder):
     given = (folder / "model", "--import", folder / "mine.py")
     done = metis_hf("eval", *given, *LOSS, folder / "text.txt", "--out", folder / "eval")
     assert done.exit_code == 0, done.output
-    (file,) = (folder / "eval/results").iterdir()
+    (file,) = (folder / "eval/results").rglob("results_*.json")
     settings = json.loads(file.read_text())["metis"]["settings"]
-    assert settings["scheme_sha256"] == source_digests([NAME])
+    assert settings["own_schemes"] == source_digests([NAME])
     done = metis_hf("export", *given, "--out", folder / "packed", "--format", "compressed-tensors")
     assert done.exit_code == 0, done.output
     assert "14 layers in NVFP4" in done.stdout

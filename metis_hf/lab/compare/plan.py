@@ -17,9 +17,7 @@ from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
 from metis_hf.lab.compare.runner import training_arguments
 from metis_hf.lab.compare.sizes import CHECKPOINT, CONTINUED, SIZES
 from metis_hf.lab.compare.variants import Experiment, Variant
-from metis_hf.lab.evaluate.plan import EvaluationPlan
-from metis_hf.lab.evaluate.plan import make_plan as make_evaluation_plan
-from metis_hf.lab.evaluate.run import check_tasks
+from metis_hf.lab.evaluate.tasks import PlannedTask, plan_tasks
 from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
@@ -278,8 +276,7 @@ def _check(plan: ComparisonPlan) -> None:
     if plan.tasks_dir is not None and not plan.tasks:
         raise ValueError(f"tasks_dir={plan.tasks_dir} without tasks; name them with --tasks")
     if plan.tasks:  # now, and not when a model is trained
-        evaluation = task_plan(plan.tasks, plan.tasks_dir)
-        check_tasks(evaluation.specs, evaluation.include_path)
+        task_plan(plan.tasks, plan.tasks_dir)
 
 
 def _check_model(plan: ComparisonPlan) -> None:
@@ -336,14 +333,14 @@ def with_accumulation(experiment: Experiment, global_batch: int, processes: int)
     return replace(experiment, training=training)
 
 
-def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> EvaluationPlan:
+def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> list[PlannedTask]:
     """Return what lm-eval is asked of a trained model, with the local data of the tasks.
 
     Raises:
         FileNotFoundError, ValueError: local data are missing or malformed, or a task is named
             twice.
     """
-    return make_evaluation_plan(tasks, None if tasks_dir is None else Path(tasks_dir), None)
+    return plan_tasks(tasks, None if tasks_dir is None else Path(tasks_dir))
 
 
 def _check_tokenizer(checkpoint: Path, data: Path) -> None:

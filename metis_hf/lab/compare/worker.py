@@ -69,7 +69,8 @@ def run(directory: Path) -> None:
         if not spec["tasks"] or not trainer.is_world_process_zero():
             return found
         asked = task_plan(spec["tasks"], spec["tasks_dir"])
-        result = evaluate_checkpoint(trained.directory, asked.specs, asked.include_path)
+        own = next((task.include_path for task in asked if task.include_path), None)
+        result = evaluate_checkpoint(trained.directory, [task.spec for task in asked], own)
         tasks = headlines(result, spec["tasks"])
         return replace(found, tasks=tasks, record=result.to_dict())
 

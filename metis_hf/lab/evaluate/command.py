@@ -10,33 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from torch.nn import functional as F
 
 from metis_hf.config import MetisConfig
+from metis_hf.lab.evaluate import formats
 from metis_hf.lab.checkpoint import Checkpoint
-from metis_hf.lab.evaluate import formats, store
-from metis_hf.lab.evaluate.jobs import Job, Step, plan_steps
+from metis_hf.lab.evaluate.held_out import LOSS_TASK, HeldOutText, read_text
+from metis_hf.lab.evaluate.jobs import RESULTS, Job, Step
 from metis_hf.lab.evaluate.models import choose_models
 from metis_hf.lab.evaluate.paper import PAPER_TASKS, published_method, shared_methods
-from metis_hf.lab.evaluate.plan import (
-    CPU_BATCH_SIZE,
-    LOSS_TASK,
-    EvaluationPlan,
-    make_plan,
-    probe_batch_size,
-)
-from metis_hf.lab.evaluate.run import check_tasks
 from metis_hf.lab.evaluate.table import Comparison, compare, parse_metrics
+from metis_hf.lab.evaluate.tasks import PlannedTask, plan_tasks
+from metis_hf.lab.store import Store
 from metis_hf.schemes import scheme_info
 from metis_hf.shared.devices import device_of
 from metis_hf.shared.inputs import digest
-from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.quiet import quiet
 from metis_hf.shared.records import device_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PAPER_TOKENS = 2048  # more than a request of the paper's tasks has
+# A CPU gains nothing from more, and the logits of 8 sequences of 1024 GPT-2 tokens take 1.6 GB.
+CPU_BATCH_SIZE = 8
+MAX_BATCH_SIZE = 256
 PRECISIONS = ("scheme", "dense", "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = {
@@ -52,11 +50,11 @@ class Options:
 
     Args:
         tasks: names of lm-eval tasks, in the order of the columns.
-        tasks_dir: folder of local task data; None lets lm-eval fetch it.
+        tasks_dir: folder of local tasks; None lets lm-eval fetch their data.
         loss_text: held-out text, plain or JSON lines.
         precision: "scheme", "dense" or "both".
         batch_size: sequences per forward pass; None takes the largest power of two that fits.
-        limits: task -> only its first items; "" stands for all tasks without a limit of their own.
+        limits: task -> only its first documents; "" stands for all tasks without their own limit.
         device: e.g. "cuda:1"; None takes the accelerator that there is.
         dtype: of the weights; "auto" as saved.
         tokenizer: directory of a tokenizer for all checkpoints, in place of their own.
@@ -89,52 +87,25 @@ class Options:
                 scheme_info(scheme)
 
     def limit_of(self, task: str) -> int | None:
-        """Return how many items of a task are evaluated; None for all."""
+        """Return how many documents of a task are evaluated; None for all."""
         return self.limits.get(task, self.limits.get(""))
 
 
-def evaluate_jobs(
-    jobs: Sequence[Job], plan: EvaluationPlan, options: Options, out: Path, console: Console
-) -> list[dict[str, Any]]:
-    """Evaluate each row task by task; a task's finished result of the same settings stays.
-
-    Args:
-        jobs: the rows.
-        plan: the tasks and their data.
-        options: how.
-        out: result files go to `results/` in it.
-        console: for one line a task, and progress bars if it is a terminal.
-
-    Returns:
-        One record a row, as `store.join_results` makes them.
+def parse_limits(options: Sequence[str]) -> dict[str, int]:
+    """Return `["300", "race=100", ...]` as task -> documents; "" stands for all other tasks.
 
     Raises:
-        ValueError: a result file cannot be used.
+        ValueError: a limit that is no number of documents.
     """
-    device = device_of(options.device)
-    batch_size = _batch_size(jobs, options, device, out, console)
-    rows = [
-        plan_steps(
-            job,
-            plan,
-            out,
-            batch_size=batch_size,
-            limit_of=options.limit_of,
-            dtype=options.dtype,
-            device=device.type,
-            overwrite=options.overwrite,
-        )
-        for job in jobs
-    ]
-    records = []
-    for number, steps in enumerate(rows, start=1):
-        progress = f"[{number}/{len(rows)}] {steps[0].job.name}"
-        finished = [step.task.name for step in steps if step.finished is not None]
-        if finished:
-            folder = out / store.FOLDER
-            _say(console, f"{progress}: {', '.join(finished)} finished before, taken from {folder}")
-        records.append(_evaluate(steps, plan, options, device, progress, console))
-    return records
+    chosen: dict[str, int] = {}
+    for option in options:
+        task, equals, items = option.rpartition("=")
+        if not items.isdigit() or int(items) < 1 or (equals and not task):
+            raise ValueError(
+                f"limit {option!r}; expected a number of items, at least 1, or <task>=<items>"
+            )
+        chosen[task] = int(items)
+    return chosen
 
 
 def run_eval(
@@ -163,6 +134,7 @@ def run_eval(
 
     Raises:
         FileNotFoundError, ValueError: something cannot be evaluated as asked.
+        OSError: a result cannot be written.
     """
     unknown = [name for name in formats_wanted if name not in FORMATS]
     if unknown:
@@ -180,13 +152,17 @@ def run_eval(
         methods = [(one.scheme, published_method(one.quantization)) for one in checkpoints]
         shared_methods(methods, published)
     # Everything that can be refused is refused before anything is written.
-    device_of(options.device)
-    plan = make_plan(options.tasks, options.tasks_dir, options.loss_text)
-    check_tasks(plan.specs, plan.include_path)
-    jobs = _jobs(checkpoints, options, plan, console)
-    store.make_folder(out)
-    with hold_directory(out):
-        records = evaluate_jobs(jobs, plan, options, out, console)
+    device = device_of(options.device)
+    if not options.tasks and options.loss_text is None:
+        raise ValueError("nothing to evaluate: name --tasks, or a --loss-text")
+    text = None if options.loss_text is None else read_text(options.loss_text)
+    planned = plan_tasks(options.tasks, options.tasks_dir)
+    jobs = _jobs(checkpoints, options, text, console)
+    _make_folder(out)
+    store = Store(out)
+    with store.hold():
+        planned = [*([] if text is None else [text.task()]), *planned]
+        records = _evaluate(jobs, planned, text, options, device, store, console)
         comparison = compare(
             records, options.tasks, metrics=chosen, control=control, published=published
         )
@@ -198,16 +174,28 @@ def run_eval(
     return comparison
 
 
+def _make_folder(out: Path) -> None:
+    try:
+        (out / RESULTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written to ({error.strerror}); name a directory with --out"
+        ) from None
+
+
 def _jobs(
-    checkpoints: Sequence[Checkpoint], options: Options, plan: EvaluationPlan, console: Console
+    checkpoints: Sequence[Checkpoint],
+    options: Options,
+    text: HeldOutText | None,
+    console: Console,
 ) -> list[Job]:
     jobs = []
     for checkpoint in checkpoints:
         checkpoint.check(options.precision)
         tokenizer = checkpoint.tokenizer(options.tokenizer)
         _check_vocabulary(checkpoint, tokenizer)
-        if plan.text is not None:
-            plan.text.check(tokenizer, options.limit_of(LOSS_TASK))
+        if text is not None:
+            text.check(tokenizer, options.limit_of(LOSS_TASK))
         precisions = checkpoint.precisions(options.precision)
         if options.precision == "both" and len(precisions) == 1 and not options.conversions:
             _say(
@@ -240,10 +228,60 @@ def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase
         )
 
 
+def _evaluate(
+    jobs: Sequence[Job],
+    tasks: Sequence[PlannedTask],
+    text: HeldOutText | None,
+    options: Options,
+    device: torch.device,
+    store: Store,
+    console: Console,
+) -> list[list[dict[str, Any]]]:
+    """Return the results of each job task by task, evaluating those that are not finished."""
+    batch_size = _batch_size(jobs, options, device, store, console)
+    rows = []
+    for number, job in enumerate(jobs, start=1):
+        progress = f"[{number}/{len(jobs)}] {job.name}"
+        steps = [
+            Step.of(
+                job,
+                task,
+                dtype=options.dtype,
+                device=device.type,
+                batch_size=batch_size,
+                limit=options.limit_of(task.name),
+            )
+            for task in tasks
+        ]
+        found = [None if options.overwrite else step.find(store) for step in steps]
+        finished = [step.task.name for step, result in zip(steps, found) if result is not None]
+        if finished:
+            folder = store.directory / RESULTS
+            _say(console, f"{progress}: {', '.join(finished)} finished before, taken from {folder}")
+        model, results = None, []
+        for step, result in zip(steps, found):
+            if result is None:
+                start = time.perf_counter()
+                if model is None:
+                    with quiet():
+                        model = job.checkpoint.load(job.precision, options.dtype, device)
+                _say(console, f"{progress}: {step.task.name}")
+                result = step.evaluate(model, text, store, progress=console.is_terminal)
+                seconds = time.perf_counter() - start
+                _say(console, f"{progress}: {step.task.name} took {seconds:.0f} s")
+            results.append(result)
+        rows.append(results)
+    return rows
+
+
 def _batch_size(
-    jobs: Sequence[Job], options: Options, device: torch.device, out: Path, console: Console
+    jobs: Sequence[Job], options: Options, device: torch.device, store: Store, console: Console
 ) -> int:
-    """Return the one asked for, or one that fits the largest of the models."""
+    """Return the batch size asked for, or one that fits the largest of the models.
+
+    The choice is remembered: another one would change the numbers, and what is finished would not
+    be found.
+    """
     if options.batch_size is not None:
         return options.batch_size
     if device.type == "cpu":
@@ -251,50 +289,40 @@ def _batch_size(
     largest = max(
         jobs, key=lambda job: sum(f.stat().st_size for f in job.checkpoint.weight_files())
     )
-
-    config = largest.checkpoint.config()
-    tokens = longest_sequence(config, options)
-
-    def probe() -> int:
-        with quiet():
-            model = largest.checkpoint.load(largest.precision, options.dtype, device)
-        return probe_batch_size(model, tokens)
-
-    shorter = [tokens] if tokens < _context(config) else []
-    models = digest(
-        largest.weights, largest.precision, options.dtype, device_name(device), *shorter
-    )
-    size, known = store.known_batch_size(out, models, probe, again=options.overwrite)
-    if known:
-        file = out / store.BATCH_SIZES
-        _say(console, f"batch size {size}, as it was chosen before ({file}); else --batch-size N")
+    tokens = longest_sequence(largest.checkpoint.config(), options)
+    key = digest(largest.weights, largest.precision, options.dtype, device_name(device), tokens)
+    name = f"batch_size-{key}"
+    known = None if options.overwrite else store.get(name, key)
+    if known is not None:
+        where = store.path(name)
+        _say(console, f"batch size {known['size']}, as it was chosen before ({where})")
+        return int(known["size"])
+    with quiet():
+        model = largest.checkpoint.load(largest.precision, options.dtype, device)
+    size = largest_batch_size(model, tokens)
+    store.put(name, key, {"size": size})
     return size
 
 
-def _evaluate(
-    steps: Sequence[Step],
-    plan: EvaluationPlan,
-    options: Options,
-    device: torch.device,
-    progress: str,
-    console: Console,
-) -> dict[str, Any]:
-    """Evaluate what is missing of a row, and return the row's record."""
-    model = None
-    results = []
-    for step in steps:
-        result = step.finished
-        if result is None:
-            start = time.perf_counter()
-            if model is None:
-                with quiet():
-                    model = step.job.checkpoint.load(step.job.precision, options.dtype, device)
-            _say(console, f"{progress}: {step.task.name}")
-            result = step.evaluate(model, plan.text, progress=console.is_terminal)
-            seconds = time.perf_counter() - start
-            _say(console, f"{progress}: {step.task.name} took {seconds:.0f} s, {step.path}")
-        results.append(result)
-    return store.join_results(results)
+def largest_batch_size(model: PreTrainedModel, tokens: int) -> int:
+    """Return the largest power of two, at most 256, of sequences that a model evaluates at once.
+
+    Args:
+        model: in evaluation mode, on its accelerator.
+        tokens: of the longest sequence.
+    """
+    size = MAX_BATCH_SIZE
+    while size > 1:
+        try:
+            with torch.no_grad():
+                ids = torch.ones(size, tokens, dtype=torch.long, device=model.device)
+                F.log_softmax(model(ids, use_cache=False).logits, dim=-1, dtype=torch.float32)
+            break
+        except torch.OutOfMemoryError:
+            size //= 2
+        finally:
+            torch.accelerator.empty_cache()
+    return size
 
 
 def longest_sequence(config: PreTrainedConfig, options: Options) -> int:
@@ -303,16 +331,11 @@ def longest_sequence(config: PreTrainedConfig, options: Options) -> int:
     The windows of a held-out text are as long as the model's context, and so may be the requests of
     tasks that are not known; those of the paper's tasks are shorter than `PAPER_TOKENS`.
     """
-    known = options.loss_text is None and set(options.tasks) <= set(PAPER_TASKS)
-    context = _context(config)
-    return min(context, PAPER_TOKENS) if known else context
-
-
-def _context(config: PreTrainedConfig) -> int:
-    """Return the longest sequence in tokens, as HFLM finds it."""
     config = config.get_text_config()
-    names = ("n_positions", "max_position_embeddings", "n_ctx")
-    return next((getattr(config, name) for name in names if hasattr(config, name)), 2048)
+    names = ("n_positions", "max_position_embeddings", "n_ctx")  # as HFLM looks for it
+    context = next((getattr(config, name) for name in names if hasattr(config, name)), 2048)
+    known = options.loss_text is None and set(options.tasks) <= set(PAPER_TASKS)
+    return min(context, PAPER_TOKENS) if known else context
 
 
 def _say(console: Console, text: str) -> None:

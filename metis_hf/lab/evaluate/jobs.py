@@ -1,26 +1,38 @@
-"""One task of one checkpoint: whether its result is there already, and how it comes to be."""
+"""One task of one row: whether its result is there already, and how it comes to be.
+
+A task is evaluated by itself: lm-eval sorts the requests of all tasks that it is given into the
+same batches, and a quantized model's likelihoods depend on what else is in their batch. Each leaves
+lm-eval's own files, `results_<time>.json` (with the key `metis` beside lm-eval's) and
+`samples_<task>_<time>.jsonl`, and a record of the store that says under which settings.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metis_hf.lab.checkpoint import Checkpoint
-from metis_hf.lab.evaluate import store
-from metis_hf.lab.evaluate.models import own_schemes
-from metis_hf.lab.evaluate.plan import LOSS_TASK, EvaluationPlan, HeldOutText, PlannedTask
-from metis_hf.lab.evaluate.results import EvalResult
-from metis_hf.lab.evaluate.run import evaluate_model, held_out_loss
-from metis_hf.shared.records import environment
+from metis_hf.lab.evaluate.held_out import LOSS_TASK, HeldOutText, held_out_loss
+from metis_hf.lab.evaluate.in_memory import evaluate_model
+from metis_hf.lab.evaluate.results import right_items
+from metis_hf.lab.evaluate.table import row_name
+from metis_hf.lab.evaluate.tasks import PlannedTask
+from metis_hf.lab.store import DamagedRecord, Store, source_digest, task_key
+from metis_hf.schemes import source_digests
+from metis_hf.shared.records import environment, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RESULTS = "results"  # the folder of lm-eval's files in the output directory
+FINISHED = "finished"  # and of the store's records
+# What decides the numbers beside the numerics.
+_SOURCE = ("checkpoints.py", "harness.py", "held_out.py", "in_memory.py", "tasks.py")
 
 
 @dataclass(frozen=True)
@@ -40,54 +52,110 @@ class Job:
     weights: str
 
     @property
-    def file_name(self) -> str:
-        """The beginning of its result files' names."""
-        converted = self.checkpoint.conversion is not None
-        return self.checkpoint.label + (f"-{self.checkpoint.scheme}" if converted else "")
-
-    @property
     def name(self) -> str:
-        """For messages."""
-        how = self.precision
-        if self.checkpoint.conversion is not None and self.precision == "scheme":
-            how = f"converted to {self.checkpoint.scheme}"
-        return f"{self.checkpoint.label} ({how})"
+        """The row's name."""
+        one = self.checkpoint
+        return row_name(one.label, one.scheme, self.precision, converted=one.conversion is not None)
 
 
 @dataclass(frozen=True)
 class Step:
     """One task of a job.
 
-    A task is evaluated by itself: lm-eval sorts the requests of all tasks that it is given into
-    the same batches, and a quantized model's likelihoods depend on what else is in their batch.
-
     Attributes:
         job: the row.
         task: with its data.
-        settings: all that decides the numbers.
-        path: of the result file.
-        finished: what that file holds, if it is to be used again.
+        settings: everything that decides the numbers.
     """
 
     job: Job
     task: PlannedTask
     settings: dict[str, Any]
-    path: Path
-    finished: dict[str, Any] | None
+
+    @classmethod
+    def of(
+        cls, job: Job, task: PlannedTask, *, dtype: str, device: str, batch_size: int,
+        limit: int | None,
+    ) -> Step:  # fmt: skip
+        """Return the step with its settings.
+
+        Args:
+            job: the row.
+            task: with its data.
+            dtype: of the weights, as asked for.
+            device: its kind, such as "cuda".
+            batch_size: sequences per forward pass; a tensor scale spans the batch.
+            limit: how many of the task's first documents are evaluated; None for all.
+        """
+        one = job.checkpoint
+        settings = {
+            "weights_sha256": job.weights,
+            "tokenizer_sha256": tokenizer_digest(job.tokenizer),
+            "precision": job.precision,
+            "conversion": None if one.conversion is None else one.conversion.to_dict(),
+            "own_schemes": own_schemes(one),
+            "dtype": dtype,
+            "device": device,
+            "batch_size": batch_size,
+            "limit": limit,
+            "task": task.name,
+            "data": task.data,
+            "lm_eval": version("lm_eval"),
+        }
+        return cls(job, task, settings)
+
+    @property
+    def key(self) -> str:
+        """The digest of the settings and of the code that decides the numbers."""
+        here = Path(__file__).parent
+        return task_key(source_digest(*(here / name for name in _SOURCE)), self.settings)
+
+    @property
+    def record_name(self) -> str:
+        """The name of the store's record; that of other settings lies beside it."""
+        task = re.sub(r"[^\w.-]+", "-", self.task.name)
+        return f"{FINISHED}/{task}-{self.key}"
+
+    def find(self, store: Store) -> dict[str, Any] | None:
+        """Return the finished result as `read_result` gives it, or None.
+
+        Raises:
+            ValueError: a file of the result is damaged.
+        """
+        files = store.get(self.record_name, self.key)
+        paths = [store.directory / name for name in files["files"]] if files else []
+        if not paths or not all(path.is_file() for path in paths):
+            return None
+        try:
+            found = read_result(*paths)
+        except ValueError as error:
+            raise DamagedRecord(
+                f"{error}; delete the file, or evaluate again with --overwrite"
+            ) from None
+        # Labels depend on what is evaluated beside it.
+        one = self.job.checkpoint
+        found["metis"] |= {"label": one.label, "scheme": one.scheme}
+        return found
 
     def evaluate(
-        self, model: PreTrainedModel, text: HeldOutText | None, *, progress: bool
+        self, model: PreTrainedModel, text: HeldOutText | None, store: Store, *, progress: bool
     ) -> dict[str, Any]:
-        """Evaluate the task, write its result file and return what it holds.
+        """Evaluate the task, write its files and return the result as `read_result` gives it.
 
         Args:
             model: the job's, loaded.
             text: whose loss is measured, if this is the task of the loss.
+            store: of the output directory.
             progress: show lm-eval's progress bars.
+
+        Raises:
+            OSError: the files cannot be written.
         """
-        start = time.time()
-        limit = self.settings["limit"]
-        tokenizer = self.job.tokenizer
+        from lm_eval.loggers import EvaluationTracker
+
+        folder = store.directory / RESULTS
+        tracker = EvaluationTracker(output_path=str(folder))
+        limit, tokenizer = self.settings["limit"], self.job.tokenizer
         result = evaluate_model(
             model,
             tokenizer,
@@ -96,112 +164,94 @@ class Step:
             batch_size=self.settings["batch_size"],
             limit=limit,
             progress=progress,
-            per_item=True,
+            log_samples=True,
         )
         loss = tokens = None
         if self.task.name == LOSS_TASK and text is not None:
             tokens = text.check(tokenizer, limit)
             loss = held_out_loss(result, LOSS_TASK, tokenizer, text.documents)
-        checkpoint = self.job.checkpoint
+        one = self.job.checkpoint
         ours = {
-            "format_version": store.FORMAT_VERSION,
-            "label": checkpoint.label,
-            "checkpoint": str(checkpoint.place),
-            "scheme": checkpoint.scheme,
+            "label": one.label,
+            "scheme": one.scheme,
             "precision": self.job.precision,
-            "quantization_config": checkpoint.quantization,
+            "quantization_config": one.quantization,
+            "settings": self.settings,
+            "environment": environment(model.device),
             "held_out_loss": loss,
             "held_out_tokens": tokens,
-            "loss_task": LOSS_TASK,
-            "batch_size": self.settings["batch_size"],
             "truncated_requests": result.truncated,
             "truncated_tokens": result.truncated_tokens,
             "nonfinite": result.nonfinite,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "parameter_dtype": str(model.dtype).removeprefix("torch."),
-            "settings": self.settings,
-            "environment": environment(model.device),
-            "items": result.items,
         }
-        record = {**_harness_record(result, checkpoint, time.time() - start), "metis": ours}
-        store.save_result(self.path, record)
-        return record
+        # lm-eval logs errors of writing at a level that nobody sees.
+        config = tracker.general_config_tracker
+        named = {"pretrained": re.sub(r"[^\w.-]+", "-", self.job.name)}
+        config.log_experiment_args("metis", named, None, None, False)
+        tracker.save_results_aggregated({**result.harness, "metis": ours}, result.samples)
+        for task, samples in result.samples.items():
+            tracker.save_results_samples(task, samples)
+        end, folder = getattr(tracker, "date_id", ""), folder / str(config.model_name_sanitized)
+        files = [folder / f"results_{end}.json"]
+        files += [folder / f"samples_{task}_{end}.jsonl" for task in result.samples]
+        try:
+            found = read_result(*files)
+        except (OSError, ValueError) as error:
+            raise OSError(
+                f"the result of {self.task.name} could not be written to {folder} ({error}); is "
+                "the disk full? Earlier results are kept, and the same command goes on"
+            ) from None
+        names = [str(path.relative_to(store.directory)) for path in files]
+        store.put(self.record_name, self.key, {"files": names, "settings": self.settings})
+        return found
 
 
-def plan_steps(
-    job: Job,
-    plan: EvaluationPlan,
-    out: Path,
-    *,
-    batch_size: int,
-    limit_of: Callable[[str], int | None],
-    dtype: str,
-    device: str,
-    overwrite: bool,
-) -> list[Step]:
-    """Return the tasks of a job, each with its finished result if there is one.
+def read_result(results: Path, *samples: Path) -> dict[str, Any]:
+    """Read lm-eval's files of one evaluation.
 
     Args:
-        job: the row.
-        plan: the tasks and their data.
-        out: directory whose `results/` holds the result files.
-        batch_size: sequences per forward pass.
-        limit_of: task -> how many of its first items are evaluated; None for all.
-        dtype: of the weights, as asked for.
-        device: its kind, such as "cuda".
-        overwrite: leave finished results aside.
+        results: `results_<time>.json`, written with the key `metis`.
+        samples: `samples_<task>_<time>.jsonl` of its tasks.
+
+    Returns:
+        The results, and under `items` task -> metric -> one digit per document, for metrics that
+        are 0 or 1 for each document.
 
     Raises:
-        ValueError: a result file is damaged.
+        ValueError: a file is cut short or holds something else.
     """
-    tokenizer = _tokenizer_fingerprint(job.tokenizer)
-    steps = []
-    for task in plan.tasks:
-        settings = store.settings_of(
-            weights=job.weights,
-            tokenizer=tokenizer,
-            precision=job.precision,
-            dtype=dtype,
-            device=device,
-            batch_size=batch_size,
-            limit=limit_of(task.name),
-            task=task.name,
-            data=task.data,
-            conversion=job.checkpoint.conversion,
-            own_schemes=own_schemes(job.checkpoint),
-        )
-        path = store.result_path(out, job.file_name, settings)
-        finished = None if overwrite else store.load_result(path, settings)
-        if finished is not None:
-            finished["metis"] |= {"label": job.checkpoint.label, "scheme": job.checkpoint.scheme}
-        steps.append(Step(job, task, settings, path, finished))
-    return steps
+    record = read_json(results)
+    if not isinstance(record, dict) or not {"results", "n-samples", "metis"} <= record.keys():
+        raise ValueError(f"{results} is not a result of metis-hf eval")
+    items = {}
+    end = results.stem.removeprefix("results_")
+    for path in samples:
+        task = path.stem.removeprefix("samples_").removesuffix(f"_{end}")
+        try:
+            documents = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+            right = right_items(documents)
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is cut short or damaged ({error})") from None
+        count = {one["doc_id"] for one in documents}
+        if len(count) != record["n-samples"][task]["effective"]:
+            raise ValueError(f"{path} is cut short: it holds {len(count)} documents")
+        if task not in record["metis"]["nonfinite"]:
+            items[task] = right
+    return {**record, "items": items}
 
 
-def _harness_record(result: EvalResult, checkpoint: Checkpoint, seconds: float) -> dict[str, Any]:
-    """Return lm-eval's own file, without what only holds on this machine."""
-    record = dict(result.harness)
-    record.pop("pretty_env_info", None)
-    for config in record["configs"].values():
-        config.pop("custom_dataset", None)  # the source code of a reader of `data_files`
-        source = str(config.get("metadata", {}).get("config_source", ""))
-        if "lm_eval/tasks/" in source:
-            config["metadata"]["config_source"] = source[source.rindex("lm_eval/tasks/") :]
-    return {
-        **record,
-        "model_source": "metis",
-        "model_name": checkpoint.label,
-        "model_name_sanitized": re.sub(r"[^\w.-]+", "__", checkpoint.label),
-        "total_evaluation_time_seconds": str(seconds),
-    }
+def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return name -> SHA-256 of a checkpoint's schemes and format from outside this package."""
+    metis = checkpoint.metis
+    return {} if metis is None else source_digests(metis.schemes, metis.format)
 
 
-def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of the whole tokenizer, wherever it came from."""
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of a whole tokenizer, wherever it came from."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         text = repr(sorted(tokenizer.get_vocab().items()))
-    else:  # each call of the tokenizer sets these two anew
+    else:  # each call of the tokenizer sets these two
         parts = json.loads(backend.to_str())
         text = json.dumps({k: v for k, v in parts.items() if k not in ("truncation", "padding")})
     special = sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items())

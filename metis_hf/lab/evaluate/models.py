@@ -9,9 +9,8 @@ from pathlib import Path
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.hub import read_config
 from metis_hf.lab.checkpoint import DENSE, Checkpoint
-from metis_hf.lab.evaluate.table import row_name
 from metis_hf.lab.model_source import open_checkpoints, open_model
-from metis_hf.schemes import source_digests
+from metis_hf.lab.evaluate.table import row_name
 from metis_hf.shared.records import read_json
 
 
@@ -104,12 +103,6 @@ def choose_models(
             f"control={control!r} is neither a row ({', '.join(rows)}) nor another model: {error}"
         ) from None
     return [*chosen, own], own.label
-
-
-def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return name -> SHA-256 of a checkpoint's schemes and format from outside this package."""
-    metis = checkpoint.metis
-    return {} if metis is None else source_digests(metis.schemes, metis.format)
 
 
 def _converted(

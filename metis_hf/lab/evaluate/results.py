@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,49 +70,58 @@ def is_share(value: float, *, lower_is_better: bool) -> bool:
     return not lower_is_better and not abs(value) > 1
 
 
+def right_items(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return metric -> one digit per document, for metrics that are 0 or 1 for each.
+
+    Args:
+        documents: the samples of one task as lm-eval logs them, once for each filter of the task;
+            scores are those of the first filter.
+    """
+    first = [each for each in documents if each.get("filter") == documents[0].get("filter")]
+    found = {}
+    for metric in first[0]["metrics"] if first else []:
+        values: list[Any] = [document.get(metric) for document in first]
+        if all(isinstance(value, int | float) and value in (0, 1) for value in values):
+            found[metric] = "".join(str(int(value)) for value in values)
+    return found
+
+
 @dataclass(frozen=True)
 class EvalResult:
-    """Figures that lm-eval measured, as plain JSON-able data.
+    """What lm-eval measured of a model.
 
     Attributes:
-        results: Per task and group, `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`. Of a
-            task with NaN among its likelihoods every metric is NaN: lm-eval's own would be finite,
-            since the largest of some numbers and a NaN has an index all the same.
-        versions: Per task, the version in its YAML.
-        n_samples: Per task, `"original"` and `"effective"` (after `limit`) numbers of documents.
+        harness: lm-eval's results (`results`, `versions`, `n-samples`, ...). Of a task with NaN
+            among its likelihoods every metric is NaN: lm-eval's own would be finite, since the
+            largest of some numbers and a NaN has an index all the same.
+        samples: Per task, the documents as lm-eval logs them, where they were asked for.
         truncated: Number of requests longer than the model's context, cut from the left.
         truncated_tokens: Tokens cut off them.
         nonfinite: Per task that has any, the number of requests whose likelihood is NaN.
-        items: Per task and metric that is 0 or 1 per document, those as a string of digits, where
-            they were asked for.
-        harness: All that lm-eval returned, `results` with the NaN as above.
     """
 
-    results: dict[str, dict[str, Any]]
-    versions: dict[str, Any]
-    n_samples: dict[str, dict[str, int]]
+    harness: dict[str, Any]
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     truncated: int = 0
     truncated_tokens: int = 0
     nonfinite: dict[str, int] = field(default_factory=dict)
-    items: dict[str, dict[str, str]] = field(default_factory=dict)
-    harness: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, results: Sequence[EvalResult]) -> EvalResult:
-        """Return results of different tasks as one; of lm-eval's own, what is told task by task."""
-
-        def both(name: str, sources: Sequence[Any]) -> dict[str, Any]:
-            return {task: value for one in sources for task, value in one.get(name, {}).items()}
-
-        each = [vars(result) for result in results]
-        harness = [result.harness for result in results]
+        """Return results of different tasks as one, with what lm-eval tells task by task."""
+        sections = ("results", "versions", "n-samples", "higher_is_better")
         return cls(
-            **{name: both(name, each) for name in ("results", "versions", "n_samples")},
-            truncated=sum(result.truncated for result in results),
-            truncated_tokens=sum(result.truncated_tokens for result in results),
-            **{name: both(name, each) for name in ("nonfinite", "items")},
-            harness={name: both(name, harness) for name in ("results", "higher_is_better")},
+            {name: _union(one.harness.get(name, {}) for one in results) for name in sections},
+            _union(one.samples for one in results),
+            sum(one.truncated for one in results),
+            sum(one.truncated_tokens for one in results),
+            _union(one.nonfinite for one in results),
         )
+
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Per task and group, `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`."""
+        return self.harness["results"]
 
     def headline(self, task: str, metric: str | None = None) -> tuple[str, float, float]:
         """Return the metric a table shows: see `metis_hf.lab.evaluate.results.headline`."""
@@ -122,10 +131,14 @@ class EvalResult:
         """Return results, versions, numbers of samples and truncations, ready for `json.dump`."""
         return {
             "results": self.results,
-            "versions": self.versions,
-            "n_samples": self.n_samples,
+            "versions": self.harness["versions"],
+            "n_samples": self.harness["n-samples"],
             "truncated": self.truncated,
         }
+
+
+def _union(dictionaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for one in dictionaries for key, value in one.items()}
 
 
 def _as_float(value: Any) -> float:

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from metis_hf.lab.evaluate import paper
+from metis_hf.lab.evaluate.held_out import LOSS_TASK
 from metis_hf.lab.evaluate.results import headline, is_share, metrics_of
 
 BASES = ("bf16", "dense")  # schemes without quantization; differences are taken to the first
 LOSS, AVERAGE = "Loss", "Avg"
+TRUNCATED = ("truncated_requests", "truncated_tokens")
+HELD_OUT = ("held_out_loss", "held_out_tokens")
 FEW_ITEMS = 100  # below, a score's standard error is 5 points
 
 
@@ -125,17 +128,17 @@ def parse_metrics(options: Sequence[str]) -> dict[str, str]:
 
 
 def compare(
-    records: Sequence[dict[str, Any]],
+    results: Sequence[Sequence[dict[str, Any]]],
     tasks: Sequence[str],
     *,
     metrics: dict[str, str] | None = None,
     control: str | None = None,
     published: str | None = None,
 ) -> Comparison:
-    """Return the table of some results.
+    """Put results side by side.
 
     Args:
-        records: as `store.load_result` gives them, of the same tasks.
+        results: of each row, those of its tasks as `jobs.read_result` gives them.
         tasks: in the order of the columns.
         metrics: as `parse_metrics` gives them.
         control: label or name of the row that differences are taken to; by default the first
@@ -146,6 +149,7 @@ def compare(
         ValueError: no such control, metric or published model, or no published row that matches.
     """
     notes: list[str] = []
+    records = [_joined(each) for each in results]
     rows = [_measured(record, tasks, metrics or {}) for record in records]
     columns = [title(task) for task in tasks]
     if any(LOSS in row.scores for row in rows):
@@ -215,26 +219,42 @@ def _difference_error(score: Score, other: Score) -> float:
     return math.hypot(score.error, other.error)
 
 
+def _joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the results of a row's tasks: the first one's `metis`, with all that is told by task."""
+    ours = [one["metis"] for one in results]
+
+    def union(sources: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+        return {task: value for one in sources for task, value in one[name].items()}
+
+    return {
+        **ours[0],
+        **{name: union(results, name) for name in ("results", "higher_is_better", "items")},
+        "nonfinite": union(ours, "nonfinite"),
+        "limits": {one["settings"]["task"]: one["settings"]["limit"] for one in ours},
+        **{name: sum(one[name] for one in ours) for name in TRUNCATED},
+        **{name: next((o[name] for o in ours if o[name] is not None), None) for name in HELD_OUT},
+    }
+
+
 def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, str]) -> Row:
-    ours = record["metis"]
     scores: dict[str, Score] = {}
-    if ours["held_out_loss"] is not None:
+    if record["held_out_loss"] is not None:
         scores[LOSS] = Score(
-            ours["held_out_loss"], metric="loss", percent=False, lower_is_better=True
+            record["held_out_loss"], metric="loss", percent=False, lower_is_better=True
         )
     for task in tasks:
         scores[title(task)] = _score(record, task, metrics)
     mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
     if mean is not None:
         scores[AVERAGE] = mean
-    converted = "conversion" in ours["settings"]
+    converted = record["settings"]["conversion"] is not None
     return Row(
-        row_name(ours["label"], ours["scheme"], ours["precision"], converted=converted),
+        row_name(record["label"], record["scheme"], record["precision"], converted=converted),
         scores,
-        ours["label"],
-        ours["scheme"],
-        ours["precision"],
-        paper.published_method(ours["quantization_config"]),
+        record["label"],
+        record["scheme"],
+        record["precision"],
+        paper.published_method(record["quantization_config"]),
     )
 
 
@@ -257,7 +277,7 @@ def _score(record: dict[str, Any], task: str, metrics: dict[str, str]) -> Score:
     lower = record["higher_is_better"].get(task, {}).get(metric) is False
     percent = is_share(value, lower_is_better=lower)
     scale = 100 if percent else 1
-    items = record["metis"]["items"].get(task, {}).get(metric, "")
+    items = record["items"].get(task, {}).get(metric, "")
     return Score(scale * value, scale * error, metric, percent, lower, items)
 
 
@@ -340,39 +360,34 @@ def _error_notes(rows: Sequence[Row], reference: Row | None) -> list[str]:
 
 
 def _row_notes(record: dict[str, Any]) -> list[str]:
-    ours = record["metis"]
     notes = []
-    for task, count in ours["nonfinite"].items():
-        if task == ours["loss_task"]:
+    for task, count in record["nonfinite"].items():
+        if task == LOSS_TASK:
             notes.append("the held-out loss is NaN.")
         else:
             notes.append(
                 f"{count} likelihoods of {title(task)} are NaN, so its score and the average are."
             )
-    if ours["truncated_requests"]:
+    requests, tokens = (record[name] for name in TRUNCATED)
+    if requests:
         notes.append(
-            f"{ours['truncated_requests']} requests were longer than the context and lost "
-            f"{ours['truncated_tokens']} tokens on the left."
+            f"{requests} requests were longer than the context and lost {tokens} tokens on the "
+            "left."
         )
     return notes
 
 
 def _setting_notes(record: dict[str, Any]) -> list[str]:
-    settings = record["metis"]["settings"]
-    notes = [f"Batch size {settings['batch_size']} for all rows."]
-    if record["metis"]["held_out_loss"] is not None:
-        tokens = record["metis"]["held_out_tokens"]
+    notes = [f"Batch size {record['settings']['batch_size']} for all rows."]
+    if record["held_out_loss"] is not None:
+        tokens = record["held_out_tokens"]
         notes.append(f"Loss is held-out, in nats per token; {tokens} tokens in the first row.")
-    limits = record["metis"]["limits"]
-    if set(limits.values()) != {None}:
-        of_items: dict[int, list[str]] = {}
-        for task, items in limits.items():
-            if items is not None:
-                of_items.setdefault(items, []).append(title(task))
-        parts = [f"{items} of {', '.join(titles)}" for items, titles in of_items.items()]
+    of_items: dict[int, list[str]] = {}
+    for task, items in record["limits"].items():
+        if items is not None:
+            of_items.setdefault(items, []).append(title(task))
+    if of_items:
         few = ": a smoke test, not a result" if min(of_items) < FEW_ITEMS else ""
-        shown = f"Only the first {'; '.join(parts)}{few}."
-        if len(set(limits.values())) == 1:
-            shown = f"Only the first {min(of_items)} items of each task{few}."
-        notes.append(shown)
+        parts = [f"{items} of {', '.join(titles)}" for items, titles in of_items.items()]
+        notes.append(f"Only the first {'; '.join(parts)}{few}.")
     return notes
