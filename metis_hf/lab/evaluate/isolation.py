@@ -73,6 +73,7 @@ def quiet_harness(progress: bool) -> Iterator[None]:
     Of the bars those are kept that say what they count; they go when they are full.
     """
     from lm_eval import evaluator
+    from torch.utils import collect_env
     from tqdm import std
 
     original = std.tqdm.__init__
@@ -91,6 +92,8 @@ def quiet_harness(progress: bool) -> Iterator[None]:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             # Outside a repository git complains on the terminal, and the hash is not used here.
             stack.enter_context(_replaced(evaluator, "get_git_commit_hash", lambda: ""))
+            # It lists all packages, which takes seconds for each evaluation.
+            stack.enter_context(_replaced(collect_env, "get_pretty_env_info", lambda: ""))
             stack.enter_context(_replaced(std.tqdm, "__init__", quieter))
             yield
     finally:

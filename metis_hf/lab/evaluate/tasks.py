@@ -289,7 +289,9 @@ def _digest_of(name: str, directory: Path) -> str:
         with isolation.quiet_harness(progress=False):
             loaded = task_manager([name], directory).load([name])["tasks"]
     except Exception as error:  # of lm-eval, of datasets, or of the task's own code
-        raise ValueError(f"{directory / name}.yaml cannot be loaded by lm-eval: {error}") from None
+        raise ValueError(
+            f"{directory / name}.yaml cannot be loaded by lm-eval: {type(error).__name__}: {error}"
+        ) from None
     data = {
         task: {split: list(rows) for split, rows in (getattr(one, "dataset", None) or {}).items()}
         for task, one in loaded.items()

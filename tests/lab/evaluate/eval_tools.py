@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli.main import app
 from metis_hf.data.corpus import train_tokenizer
+from metis_hf.lab.evaluate.table import row_name
 
 DATA = TESTS / "fixtures" / "eval"
 CONTEXT = 512
@@ -50,6 +52,28 @@ def save(path: Path, scheme: str | None, tokenizer=None, seed: int = 0, **option
     return path
 
 
+@torch.no_grad()
+def scored(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Sum of log-probabilities of tokens behind a context, and whether each is the likeliest."""
+    ids = torch.tensor([context + continuation])
+    logits = model.eval()(ids).logits[0, len(context) - 1 : -1].double()  # [continuation vocab]
+    target = torch.tensor(continuation)
+    total = logits.log_softmax(-1).gather(1, target[:, None]).sum().item()
+    return total, bool((logits.argmax(-1) == target).all())
+
+
 def run(*arguments):
     """Run `metis-hf eval ...` in this process; errors come back as exceptions."""
     return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+
+def results(out: Path) -> dict[str, dict[str, dict]]:
+    """Return row -> task -> what its result file holds."""
+    found: dict[str, dict[str, dict]] = {}
+    for path in sorted((out / "results").rglob("results_*.json")):
+        record = json.loads(path.read_text())
+        ours = record["metis"]
+        row = row_name(ours["label"], ours["scheme"], ours["precision"],
+                       converted=ours["settings"]["conversion"] is not None)  # fmt: skip
+        found.setdefault(row, {})[ours["settings"]["task"]] = record
+    return found

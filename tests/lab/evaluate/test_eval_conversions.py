@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from lab.evaluate.eval_tools import DATA, make_model, make_tokenizer, run, save
+from lab.evaluate.eval_tools import DATA, make_model, make_tokenizer, results, run, save
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.lab.evaluate import jobs, models, opening
+from metis_hf.lab.evaluate import jobs, opening
 from metis_hf.lab.evaluate.models import choose_models, read_conversions
 from metis_hf.schemes import discovery
 
@@ -61,13 +60,10 @@ def test_a_dense_model_in_two_schemes(folder, evaluate, tmp_path):
         assert difference == pytest.approx(
             loss - dense, abs=SIX_DIGITS
         )  # the dense base is the control
-    records = [json.loads(file.read_text()) for file in (tmp_path / "out/results").iterdir()]
-    converted = {
-        record["metis"]["scheme"]: record["metis"]["settings"]["conversion"]["scheme"]
-        for record in records
-        if record["metis"]["precision"] == "scheme"
-    }
-    assert converted == {"nvfp4": "nvfp4", "metis": "metis"}
+    found = results(tmp_path / "out")
+    for name in ("nvfp4", "metis"):
+        settings = found[f"base {name}"]["held_out_loss"]["metis"]["settings"]
+        assert settings["conversion"]["scheme"] == name
     assert "one evaluation is all there is" not in printed
     again, printed = evaluate(folder / "base", "--scheme", "nvfp4")
     assert "finished before" in printed
@@ -205,6 +201,6 @@ def test_refusals(folder, tmp_path):
 def test_results_of_own_schemes_belong_to_their_source(folder, monkeypatch):
     """The file of a scheme can change under its name; a finished result must not be its."""
     (one,), _ = choose_models([folder / "base"], [MetisConfig(scheme="nvfp4")])
-    assert models.own_schemes(one) == {}
+    assert jobs.own_schemes(one) == {}
     monkeypatch.setattr(discovery, "_source_digest", {"nvfp4": "5e1f"}.get)
-    assert models.own_schemes(one) == {"nvfp4": "5e1f"}
+    assert jobs.own_schemes(one) == {"nvfp4": "5e1f"}

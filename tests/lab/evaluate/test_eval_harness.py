@@ -14,16 +14,10 @@ import torch
 from lm_eval.api.registry import get_model
 from paths import ROOT
 
-from lab.evaluate.eval_tools import DATA, make_tokenizer, run, save
+from lab.evaluate.eval_tools import DATA, results, run, save
 from metis_hf import metis_layers
 from metis_hf.lab.evaluate.harness import MetisLM
-from metis_hf.lab.evaluate.local_tasks import local_group, read_task
-from metis_hf.lab.evaluate.run import task_manager
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
+from metis_hf.lab.evaluate.tasks import plan_tasks, task_manager
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +35,7 @@ def test_registered_under_its_name():
 
 def harness_alone(checkpoint, precision, *names):
     """Return lm-eval's own answer for these tasks in one call, the checkpoint named as a run."""
-    tasks = [local_group([read_task(task, DATA) for task in names])]
+    tasks = [task.spec for task in plan_tasks(names, DATA)]
     return lm_eval.simple_evaluate(
         "metis",
         model_args=f"pretrained={checkpoint.parent},precision={precision}",
@@ -62,8 +56,8 @@ def test_same_numbers_as_the_command(precision, checkpoint, tmp_path):
     assert done.exit_code == 0, done.output
     for task, metric in metrics.items():
         raw = harness_alone(checkpoint, precision, task)
-        (file,) = (tmp_path / "results").glob(f"*.{precision}.{task}.*.json")
-        ours = json.loads(file.read_text())["results"][task][metric]
+        (row,) = results(tmp_path).values()
+        ours = row[task]["results"][task][metric]
         assert ours == pytest.approx(raw["results"][task][metric], rel=1e-6)
         likelihoods = {sample["resps"][0][0][0] for sample in raw["samples"][task]}
         assert len(likelihoods) == 4

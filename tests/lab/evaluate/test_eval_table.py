@@ -17,11 +17,12 @@ from rich.console import Console
 from metis_hf import MetisConfig
 from metis_hf.cli.evaluate import DEFAULT_TASKS
 from metis_hf.lab.evaluate import formats, paper
-from metis_hf.lab.evaluate.local_tasks import LOCAL_TASKS
-from metis_hf.lab.evaluate.results import EvalResult
-from metis_hf.lab.evaluate.table import compare, parse_metrics
+from metis_hf.lab.evaluate import table as tables
+from metis_hf.lab.evaluate.table import parse_metrics
+from metis_hf.lab.evaluate.tasks import LOCAL_TASKS
 
 TASKS = ["boolq", "hellaswag"]
+SETTINGS = {"batch_size": 8, "task": "piqa", "limit": None, "conversion": None}
 
 
 def record(label, *, loss=None, boolq="1100", hella="1000", norm="1110", **changes):
@@ -37,17 +38,22 @@ def record(label, *, loss=None, boolq="1100", hella="1000", norm="1110", **chang
 
     metis = {
         "label": label, "scheme": label, "precision": "scheme", "held_out_loss": loss,
-        "held_out_tokens": 1000, "loss_task": "held_out_loss", "nonfinite": {},
-        "truncated_requests": 0, "truncated_tokens": 0,
-        "settings": {"batch_size": 8}, "limits": {"piqa": None},
-        "items": {"boolq": {"acc": boolq}, "hellaswag": {"acc": hella, "acc_norm": norm}},
+        "held_out_tokens": 1000, "nonfinite": {},
+        "truncated_requests": 0, "truncated_tokens": 0, "settings": SETTINGS,
         "quantization_config": {"scheme": label},
     }  # fmt: skip
+    items = {"boolq": {"acc": boolq}, "hellaswag": {"acc": hella, "acc_norm": norm}}
     return {
+        "items": items,
         "results": {"boolq": values(acc=boolq), "hellaswag": values(acc=hella, acc_norm=norm)},
         "higher_is_better": {"boolq": {"acc": True}, "hellaswag": {"acc": True, "acc_norm": True}},
         "metis": {**metis, **changes},
     }
+
+
+def compare(records, *arguments, **options):
+    """Put rows of one result file each side by side."""
+    return tables.compare([[one] for one in records], *arguments, **options)
 
 
 def shown(comparison, block, name):
@@ -95,7 +101,7 @@ def test_differences_are_paired():
     gaps = 100 * np.array([-1, 0, 1, 0])
     assert row.scores["BoolQ"].error == pytest.approx(gaps.std(ddof=1) / 2)
     assert row.scores["HellaSwag"].error == 0  # the same items right, in both
-    other["metis"]["items"] = {}  # not known which: as if independent
+    other["items"] = {}  # not known which: as if independent
     (row,) = compare([control, other], TASKS).blocks[1].rows
     assert row.scores["BoolQ"].error == pytest.approx(100 * math.sqrt(2 * 0.25 / 3))
 
@@ -187,7 +193,7 @@ def test_rows_have_names_of_their_own():
     """A scheme is named where no directory has exactly its name, and in every conversion."""
 
     def named(label, scheme, **settings):
-        one = record(label, scheme=scheme, settings={"batch_size": 8, **settings})
+        one = record(label, scheme=scheme, settings={**SETTINGS, **settings})
         return compare([one], TASKS).blocks[0].rows[0].name
 
     assert named("runs/nvfp4", "nvfp4") == "runs/nvfp4"
@@ -280,27 +286,3 @@ def test_paper_tables_are_beside_the_results_too():
     )
     if link.is_symlink():  # a copy of the tree may have turned it into a file
         assert os.readlink(link) == "../metis_hf/lab/evaluate/paper_tables.json"
-
-
-def test_headline_picks_the_metric_of_the_table():
-    both = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": math.nan}
-    perplexity = {"word_perplexity,none": 9.0, "bits_per_byte,none": 2.0}
-    result = EvalResult(
-        {
-            "hellaswag": both,
-            "piqa": both,
-            "text": {**perplexity, "bits_per_byte_stderr,none": "N/A"},
-        },
-        versions={},
-        n_samples={},
-    )
-    assert result.headline("piqa") == ("acc", 0.5, 0.1)
-    name, value, stderr = result.headline("hellaswag")
-    assert name == "acc_norm"
-    assert math.isnan(value)
-    assert math.isnan(stderr)
-    name, value, stderr = result.headline("text")
-    assert (name, value) == ("bits_per_byte", 2.0)
-    assert math.isnan(stderr)
-    with pytest.raises(ValueError, match=r"no results for 'boolq'; there are \['hellaswag'"):
-        result.headline("boolq")

@@ -1,4 +1,4 @@
-"""Tasks on local data: lm-eval's definitions, its numbers, and no cache that could be stale."""
+"""Local tasks: lm-eval's definitions and numbers, and which data are refused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import datasets
 import lm_eval
 import numpy as np
 import pytest
-import torch
 from lm_eval.config.task import TaskConfig
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from lab.evaluate.eval_tools import DATA, make_model, make_tokenizer
+from lab.evaluate.eval_tools import DATA, make_model, scored
 from metis_hf.lab.evaluate import evaluate_model
-from metis_hf.lab.evaluate.harness import MetisLM
-from metis_hf.lab.evaluate.local_tasks import LOCAL_TASKS, local_group, read_task
-from metis_hf.lab.evaluate.run import TASK_FOLDERS, check_tasks, task_manager
+from metis_hf.lab.evaluate.tasks import LOCAL_TASKS, TASK_FOLDERS, plan_tasks, task_manager
 
 SOURCE = {
     "dataset_path",
@@ -35,13 +32,9 @@ SOURCE = {
 SAME_FLOAT32 = 1e-5  # relative: sums of tens of log-probabilities in another batch shape
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
-
-
-def local(*tasks, directory=DATA):
-    return local_group([read_task(task, directory) for task in tasks])
+def local(task, directory=DATA):
+    (planned,) = plan_tasks([task], directory)
+    return planned.spec
 
 
 def rows(task):
@@ -60,7 +53,7 @@ def test_definition_is_lm_evals_but_for_the_data(task):
     assert ours_fields == their_fields
     assert len(ours_fields) > 8
     assert ours.config.metadata["version"] == theirs.metadata["version"]
-    split = f"{LOCAL_TASKS[task].split}_split"
+    split = f"{LOCAL_TASKS[task][0]}_split"
     assert getattr(theirs, split) == getattr(ours.config, split)  # the split that is scored
     assert len(ours.eval_docs) == len(rows(task))
 
@@ -108,48 +101,27 @@ def hellaswag(row):
     return clean(context), [clean(ending) for ending in row["endings"]], int(row["label"])
 
 
-PROMPTS = {
-    "arc_challenge": arc,
-    "arc_easy": arc,
-    "boolq": boolq,
-    "lambada_openai": lambada,
-    "piqa": piqa,
-    "race": race,
-    "hellaswag": hellaswag,
-}
-
-
-@torch.no_grad()
-def score(model, tokenizer, prompt, choice):
-    """Sum of log-probabilities of " choice" after the prompt, and whether each is the likeliest."""
-    stripped = prompt.rstrip()  # spaces at the end belong to the continuation
-    whole = tokenizer.encode(f"{prompt} {choice}")
-    start = len(tokenizer.encode(stripped))
-    logits = model(torch.tensor([whole])).logits[0, start - 1 : -1].double()
-    target = torch.tensor(whole[start:])
-    total = logits.log_softmax(-1).gather(1, target[:, None]).sum().item()
-    return total, bool((logits.argmax(-1) == target).all())
+PROMPTS = dict(zip(LOCAL_TASKS, (arc, arc, boolq, lambada, piqa, race, hellaswag), strict=True))
 
 
 @pytest.mark.parametrize("task", LOCAL_TASKS)
 def test_scores_are_those_of_a_plain_loop(task, tokenizer):
     model = make_model()
-    group = local(task)
-    lm = MetisLM(model, tokenizer=tokenizer, batch_size=4)
-    manager = task_manager([group], None)
-    raw = lm_eval.simple_evaluate(lm, tasks=[group], task_manager=manager, bootstrap_iters=10)
+    found = evaluate_model(model, tokenizer, [local(task)], batch_size=4, log_samples=True)
     hits, normed, greedy = [], [], []
-    for row, sample in zip(rows(task), raw["samples"][task], strict=True):
+    for row, sample in zip(rows(task), found.samples[task], strict=True):
         prompt, choices, gold = PROMPTS[task](row)
-        assert sample["arguments"][0] == (prompt, f" {choices[0]}")
-        scores = [score(model, tokenizer, prompt, choice) for choice in choices]
+        assert tuple(sample["arguments"][0]) == (prompt, f" {choices[0]}")
+        start = len(tokenizer.encode(prompt.rstrip()))  # spaces at its end belong to what follows
+        whole = [tokenizer.encode(f"{prompt} {choice}") for choice in choices]
+        scores = [scored(model, ids[:start], ids[start:]) for ids in whole]
         totals = [total for total, _ in scores]
         measured = [likelihood for ((likelihood, _),) in sample["resps"]]
         assert measured == pytest.approx(totals, rel=SAME_FLOAT32)
         hits.append(np.argmax(totals) == gold)
         normed.append(np.argmax(np.divide(totals, [len(c) for c in choices])) == gold)
         greedy.append(scores[0][1])
-    results = raw["results"][task]
+    results = found.results[task]
     if task == "lambada_openai":
         assert results["acc,none"] == np.mean(greedy)
     else:
@@ -158,28 +130,25 @@ def test_scores_are_those_of_a_plain_loop(task, tokenizer):
 
 
 @pytest.mark.parametrize("task", LOCAL_TASKS)
-def test_missing_data_names_file_fields_and_an_example(task, tmp_path):
+def test_missing_data_names_the_file_and_its_columns(task, tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
-        read_task(task, tmp_path)
-    message = str(caught.value)
-    assert str(tmp_path / f"{task}.jsonl") in message
-    for name in LOCAL_TASKS[task].fields:
-        assert f"{name}: " in message
-    example = json.loads(message.split("for example ")[1])
-    (tmp_path / f"{task}.jsonl").write_text(json.dumps(example) + "\n")
-    assert read_task(task, tmp_path).rows == [example]  # the example is a valid line
+        plan_tasks([task], tmp_path)
+    assert str(tmp_path / f"{task}.jsonl") in str(caught.value)
+    assert all(f"{name}: " in str(caught.value) for name in LOCAL_TASKS[task][1])
 
 
 WRONG = [
     ("arc_easy", "answerKey", "E", "not one of the labels"),
     ("arc_challenge", "choices", {"text": ["a"], "label": ["A"]}, "of one length"),
+    ("arc_challenge", "choices", {"text": ["a", "b"]}, "of one length"),
     ("boolq", "label", True, "0 for no, 1 for yes"),
     ("lambada_openai", "text", "word", "at least two words"),
-    ("lambada_openai", "text", "a last word ", "which is asked for, at its end"),
-    ("lambada_openai", "text", "a last word\n", "which is asked for, at its end"),
+    ("lambada_openai", "text", "a last word ", "which is asked for"),
+    ("lambada_openai", "text", "a last word\n", "which is asked for"),
     ("piqa", "label", "0", "0 for sol1, 1 for sol2"),
     ("race", "problems", [{"question": "q"}], "repr, as a string"),
     ("hellaswag", "label", 0, '"0" to "3", a string'),
+    ("hellaswag", "endings", ["a", "b", "c"], "four texts"),
 ]
 
 
@@ -188,12 +157,12 @@ def test_wrong_field_is_named_with_its_line(task, name, value, expected, tmp_pat
     lines = [json.dumps(row) for row in [*rows(task)[:2], {**rows(task)[2], name: value}]]
     (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=rf'{task}.jsonl, line 3: field "{name}" is') as caught:
-        read_task(task, tmp_path)
+        plan_tasks([task], tmp_path)
     assert expected in str(caught.value)
     del (row := rows(task)[0])[name]
     (tmp_path / f"{task}.jsonl").write_text("\n\n" + json.dumps(row))
     with pytest.raises(ValueError, match=rf'line 3: field "{name}" is missing; there are'):
-        read_task(task, tmp_path)
+        plan_tasks([task], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -206,50 +175,92 @@ def test_wrong_field_is_named_with_its_line(task, name, value, expected, tmp_pat
     ],
 )
 def test_broken_files_are_named(content, message, tmp_path):
-    file = tmp_path / "lambada_openai.jsonl"
-    file.write_bytes(content)
+    (tmp_path / "lambada_openai.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"lambada_openai\.jsonl") as caught:
-        read_task("lambada_openai", tmp_path)
+        plan_tasks(["lambada_openai"], tmp_path)
     assert message in str(caught.value)
 
 
 def test_names_without_a_score_of_their_own(tmp_path):
     """A tag, or a group that averages nothing: results are their members' alone."""
-    (tmp_path / "one.yaml").write_text("task: one\ntag: several\n")
-    (tmp_path / "two.yaml").write_text("task: two\ntag: several\n")
-    (tmp_path / "bare.yaml").write_text("group: bare\ntask: [one, {task: two, num_fewshot: 1}]\n")
-    (tmp_path / "mean.yaml").write_text(
-        "group: mean\ntask: [one, two]\naggregate_metric_list: [{metric: acc}]\n"
-    )
-    check_tasks(["one", "mean"], tmp_path)
+    data = "dataset_path: json\ntest_split: test\noutput_type: loglikelihood\n"
+    data += f"dataset_kwargs: {{data_files: {{test: {DATA}/lambada_openai.jsonl}}}}\n"
+    data += "doc_to_text: ''\ndoc_to_target: text\nmetric_list: [{metric: acc}]\n"
+    for name, content in {
+        "one": f"task: one\ntag: several\n{data}",
+        "two": f"task: two\ntag: several\n{data}",
+        "several": "task: another\n",  # a file of the tag's name
+        "bare": "group: bare\ntask: [one, {task: two, num_fewshot: 1}]\n",
+        "mean": "group: mean\ntask: [one, two]\naggregate_metric_list: [{metric: acc}]\n",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(content)
+    assert [task.name for task in plan_tasks(["mean"], tmp_path)] == ["mean"]
     for name in ("several", "bare"):
         with pytest.raises(ValueError, match=f"{name} has no score of its own: .* for one, two;"):
-            check_tasks(["one", name], tmp_path)
+            plan_tasks([name], tmp_path)
 
 
-def test_replaced_file_of_same_name_size_and_date_is_read_anew(tokenizer, tmp_path, monkeypatch):
+def test_replaced_file_of_same_name_size_and_date_is_read_again(tokenizer, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    model = make_model()
     file = tmp_path / "piqa.jsonl"
+
+    def measured():
+        (task,) = plan_tasks(["piqa"], tmp_path)
+        result = evaluate_model(make_model(), tokenizer, [task.spec])
+        return result.headline("piqa")[1], task.data
+
     shutil.copy(DATA / "piqa.jsonl", file)
-    before, first = file.stat(), read_task("piqa", tmp_path)
-    accuracy = evaluate_model(model, tokenizer, [local_group([first])]).headline("piqa")[1]
+    before, (accuracy, digest) = file.stat(), measured()
     first_row, *others = rows("piqa")
     flipped = [{**first_row, "label": 1 - first_row["label"]}, *others]
     file.write_text("".join(json.dumps(row) + "\n" for row in flipped))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    second = read_task("piqa", tmp_path)
-    now = evaluate_model(model, tokenizer, [local_group([second])]).headline("piqa")[1]
+    now, other = measured()
     assert abs(now - accuracy) == pytest.approx(1 / len(flipped))
-    assert first.sha256 != second.sha256
+    assert other != digest
     assert not cache.exists()
 
 
 def test_other_columns_are_left_out(tmp_path):
-    file = tmp_path / "lambada_openai.jsonl"  # a column of two types, which no table can hold
+    """A column of two types, which no table can hold, does no harm."""
+    file = tmp_path / "lambada_openai.jsonl"
     file.write_text('{"text": "a b c", "id": 1}\n{"text": "d e f", "id": "x"}\n')
-    data = read_task("lambada_openai", tmp_path)
-    assert data.rows == [{"text": "a b c"}, {"text": "d e f"}]
-    assert data.override()["custom_dataset"]()["test"].num_rows == 2
+    group = local("lambada_openai", tmp_path)
+    task = task_manager([group], None).load([group])["tasks"]["lambada_openai"]
+    assert list(task.eval_docs) == [{"text": "a b c"}, {"text": "d e f"}]
+
+
+def test_all_that_a_task_of_ones_own_reads_counts(tmp_path):
+    """Its definition, what that includes and calls, and data that lies elsewhere."""
+    folder, elsewhere = tmp_path / "tasks", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    files = {
+        folder / "words.yaml": "task: words\ninclude: base.yaml\n",
+        folder / "base.yaml": "dataset_path: json\nprocess_docs: !function rows.clean\n"
+        f"dataset_kwargs: {{data_files: {{test: '{elsewhere}/*.jsonl'}}}}\ntest_split: test\n"
+        "output_type: loglikelihood\ndoc_to_text: ''\ndoc_to_target: text\n"
+        "metric_list: [{metric: acc}]\n",
+        folder / "rows.py": "def clean(rows):\n    return rows\n",
+        elsewhere / "rows.jsonl": '{"text": "one two"}\n',
+    }
+    for path, content in files.items():
+        path.write_text(content)
+
+    def data():
+        return plan_tasks(["words"], folder)[0].data
+
+    seen = [data()]
+    for path, content in files.items():
+        path.write_text(content.replace("one two", "two one") + "\n")
+        seen.append(data())
+    assert len(set(seen)) == 5
+    (folder / "piqa.jsonl").write_text("of another task")
+    (folder / "out").mkdir()
+    (folder / "out" / "results.json").write_text("{}")
+    assert data() == seen[-1]
+    (elsewhere / "rows.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"words\.yaml cannot be loaded by lm-eval"):
+        data()
