@@ -13,8 +13,8 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from metis_hf.config import MetisConfig
-from metis_hf.lab.evaluate import formats
 from metis_hf.lab.checkpoint import Checkpoint
+from metis_hf.lab.evaluate import formats
 from metis_hf.lab.evaluate.held_out import LOSS_TASK, HeldOutText, read_text
 from metis_hf.lab.evaluate.jobs import RESULTS, Job, Step
 from metis_hf.lab.evaluate.models import choose_models
@@ -87,7 +87,7 @@ class Options:
                 scheme_info(scheme)
 
     def limit_of(self, task: str) -> int | None:
-        """Return how many documents of a task are evaluated; None for all."""
+        """Return the number of documents of a task that are evaluated; None for all."""
         return self.limits.get(task, self.limits.get(""))
 
 
@@ -328,8 +328,8 @@ def largest_batch_size(model: PreTrainedModel, tokens: int) -> int:
 def longest_sequence(config: PreTrainedConfig, options: Options) -> int:
     """Return the most tokens of a sequence that a batch size must allow for.
 
-    The windows of a held-out text are as long as the model's context, and so may be the requests of
-    tasks that are not known; those of the paper's tasks are shorter than `PAPER_TOKENS`.
+    The windows of a held-out text are as long as the model's context, and requests of a task that
+    is not known may be; requests of the paper's tasks are shorter than `PAPER_TOKENS`.
     """
     config = config.get_text_config()
     names = ("n_positions", "max_position_embeddings", "n_ctx")  # as HFLM looks for it

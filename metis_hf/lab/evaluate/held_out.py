@@ -140,7 +140,7 @@ def held_out_loss(
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Return how many tokens of `text` are scored: all but the prefix token before them."""
+    """Return the number of tokens of `text` that are scored: all but the prefix token."""
     prefix = tokenizer.bos_token or tokenizer.eos_token
     if prefix and text.startswith(prefix):
         ids = tokenizer.encode(text, add_special_tokens=False)

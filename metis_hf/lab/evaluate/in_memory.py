@@ -1,4 +1,4 @@
-"""Evaluate a model in memory through lm-eval, in the middle of training or after it.
+"""Evaluation of a model in memory through lm-eval, in the middle of training or after it.
 
 `evaluate_model` is the one door to lm-eval: it leaves the random state, the training modes and the
 model's config as they were, loads only the task folders it needs, and keeps quiet. lm-eval's own

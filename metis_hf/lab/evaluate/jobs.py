@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 RESULTS = "results"  # the folder of lm-eval's files in the output directory
 FINISHED = "finished"  # and of the store's records
 # What decides the numbers beside the numerics.
-_SOURCE = ("checkpoints.py", "harness.py", "held_out.py", "in_memory.py", "tasks.py")
+_SOURCE = ("../checkpoint.py", "harness.py", "held_out.py", "in_memory.py", "tasks.py")
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,11 @@ class Step:
     @property
     def key(self) -> str:
         """The digest of the settings and of the code that decides the numbers."""
-        here = Path(__file__).parent
-        return task_key(source_digest(*(here / name for name in _SOURCE)), self.settings)
+        return task_key(_source_digest(), self.settings)
 
     @property
     def record_name(self) -> str:
-        """The name of the store's record; that of other settings lies beside it."""
+        """The name of the store's record; records of other settings lie beside it."""
         task = re.sub(r"[^\w.-]+", "-", self.task.name)
         return f"{FINISHED}/{task}-{self.key}"
 
@@ -238,6 +238,11 @@ def read_result(results: Path, *samples: Path) -> dict[str, Any]:
         if task not in record["metis"]["nonfinite"]:
             items[task] = right
     return {**record, "items": items}
+
+
+@cache
+def _source_digest() -> str:
+    return source_digest(*(Path(__file__).parent / name for name in _SOURCE))
 
 
 def own_schemes(checkpoint: Checkpoint) -> dict[str, str]:

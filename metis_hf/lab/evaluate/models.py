@@ -9,8 +9,8 @@ from pathlib import Path
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.hub import read_config
 from metis_hf.lab.checkpoint import DENSE, Checkpoint
-from metis_hf.lab.model_source import open_checkpoints, open_model
 from metis_hf.lab.evaluate.table import row_name
+from metis_hf.lab.model_source import open_checkpoints, open_model
 from metis_hf.shared.records import read_json
 
 

@@ -95,7 +95,7 @@ def shared_methods(rows: Sequence[tuple[str, str | None]], model: str) -> list[s
 def published_rows(model: str) -> dict[str, dict[str, Any]]:
     """Collect method -> row of a model over the three tables.
 
-    The ablation's row "Metis" is left out: its scores are those of BF16 (see the notes).
+    The ablation's row "Metis" is left out: its scores are the scores of BF16 (see the notes).
 
     Raises:
         ValueError: the paper has no such model.

@@ -75,7 +75,7 @@ def right_items(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
     Args:
         documents: the samples of one task as lm-eval logs them, once for each filter of the task;
-            scores are those of the first filter.
+            a task's scores come from the first filter.
     """
     first = [each for each in documents if each.get("filter") == documents[0].get("filter")]
     found = {}

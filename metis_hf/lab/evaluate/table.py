@@ -138,7 +138,7 @@ def compare(
     """Put results side by side.
 
     Args:
-        results: of each row, those of its tasks as `jobs.read_result` gives them.
+        results: for each row, the results of its tasks as `jobs.read_result` gives them.
         tasks: in the order of the columns.
         metrics: as `parse_metrics` gives them.
         control: label or name of the row that differences are taken to; by default the first
@@ -259,7 +259,7 @@ def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, s
 
 
 def row_name(label: str, scheme: str, precision: str, *, converted: bool) -> str:
-    """Return what the first column calls an evaluation: checkpoint, scheme, precision.
+    """Return the name of an evaluation in the first column: checkpoint, scheme, precision.
 
     A directory of the scheme's name says it already, unless the checkpoint is converted.
     """
@@ -350,7 +350,7 @@ def _error_notes(rows: Sequence[Row], reference: Row | None) -> list[str]:
     if reference is not None:
         paired = all(s.items for c, s in reference.scores.items() if s.percent and c != AVERAGE)
         notes.append(
-            "The error of a difference is that of the paired differences over the same items; it "
+            "The error of a difference comes from the paired differences over the same items; it "
             "does not hold the spread between training runs."
             if paired
             else "The error of a difference takes the two rows as independent where it is not "

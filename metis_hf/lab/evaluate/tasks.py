@@ -2,7 +2,7 @@
 
 A folder of local tasks holds `<task>.yaml` in lm-eval's format, as its `--include_path` does, or
 for one of the paper's seven tasks `<task>.jsonl` alone. Of the latter the rows are checked and
-handed over in memory, so that a cache of `datasets` cannot give those of an earlier file.
+handed over in memory, so that a cache of `datasets` cannot give an earlier file's rows.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from lab.evaluate.eval_tools import make_model, make_tokenizer, save
+from lab.evaluate.eval_tools import DATA, make_model, run, save
 from metis_hf import (
     MetisConfig,
     calibrate,
@@ -25,18 +25,12 @@ from metis_hf import (
 from metis_hf.deploy import export_checkpoint
 from metis_hf.lab import model_source as opening
 from metis_hf.lab.checkpoint import Checkpoint
-from metis_hf.lab.evaluate.command import _check_vocabulary
 from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.paper import published_method
 from metis_hf.lab.model_source import open_checkpoint, open_checkpoints
 
 CPU = torch.device("cpu")
 BF16_TOLERANCE = 0.02  # some 20 roundings to 2^-9 on the way through one block, and a margin
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 @pytest.fixture
@@ -186,7 +180,7 @@ def test_adapters(scheme, tmp_path, tokenizer, ids):
     assert [one.adapter is None for one in both] == [True, False]
     lm = MetisLM(str(tmp_path / "adapter"), device="cpu", dtype="float32")
     with torch.no_grad():
-        assert torch.equal(lm._model_call(ids), found(ids).logits)
+        assert torch.equal(lm.model(ids).logits, found(ids).logits)
 
 
 def test_an_adapter_over_a_plain_model_that_was_converted(tmp_path, tokenizer, ids):
@@ -247,7 +241,7 @@ def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
         expected = model.eval()(ids).logits
     assert (found - expected).norm() < 1e-3 * expected.norm()
     lm = MetisLM(str(tmp_path / "packed"), device="cpu", dtype="float32")
-    assert torch.equal(lm._model_call(ids), found)
+    assert torch.equal(lm.model(ids).logits, found)
     config = json.loads((tmp_path / "packed/config.json").read_text())
     config["quantization_config"]["format"] = "int-quantized"
     (tmp_path / "packed/config.json").write_text(json.dumps(config))
@@ -365,10 +359,13 @@ def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
     place = save(tmp_path / "more", None, tokenizer)
     tokenizer = open_checkpoint(place).tokenizer()
     tokenizer.add_tokens([f"<unused{n}>" for n in range(600)])
-    _check_vocabulary(open_checkpoint(place), tokenizer)
+    given = [place, "--tasks", "piqa", "--tasks-dir", DATA, "--limit", 1, "--out", tmp_path / "out"]
+    tokenizer.save_pretrained(place)
+    assert run(*given).exit_code == 0
     tokenizer.bos_token = "<unused599>"  # what rolling likelihoods begin with
+    tokenizer.save_pretrained(place)
     with pytest.raises(ValueError, match=r"gives tokens up to \d+, and the model knows 512"):
-        _check_vocabulary(open_checkpoint(place), tokenizer)
+        raise run(*given).exception
 
 
 def test_fingerprint_is_of_an_adapters_config_too(tmp_path):

@@ -10,7 +10,8 @@ import torch
 
 from lab.evaluate.eval_tools import DATA, make_model, make_tokenizer, results, run, save
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.lab.evaluate import jobs, opening
+from metis_hf.lab import model_source
+from metis_hf.lab.evaluate import jobs
 from metis_hf.lab.evaluate.models import choose_models, read_conversions
 from metis_hf.schemes import discovery
 
@@ -142,7 +143,7 @@ def test_model_of_the_hub(folder, monkeypatch):
             raise OSError("401 Client Error")
         return str(folder / "base")
 
-    monkeypatch.setattr(opening.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(model_source.huggingface_hub, "snapshot_download", snapshot_download)
     (one, other), control = choose_models([folder / "run", "maker/model"], control="maker/model")
     assert (other.label, other.scheme, other.path) == ("maker/model", "dense", folder / "base")
     assert control == "maker/model"
