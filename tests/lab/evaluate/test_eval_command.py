@@ -14,7 +14,6 @@ from lm_eval.utils import make_table
 from texts import documents
 
 from lab.evaluate.eval_tools import (
-    CONTEXT,
     DATA,
     VOCAB,
     make_model,
@@ -22,7 +21,6 @@ from lab.evaluate.eval_tools import (
     results,
     run,
     save,
-    scored,
 )
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.lab.evaluate import command, jobs
@@ -31,7 +29,6 @@ from metis_hf.lab.evaluate.tasks import LOCAL_TASKS
 from metis_hf.lab.store import Store
 
 TEXT = "The clock in the hall struck nine, and nobody came down to breakfast. " * 30
-SAME_FLOAT32 = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +96,6 @@ def test_result_files_are_lm_evals_with_one_key_more(evaluated):
     losses = {name: row[LOSS_TASK]["metis"]["held_out_loss"] for name, row in found.items()}
     assert losses["metis, dense"] == losses["bf16"]  # the same weights
     assert losses["metis"] != losses["bf16"]
-
-
-def test_loss_is_the_models_cross_entropy(evaluated, tokenizer):
-    measured = results(evaluated[0])["bf16"][LOSS_TASK]["metis"]
-    ids, model, total = tokenizer.encode(TEXT), make_model(), 0.0
-    assert measured["held_out_tokens"] == len(ids)
-    for start in range(0, len(ids), CONTEXT):
-        window = ids[start : start + CONTEXT]
-        first = max(0, start + len(window) - CONTEXT)  # the last window is filled up
-        total -= scored(model, [tokenizer.eos_token_id, *ids][first : start + 1], window)[0]
-    assert measured["held_out_loss"] == pytest.approx(total / len(ids), rel=SAME_FLOAT32)
 
 
 def test_tables_on_disk(evaluated, runs):
