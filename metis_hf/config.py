@@ -1,7 +1,6 @@
 """MetisConfig: everything that decides how a model is quantized.
 
-Frozen, checked once, JSON both ways. What a scheme does with these values is said in `schemes/`.
-Standard library only.
+Frozen, checked once, JSON both ways. `schemes/` says what a scheme does with these values.
 """
 
 from __future__ import annotations
@@ -9,25 +8,43 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from metis_hf.config_checks import (
-    DECOMPOSABLE,
-    PASSES,
-    check,
-    containing_pattern,
-    is_int,
-    matching_pattern,
-)
+from metis_hf.shared import patterns
 from metis_hf.shared.messages import shown
 
-# Defined beside the checks, and known by this module's name.
-__all__ = ["DECOMPOSABLE", "PASSES", "MetisConfig", "containing_pattern", "matching_pattern"]
-
-
+DECOMPOSABLE: tuple[str, ...] = ("weight", "activation", "gradient")
+PASSES: tuple[str, ...] = ("forward", "backward")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "operand_mode": (None, "shared", "contraction"),
+    "forward_rounding": (None, "nearest", "stochastic"),
+    "backward_rounding": (None, "nearest", "stochastic"),
+    "scale_rounding": (None, "nearest", "up", "floor", "even"),  # None: each format's own
+    "outer_scale": ("tensor", "token"),
+    "backend": ("emulated", "native", "auto"),
+    "two_level": (True, False),
+    "split_weight": (None, True, False),
+}
+# A config is read from other people's checkpoints: no value may make a model run for ever.
+_LARGEST = 2**24  # more than any dimension of a weight, and than any number of blocks
+_MOST_NAMES = 10_000  # in a list or a mapping: more than any model has linear layers
+_MOST_CHARACTERS = 10_000  # in all regular expressions of a config; plain names do not count
+_INTEGERS = {  # field -> least, most
+    "rank": (1, _LARGEST),
+    "rank_multiple": (1, _LARGEST),
+    "oversample": (0, _LARGEST),
+    "keep_first_blocks": (0, _LARGEST),
+    "keep_last_blocks": (0, _LARGEST),
+    "n_iter": (0, 64),  # a ratio .9 of neighbouring singular values has become .9^129 = 1e-6
+    "refresh_interval": (0, 2**63 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
+_OPTIONAL = {"rank", "rank_multiple", "gradient_rank_frac", "attention", "format", "decompose",
+             "exclude_modules", "modules_to_not_convert"}  # fmt: skip
 _TUPLES = (
     "decompose",
     "target_modules",
@@ -46,8 +63,7 @@ class MetisConfig:
     Args:
         scheme: a registered scheme: "metis", "metis-paper", "nvidia", "nvfp4", "bf16", ...
         rank_frac: share of min(in_features, out_features) directions kept apart (paper: 1.5 %).
-        rank: number of directions of every layer, instead of `rank_frac`; 1 to 2**24, which is
-            more than any dimension of a weight.
+        rank: number of directions of every layer, instead of `rank_frac`; 1 to 2**24.
         rank_multiple: a rank from `rank_frac` is rounded up to a multiple of this (1 to 2**24);
             None takes the scheme's own: at least 48 and a multiple of 16, one block, for "metis";
             32 where `split_weight` stores factors, under any scheme but "metis-paper"; there 1.
@@ -57,10 +73,8 @@ class MetisConfig:
             from, as a share of the tokens (paper: 1 % of sequences); at least
             4 (rank + oversample), under `metis` 16.
         oversample: extra columns of the random sketch, 0 to 2**24.
-        n_iter: power iterations of the range finder, 0 to 64. Directions whose singular values
-            differ by a tenth are told apart to 1e-6 by then, and each iteration costs time in
-            every call.
-        decompose: which tensors "metis" and "metis-paper" split: any of "weight", "activation",
+        n_iter: power iterations of the range finder, 0 to 64. Each costs time in every call.
+        decompose: tensors that "metis" and "metis-paper" split: any of "weight", "activation",
             "gradient"; None takes the scheme's own: all three for "metis-paper", activations and
             gradients for "metis".
         split_weight: store weights as trainable u, s, vh and residual (True) or as one matrix
@@ -69,46 +83,42 @@ class MetisConfig:
         operand_mode: "shared", one quantized copy of a tensor for all its GEMMs (the paper), or
             "contraction", one per GEMM with blocks along its contraction dimension (hardware);
             None takes the scheme's own.
-        format: number format of quantized operands ("mxfp8-e4m3", "int4", ...), a name of
-            `metis_hf.numerics.FORMATS`; None takes the scheme's own, mostly "nvfp4". A scheme that
-            is defined by its format refuses another.
+        format: number format of quantized operands, a name of `metis_hf.numerics.FORMATS`; None
+            takes the scheme's own, mostly "nvfp4". A scheme that is defined by its format refuses
+            another.
         forward_rounding: element rounding in the forward pass, overriding the scheme's.
         backward_rounding: element rounding of gradients, overriding the scheme's.
         scale_rounding: rounding of block scales, overriding the scheme's.
         high_precision: passes that run unquantized: any of "forward", "backward".
-        attention: the scheme whose operands the two products of attention take, queries by keys
-            and probabilities by values; None leaves them as they are (`layers.attention`).
+        attention: the scheme that quantizes the two products of attention, queries by keys and
+            probabilities by values; None leaves them as they are (`layers.attention`).
         two_level: one fp32 scale per tensor above the block scales. False warns: without it,
             block scales underflow E4M3 and gradients become zero.
-        outer_scale: what has that fp32 scale: "tensor", or "token": each row of inputs and output
-            gradients, where blocks lie along the rows. Weights, and copies with blocks along
-            tokens, keep one for the tensor.
+        outer_scale: "tensor" has that fp32 scale for a tensor, "token" for each row of inputs and
+            output gradients, where blocks lie along the rows. Weights, and copies with blocks
+            along tokens, keep one for the tensor.
         target_modules: "all-linear", a regular expression for full names, or a list of name
-            suffixes; as in PEFT. Lists and mappings have at most 10,000 entries. Regular
-            expressions, here and below, have at most 2,000 characters each and no
-            backreferences, conditions, atomic groups or possessive repeats: all others are
-            matched in bounded time (`metis_hf.shared.patterns`).
+            suffixes; as in PEFT. Lists and mappings have at most 10,000 entries. RE2 matches
+            regular expressions, here and below: it has no look-arounds and no back-references.
         exclude_modules: layers to leave out, in the same two forms. With "all-linear" or a regular
             expression the output head, routers and weights tied to others stay as they are too.
         modules_to_not_convert: names of modules, or regular expressions for them, that stay as
             they are with everything inside.
         layers_to_transform: indices of the transformer blocks to convert; needs a list in
             `target_modules`.
-        layers_pattern: name of the list of blocks ("layers", "h"), for `layers_to_transform`;
-            letters, digits, "_" and ".".
+        layers_pattern: name of the list of blocks ("layers", "h"), for `layers_to_transform`.
         rank_pattern: name suffix or regular expression -> rank, overriding `rank` for layers.
         scheme_pattern: the same -> scheme, overriding `scheme`: {"down_proj": "bf16"}.
         keep_first_blocks: transformer blocks at the start that stay in high precision.
-        keep_last_blocks: transformer blocks at the end that stay in high precision. Counted is the
-            outermost list: in hierarchical models (Swin) stages.
+        keep_last_blocks: transformer blocks at the end that stay in high precision. The blocks of
+            the outermost list are counted: in hierarchical models (Swin) stages.
         refresh_interval: optimizer steps between re-decompositions of stored u, s, vh and
             residual by MetisCallback; 0 never refreshes, as the paper.
         backend: what computes the GEMMs: "emulated", in the model's precision on any device;
             "native", the FP4 units of a GPU that has them, an error where a layer or a device
             does not allow it; "auto", native where it can be and emulated elsewhere, as the report
             of the conversion says.
-        seed: seed of all noise (stochastic rounding, sampled rows, signs, sketches); a signed
-            integer of 64 bits.
+        seed: seed of all noise (stochastic rounding, sampled rows, signs, sketches); 64 bits.
 
     Raises:
         ValueError: a value out of range; the message names it and the choices.
@@ -150,7 +160,7 @@ class MetisConfig:
     format_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if is_int(self.layers_to_transform):
+        if _is_int(self.layers_to_transform):
             object.__setattr__(self, "layers_to_transform", (self.layers_to_transform,))
         for name in _TUPLES:
             value = getattr(self, name)
@@ -159,9 +169,9 @@ class MetisConfig:
                 object.__setattr__(self, name, tuple(values))
         for name in _MAPPINGS:
             value = getattr(self, name)
-            if isinstance(value, Mapping):  # what becomes of the caller's is no matter of ours
+            if isinstance(value, Mapping):
                 object.__setattr__(self, name, dict(value))
-        check(self)
+        _check(self)
         if not self.two_level:
             warnings.warn(
                 "two_level=False: E4M3 block scales of values under about 1e-2 underflow, and "
@@ -178,10 +188,10 @@ class MetisConfig:
     def for_layer(self, name: str) -> MetisConfig:
         """Return the config of one layer, with the patterns applied to its name."""
         changes: dict[str, Any] = {}
-        for key, patterns in (("scheme", self.scheme_pattern), ("rank", self.rank_pattern)):
-            pattern = matching_pattern(patterns, name)
+        for key, values in (("scheme", self.scheme_pattern), ("rank", self.rank_pattern)):
+            pattern = patterns.matching_pattern(values, name)
             if pattern is not None:
-                changes[key] = patterns[pattern]
+                changes[key] = values[pattern]
         return self.replace(**changes) if changes else self
 
     def for_attention(self) -> MetisConfig:
@@ -229,7 +239,7 @@ class MetisConfig:
         if method != cls.quant_method:
             raise ValueError(f"quant_method={shown(method)} is no Metis config; expected 'metis'")
         version = values.pop("format_version", cls.format_version)
-        if not is_int(version) or version < 1:
+        if not _is_int(version) or version < 1:
             raise ValueError(
                 f"format_version={shown(version)}; expected an integer from 1 to "
                 f"{cls.format_version}"
@@ -266,3 +276,122 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check(config: MetisConfig) -> None:
+    for name, ok, expected in _rules(config):
+        value = getattr(config, name)
+        none = name in _OPTIONAL
+        if not (ok or (none and value is None)):
+            raise ValueError(f"{name}={shown(value)}; expected {'None or ' * none}{expected}")
+    _check_blocks(config)
+    _check_expressions(config)
+
+
+def _rules(config: MetisConfig) -> Iterator[tuple[str, bool, str]]:
+    """Yield each field, whether its value is right, and what is expected."""
+    value: Any
+    for name in ("scheme", "attention", "format"):
+        kind = "format" if name == "format" else "scheme"
+        ok = _is_name(getattr(config, name))
+        yield name, ok, f"a {kind}'s name, at most 200 characters"
+    for name in ("rank_frac", "sample_frac", "gradient_rank_frac"):
+        value = getattr(config, name)
+        ok = (_is_int(value) or isinstance(value, float)) and 0 < value <= 1
+        yield name, ok, "a share, 0 < share <= 1"
+    for name, (least, most) in _INTEGERS.items():
+        value = getattr(config, name)
+        yield name, _is_int(value) and least <= value <= most, f"an integer from {least} to {most}"
+    for name, choices in _CHOICES.items():
+        value = getattr(config, name)
+        ok = any(value == choice and isinstance(value, type(choice)) for choice in choices)
+        yield name, ok, f"one of {', '.join(map(str, choices))}"
+    for name, several in (("decompose", DECOMPOSABLE), ("high_precision", PASSES)):
+        value = getattr(config, name)
+        ok = _is_names(value) and set(value) <= set(several)
+        yield name, ok, f"a list of any of {', '.join(several)}"
+    for name in ("target_modules", "exclude_modules", "modules_to_not_convert"):
+        value = getattr(config, name)
+        one = name != "modules_to_not_convert"
+        ok = bool(value) and (_is_names(value) or (one and isinstance(value, str)))
+        yield name, ok, f"{'a string or ' * one}a list of 1 to {_MOST_NAMES:,} names"
+    for name, kind in (("rank_pattern", f"integers from 1 to {_LARGEST}"),
+                       ("scheme_pattern", "names of schemes")):  # fmt: skip
+        value = getattr(config, name)
+        ok = isinstance(value, Mapping) and len(value) <= _MOST_NAMES
+        for key, each in value.items() if ok else ():
+            is_rank = _is_int(each) and 1 <= each <= _LARGEST
+            right = is_rank if name == "rank_pattern" else _is_name(each)
+            ok = ok and isinstance(key, str) and right
+        expected = f"a mapping of at most {_MOST_NAMES:,} names or regular expressions to {kind}"
+        yield name, ok, expected
+
+
+def _check_blocks(config: MetisConfig) -> None:
+    """Refuse block indices that are none, or that PEFT's matching would silently ignore."""
+    layers, pattern = config.layers_to_transform, config.layers_pattern
+    named = isinstance(pattern, str) and re.fullmatch(r"[\w.]{1,200}", pattern)
+    if pattern is not None and not named:
+        raise ValueError(
+            f"layers_pattern={shown(pattern)}; expected None or the name of a list of blocks, "
+            'as "layers" or "transformer.h"'
+        )
+    if layers is None:
+        if pattern is not None:
+            raise ValueError(
+                f"layers_pattern={pattern!r} without layers_to_transform has no effect; give "
+                "layers_to_transform too"
+            )
+        return
+    indices = isinstance(layers, tuple) and 0 < len(layers) <= _MOST_NAMES
+    if not (indices and all(_is_int(index) and 0 <= index <= _LARGEST for index in layers)):
+        raise ValueError(f"layers_to_transform={shown(layers)}; expected block indices >= 0")
+    if isinstance(config.target_modules, str):
+        raise ValueError(
+            f"layers_to_transform={shown(list(layers))} has no effect with "
+            f"target_modules={shown(config.target_modules)}: PEFT's matching looks at block "
+            "indices only for a list of names. Give target_modules as a list, or put the "
+            "indices into the regular expression"
+        )
+
+
+def _check_expressions(config: MetisConfig) -> None:
+    """Refuse texts that are no regular expressions, or too many of them."""
+    fields = {
+        "target_modules": patterns.name_pattern,
+        "exclude_modules": patterns.name_pattern,
+        "modules_to_not_convert": patterns.containing_pattern,
+        "rank_pattern": patterns.ending_pattern,
+        "scheme_pattern": patterns.ending_pattern,
+    }
+    characters = 0
+    for name, matcher in fields.items():
+        value = getattr(config, name)
+        if isinstance(value, tuple) and name != "modules_to_not_convert":
+            continue  # names in full, and ends of names
+        for text in (value,) if isinstance(value, str) else value or ():
+            try:
+                matcher(text)
+            except ValueError as error:
+                expected = "expected a regular expression"
+                raise ValueError(f"{name}={shown(text)}; {expected}: {error}") from None
+            characters += 0 if re.fullmatch(r"[\w.-]*", text) else len(text)
+            if characters > _MOST_CHARACTERS:
+                raise ValueError(
+                    f"{name}={shown(text)}; with this one the regular expressions have more than "
+                    f"{_MOST_CHARACTERS:,} characters in all; write fewer or shorter ones (plain "
+                    "names do not count)"
+                )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 200
+
+
+def _is_names(value: object) -> bool:
+    names = isinstance(value, tuple) and len(value) <= _MOST_NAMES
+    return names and all(isinstance(each, str) for each in value)  # type: ignore[attr-defined]

@@ -17,8 +17,7 @@ ROOT = Path(metis_hf.__file__).parent
 SPINE = ("noise", "config", "numerics", "transforms", "operands", "schemes", "layers")
 BESIDE = {"shared", "data"}  # they know nothing of quantization
 ALLOWED: dict[str, set[str]] = {
-    "config": {"config_checks", "shared"},
-    "config_checks": {"shared"},
+    "config": {"shared"},
     "noise": set(),
     "shared": set(),
     "data": {"shared"},

@@ -1,15 +1,15 @@
 """Names that a config means: the rules of PEFT's `check_target_module_exists`, in bounded time.
 
 PEFT matches with `re`, which some patterns keep busy for ever; a config comes from other people's
-checkpoints. The tests hold these rules to PEFT's own.
+checkpoints, so RE2 matches here. The tests hold these rules to PEFT's own.
 """
 
 from __future__ import annotations
 
 import re
 
-from metis_hf.config import MetisConfig, containing_pattern
-from metis_hf.shared.patterns import name_pattern
+from metis_hf.config import MetisConfig
+from metis_hf.shared.patterns import containing_pattern, name_pattern
 
 ALL_LINEAR = "all-linear"
 EXCLUDED = ("in modules_to_not_convert", "excluded by exclude_modules")

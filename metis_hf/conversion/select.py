@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from metis_hf.config import MetisConfig, containing_pattern, matching_pattern
+from metis_hf.config import MetisConfig
 from metis_hf.conversion.candidates import AS_THEY_ARE, Naming, config_for, find_candidates
 from metis_hf.conversion.heads import find_heads, find_routers
 from metis_hf.conversion.matching import EXCLUDED, NameRules, ends
-from metis_hf.shared.patterns import name_pattern
+from metis_hf.shared.patterns import containing_pattern, matching_pattern, name_pattern
 
 _NO_LINEAR = (
     "only nn.Linear, transformers' Conv1D and fused experts can be converted. Name the linear "

@@ -15,9 +15,9 @@ from torch import nn
 
 from conversion.architectures import ARCHITECTURES, EXPERTS, LAYERS, _build
 from metis_hf import MetisConfig, MetisLinear, QuantLinear, get_metis_model, metis_layers
-from metis_hf.config import matching_pattern
 from metis_hf.conversion.matching import NameRules
 from metis_hf.conversion.select import select_modules
+from metis_hf.shared.patterns import matching_pattern
 
 MLP_OF = "model.layers.{}.mlp.{}"
 
@@ -110,7 +110,7 @@ FORMS = {
         "layers_pattern": "layers",
     },
     "regex of alternatives": {"target_modules": r".*layers\.(\d+)\.(mlp|self_attn)\.(q|up)_proj$"},
-    "regex that looks ahead": {"target_modules": r"^(?!.*\.1\.).*(?:q|v)_proj"},
+    "anchored regex": {"target_modules": r"^model\.layers\.[^1].*(?:q|v)_proj$"},
     "lazy regex": {"target_modules": r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|down_proj).*?)"},
     "head by name": {"target_modules": ["q_proj", "lm_head"]},
 }
