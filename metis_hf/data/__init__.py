@@ -1,12 +1,10 @@
-"""Training data as in the paper: filtered, joined, split and chunked text.
+"""Text and tokens: chunked tokens, chat files, documents of files, the embedded corpus.
 
-Here: reading documents (`source`), the text filters (`filters`), the perplexity filter
-(`perplexity`), the resumable pipeline (`prepare`) and its output format (`chunked`).
-`recipes/prepare_data.py` is the command. The corpus for demos and tests is `metis_hf.data.corpus`.
+`recipes/prepare_data.py` writes chunked tokens (`chunked`) of documents that `documents` reads and
+`perplexity` scores. `chat` reads the texts of a fine-tuning, `sequences` those of a measurement.
+The corpus for demos and tests is `corpus`.
 """
 
-from metis_hf.data.arguments import PrepareArguments
 from metis_hf.data.chunked import load_chunked
-from metis_hf.data.prepare import prepare
 
-__all__ = ["PrepareArguments", "load_chunked", "prepare"]
+__all__ = ["load_chunked"]

@@ -1,9 +1,8 @@
-"""Perplexity of documents under a reference causal language model, and the rule that uses it."""
+"""Perplexity of documents under a reference causal language model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WEIGHTS = ("*.safetensors", "*.bin")
-DEVIATIONS = 2.0  # arXiv:2509.00404, section 4: "more than two standard deviations from the mean"
 
 
 class Scorer:
@@ -45,12 +43,8 @@ class Scorer:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         self.model = model.to(self.device).eval()
 
-    def score(self, texts: Sequence[str], progress: Callable[[int], Any]) -> np.ndarray:
+    def score(self, texts: Sequence[str]) -> np.ndarray:
         """Return nats per token, the mean negative log-likelihood; perplexity is its exponential.
-
-        Args:
-            texts: Any number of documents.
-            progress: Called with the number of texts that each batch finished.
 
         Returns:
             float64 `[len(texts)]`; NaN for a text that has no tokens under the reference.
@@ -71,7 +65,6 @@ class Scorer:
                     f"the reference model {self.name} gives a loss that is not finite; check its "
                     "weights, or use another with --reference-model"
                 )
-            progress(len(chosen))
         return scores
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -158,33 +151,3 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the token that is put before a text."""
     prefix = tokenizer.bos_token_id
     return tokenizer.eos_token_id if prefix is None else prefix
-
-
-@dataclass(frozen=True)
-class Outliers:
-    """The documents that deviate by more than `DEVIATIONS` standard deviations from the mean.
-
-    Attributes:
-        keep: bool `[documents]`; False also where the score is NaN.
-        mean: Of the perplexities, every scored document counting once.
-        std: Population standard deviation (divided by n).
-        too_high: Number of documents above the band.
-        too_low: Number of documents below the band.
-    """
-
-    keep: np.ndarray
-    mean: float
-    std: float
-    too_high: int
-    too_low: int
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> Outliers:
-        """Apply the rule to one value per document."""
-        scored = values[np.isfinite(values)]
-        if not scored.size:
-            return cls(np.zeros(values.shape, bool), float("nan"), float("nan"), 0, 0)
-        mean, std = float(scored.mean()), float(scored.std())
-        high, low = values > mean + DEVIATIONS * std, values < mean - DEVIATIONS * std
-        keep = np.isfinite(values) & ~high & ~low
-        return cls(keep, mean, std, int(high.sum()), int(low.sum()))

@@ -1,0 +1,176 @@
+"""Documents of local files and of datasets on the hub: a stream of bytes that can go on.
+
+Bytes and not text, so that a reader drops and counts what is no text instead of ending its run.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import datasets
+
+_KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+
+
+def open_files(
+    patterns: Sequence[str], text_column: str
+) -> tuple[datasets.IterableDataset, str | None]:
+    """Open local files at their beginning, as a stream of Arrow tables with one column.
+
+    Args:
+        patterns: paths and glob patterns of .jsonl, .txt (also packed) or .parquet files.
+        text_column: of the rows that hold the text; not used for .txt.
+
+    Returns:
+        (stream, key of the text where each document is a line of JSON, else None).
+
+    Raises:
+        FileNotFoundError: a path does not exist or a pattern matches nothing.
+        ValueError: names of unknown or different kinds, damaged files, or no such text column.
+    """
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    paths = local_files(patterns)
+    kind = _kind(paths[0])
+    if kind == "parquet":
+        filled = []  # datasets does not read parts without rows
+        for path in paths:
+            try:
+                filled += [glob.escape(path)] if pq.read_metadata(path).num_rows else []
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"--files {path} is not parquet ({error})") from None
+        if not filled:
+            raise ValueError(
+                f"--files {' '.join(paths)}: no file has rows; give files with documents"
+            )
+        stream = datasets.load_dataset("parquet", data_files=filled, split="train", streaming=True)
+        return text_of(stream, text_column, paths[0]), None
+    by_line = kind == "jsonl"
+    first = next(_read(paths[:1], by_line), None)
+    if by_line and first is not None:
+        _check_first_line(first["document"], text_column, paths[0])
+    stream = datasets.IterableDataset.from_generator(
+        _read,
+        features=datasets.Features({"document": datasets.Value("large_binary")}),
+        gen_kwargs={"paths": paths, "by_line": by_line},
+    )
+    return stream.with_format("arrow"), text_column if by_line else None
+
+
+def text_of(stream: datasets.IterableDataset, column: str, where: str) -> datasets.IterableDataset:
+    """Return one column of a streamed dataset, as Arrow tables.
+
+    Raises:
+        ValueError: there is no row or no such column, or it holds no text; `where` is named.
+    """
+    import pyarrow as pa
+
+    first = next(iter(stream.with_format("arrow").iter(batch_size=1)), None)
+    if first is None:
+        raise ValueError(f"{where} has no rows")
+    _check_column(column, first.column_names, where)
+    kind = first.schema.field(column).type
+    if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        raise ValueError(f"column {column!r} holds {kind}, not text")
+    # Other columns may differ from file to file, which would end the run.
+    return stream.select_columns([column]).with_format("arrow")
+
+
+def local_files(patterns: Sequence[str]) -> list[str]:
+    """Return the files that paths and glob patterns name, each once; see `open_files`."""
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if os.path.isfile(path)]
+        if not found:
+            raise FileNotFoundError(
+                f"--files {pattern}: no such file; give paths of files, or a glob pattern such as "
+                f"'{pattern.rstrip('/')}/*.jsonl'"
+            )
+        paths += [path for path in found if path not in paths]
+    kinds = {_kind(path): path for path in reversed(paths)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"--files mixes kinds ({' and '.join(kinds.values())}); prepare each kind on its own, "
+            "or convert one"
+        )
+    return paths
+
+
+def _kind(path: str) -> str:
+    packed = Path(path).suffix in _OPENERS
+    kind = _KINDS.get(Path(path).with_suffix("").suffix if packed else Path(path).suffix)
+    if kind is None or (kind == "parquet" and packed):
+        raise ValueError(
+            f"--files {path}: cannot tell how to read it; names must end in .jsonl or .txt "
+            f"(optionally with {', '.join(_OPENERS)}) or in .parquet"
+        )
+    return kind
+
+
+def _open_zst(path: str, mode: str) -> io.BufferedReader:
+    import pyarrow as pa
+
+    # zstandard's own reader takes a file that was cut short for whole.
+    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
+
+
+_OPENERS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".zst": _open_zst,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+}
+
+
+def _read(paths: list[str], by_line: bool) -> Iterator[dict[str, bytes]]:
+    """Yield each line that is not blank, or each whole file."""
+    for path in paths:
+        try:
+            with _OPENERS.get(Path(path).suffix, open)(path, "rb") as file:
+                if by_line:
+                    yield from ({"document": line} for line in file if line.strip())
+                else:
+                    yield {"document": file.read().replace(b"\r\n", b"\n")}
+        except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # the disk's error, which names the file
+            raise ValueError(
+                f"--files {path} is damaged or cut short ({error}); make or copy it again"
+            ) from None
+
+
+def _check_first_line(line: bytes, column: str, path: str) -> None:
+    text = line.removeprefix(codecs.BOM_UTF8).decode(errors="replace").rstrip()
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{path} is not JSON lines: its first line is {text[:60]!r}, expected one object per "
+            f'line, such as {{"{column}": "..."}}'
+        )
+    _check_column(column, list(row), path)
+
+
+def _check_column(column: str, columns: list[str], where: str) -> None:
+    if column not in columns:
+        raise ValueError(
+            f"{where} has no column {column!r}; its columns are: {', '.join(columns[:20])}. Name "
+            "the one with the text with --text-column"
+        )
