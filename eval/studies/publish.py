@@ -253,7 +253,7 @@ def publish_finetune(runs: Sequence[Path], name: str) -> None:
 
 def draw_finetune(name: str) -> None:
     """Write the table of a fine-tuning that is on record."""
-    from metis_hf.lab.finetune.report import Outcome, markdown_tables
+    from metis_hf.lab.finetune_table import Outcome, markdown_tables
 
     target = RESULTS / name
     records = json.loads((target / "results.json").read_text())["runs"]

@@ -116,7 +116,7 @@ def export(
     console = Console(markup=False)
     load: Callable[[str | Path], PreTrainedModel] = load_metis_model
     if quantizes:
-        from metis_hf.lab.finetune.ptq import Calibration, calibrated_model
+        from metis_hf.lab.calibrated import Calibration, calibrated_model
 
         calibration = Calibration(
             text=calibrate,

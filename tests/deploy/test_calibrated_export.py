@@ -18,7 +18,7 @@ from metis_hf.cli.main import app
 from metis_hf.data.chat import first_sequences
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.deploy import export_checkpoint, load_metis_model
-from metis_hf.lab.finetune.ptq import Calibration, calibrated_model
+from metis_hf.lab.calibrated import Calibration, calibrated_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ eos_token }}"
 LENGTH, SEQUENCES = 32, 6
@@ -257,17 +257,17 @@ class TestRefusals:
         self.refused("is no file", dense, *self.PACKED, "--calibrate", tmp_path / "none", out=out)
 
     def test_an_output_in_use_costs_no_calibration(self, dense, text, monkeypatch):
-        from metis_hf.lab.finetune import ptq
+        from metis_hf.lab import calibrated
 
-        monkeypatch.setattr(ptq, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
+        monkeypatch.setattr(calibrated, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
         with pytest.raises(ValueError, match="exists already"):
             run(dense, "--out", dense, *self.PACKED, "--calibrate", text)
 
     @pytest.mark.parametrize("option", ["--calibrate", "--text"])
     def test_texts_are_read_before_the_model(self, option, dense, text, tmp_path, monkeypatch):
-        from metis_hf.lab.finetune import ptq
+        from metis_hf.lab import calibrated
 
-        monkeypatch.setattr(ptq, "load_model", lambda *_: pytest.fail("loaded"))
+        monkeypatch.setattr(calibrated, "load_model", lambda *_: pytest.fail("loaded"))
         given = {"--calibrate": text, "--text": text} | {option: tmp_path / "none.txt"}
         self.refused("is no file", dense, *self.PACKED, *sum(given.items(), ()),
                      out=tmp_path / "out")  # fmt: skip
@@ -280,9 +280,9 @@ class TestRefusals:
         ],
     )
     def test_layers_that_the_layout_cannot_hold(self, build, match, text, tmp_path, monkeypatch):
-        from metis_hf.lab.finetune import ptq
+        from metis_hf.lab import calibrated
 
-        monkeypatch.setattr(ptq, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
+        monkeypatch.setattr(calibrated, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
         known(build)().save_pretrained(tmp_path / "dense")
         tokenizer_of(tmp_path / "dense")
         self.refused(match, tmp_path / "dense", *self.PACKED, "--calibrate", text,

@@ -23,7 +23,7 @@ from metis_hf import (
 )
 from metis_hf.deploy import ExportReport, export_checkpoint
 from metis_hf.deploy.model_card import write_model_card
-from metis_hf.lab.finetune.ptq import Calibration, calibrated_model
+from metis_hf.lab.calibrated import Calibration, calibrated_model
 from metis_hf.schemes import Scheme, registry
 
 

@@ -20,7 +20,7 @@ from metis_hf.data.corpus import train_tokenizer
 from metis_hf.data.perplexity import check_reference
 from metis_hf.deploy import export_checkpoint, load_low_rank
 from metis_hf.deploy.source import held_out_windows
-from metis_hf.lab.finetune.ptq import Calibration, _rows
+from metis_hf.lab.calibrated import Calibration, _rows
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ROUNDED = 0.15  # relative error of a weight in FP4 in two parts

@@ -8,7 +8,6 @@ import sys
 import pytest
 from paths import ROOT
 
-from metis_hf.lab.finetune.smoke import smoke_model
 from metis_hf.schemes import registry
 
 
@@ -34,9 +33,3 @@ def eval_directory(monkeypatch):
     sys.modules.pop("training_parts", None)  # so that it registers where it is imported again
     yield
     sys.modules.pop("training_parts", None)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """Return model and data of the smoke run of fine-tuning."""
-    return smoke_model(tmp_path_factory.mktemp("source"))

@@ -1,227 +1,277 @@
-"""Fine-tuning for deployment: every method from a tiny model to an export that others read."""
+"""recipes/finetune_nvfp4.py: every method from a tiny model to an export that others read."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
-import subprocess
+import shutil
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from paths import ROOT
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
-from lab.compare.finetune_tools import finetuning
 from metis_hf.deploy.packed import load_packed
-from metis_hf.lab.finetune.measure import HeldOut, Measured
-from metis_hf.lab.finetune.report import (
+from metis_hf.lab.finetune_table import (
+    Measured,
     Outcome,
-    describe,
     different_code,
+    losses,
     markdown_tables,
     rows_of,
 )
-from metis_hf.lab.finetune.run import LEARNING_RATE, Finetuning
-from metis_hf.lab.finetune.smoke import smoke_model
+from metis_hf.lab.store import hold_directory
+
+RECIPE = str(ROOT / "recipes/finetune_nvfp4.py")
+recipe = SimpleNamespace(**runpy.run_path(RECIPE))
 
 
-def recipe(*arguments, seconds=600):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "recipes/finetune_nvfp4.py", *arguments],
-        capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Model and data of the smoke run."""
+    return recipe.smoke_model(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def finetune(source, tmp_path):
+    """A function that runs three steps of the methods into a directory."""
+
+    def finetune(out=tmp_path / "out", bf16=False, training=(), **options):
+        model, data = source
+        values = {
+            "model": model, "data": data, "sequence_length": 64, "eval_sequences": 4,
+            "calibration_sequences": 4, "global_batch": 4, **options,
+        }  # fmt: skip
+        training = {
+            "output_dir": str(out), "max_steps": 3, "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2, "learning_rate": 1e-3, "report_to": [],
+            "use_cpu": True, "bf16": bf16, "disable_tqdm": True, **dict(training),
+        }  # fmt: skip
+        return recipe.finetune(
+            recipe.Arguments(**values), transformers.TrainingArguments(**training)
+        )
+
+    return finetune
+
+
+def main(monkeypatch, *options):
+    """Run the recipe as a person launches it, in this process."""
+    monkeypatch.setattr(sys, "argv", [RECIPE, *options])
+    runpy.run_path(RECIPE, run_name="__main__")
+
+
+@pytest.mark.slow
+def test_smoke(tmp_path, monkeypatch, capsys):
+    """All methods, exports that transformers reads, a table; a second run says what there is."""
+    main(monkeypatch, "--smoke", "--output_dir", str(tmp_path))
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "results.json").read_text())
+    names = [outcome["method"] for outcome in record["outcomes"]]
+    assert names == ["exact", "ptq", "qat", "qad", "lora"]
+    assert all(name in said for name in names)
+    for outcome in record["outcomes"][1:4]:
+        found = outcome["texts"]["held-out"]
+        assert found["exported"] == pytest.approx(found["loss"], abs=0.02)
+        config = json.loads((tmp_path / f"export/{outcome['method']}/config.json").read_text())
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        assert group["input_activations"]["num_bits"] == 4
+        assert config["use_cache"] is True  # as of the model, and off in training
+    assert (tmp_path / "table.md").read_text().count("\n") == 7
+    base = load_packed(tmp_path / "export/ptq", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "export/lora")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "smoke-model")
+    a = recipe.Arguments(data=str(tmp_path / "smoke.jsonl"), sequence_length=64, eval_sequences=4)
+    rows = recipe.load_data(a, tokenizer)[1]["held-out"]
+    lora = record["outcomes"][4]
+    assert losses(model, rows, 4)[0] == lora["texts"]["held-out"]["loss"]
+    assert lora["trained"] > 0
+    main(monkeypatch, "--smoke", "--output_dir", str(tmp_path))
+    said = capsys.readouterr().out.splitlines()
+    assert "exact: finished before" in said
+    assert f"ptq: finished before, exported to {tmp_path / 'export/ptq'}" in said
 
 
 def test_smoke_reads_the_data_that_are_given(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.jsonl").write_text("no JSON\n")
-    given = [
-        "--smoke",
-        "--data",
-        str(tmp_path / "mine.jsonl"),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    monkeypatch.setattr(sys, "argv", ["finetune_nvfp4.py", *given, "--dry-run"])
+    given = ["--smoke", "--data", str(tmp_path / "mine.jsonl"), "--dry-run"]
     with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "recipes/finetune_nvfp4.py"), run_name="__main__")
+        main(monkeypatch, *given, "--output_dir", str(tmp_path / "out"))
     assert "mine.jsonl" in capsys.readouterr().err
 
 
-def test_another_process_has_written_the_smoke_model(tmp_path):
-    paths = smoke_model(tmp_path / "out", write=False)
-    assert not (tmp_path / "out").exists()
-    assert paths == smoke_model(tmp_path / "out", documents=2)
-    assert all(Path(path).exists() for path in paths)
-
-
 @pytest.mark.slow
-def test_smoke(tmp_path):
-    """The recipe as a person launches it: all methods, exports that transformers reads, a table."""
-    done = recipe("--smoke", "--output_dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    record = json.loads((tmp_path / "results.json").read_text())
-    names = [outcome["method"] for outcome in record["outcomes"]]
-    assert names == ["exact", "ptq", "qat", "qad", "lora"]
-    for name in names[1:]:
-        assert name in done.stdout
-    for outcome in record["outcomes"][1:4]:
-        found = outcome["texts"]["held-out"]
-        assert found["exported"] == pytest.approx(found["loss"], abs=0.02)
-    for method in ("ptq", "qat", "qad"):
-        config = json.loads((tmp_path / f"export/{method}/config.json").read_text())
-        group = config["quantization_config"]["config_groups"]["group_0"]
-        assert group["input_activations"]["num_bits"] == 4
-    assert (tmp_path / "export/lora/adapter_model.safetensors").is_file()
-    assert (tmp_path / "table.md").read_text().count("\n") == 7
-
-
-def test_exports_lie_in_the_directory_that_was_given(source, tmp_path):
-    run = finetuning(source, tmp_path / "out", method="ptq", export=str(tmp_path / "deployed"))
-    exact, ptq = (each.texts["held-out"] for each in run.run(report=lambda line: None))
-    assert ptq.loss > exact.loss
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "deployed/ptq", dtype=torch.bfloat16
-    )
-    found = run.held_out.measure(model)["held-out"]
-    assert found.loss == pytest.approx(ptq.exported, abs=1e-6)
-    assert ptq.exported == pytest.approx(ptq.loss, abs=0.02)
-    assert (tmp_path / "deployed/ptq/tokenizer.json").is_file()
-    config = json.loads((tmp_path / "deployed/ptq/config.json").read_text())
-    assert config["use_cache"] is True  # as of the model, and off in training
-
-
-def test_what_is_finished_is_kept(source, tmp_path):
-    exact, ptq = finetuning(source, tmp_path, method="ptq").run(report=lambda line: None)
-    said = []
-    again = finetuning(source, tmp_path, method="qat").run(report=said.append)
-    assert again[:2] == [exact, ptq]
-    assert [outcome.method for outcome in again] == ["exact", "ptq", "qat"]
-    where = f"exported to {tmp_path / 'export/ptq'}"
-    assert said == ["exact: finished before", f"ptq: finished before, {where}", "qat ..."]
-    assert again[0].code == again[2].code
-    with pytest.raises(ValueError, match="temperature"):
-        finetuning(source, tmp_path, temperature=2.0).run()
-    (tmp_path / "other/qad").mkdir(parents=True)
-    (tmp_path / "other/qad/mine").touch()
-    with pytest.raises(ValueError, match="qad exists already, and qad would be exported there"):
-        finetuning(source, tmp_path, method="qad", export=str(tmp_path / "other")).run()
-
-
-def test_goes_on_after_an_export_that_was_not_measured(source, tmp_path, monkeypatch):
-    """As if its process had ended: the same command exports again, and removes nothing else."""
-
-    def end(*_):
-        raise KeyboardInterrupt
-
-    run = finetuning(source, tmp_path, method="ptq")
-    run.finished["exact"] = Outcome("exact", {"held-out": Measured(2.0)})
-    run._write(run._outcomes())
-    monkeypatch.setattr(HeldOut, "measure", end)
-    with pytest.raises(KeyboardInterrupt):
-        run.run(report=lambda line: None)
-    assert (tmp_path / "export/ptq/config.json").is_file()
-    (tmp_path / "other/ptq").mkdir(parents=True)
-    (tmp_path / "other/ptq/mine").touch()
-    with pytest.raises(ValueError, match="ptq exists already"):
-        finetuning(source, tmp_path, method="ptq", export=str(tmp_path / "other")).run()
-    monkeypatch.setattr(HeldOut, "measure", lambda *_: {"held-out": Measured(2.1)})
-    mine = tmp_path / "export/ptq/mine"
-    mine.touch()  # somebody has use for it
-    with pytest.raises(ValueError, match="ptq exists already"):
-        finetuning(source, tmp_path, method="ptq").run()
-    mine.unlink()
-    run._note_export("ptq")
-    _, ptq = finetuning(source, tmp_path, method="ptq").run(report=lambda line: None)
-    assert Path(ptq.directory, "config.json").is_file()
-
-
-@pytest.mark.slow
-def test_distillation_nears_the_exact_model(source, tmp_path):
-    run = finetuning(source, tmp_path, method="qad", layout="modelopt")
-    run.training.max_steps, run.training.learning_rate = 12, 3e-4
-    before = run.quantized()
-    exact = run.load()
-    rows = run.held_out.texts["held-out"]
-
-    def divergence(model):
-        with torch.no_grad():
-            logs = [m(input_ids=rows).logits.log_softmax(-1) for m in (exact, model)]
-        return torch.nn.functional.kl_div(*reversed(logs), log_target=True, reduction="batchmean")
-
-    first = divergence(before.eval())
-    assert run.held_out.measure(before, exact)["held-out"].kl == pytest.approx(
-        first.item() * len(rows) / rows[:, 1:].numel(), rel=0.1
-    )
-    _, ptq, qad = (each.texts["held-out"] for each in run.run(report=lambda line: None))
-    assert qad.kl < ptq.kl
-    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qad/model")
-    assert divergence(trained.eval()) < first
-    described = json.loads((tmp_path / "export/qad/hf_quant_config.json").read_text())
-    assert described["quantization"]["quant_algo"] == "NVFP4"
-
-
-@pytest.mark.slow
-def test_several_texts_and_schemes_to_compare_with(source, tmp_path):
-    """Each text is measured by itself, with all of --data to train on."""
+def test_distillation_nears_the_exact_model_on_several_texts(finetune, source, tmp_path):
+    """Each text is measured by itself; schemes are there to compare with."""
     lines = Path(source[1]).read_text().splitlines(keepends=True)
     for name, part in (("first", lines[:8]), ("last", lines[-8:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
-    files = f"{tmp_path}/first.jsonl, {tmp_path}/last.jsonl"
-    options = {"method": "ptq", "held_out": files, "compare": "nvfp4-rne,metis"}
-    run = finetuning(source, tmp_path / "out", **options)
-    assert len(run.train) > len(finetuning(source, tmp_path / "other").train)
-    outcomes = run.run(report=lambda line: None)
-    assert [each.method for each in outcomes] == ["exact", "ptq", "nvfp4-rne", "metis"]
-    for outcome in outcomes:
-        assert list(outcome.texts) == ["first", "last"]
-    exact, ptq, plain, metis = outcomes
-    rows = run.held_out.texts["last"]
-    with torch.no_grad():
-        model = run.load()
-        losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
-    assert exact.texts["last"].loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-    assert exact.texts["first"].loss != exact.texts["last"].loss
+    options = {
+        "method": "qad", "compare": "nvfp4-rne,metis", "layout": "modelopt",
+        "held_out": f"{tmp_path}/first.jsonl, {tmp_path}/last.jsonl",
+        "training": {"max_steps": 12, "learning_rate": 3e-4},
+    }  # fmt: skip
+    outcomes = {each.method: each.texts for each in finetune(**options)}
+    assert list(outcomes) == ["exact", "ptq", "nvfp4-rne", "metis", "qad"]
     for name in ("first", "last"):
-        assert metis.texts[name].kl < plain.texts[name].kl
-        assert ptq.texts[name].exported is not None
-        assert plain.texts[name].exported is None
+        assert outcomes["qad"][name].kl < outcomes["ptq"][name].kl
+        assert outcomes["metis"][name].kl < outcomes["nvfp4-rne"][name].kl
+    model = transformers.AutoModelForCausalLM.from_pretrained(source[0], dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source[0])
+    a = recipe.Arguments(data=source[1], held_out=options["held_out"], sequence_length=64,
+                         eval_sequences=4)  # fmt: skip
+    rows = recipe.load_data(a, tokenizer)[1]["last"]
+    with torch.no_grad():
+        wanted = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
+    assert outcomes["exact"]["last"].loss == pytest.approx(sum(wanted) / len(wanted), abs=1e-5)
     table = (tmp_path / "out/table.md").read_text()
     assert table.index("**first**") < table.index("**last**")
-    record = json.loads((tmp_path / "out/results.json").read_text())
-    assert record["held_out_tokens"] == {"first": 4 * 63, "last": 4 * 63}
-    again = finetuning(source, tmp_path / "out", **options).run(report=lambda line: None)
-    assert again == outcomes
+    config = json.loads((tmp_path / "out/export/qad/hf_quant_config.json").read_text())
+    assert config["quantization"]["quant_algo"] == "NVFP4"
 
 
-def test_adapters_are_measured_as_they_are_saved(source, tmp_path):
-    run = finetuning(source, tmp_path, method="lora")
-    *_, lora = run.run(report=lambda line: None)
-    base = load_packed(tmp_path / "export/ptq", dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, tmp_path / "export/lora")
-    assert run.held_out.measure(model)["held-out"].loss == lora.texts["held-out"].loss
-    assert lora.texts["held-out"].loss != run.finished["ptq"].texts["held-out"].loss
-    assert lora.trained > 0
+class Killed(BaseException):
+    pass
 
 
-def test_adapters_find_packed_weights_that_an_earlier_command_exported(source, tmp_path):
-    """Their own export goes to another place; without the packed weights the error names them."""
-    silent = {"report": lambda line: None}
-    finetuning(source, tmp_path / "out", method="ptq", export=str(tmp_path / "a")).run(**silent)
-    options = {"method": "lora", "export": str(tmp_path / "b")}
+def test_a_run_that_was_stopped_goes_on(finetune, tmp_path, monkeypatch):
+    """Killed behind the export of ptq, before it was measured: it is exported again."""
+    space = recipe.finetune.__globals__
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setitem(space, "load_deployed", kill)
+        with pytest.raises(Killed):
+            finetune(method="ptq")
+    assert (tmp_path / "out/export/ptq/config.json").is_file()
+    (tmp_path / "other/ptq").mkdir(parents=True)
+    (tmp_path / "other/ptq/mine").touch()
+    with pytest.raises(ValueError, match="ptq exists already, and ptq would be exported there"):
+        finetune(method="ptq", export=str(tmp_path / "other"))
+    exact, ptq = finetune(method="ptq", export=str(tmp_path / "a"))
+    assert ptq.texts["held-out"].loss > exact.texts["held-out"].loss
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a/ptq", dtype="bfloat16")
+    assert model.config.quantization_config
+    # A method is killed in training, and goes on from its checkpoint; the others are finished.
+    saving = {"training": {"save_strategy": "steps", "save_steps": 1}, "method": "lora"}
+    step, seen = transformers.Trainer.training_step, []
+
+    def killed_in_the_third(self, *given):
+        seen.append(self.state.global_step)
+        if seen == [0, 0, 1, 1, 2]:  # two batches a step
+            raise Killed
+        return step(self, *given)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", killed_in_the_third)
     os.rename(tmp_path / "a", tmp_path / "away")
     with pytest.raises(ValueError, match=r"packed weights of ptq, .*/a/ptq: nothing is there now"):
-        finetuning(source, tmp_path / "out", **options).run(**silent)
+        finetune(**saving)
     os.rename(tmp_path / "away", tmp_path / "a")
-    *_, lora = finetuning(source, tmp_path / "out", **options).run(**silent)
-    assert lora.directory == str(tmp_path / "b/lora")
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["lora"]
+    with pytest.raises(Killed):
+        finetune(**saving)
+    again = finetune(**saving)
+    assert seen == [0, 0, 1, 1, 2, 2, 2]
+    assert again[:2] == [exact, ptq]
+    assert [outcome.method for outcome in again] == ["exact", "ptq", "lora"]
+    assert again[2].directory == str(tmp_path / "out/export/lora")
+    with pytest.raises(ValueError, match="temperature"):
+        finetune(temperature=2.0)
+    with pytest.raises(ValueError, match=r"weight_decay: 0\.0 there, 0\.5 now"):
+        finetune(training={"weight_decay": 0.5})
+    with (
+        hold_directory(tmp_path / "out"),
+        pytest.raises(ValueError, match=r"is in use by .* another --output_dir"),
+    ):
+        finetune(method="ptq")
+
+
+def test_training_in_bf16_is_measured_in_fp32(source, tmp_path):
+    """Each step has a whole batch, beyond the first epoch too."""
+    a = recipe.Arguments(model=source[0], global_batch=4)
+    training = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, bf16=True,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    model, sizes = recipe.load(a, training), []
+    rows = torch.zeros(10, 8, dtype=torch.int64)
+
+    class Counting(transformers.Trainer):
+        def training_step(self, model, inputs, *rest):
+            sizes.append(len(inputs["input_ids"]))
+            return super().training_step(model, inputs, *rest)
+
+    recipe.fit(Counting, "plain", model, a, training, rows)
+    assert sizes == [4, 4, 4]
+    assert model(rows[:2]).logits.dtype is torch.float32
+
+
+def test_the_plan_counts_the_export(finetune, capsys):
+    assert finetune(dry_run=True, method="qat,qad,lora") == []
+    text = capsys.readouterr().out
+    packed, plain = 2 * (4 * 64 * 64 + 3 * 64 * 96), 2 * 512 * 64 + 5 * 64
+    assert f"{packed + plain:,} parameters, {packed:,} of them packed" in text
+    assert "3 steps, 768 tokens" in text
+    assert "on 252 tokens of held-out" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "gptq"}, "--method 'gptq'; choose of ptq, qat, qad, lora"),
+        ({"scheme": "metis"}, "--scheme 'metis'; choose of w4a4, w4a16"),
+        ({"layout": "gguf"}, "--layout 'gguf'; choose of compressed-tensors, modelopt"),
+        ({"eval_sequences": 0}, "--eval_sequences 0; expected at least 1"),
+        ({"sequence_length": 1}, "--sequence_length 1; expected at least 2"),
+        ({"tokens": math.inf}, "--tokens inf; expected a finite number above 0"),
+        ({"lora_learning_rate": math.nan}, "--lora_learning_rate nan; expected a finite number"),
+        ({"temperature": 0.0}, r"--temperature 0\.0; expected a finite number above 0"),
+        ({"cross_entropy_share": 3.0}, r"--cross_entropy_share 3\.0; expected a share from 0"),
+        ({"global_batch": 3}, "--global_batch 3 is no multiple of 2"),
+        ({"data": None}, "no data: give --data FILE"),
+        ({"model": ""}, "no model: give a directory or hub name, or try --smoke"),
+        ({"compare": "nvfp5"}, "scheme 'nvfp5' is not registered"),
+        ({"held_out": "a/x.jsonl,b/x.jsonl"}, "two files of one name"),
+        ({"eval_sequences": 10**6}, "1000000 held-out sequences of 64"),
+        ({"sequence_length": 2049}, "2049 does not fit the model's context of 2048 tokens"),
+        ({"training": {"num_train_epochs": 2}}, "--tokens says how long a run is"),
+    ],
+)
+def test_bad_input(options, message, finetune, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        finetune(**options)
+    assert not (tmp_path / "out/results.json").exists()
+
+
+def test_models_and_data_that_are_refused(finetune, source, tmp_path, monkeypatch):
+    model = Path(shutil.copytree(source[0], tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(ValueError, match=r"gives token \d+, and the model knows 300: they do not"):
+        finetune(model=str(model))
+    (model / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight"):
+        finetune(model=str(model), out=tmp_path / "b")
+    gpt2 = transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=1, n_head=2)
+    gpt2.save_pretrained(tmp_path / "gpt2")  # neither weights nor a tokenizer
+    with pytest.raises(ValueError, match=r"c_attn: a Conv1D"):
+        finetune(model=str(tmp_path / "gpt2"))
+    with pytest.raises(ValueError, match=r"is what --data trains on; leave --held_out out"):
+        finetune(held_out=str(source[1]))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"FSDP and DeepSpeed have cut.*under DDP"):
+        finetune()
 
 
 def outcomes(ptq, qad):
@@ -232,92 +282,18 @@ def outcomes(ptq, qad):
     ]
 
 
-def test_a_step_beyond_the_first_epoch_has_a_whole_batch(source, tmp_path):
-    run = finetuning(source, tmp_path)
-    seen = []
-
-    class Trained:
-        accelerator = types.SimpleNamespace(unwrap_model=lambda *_, **__: None)
-        model_wrapped = None
-
-        def __init__(self, train_dataset, **_):
-            seen.append(len(train_dataset))
-
-        def train(self):
-            pass
-
-    for count in (10, 12):
-        run.train = run.train[:1].repeat(count, 1)
-        run._fit(Trained, "qat", None)
-    assert seen == [8, 12]  # 3 steps of 4
-
-
-def test_the_table_says_how_much_was_recovered():
+def test_the_table():
+    """Of two seeds: half of 95 % at one degree of freedom, 12.706 standard deviations / sqrt(2)."""
     rows = rows_of([outcomes(2.2, 2.05)], "a")
     assert rows[0] == ("exact", "", "", "2.0000", "", "", "", "")
     assert rows[1] == ("ptq", "", "", "2.2000", "+10.00", "", "0.3000", "2.2100")
     assert rows[2] == ("qad", "1,000", "7", "2.0500", "+2.50", "75", "0.1000", "")
-
-
-def test_the_table_of_two_seeds_has_intervals_where_they_differ():
-    """Half of 95 % at one degree of freedom: 12.706 times a standard deviation over sqrt(2)."""
     rows = rows_of([outcomes(2.2, 2.05), outcomes(2.2, 2.03)], "a")
     assert rows[1] == ("ptq", "", "", "2.2000", "+10.00", "", "0.3000", "2.2100")
     assert rows[2][3:6] == ("2.0400 ± 0.1271", "+2.00 ± 6.35", "80 ± 64")
     assert "| qad | 1,000 | 7 |" in markdown_tables(outcomes(2.2, 2.05), outcomes(2.2, 2.05)[:2])
-
-
-def test_methods_of_different_code_are_named():
     exact, ptq, qad = outcomes(2.2, 2.05)
-    assert different_code([exact, replace(ptq, code="a"), replace(qad, code="a")]) == []
-    (said,) = different_code([replace(exact, code="b"), replace(ptq, code="a"), qad])
-    assert said.startswith("Methods of different code or torch")
-    assert said.endswith(" b: exact; a: ptq.")
-
-
-def test_a_learning_rate_of_zero_is_the_default(source, tmp_path):
-    """The same settings: a directory of one goes on with the other."""
-    for rate in (0.0, LEARNING_RATE):
-        run = finetuning(source, tmp_path)
-        run.training.learning_rate = rate
-        run._claim()
-
-
-def test_a_model_trained_under_autocast_is_measured_in_fp32(source, tmp_path):
-    run = finetuning(source, tmp_path, bf16=True)
-    model = run.load()
-    ids = run.train[:2]
-    run._fit(transformers.Trainer, "plain", model)
-    assert model(ids).logits.dtype is torch.float32
-    seen = set()
-    linear = model.get_submodule("model.layers.0.mlp.up_proj")
-    linear.register_forward_hook(lambda layer, args, y: seen.add(y.dtype))
-    model(ids)
-    assert seen == {torch.float32}
-
-
-def test_the_plan_counts_the_export(source, tmp_path):
-    run = finetuning(source, tmp_path, method="qat,qad,lora")
-    said = run.arguments, len(run.train), run.held_out.tokens, run.steps
-    text = describe(*said, bf16=False)
-    packed = 2 * (4 * 64 * 64 + 3 * 64 * 96)
-    assert f"{packed:,} of them packed" in text
-    assert "3 steps, 768 tokens" in text
-    assert "on 252 tokens of held-out" in text
-    plain = 2 * 512 * 64 + 5 * 64  # embeddings, head and norms
-    for bf16, size in ((False, 4), (True, 2)):
-        text = describe(*said, bf16=bf16)
-        teacher, base = size * (plain + packed), packed * 4.5 / 8 + size * plain
-        assert f"{teacher / 2**20:,.0f} MiB for qad's teacher" in text
-        assert f"{base / 2**20:,.0f} MiB for the packed base of lora" in text
-    for method in ("qat", "qad's teacher", "lora"):
-        assert method in text
-
-
-def test_each_method_begins_with_the_seed(source, tmp_path, monkeypatch):
-    """Whatever ran before it: adapters are drawn before Trainer sets the seed."""
-    monkeypatch.setattr(Finetuning, "_lora", lambda _: torch.rand(1).item())
-    run = finetuning(source, tmp_path)
-    first = run._outcome("lora")
-    torch.rand(3)
-    assert run._outcome("lora") == first
+    assert different_code([exact, replace(ptq, code="a"), replace(qad, code="a")]) == ""
+    said = different_code([replace(exact, code="b"), replace(ptq, code="a"), qad])
+    assert said.startswith("\nMethods of different code or torch")
+    assert said.endswith(" b: exact; a: ptq.\n")

@@ -19,8 +19,7 @@ from metis_hf.lab.compare import tasks_table as tables
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.demo.run import control_label
 from metis_hf.lab.fidelity import scheme_fidelity
-from metis_hf.lab.finetune.measure import Measured
-from metis_hf.lab.finetune.report import Outcome, markdown_tables
+from metis_hf.lab.finetune_table import Measured, Outcome, markdown_tables
 from metis_hf.lab.show.table import markdown_table
 
 RESULTS = ROOT / "eval/results"

@@ -9,9 +9,7 @@ import pytest
 from paths import ROOT
 
 from lab.compare.recipe_tools import NAMES, arguments, config_of
-from metis_hf.lab.finetune.arguments import FinetuneArguments
 from metis_hf.lab.recipe import dry_run, one_line_errors
-from metis_hf.lab.recipe_arguments import parse_arguments
 from metis_hf.shared.locks import hold_directory
 
 
@@ -110,14 +108,6 @@ class TestArguments:
     def test_a_checkpoint_to_resume_from(self):
         with pytest.raises(ValueError, match="a run goes on from its own --output_dir"):
             arguments("llama3_8b", "--smoke", "--resume_from_checkpoint", "runs/other/checkpoint-5")
-
-    def test_a_checkpoint_to_resume_a_fine_tuning_from(self):
-        """Which goes on by itself and has no `--resume`."""
-        defaults = {"output_dir": "runs/x"}
-        with pytest.raises(ValueError, match="goes on with the methods that are not finished"):
-            parse_arguments(
-                defaults, {}, argv=["--resume_from_checkpoint", "x"], kind=FinetuneArguments
-            )
 
     def test_an_interval_below_zero(self):
         with pytest.raises(ValueError, match="--health_interval -1; expected at least 0"):

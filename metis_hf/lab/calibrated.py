@@ -15,12 +15,12 @@ from metis_hf.conversion.convert import get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.hub import read_config
 from metis_hf.data.chat import check_vocabulary, first_sequences
 from metis_hf.deploy.source import check_packable, load_model, model_class, quantization_of
-from metis_hf.lab.finetune.arguments import SCHEMES
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.schemes import build_scheme
 from metis_hf.schemes.states import StaticScales
 from metis_hf.training.calibration import METHODS, calibrate, has_static_scales
 
+SCHEMES = ("w4a4", "w4a16")
 _BATCH = 4  # sequences of a forward pass
 _WIDTH = 64  # of a layer, to ask a scheme what it keeps
 _WHICH_LAYERS = (

@@ -1,0 +1,161 @@
+"""The measurements of a fine-tuning for deployment, and their table; of one seed or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metis_hf.lab.compare.statistics import t_interval
+from metis_hf.lab.show.table import markdown_table
+from metis_hf.training.distillation_loss import distillation_loss
+
+HEADER = ("Method", "Trained", "Steps", "Loss", "Rise %", "Recovered %", "KL", "Exported")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a model on one text; nats per token.
+
+    Attributes:
+        loss: cross entropy, in the scheme, computed in fp32 between the quantizers.
+        kl: divergence of the unquantized model's next-token distributions from these.
+        exported: the loss of the export, read and computed in BF16 as `load_deployed` says; None
+            where it was not read.
+    """
+
+    loss: float
+    kl: float = 0.0
+    exported: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one method.
+
+    Attributes:
+        method: its name; "exact" for the model as it was, or a scheme it was measured in.
+        texts: the measurements by the name of the text.
+        trained: parameters that trained.
+        steps: of the optimizer.
+        directory: of the export; None where nothing is exported.
+        code: commit and digest of the numerics; None where they were not noted.
+    """
+
+    method: str
+    texts: dict[str, Measured]
+    trained: int = 0
+    steps: int = 0
+    directory: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Outcome:
+        """Make an outcome from the dict that `dataclasses.asdict` gives."""
+        texts = {name: Measured(**each) for name, each in values["texts"].items()}
+        return cls(**{**values, "texts": texts})
+
+
+@torch.no_grad()
+def losses(model: Any, rows: Tensor, batch: int, exact: Any = None) -> tuple[float, float]:
+    """Measure a causal language model on sequences, in evaluation mode.
+
+    Args:
+        model: computes in the precision of its weights.
+        rows: token ids [sequences length].
+        batch: sequences of a forward pass.
+        exact: the unquantized model; None: the divergence is 0.
+
+    Returns:
+        (cross entropy, divergence of the exact model's distributions), nats per token.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    for ids in rows.to(device).split(batch):
+        logits = model(input_ids=ids, use_cache=False).logits
+        for row, targets in zip(logits[:, :-1], ids[:, 1:]):
+            totals[0] += F.cross_entropy(row.float(), targets, reduction="sum").cpu()
+        if exact is not None:
+            target = exact.eval()(input_ids=ids, use_cache=False).logits
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            mask[:, -1] = False
+            totals[1] += distillation_loss(logits, target, mask, tokens=1).cpu()
+    model.train(training)
+    loss, divergence = (totals / rows[:, 1:].numel()).tolist()
+    return loss, divergence
+
+
+Run = Sequence[Outcome]
+
+
+def rows_of(runs: Sequence[Run], text: str) -> list[tuple[str, ...]]:
+    """Return the rows of a table: the rise over the exact model, the share of ptq's that is undone.
+
+    Several runs, one for each seed, give means; where they differ, with a 95 % interval.
+
+    Args:
+        runs: the outcomes of each seed; the methods of the first are shown.
+        text: the text that was measured.
+    """
+    rows: list[tuple[str, ...]] = []
+    losses = [{one.method: one.texts[text].loss for one in run} for run in runs]
+    for one in runs[0]:
+        seeds = [each for run in runs for each in run if each.method == one.method]
+        found = [each.texts[text] for each in seeds]
+        own = [of for of in losses if one.method in of]
+        rises = [100 * (of[one.method] / of["exact"] - 1) for of in own]
+        undone = [
+            100 * (of["ptq"] - of[one.method]) / (of["ptq"] - of["exact"])
+            for of in own
+            if one.steps and of["ptq"] != of["exact"]
+        ]
+        plain = one.method == "exact"
+        trained = f"{one.trained / 1e6:.1f}M" if one.trained >= 10**6 else f"{one.trained:,}"
+        rows.append(
+            (
+                one.method,
+                trained if one.trained else "",
+                str(one.steps) if one.steps else "",
+                _mean([each.loss for each in found], ".4f"),
+                "" if plain else _mean(rises, "+.2f"),
+                _mean(undone, ".0f"),
+                "" if plain else _mean([each.kl for each in found], ".4f"),
+                _mean([each.exported for each in found if each.exported is not None], ".4f"),
+            )
+        )
+    return rows
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    """Return a mean with its interval; without one where all values are the same, or none."""
+    if not values:
+        return ""
+    if len(set(values)) == 1:
+        return format(values[0], form)
+    interval = t_interval(values)
+    return f"{interval.mean:{form}} ± {interval.half_width:{form.removeprefix('+')}}"
+
+
+def markdown_tables(*runs: Run) -> str:
+    """Return one table for each text, under its name where there are several."""
+    texts = runs[0][0].texts
+    titled = len(texts) > 1
+    return "\n".join(
+        f"**{text}**\n\n" * titled + markdown_table(HEADER, rows_of(runs, text)) for text in texts
+    )
+
+
+def different_code(run: Run) -> str:
+    """Return a paragraph on which code measured which methods, if it was not the same for all."""
+    found: dict[str, list[str]] = {}
+    for outcome in run:
+        if outcome.code is not None:
+            found.setdefault(outcome.code, []).append(outcome.method)
+    said = "; ".join(f"{code}: {', '.join(methods)}" for code, methods in found.items())
+    start = "Methods of different code or torch, whose losses differ by that too."
+    return f"\n{start} {said}.\n" if len(found) > 1 else ""
