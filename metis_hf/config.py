@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from metis_hf.shared.messages import shown
 
 DECOMPOSABLE: tuple[str, ...] = ("weight", "activation", "gradient")
 PASSES: tuple[str, ...] = ("forward", "backward")
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "operand_mode": (None, "shared", "contraction"),
     "forward_rounding": (None, "nearest", "stochastic"),
     "backward_rounding": (None, "nearest", "stochastic"),
@@ -357,7 +357,7 @@ def _check_blocks(config: MetisConfig) -> None:
 
 def _check_expressions(config: MetisConfig) -> None:
     """Refuse texts that are no regular expressions, or too many of them."""
-    fields = {
+    fields: dict[str, Callable[[str], Any]] = {
         "target_modules": patterns.name_pattern,
         "exclude_modules": patterns.name_pattern,
         "modules_to_not_convert": patterns.containing_pattern,

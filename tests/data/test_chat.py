@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metis_hf.data import chat
 from metis_hf.data.chat import (
     check_vocabulary,
     chunked_sequences,
@@ -37,11 +36,6 @@ def tokenizer():
 def lines(path, *documents):
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
     return path
-
-
-def test_reads_conversations_and_texts(tmp_path):
-    path = lines(tmp_path / "a.jsonl", TALK, {"text": "one"}, {"text": "two", "id": 3})
-    assert read_documents(path) == [TALK, {"text": "one"}, {"text": "two"}]
 
 
 def test_line_breaks_inside_strings_and_a_byte_order_mark(tmp_path):
@@ -100,14 +94,6 @@ def test_a_text_whose_tokens_are_long_is_read_until_they_suffice(tmp_path):
     assert count == len(wanted)
 
 
-def test_a_text_without_blank_lines_is_cut_by_lines(tokenizer, tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {i} of a text\n" for i in range(60)))
-    train, held = chunked_sequences(path, tokenizer, 16, 2)
-    assert held.shape == (2, 16)
-    assert len(train) > 2
-
-
 def test_a_conversation_goes_through_the_template(tokenizer):
     ids = tokens_of(TALK, tokenizer)
     assert tokenizer.decode(ids) == "<user>Why?<assistant>So." + tokenizer.eos_token
@@ -123,17 +109,6 @@ def test_chunks_keep_the_order_and_drops_the_rest_alone(documents, length):
     assert all(len(row) == length for row in found)
 
 
-def test_a_text_is_cut_nowhere_but_at_full_length(tokenizer, tmp_path):
-    """Of a text that goes on no end token stands between its paragraphs."""
-    path = tmp_path / "a.txt"
-    parts = [f"paragraph {i} of some text" for i in range(20)]
-    path.write_text("\n\n".join(parts))
-    train, held = chunked_sequences(path, tokenizer, 16, 2)
-    shown = tokenizer.decode(train.flatten().tolist())
-    assert "\n\n".join(parts).startswith(shown)
-    assert tokenizer.eos_token_id not in torch.cat([train, held])
-
-
 @pytest.mark.parametrize("between", ["\n", " "])
 def test_the_last_tokens_of_a_text_are_held_out(between, tokenizer, tmp_path):
     """And no more, however long its paragraphs are."""
@@ -145,17 +120,6 @@ def test_the_last_tokens_of_a_text_are_held_out(between, tokenizer, tmp_path):
     assert held.flatten().tolist() == wanted[-32:]
     kept = (len(wanted) - 32) // 16 * 16
     assert train.flatten().tolist() == wanted[:kept]
-
-
-def test_a_long_text_is_tokenized_piece_by_piece(tokenizer, tmp_path, monkeypatch):
-    """Cut behind paragraphs, and nothing of it is lost."""
-    monkeypatch.setattr(chat, "_PIECE", 100)
-    text = "".join(f"paragraph {i}\nof a text\n\n" for i in range(60)) + "\n\n the end"
-    (tmp_path / "a.txt").write_text(text)
-    pieces = [document["text"] for document in read_documents(tmp_path / "a.txt")]
-    assert "".join(pieces) == text
-    assert 10 < len(pieces) < 20
-    assert all(piece.endswith("\n\n") for piece in pieces[:-1])
 
 
 def test_long_documents_at_the_end_are_refused_not_wasted(tokenizer, tmp_path):
@@ -230,33 +194,24 @@ def test_a_conversation_that_the_template_does_not_take(template, content, token
         first_sequences(path, refusing, 64, 1)
 
 
-def test_the_first_sequences(tokenizer, tmp_path):
-    """No more is tokenized than is asked for."""
-    path = tmp_path / "text.txt"
-    path.write_text("one two three\n\n" * 40)
-    whole = tokenizer("one two three\n\n" * 40, add_special_tokens=False)["input_ids"]
-    found = first_sequences(path, tokenizer, 7, 3)
-    assert found.flatten().tolist() == whole[:21]
-    assert found.shape == (3, 7)
-    assert len(first_sequences(path, tokenizer, 7, 10**6)) == len(whole) // 7
-    read = []
-
-    class Counting:
-        def __getattr__(self, name):
-            return getattr(tokenizer, name)
-
-        def __call__(self, text, **options):
-            read.append(text)
-            return tokenizer(text, **options)
-
-    first_sequences(path, Counting(), 7, 1)
-    assert len(read) < 10
-    with pytest.raises(ValueError, match=r"fewer than 10000 tokens, which is one sequence"):
-        first_sequences(path, tokenizer, 10_000, 1)
-
-
 def test_the_last_token_of_a_model_is_its_own():
     rows = torch.tensor([[0, 299]])
     check_vocabulary(rows, 300, "model")
     with pytest.raises(ValueError, match="gives token 299, and the model knows 299"):
         check_vocabulary(rows, 299, "model")
+
+
+def test_the_first_sequences_of_a_long_text(tokenizer, tmp_path):
+    """It is tokenized piece by piece, cut behind paragraphs, and nothing of it is lost."""
+    text = "one two three\nfour\n\n" * 8000 + "\n\n the end"
+    (tmp_path / "a.txt").write_text(text)
+    pieces = [document["text"] for document in read_documents(tmp_path / "a.txt")]
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+    assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+    start = tokenizer(text[:200], add_special_tokens=False)["input_ids"]
+    found = first_sequences(tmp_path / "a.txt", tokenizer, 7, 3)
+    assert found.flatten().tolist() == start[:21]
+    (tmp_path / "b.txt").write_text("short")
+    with pytest.raises(ValueError, match=r"fewer than 10000 tokens, which is one sequence"):
+        first_sequences(tmp_path / "b.txt", tokenizer, 10_000, 1)

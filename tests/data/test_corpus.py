@@ -1,8 +1,6 @@
 """The corpus: which files, which split, which tokens."""
 
 import hashlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -65,7 +63,6 @@ def test_a_file_keeps_its_split_whatever_else_is_there(documents):
         assert {d.path for d in some if not d.path.startswith("test/")} >= {
             d.path for d in all_files if not d.path.startswith("test/")
         }
-        assert [d.path for d in some] == [d.path for d in sorted(some, key=corpus._order)]
     # Values computed once: other machines must agree.
     assert {d.path for d in full.test} >= {"sched.py", "netrc.py", "email/message.py"}
 
@@ -74,9 +71,6 @@ def test_near_copies_never_cross_splits():
     many = [Document(f"codec_{i}.py", f"class Codec_{i}:\n    name = {i}\n") for i in range(50)]
     splits = split_documents(many, validation=0.3, test=0.3)
     assert sum(map(len, splits)) == 1
-
-
-def test_shares_must_leave_training_data():
     with pytest.raises(ValueError, match=r"validation=0\.5 and test=0\.5 .* less than 1"):
         split_documents([], validation=0.5, test=0.5)
 
@@ -107,9 +101,6 @@ def test_tokenizer_loads_from_beside_a_model(documents, tokenizer, tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert loaded.special_tokens_map == tokenizer.special_tokens_map
-    text = documents[0].text
-    assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.decode(loaded.encode(text)) == text
 
 
 def test_tokenizer_errors():
@@ -133,13 +124,10 @@ def test_pack_is_exactly_the_joined_stream(documents, tokenizer):
     assert row["input_ids"].shape == (32,)
     assert torch.equal(row["input_ids"], row["labels"])
     assert not chunked.cache_files
-
-
-def test_pack_stops_at_max_tokens(documents, tokenizer):
-    chunked = chunk(documents, tokenizer, 100, max_tokens=10_050)
-    assert len(chunked) == 100
-    full = chunk(documents[:30], tokenizer, 100)
-    assert torch.equal(chunked[99]["input_ids"], full[99]["input_ids"])
+    some = chunk(documents, tokenizer, 32, max_tokens=330)
+    assert [row["input_ids"].tolist() for row in some] == [
+        row["input_ids"].tolist() for row in chunked.select(range(10))
+    ]
 
 
 def test_pack_errors(documents, tokenizer):
@@ -151,11 +139,3 @@ def test_pack_errors(documents, tokenizer):
         chunk([], tokenizer, 64)
     with pytest.raises(ValueError, match=r"there are 50 tokens .*max_tokens=50"):
         chunk(documents, tokenizer, 64, max_tokens=50)
-
-
-def test_imports_stay_light():
-    code = (
-        "import sys, metis_hf.data.corpus, metis_hf.lab.demo.tasks, metis_hf.lab.evaluate\n"
-        "assert not {'lm_eval', 'datasets'} & {*sys.modules}, 'too much'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

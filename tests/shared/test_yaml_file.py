@@ -7,25 +7,26 @@ import pytest
 from metis_hf.shared.yaml_file import read_yaml
 
 
-def test_keys_and_values(tmp_path):
-    file = tmp_path / "x.yaml"
-    file.write_text("seeds: [0, 1]\nmodel: {hidden_size: 64}\n")
-    assert read_yaml(file) == {"seeds": [0, 1], "model": {"hidden_size": 64}}
-    file.write_text("# nothing yet\n")
-    assert read_yaml(file) == {}
-
-
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "expected"),
     [
+        (
+            b"seeds: [0, 1]\nmodel: {hidden_size: 64}\n",
+            {"seeds": [0, 1], "model": {"hidden_size": 64}},
+        ),
+        (b"# nothing yet\n", {}),
         (b"seeds: [0\n", r"x\.yaml is not YAML: while parsing a flow sequence"),
         (b"- seeds\n", r"x\.yaml is not a mapping of names to values"),
         (b"\xff\xfe", r"x\.yaml is not UTF-8 text"),
         (None, r"there is no file .*x\.yaml"),
     ],
 )
-def test_what_is_no_such_file_is_named(data, message, tmp_path):
+def test_read_yaml(data, expected, tmp_path):
+    file = tmp_path / "x.yaml"
     if data is not None:
-        (tmp_path / "x.yaml").write_bytes(data)
-    with pytest.raises(ValueError, match=message):
-        read_yaml(tmp_path / "x.yaml")
+        file.write_bytes(data)
+    if isinstance(expected, dict):
+        assert read_yaml(file) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            read_yaml(file)
