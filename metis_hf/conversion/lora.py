@@ -36,6 +36,7 @@ from metis_hf.conversion.lora_checks import Asked, check_experts, check_saved
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedLinear, PackedWeight, packed_layers
 from metis_hf.numerics import relative_error
+from metis_hf.shared.patterns import name_pattern
 
 # Initializations that leave the base weight alone; the others write to it, or need its factors.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
@@ -358,7 +359,9 @@ def _targets(config: LoraConfig, model: nn.Module) -> set[str]:
     pattern = config.target_modules
     assert isinstance(pattern, str)
     if pattern.lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND:
-        return {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
+        # An adapter that is loaded may be anyone's, and `re` can take minutes for its pattern.
+        matcher = name_pattern(pattern) if config.inference_mode else re.compile(pattern)
+        return {name for name, _ in model.named_modules() if matcher.fullmatch(name)}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     plain: Any = _maybe_include_all_linear_layers(copy(config), model)
     # A layer that carries an adapter already is found by PEFT, by the name of the adapter's class.

@@ -131,3 +131,14 @@ def test_a_base_of_which_a_part_is_converted(part):
     ]
     assert len(said) == part
     assert bool(getattr(model.peft_config["default"], "metis_config", None)) is not part
+
+
+def test_a_hostile_pattern_of_a_loaded_adapter_ends(tmp_path):
+    """`re` would be busy with it for longer than anyone waits."""
+    base = get_metis_model(llama(), MetisConfig(scheme="nvfp4-rne"))
+    get_peft_model(base, lora_config(target_modules=["up_proj"])).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    hostile = json.loads(path.read_text()) | {"target_modules": "(([a-z_.0-9]+)+)+X"}
+    path.write_text(json.dumps(hostile))
+    with pytest.raises(ValueError, match=r"[Tt]arget"):
+        PeftModel.from_pretrained(get_metis_model(llama(), MetisConfig(scheme="bf16")), tmp_path)
