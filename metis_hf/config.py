@@ -226,7 +226,7 @@ class MetisConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MetisConfig:
-        """Make a config of what `to_dict` gives.
+        """Make a config from the mapping that `to_dict` gives.
 
         Raises:
             ValueError: no mapping, a value that its field does not take, an unknown key (the
@@ -264,7 +264,7 @@ class MetisConfig:
 
     @classmethod
     def from_json(cls, text: str) -> MetisConfig:
-        """Make a config of what `to_json` gives; errors as of `from_dict`."""
+        """Make a config from the text that `to_json` gives; errors as in `from_dict`."""
         try:
             values = json.loads(text)
         except RecursionError:

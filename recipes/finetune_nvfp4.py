@@ -41,11 +41,11 @@ from transformers import (
 )
 
 from metis_hf import MetisCallback, MetisConfig, MetisTrainer, calibrate, get_metis_model
-from metis_hf.deploy.packed import load_deployed, load_packed
 from metis_hf.data.chat import check_vocabulary, chunked_sequences, first_sequences
 from metis_hf.data.chunked import causal_batch
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.deploy import export_checkpoint
+from metis_hf.deploy.packed import load_deployed, load_packed
 from metis_hf.deploy.source import check_packable
 from metis_hf.lab.finetune_table import (
     HEADER,
@@ -68,7 +68,7 @@ from metis_hf.training.distillation import DistillTrainer
 
 METHODS = ("ptq", "qat", "qad", "lora")
 RESULT_VERSION = 3  # before, other tokens of a text were held out
-# Arguments that decide no result, and how those of transformers begin.
+# Arguments that decide no result; of TrainingArguments the beginnings of their names.
 FREE = ("method", "compare", "export", "dry_run")
 FREE_TRAINING = (
     "output_dir", "log", "report_to", "run_name", "project", "trackio", "disable_tqdm", "save_",
@@ -386,7 +386,7 @@ def parse(argv: list[str] | None = None) -> tuple[Arguments, TrainingArguments]:
 
 def describe(a: Arguments, training: TrainingArguments, size: tuple[int, int], train: Tensor,
              texts: dict[str, Tensor]) -> str:  # fmt: skip
-    """Return what a run takes, in lines of text."""
+    """Return lines of text: parameters, data, steps and memory of a run."""
     parameters, packed = size
     computed, mib = 2 if training.bf16 else 4, 2**20  # bytes of a number; for people
     export = 2 * parameters - packed * (16 - 4.5) / 8

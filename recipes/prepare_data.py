@@ -184,7 +184,7 @@ FEATURES = datasets.Features(
 
 
 def settings_of(a: Arguments) -> dict:
-    """Return what decides the output: the arguments, the files that they name, the device."""
+    """Return all that decides the output: the arguments, the files that they name, the device."""
     decides = {k: v for k, v in asdict(a).items() if k not in ("output_dir", "num_proc")}
     read = [] if a.files is None else local_files(a.files)
     models = [a.tokenizer, *([a.reference_model] if a.perplexity_filter else [])]

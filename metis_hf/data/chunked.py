@@ -55,7 +55,7 @@ def load_chunked(directory: str | Path, *, vocab_size: int | None = None) -> dat
 def load_tokens(directory: str | Path, *, vocab_size: int | None = None) -> torch.Tensor:
     """Return chunked sequences in memory, without the package datasets: int32 `[n, seq_len]`.
 
-    Args and errors are those of `load_chunked`.
+    Args and errors are as in `load_chunked`.
     """
     import pyarrow.parquet as pq
 

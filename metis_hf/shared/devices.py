@@ -11,7 +11,7 @@ _LACKS = {"mps": "it has no fp64 and no float8"}
 
 
 def lacks(device: torch.device) -> str | None:
-    """Return what a kind of device lacks to compute schemes; None if nothing is known."""
+    """Return the reason why a kind of device cannot compute schemes; None if there is none."""
     return _LACKS.get(device.type)
 
 
