@@ -4,7 +4,7 @@
     python benchmarks/scaling.py --quick    # seconds
 
 A slope is that of log time against log size over the upper half of a sweep: 1 is proportional, 0
-flat. Theory is the same fit to the FLOPs of `metis_hf.lab.planning.costs`, which follow
+flat. Theory is the same fit to the FLOPs of `metis_hf.lab.cost`, which follow
 O(lmk + mnk + lnk) for a layer of m inputs and n outputs, l tokens and k directions. Writes
 results/scaling.json and .png.
 """
@@ -25,7 +25,7 @@ from timing import Row, arguments, before_start, figure, parse, prepare, short, 
 from torch import nn
 
 from metis_hf import MetisConfig
-from metis_hf.lab.planning.costs import layer_cost
+from metis_hf.lab.cost import overhead
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.make import convert_linear
 
@@ -44,7 +44,7 @@ QUICK_SWEEPS: dict[str, list[float]] = {
 TOKENS = {"width": 2048, "rank": 8192}
 QUICK_TOKENS = {"width": 64, "rank": 128}
 QUICK_WIDTH = 64
-# part -> the fields of costs.LayerCost that it does
+# part -> the kinds of work that it does, as `cost.overhead` counts them
 THEORY = {
     parts.GEMMS: ("gemm",),
     parts.QUANTIZE: ("quantizers",),
@@ -97,7 +97,7 @@ def measure(found: list[Point], rounds: int, budget: float, device: torch.device
 
 
 def row_of(point: Point, seconds: list[dict[str, float]]) -> Row:
-    cost = layer_cost(point.layer, point.tokens)
+    cost = flops_of(point.layer, point.tokens)
     return {
         "sweep": point.sweep,
         "value": point.value,
@@ -115,8 +115,20 @@ def row_of(point: Point, seconds: list[dict[str, float]]) -> Row:
             for name in parts.NAMES
         },
         "flops": {
-            part: sum(getattr(cost, name) for name in names) for part, names in THEORY.items()
+            part: sum(cost.get(name, 0.0) for name in names) for part, names in THEORY.items()
         },
+    }
+
+
+def flops_of(layer: MetisLayer, tokens: int) -> dict[str, float]:
+    """Count a step of a layer by kind: its GEMMs, elements to quantize, and the scheme's work."""
+    i, o = layer.in_features, layer.out_features
+    gemm = 6.0 * tokens * i * o
+    parts = overhead([((i, o), layer.config)], tokens).parts
+    elements = float(tokens * i + tokens * o + i * o)
+    return {kind: share * gemm for kind, share in parts.items()} | {
+        "gemm": gemm,
+        "quantizers": elements,
     }
 
 

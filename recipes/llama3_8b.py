@@ -1,18 +1,294 @@
-"""Llama-3 8B from scratch on 100B tokens with FP4 GEMMs, the largest run of the Metis paper.
+"""Train a language model from scratch with FP4 GEMMs: Llama-3 8B on 100B tokens, as in Metis.
 
     accelerate launch --config_file recipes/accelerate/8gpu_fsdp2.yaml recipes/llama3_8b.py \\
-        --data DIR
-    python recipes/llama3_8b.py --smoke
-    python recipes/llama3_8b.py --dry-run --world-size 64
+        --data DIR                                             # the run
+    python recipes/llama3_8b.py --smoke                        # the same code on a CPU, in seconds
+    python recipes/llama3_8b.py --dry-run --world-size 64      # what the run takes
+    python recipes/llama3_8b.py --config recipes/gpt2_130m.yaml --data DIR   # another size
 
-From the paper (arXiv 2509.00404): the model, 100B tokens of DCLM, W4A4G4 in NVFP4, rank 1.5 %.
-recipes/README.md says where every other setting comes from.
+Numbers are the paper's (arXiv 2509.00404) where it has them: the model, 100B tokens of DCLM, W4A4G4
+in NVFP4, rank 1.5 %. recipes/README.md says where the others come from. To train something else,
+copy this file.
 """
 
-from metis_hf.lab.compare.sizes import SIZES
-from metis_hf.lab.recipe import Recipe
+import json
+import math
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 
-RECIPE = Recipe(name="llama3_8b", size=SIZES["8b"])
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    TrainingArguments,
+    set_seed,
+)
+
+from metis_hf import MetisCallback, MetisConfig, MetisTrainer, get_metis_model, scheme_names
+from metis_hf.data.chunked import causal_batch, load_chunked, read_meta
+from metis_hf.data.corpus import chunk, stdlib_documents, train_tokenizer
+from metis_hf.lab.rank_memory import Workload
+from metis_hf.lab.store import hold_directory
+from metis_hf.lab.training_plan import plan_training, print_plan
+from metis_hf.schemes import import_schemes
+from metis_hf.shared.checkpoints import last_checkpoint, newest_first
+from metis_hf.shared.messages import one_line_errors
+from metis_hf.shared.yaml_file import as_arguments, read_yaml
+
+MODEL = {  # Llama-3 8B as published; keyword arguments of a transformers config
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+TRAINING = {  # of transformers' TrainingArguments
+    "output_dir": "runs/llama3_8b",
+    "learning_rate": 1.5e-4,  # the authors' script for Llama
+    "lr_scheduler_type": "linear",  # the authors' scripts
+    "warmup_steps": 0.01,  # of all steps; the scripts have 20 to 50 steps
+    "weight_decay": 0.1,  # two of the scripts; not on biases, norms, u and vh
+    "adam_beta2": 0.95,  # the scripts
+    "max_grad_norm": 1.0,  # the script for Llama
+    "bf16": True,  # GEMMs under autocast; weights and optimizer are in fp32
+    "seed": 42,  # the scripts
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "logging_steps": 10,
+    "save_steps": 1000,
+    "save_total_limit": 2,
+    "ddp_find_unused_parameters": False,
+    "dataloader_num_workers": 2,
+}
+# --smoke: a tiny model of the same architecture, a few steps, text of the standard library.
+SMOKE_MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+SMOKE = {
+    "output_dir": "runs/smoke",
+    "max_steps": 4,
+    "sequence_length": 64,
+    "global_batch": 4,
+    "per_device_train_batch_size": 2,
+    "eval_sequences": 8,
+    "health_interval": 100,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+}
+
+
+@dataclass
+class RecipeArguments:
+    """Arguments besides transformers' TrainingArguments, --config, --model and --metis."""
+
+    data: str | None = field(
+        default=None, metadata={"help": "Directory that recipes/prepare_data.py wrote."}
+    )
+    scheme: str = field(
+        default="metis", metadata={"help": f"How GEMMs compute: {', '.join(scheme_names())}."}
+    )
+    metis_import: list[str] | None = field(
+        default=None, metadata={"help": "Python files or modules that register schemes of yours."}
+    )
+    tokens: float = field(default=100e9, metadata={"help": "Of the run, unless --max_steps is."})
+    sequence_length: int = field(default=1024, metadata={"help": "Tokens per sequence."})
+    global_batch: int = field(
+        default=512, metadata={"help": "Sequences per optimizer step, over all processes."}
+    )
+    eval_sequences: int = field(
+        default=1024, metadata={"help": "Held-out sequences: of DATA/validation, else the last."}
+    )
+    health_interval: int = field(
+        default=500, metadata={"help": "Steps between measurements of spectral health; 0: never."}
+    )
+    resume: bool = field(
+        default=False, metadata={"help": "Go on from the last checkpoint in --output_dir, if any."}
+    )
+    smoke: bool = field(default=False, metadata={"help": "Train a tiny model on the CPU."})
+    dry_run: bool = field(default=False, metadata={"help": "Print what the run takes, and stop."})
+    world_size: int | None = field(default=None, metadata={"help": "Processes of the dry run."})
+    json: bool = field(default=False, metadata={"help": "Print the dry run as JSON."})
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.tokens):
+            raise ValueError(f"--tokens {self.tokens}; expected a finite number, as 1e9")
+        if (self.json or self.world_size is not None) and not self.dry_run:
+            raise ValueError("--json and --world_size change only what --dry_run prints; add it")
+        if not (self.data or self.smoke or self.dry_run):
+            raise ValueError("no data: give --data DIR, as recipes/prepare_data.py writes it, "
+                             "or try --smoke")  # fmt: skip
+
+
+def parse_arguments():
+    """Read the command line over --smoke over --config FILE.yaml over the numbers above."""
+    parser = HfArgumentParser(
+        (RecipeArguments, TrainingArguments), description=__doc__, allow_abbrev=False,
+        usage="%(prog)s [--argument VALUE ...]",
+    )  # fmt: skip
+    parser.add_argument("--config", help="YAML file of these arguments; the command line wins.")
+    parser.add_argument("--model", type=json.loads, default=MODEL, help="Config, as JSON.")
+    parser.add_argument("--metis", type=json.loads, default={}, help="More of MetisConfig: JSON.")
+    parser.set_defaults(**TRAINING)
+    command = sys.argv[1:]
+    config = parser.parse_known_args(command)[0].config
+    given = as_arguments(read_yaml(Path(config))) if config else []
+    asked = parser.parse_known_args(given + command)[0]
+    if asked.smoke:
+        given += as_arguments(SMOKE)
+    if asked.smoke or asked.dry_run:
+        given.append("--use_cpu")
+    return parser.parse_args_into_dataclasses(args=given + command)
+
+
+def prepare(held: ExitStack) -> MetisTrainer | None:
+    """Return the trainer with its model and data; None after a dry run."""
+    recipe, training, more = parse_arguments()
+    length, batch = recipe.sequence_length, recipe.global_batch
+    for source in recipe.metis_import or ():
+        import_schemes(source)
+    if not isinstance(more.metis, dict) or "scheme" in more.metis:
+        raise ValueError(
+            f"--metis {more.metis}; expected a JSON object of MetisConfig's fields but the scheme, "
+            "which is --scheme"
+        )
+    metis = MetisConfig.from_dict({"seed": training.seed, **more.metis, "scheme": recipe.scheme})
+    config = AutoConfig.for_model(**more.model | (SMOKE_MODEL if recipe.smoke else {}))
+    if length > getattr(config, "max_position_embeddings", length):
+        raise ValueError(
+            f"--sequence_length {length} does not fit the model's context of "
+            f"{config.max_position_embeddings} tokens; choose shorter sequences"
+        )
+    if training.max_steps <= 0:
+        training.max_steps = -(-int(recipe.tokens) // max(batch * length, 1))  # rounded up
+    world = training.world_size if recipe.world_size is None else recipe.world_size
+    load = Workload(
+        steps=training.max_steps,
+        sequence_length=length,
+        global_batch=batch,
+        device_batch=training.per_device_train_batch_size,
+        world_size=world,
+        bf16=training.bf16,
+        checkpointing=training.gradient_checkpointing,
+    )
+    if recipe.dry_run:
+        if training.process_index == 0:
+            plan = plan_training(config, metis, load)
+            print(json.dumps(plan.to_dict(), indent=2)) if recipe.json else print_plan(plan)
+        return None
+    if training.resume_from_checkpoint:
+        raise ValueError("--resume_from_checkpoint: a run goes on in its own output_dir: --resume")
+    if training.gradient_accumulation_steps not in (1, load.accumulation):
+        raise ValueError(
+            f"gradient_accumulation_steps={training.gradient_accumulation_steps} contradicts "
+            f"global_batch={batch}, which takes {load.accumulation} on {world} processes; leave "
+            "it out"
+        )
+    training.gradient_accumulation_steps = load.accumulation
+
+    # One run at a time in output_dir; with --resume it goes on from the last whole checkpoint.
+    output = Path(training.output_dir)
+    if training.process_index == 0:
+        held.enter_context(hold_directory(output, "--output_dir"))
+    if not recipe.resume and (present := newest_first(output)):
+        raise ValueError(
+            f"output_dir {output} has checkpoints ({present[0].name}); go on with --resume, or "
+            "choose another --output_dir"
+        )
+
+    # Data: chunked tokens of recipes/prepare_data.py, or text of the standard library (--smoke).
+    held_out = tokenizer = None
+    if recipe.data is not None:
+        data = Path(recipe.data)
+        if (own := read_meta(data)["seq_len"]) != length:
+            raise ValueError(
+                f"--data {data} holds sequences of {own} tokens, and the run wants {length}; pass "
+                f"--sequence_length {own} or chunk again"
+            )
+        train = load_chunked(data, vocab_size=config.vocab_size)
+        if (data / "validation" / "meta.json").is_file():
+            held_out = load_chunked(data / "validation", vocab_size=config.vocab_size)
+        if (data / "tokenizer").is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    else:
+        documents = stdlib_documents()[:60]
+        tokenizer = train_tokenizer(documents, config.vocab_size)
+        train = chunk(documents, tokenizer, length).select_columns(["input_ids"])
+    count = max(recipe.eval_sequences, 0)
+    if held_out is None:  # the last sequences
+        rest = max(len(train) - count, 0)
+        held_out, train = train.select(range(rest, len(train))), train.select(range(rest))
+    held_out = held_out.select(range(min(count, len(held_out))))
+    if len(train) < batch or len(held_out) < 1:
+        raise ValueError(
+            f"eval_sequences={recipe.eval_sequences} leaves {len(train)} sequences to train on and "
+            f"{len(held_out)} to hold out; a step takes {batch}, and the evaluation at least one"
+        )
+    # Shuffled in memory and once: a sampler would keep a list of all indices on every process.
+    seed = training.seed if training.data_seed is None else training.data_seed
+    train = train.shuffle(seed=seed, keep_in_memory=True)
+    training.train_sampling_strategy = "sequential"
+    if load.steps * batch > len(train):  # several epochs, each of whole batches
+        train = train.select(range(len(train) // batch * batch))
+        if training.process_index == 0:
+            print(f"Each of {len(train):,} sequences is seen {load.steps * batch / len(train):.1f} "
+                  "times.")  # fmt: skip
+
+    # The model: fp32 weights, the same on every process, converted.
+    set_seed(training.seed)
+    with training.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    get_metis_model(model, metis)
+    if training.process_index == 0:
+        print(model.metis_report, flush=True)
+
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        # Else every rank would add up whole gradients, in bf16, while it accumulates.
+        training.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
+    return MetisTrainer(
+        model=model,
+        args=training,
+        train_dataset=train.with_format("torch"),
+        eval_dataset=held_out.with_format("torch"),
+        processing_class=tokenizer,
+        data_collator=causal_batch,
+        callbacks=[MetisCallback(health_interval=recipe.health_interval)],
+    )
+
+
+def main() -> None:
+    with ExitStack() as held:
+        with one_line_errors():
+            trainer = prepare(held)
+        if trainer is None:
+            return
+        trainer.train(resume_from_checkpoint=last_checkpoint(trainer.args.output_dir))
+        trainer.save_model()
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+
 
 if __name__ == "__main__":
-    RECIPE.run(description=__doc__)
+    main()

@@ -18,16 +18,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.conversion.report import gemm_weights
 from metis_hf.lab.compare.sizes import SIZES
-from metis_hf.lab.cost import Overhead, model_overhead
-from metis_hf.lab.planning.plan import (
-    meta_model,
-    saved_bytes,
-    state_memory,
-    step_costs,
-)
-from metis_hf.lab.planning.saved_bytes import SavedBytes
-from metis_hf.lab.planning.workload import Workload
+from metis_hf.lab.cost import Overhead, meta_model, model_overhead
+from metis_hf.lab.rank_memory import Workload, saved_bytes, state_memory
 from metis_hf.lab.show.table import markdown_table
+from metis_hf.lab.training_plan import step_flops
 
 RECORD = RESULTS / "four-bit-share.json"
 PAGES = (RECORD.with_suffix(".md"), ROOT / "docs" / "choosing.md")
@@ -75,7 +69,7 @@ def multiply_adds(model: Model, scheme: str) -> dict[str, Any]:
     gemms = gemm_weights(dense)
     everything = tuple({name.rpartition(".")[2] for name in gemms})  # the head too, tied or not
     get_metis_model(dense, MetisConfig(scheme=scheme))
-    costs = step_costs(dense, gemms, load)
+    costs = step_flops(dense, gemms, load)
     passes = load.tokens_per_step
     head = 6.0 * passes * model.config.vocab_size * model.config.hidden_size
     exact = {"linear": costs["gemm"], "head": head, "attention": costs["attention"]}
@@ -107,7 +101,7 @@ def workload(model: Model) -> Workload:
     """Return a step of `TOKENS` tokens on one device, in BF16."""
     length = model.sequence_length
     batch = TOKENS // length
-    return Workload(tokens=TOKENS, sequence_length=length, global_batch=batch, device_batch=batch)
+    return Workload(steps=1, sequence_length=length, global_batch=batch, device_batch=batch)
 
 
 def held_bytes(model: Model, scheme: str) -> dict[str, float]:
@@ -116,14 +110,14 @@ def held_bytes(model: Model, scheme: str) -> dict[str, float]:
     get_metis_model(dense, MetisConfig(scheme=scheme))
     load = workload(model)
     state = state_memory(dense, load, sharded=False)
-    saved: SavedBytes = saved_bytes(dense, load, sharded=False)
+    saved = saved_bytes(dense, load, sharded=False)
     return {
         "weights": state["weights"],
         "gradients": state["gradients"],
         "moments": state["moments"],
-        "linear_activations": saved.linears,
-        "other_activations": saved.others,
-        "weight_copies": saved.weight_copies,
+        "linear_activations": saved["linear_activations"],
+        "other_activations": saved["activations"],
+        "weight_copies": saved["weight_copies"],
     }
 
 

@@ -1,8 +1,11 @@
-"""Values as error messages show them."""
+"""Error messages: the values that they show, and one line instead of a traceback."""
 
 from __future__ import annotations
 
 import reprlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _Shown(reprlib.Repr):
@@ -24,3 +27,13 @@ _SHOWN = _Shown()
 def shown(value: object) -> str:
     """Return the repr of a value, shortened where it is long or deeply nested."""
     return _SHOWN.repr(value)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the program with one line where the block, before any training, refuses what is asked."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +27,24 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{path} is not a mapping of names to values, as in `seeds: [0, 1]`")
     return values or {}
+
+
+def as_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Return names and values, as of a YAML file, as arguments of a command line.
+
+    A mapping becomes JSON, and a list several arguments. So a parser converts and checks a value
+    wherever it comes from: YAML 1.1 reads 1e-4 as a string.
+
+    Raises:
+        ValueError: a name without a value.
+    """
+    arguments = []
+    for name, value in values.items():
+        if value is None:
+            raise ValueError(f"{name} has no value; give it one, or leave the line out")
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            arguments.append(f"--{name}={text}")
+    return arguments

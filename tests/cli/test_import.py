@@ -25,7 +25,6 @@ from metis_hf.lab.compare.run import Run, _check_begun
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.jobs import own_schemes
-from metis_hf.lab.recipe_arguments import parse_arguments
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
 from metis_hf.shared.records import write_json
@@ -209,20 +208,3 @@ def test_compare_in_real_processes(folder, monkeypatch):
     file.write_text(SCHEME)
     assert isinstance(refused.exception, ValueError)
     assert f"holds a run of '{NAME}' as its file was before" in str(refused.exception)
-
-
-def test_recipes_take_it(tmp_path):
-    (tmp_path / "recipe_scheme.py").write_text(SCHEME.replace(NAME, "of-a-recipe"))
-    source = str(tmp_path / "recipe_scheme.py")
-    defaults = {"output_dir": str(tmp_path), "dry_run": True}
-    given = ["--scheme", "of-a-recipe", "--metis_import", source]
-    arguments, _ = parse_arguments(defaults, {}, argv=given)
-    assert arguments.metis_config(0).scheme == "of-a-recipe"
-    assert import_schemes(source) == ["of-a-recipe"]
-    for written in ([source], source):
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"metis_import": written}))
-        given = ["--config", str(tmp_path / "recipe.yaml")]
-        arguments, _ = parse_arguments(defaults, {}, argv=given)
-        assert arguments.metis_import == [source]
-    with pytest.raises(ValueError, match="no_such"):
-        parse_arguments(defaults, {}, argv=["--metis_import", "no_such_module"])

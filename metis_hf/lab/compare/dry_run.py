@@ -14,22 +14,20 @@ from metis_hf.data.chunked import META, read_meta
 from metis_hf.lab.compare import published
 from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.variants import Variant
-from metis_hf.lab.cost import meta_model
-from metis_hf.lab.planning.plan import step_costs
-from metis_hf.lab.planning.workload import Workload
+from metis_hf.lab.cost import meta_model, model_overhead
+from metis_hf.lab.rank_memory import Workload
 from metis_hf.lab.show.table import terminal_table
+from metis_hf.lab.training_plan import step_flops
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.schemes import CONTROL
 from metis_hf.shared.numbers import si
-
-_DENSE = ("gemm", "other_gemm", "attention", "recomputation")  # what the plain model costs too
 
 
 def show_plan(plan: ComparisonPlan, console: Console) -> None:
     """Print what a comparison would train; nothing is trained or written.
 
-    FLOPs are those of `planning`: the three GEMMs of each layer, output head, attention, and what
-    emulation adds to them.
+    FLOPs are those of the model: the three GEMMs of each layer, output head and attention. Beside
+    them stands what the scheme multiplies besides, where FP4 units run its GEMMs.
     """
     config = AutoConfig.for_model(**plan.experiment.model)
     for line in describe(plan, config):
@@ -68,7 +66,7 @@ def header(beside: published.Beside | None) -> list[str]:
     theirs: list[str] = []
     if beside is not None and beside.losses:
         theirs = ["Published as", *(["Loss"] if beside.exact else []), "Gap, %"]
-    return ["Variant", "FLOPs of a run", "of them added by emulation", *theirs]
+    return ["Variant", "FLOPs of a run", "+ the scheme's, %", *theirs]
 
 
 def rows(
@@ -80,7 +78,7 @@ def rows(
         total, added = run_flops(plan, config, variant)
         flops = ["not counted", ""]
         if not math.isnan(total):
-            flops = [si(total, "FLOP"), f"{added / total:.1%}"]
+            flops = [si(total, "FLOP"), f"{100 * added / total:.1f}"]
         theirs: list[str] = []
         if beside is not None and beside.losses:
             name = beside.names.get(variant.name)
@@ -96,22 +94,22 @@ def rows(
 def run_flops(
     plan: ComparisonPlan, config: PreTrainedConfig, variant: Variant
 ) -> tuple[float, float]:
-    """Return the FLOPs of a run and those that emulation adds; NaN for a model of fused experts."""
+    """Return the FLOPs of a run of the model, and the scheme's beside; NaN with fused experts."""
     model = meta_model(config)
     if has_fused_experts(model):
         return math.nan, math.nan
     gemms = gemm_weights(model)
-    get_metis_model(model, variant.metis_config(plan.seeds[0]))
-    costs = step_costs(model, gemms, _workload(plan))
-    del costs["quantizer_bytes"]
-    added = sum(value for kind, value in costs.items() if kind not in _DENSE)
-    steps = plan.experiment.steps
-    return steps * sum(costs.values()), steps * added
+    metis, load = variant.metis_config(plan.seeds[0]), _workload(plan)
+    get_metis_model(model, metis)
+    flops, steps = step_flops(model, gemms, load), load.steps
+    passed = load.device_batch * load.sequence_length
+    added = flops["gemm"] * model_overhead(config, metis, passed).share
+    return steps * sum(flops.values()), steps * added
 
 
 def _workload(plan: ComparisonPlan) -> Workload:
     return Workload(
-        tokens=plan.tokens,
+        steps=plan.experiment.steps,
         sequence_length=plan.experiment.sequence_length,
         global_batch=plan.global_batch,
         device_batch=min(

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import transformers
+from paths import ROOT
 from rich.console import Console
 from transformers import modeling_utils
 
@@ -108,14 +109,16 @@ def demo(out: str, hook: str, argument: str) -> None:
 
 def recipe(out: str, hook: str, argument: str) -> None:
     """Run a recipe's smoke run with a hook."""
-    from lab.compare.test_recipes import trainer
-    from metis_hf.lab.recipe import hold_output, train_and_evaluate
-
     globals()[hook](argument)
-    with quiet():
-        made, given = trainer(out)
-        with hold_output(given, made.args):
-            train_and_evaluate(made, given)
+    small_recipe(out)
+
+
+def small_recipe(out: str, *options: str) -> None:
+    """Run the smoke run of a recipe."""
+    path = str(ROOT / "recipes" / "llama3_8b.py")
+    command = [path, "--smoke", "--output_dir", out, *options]
+    with mock.patch.object(sys, "argv", command), quiet():
+        runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":

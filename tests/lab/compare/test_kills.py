@@ -21,22 +21,20 @@ import pytest
 import torch
 from conftest import hear_interrupts
 from rich.console import Console
+from safetensors.torch import load_file
 
 from lab.compare import kills
 from lab.compare.test_compare import CONFIG, METIS_HF, write_config
-from lab.compare.test_recipes import trainer
 from metis_hf.cli.main import main
 from metis_hf.data import corpus
 from metis_hf.lab.compare.data import embed
 from metis_hf.lab.compare.plan import make_plan
 from metis_hf.lab.compare.run import LOG_FILE, RunsFailed, run_plan
-from metis_hf.lab.recipe import hold_output, train_and_evaluate
 from metis_hf.lab.show.progress import TaskProgress
-from metis_hf.shared.quiet import quiet
 
 pytestmark = pytest.mark.slow
 
-PRELOADED = ["metis_hf.lab.demo.run", "metis_hf.lab.recipe", "lm_eval", "datasets"]
+PRELOADED = ["metis_hf.lab.demo.run", "metis_hf.lab.training_plan", "lm_eval", "datasets"]
 IN_SAVE, IN_EVALUATION = "kill_in_save", "kill_in_evaluation"
 SECONDS = 600  # until a process of a busy machine has come where it is waited for
 
@@ -86,27 +84,22 @@ class TestDemo:
 
 
 class TestRecipe:
-    @pytest.fixture(scope="class")
-    def whole(self, tmp_path_factory):
-        with quiet():
-            made, given = trainer(tmp_path_factory.mktemp("recipe"))
-            return made.model, train_and_evaluate(made, given)["eval_loss"]
-
-    def test_resumes(self, whole, tmp_path):
-        killed(kills.recipe, str(tmp_path), IN_SAVE, "state")
-        assert (tmp_path / "checkpoint-4").is_dir()
-        made, given = trainer(tmp_path)
-        refused = pytest.raises(ValueError, match=r"checkpoint-4.*--resume")
-        with refused, hold_output(given, made.args):
-            pytest.fail("a run of its own")
-        with quiet():
-            resumed, given = trainer(tmp_path, "--resume")
-            with hold_output(given, resumed.args):
-                loss = train_and_evaluate(resumed, given)["eval_loss"]
-        assert loss == whole[1]
-        for name, value in whole[0].state_dict().items():
-            assert torch.equal(value, resumed.model.state_dict()[name]), name
-        steps = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
+    def test_resumes(self, tmp_path, capsys):
+        whole, out = tmp_path / "whole", tmp_path / "killed"
+        kills.small_recipe(str(whole))
+        killed(kills.recipe, str(out), IN_SAVE, "state")
+        assert (out / "checkpoint-4").is_dir()
+        with pytest.raises(SystemExit):
+            kills.small_recipe(str(out))
+        assert "has checkpoints (checkpoint-4); go on with --resume" in capsys.readouterr().err
+        kills.small_recipe(str(out), "--resume")
+        losses = [json.loads((each / "eval_results.json").read_text()) for each in (whole, out)]
+        assert losses[0]["eval_loss"] == losses[1]["eval_loss"]
+        weights = [load_file(each / "model.safetensors") for each in (whole, out)]
+        for name, value in weights[0].items():
+            assert torch.equal(value, weights[1][name]), name
+        state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
+        steps = [entry["step"] for entry in state["log_history"] if "loss" in entry]
         assert steps == [1, 2, 3, 4]  # the first two from the checkpoint
 
 

@@ -1,1 +1,0 @@
-"""Plans of runs before they start: FLOPs, memory, communication."""

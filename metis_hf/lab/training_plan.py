@@ -1,0 +1,204 @@
+"""What a training run takes, before it is paid for: parameters, tokens, steps, FLOPs, memory.
+
+Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
+forward pass with fake tensors. For dense decoders whose layers are attention and linear ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from metis_hf.config import MetisConfig
+from metis_hf.conversion.convert import get_metis_model, metis_layers
+from metis_hf.conversion.report import gemm_weights
+from metis_hf.lab.cost import meta_model, model_overhead
+from metis_hf.lab.rank_memory import Workload, blocks_of, count_elements, rank_memory
+from metis_hf.layers.experts import has_fused_experts
+from metis_hf.shared.numbers import gib, si
+
+# As transformers names layers of softmax attention in `layer_types`; "attention" in older configs.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The findings of `plan_training`.
+
+    Attributes:
+        model_type: architecture, as transformers calls it.
+        scheme: of the model.
+        workload: as given.
+        parameters: counts: "total" as stored; "original" before conversion; "converted" weights of
+            the original whose GEMMs are quantized.
+        flops: of one optimizer step over all processes, by kind; see `step_flops`.
+        added_share: multiply-adds of the scheme where FP4 units run its GEMMs, over those of the
+            converted layers' GEMMs; see `cost.overhead`.
+        memory: bytes on the fullest rank by kind, under "DDP" and "FSDP2"; see `rank_memory`.
+    """
+
+    model_type: str
+    scheme: str
+    workload: Workload
+    parameters: dict[str, int]
+    flops: dict[str, float]
+    added_share: float
+    memory: dict[str, dict[str, int]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan JSON-ready, derived numbers included."""
+        load, step = self.workload, sum(self.flops.values())
+        return asdict(self) | {
+            "tokens_per_step": load.tokens_per_step,
+            "tokens": load.tokens_per_step * load.steps,
+            "steps": load.steps,
+            "accumulation": load.accumulation,
+            "flops_per_step": step,
+            "flops_total": step * load.steps,
+            "memory_total": {name: sum(kinds.values()) for name, kinds in self.memory.items()},
+        }
+
+
+def plan_training(config: PreTrainedConfig, metis: MetisConfig, workload: Workload) -> Plan:
+    """Return the plan of the training of a model from scratch.
+
+    Args:
+        config: of a dense decoder model (Llama, GPT-2, ...).
+        metis: how it is converted.
+        workload: what is trained.
+
+    Raises:
+        ValueError: a model whose layers are not attention and linear ones, checkpointing of a
+            model whose blocks are unknown, or what `get_metis_model` refuses.
+    """
+    _check_layers(config)
+    model = meta_model(config)
+    original, gemms = count_elements(model), gemm_weights(model)
+    if has_fused_experts(model) or any("Expert" in type(m).__name__ for m in model.modules()):
+        raise ValueError(
+            f"{config.model_type} has fused experts; how many tokens each sees is not known before "
+            "the run, so it cannot be planned"
+        )
+    if workload.checkpointing and next(blocks_of(model), None) is None:
+        raise ValueError(
+            f"{type(model).__name__} does not say which of its modules are blocks "
+            "(_no_split_modules), so its activation checkpointing cannot be planned; plan it "
+            "without"
+        )
+    get_metis_model(model, metis)
+    counts = {
+        "total": count_elements(model),
+        "original": original,
+        "converted": sum(x.in_features * x.out_features for _, x in metis_layers(model)),
+    }
+    ways = {"DDP": False, "FSDP2": True}
+    passed = workload.device_batch * workload.sequence_length
+    return Plan(
+        model_type=config.model_type,
+        scheme=metis.scheme,
+        workload=workload,
+        parameters=counts,
+        flops=step_flops(model, gemms, workload),
+        added_share=model_overhead(config, metis, passed).share,
+        memory={name: rank_memory(model, workload, sharded=way) for name, way in ways.items()},
+    )
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if others := sorted(set(kinds or ()) - _ATTENTION):
+        found = f"layers of {', '.join(others)}"
+    elif getattr(config, "is_encoder_decoder", False):
+        found = "an encoder and a decoder"
+    elif config.get_text_config() is not config:
+        found = "a text model among others"
+    elif getattr(config, "num_attention_heads", None) is None:
+        found = "no attention heads (num_attention_heads)"
+    else:
+        return
+    raise ValueError(
+        f"{config.model_type} has {found}; plans are for dense decoders of attention alone"
+    )
+
+
+def step_flops(
+    model: PreTrainedModel, gemms: Mapping[str, float], load: Workload
+) -> dict[str, float]:
+    """Return FLOPs of one optimizer step of the dense model by kind, over all processes.
+
+    - "gemm": converted layers, 6 per weight and token.
+    - "other_gemm": output head and layers left out, also 6.
+    - "attention": Q K^T and P V, 12 l t s h d for l layers, t tokens in sequences of length s and
+      h heads of size d (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B); the causal half is
+      not taken off.
+    - "recomputation": one more forward pass of the blocks under activation checkpointing.
+
+    Args:
+        model: converted.
+        gemms: multiplications of a token by module, of the model as it was (`gemm_weights`).
+        load: what a step takes.
+    """
+    tokens, config = load.tokens_per_step, model.config
+    converted = sum(layer.in_features * layer.out_features for _, layer in metis_layers(model))
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    forward = 4.0 * config.num_hidden_layers * tokens * load.sequence_length * heads * size
+    again = 0.0
+    if load.checkpointing:
+        blocks = {id(block) for block in blocks_of(model)}
+        prefixes = tuple(f"{name}." for name, m in model.named_modules() if id(m) in blocks)
+        inside = sum(size for name, size in gemms.items() if name.startswith(prefixes))
+        again = 2.0 * tokens * inside + forward
+    return {
+        "gemm": 6.0 * tokens * converted,
+        "other_gemm": 6.0 * tokens * (sum(gemms.values()) - converted),
+        "attention": 3 * forward,
+        "recomputation": again,
+    }
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print a plan as three tables."""
+    console, load, counts = console or Console(), plan.workload, plan.parameters
+    whole = sum(plan.flops.values())
+    run = {
+        "Parameters": f"{counts['original']:,}",
+        "  as stored": f"{counts['total']:,}",
+        "  with quantized GEMMs": f"{counts['converted']:,}",
+        "Tokens": f"{load.tokens_per_step * load.steps:,}",
+        "  per step": f"{load.tokens_per_step:,}",
+        "Steps": f"{load.steps:,}",
+        "Ranks x accumulation x sequences x length": f"{load.world_size} x {load.accumulation} x "
+        f"{load.device_batch} x {load.sequence_length}",
+    }
+    flops = {name: si(count, "FLOP") for name, count in plan.flops.items() if count}
+    flops |= {"step": si(whole, "FLOP"), "run": si(whole * load.steps, "FLOP")}
+    for title, rows in ((plan.model_type, run), (f"FLOPs, scheme {plan.scheme}", flops)):
+        console.print(_table(title, ("",), {name: (text,) for name, text in rows.items()}))
+    kinds = dict.fromkeys(kind for memory in plan.memory.values() for kind in memory)
+    memory = {
+        kind: [gib(held[kind]) if kind in held else "" for held in plan.memory.values()]
+        for kind in kinds
+        if any(held.get(kind) for held in plan.memory.values())
+    }
+    memory["total"] = [gib(sum(held.values())) for held in plan.memory.values()]
+    console.print(_table("Memory of a rank", plan.memory, memory))
+    console.print(
+        f"Where FP4 units run its GEMMs, {plan.scheme} multiplies {plan.added_share:.1%} more than "
+        "they do. Emulation takes several times the steps of the plain model: docs/performance.md. "
+        "Memory leaves out temporaries, fragmentation and the framework itself."
+    )
+
+
+def _table(title: str, columns, rows) -> Table:
+    table = Table(title, *columns)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cells in rows.items():
+        table.add_row(name.replace("_", " "), *cells)
+    return table
