@@ -3,7 +3,7 @@
     python benchmarks/scaling.py            # three minutes on one core
     python benchmarks/scaling.py --quick    # seconds
 
-A slope is that of log time against log size over the upper half of a sweep: 1 is proportional, 0
+A slope is taken of log time against log size over the upper half of a sweep: 1 is proportional, 0
 flat. Theory is the same fit to the FLOPs of `metis_hf.lab.cost`, which follow
 O(lmk + mnk + lnk) for a layer of m inputs and n outputs, l tokens and k directions. Writes
 results/scaling.json and .png.

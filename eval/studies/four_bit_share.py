@@ -28,7 +28,7 @@ PAGES = (RECORD.with_suffix(".md"), ROOT / "docs" / "choosing.md")
 WAYS = (("bf16", "fp32"), ("metis", "fp32"), ("metis", "4 bit"))  # scheme, AdamW's moments
 SCHEMES = ("nvfp4-rne", "nvidia", "quartet2", "metis")
 TOKENS = 8192  # of a step, that the costs of weights are shared by
-IN_FOUR_BITS = ("thin_products", "corrections")  # of what a scheme adds: both factors are codes
+IN_FOUR_BITS = ("thin_products", "corrections")  # added by a scheme: both factors are codes
 # torchao 0.18: AdamW4bit has two moments of 4 bits, with an fp32 scale for each 128 of them.
 MOMENT_BYTES = {"fp32": 4.0, "4 bit": 0.5 + 4 / 128}
 
@@ -63,7 +63,7 @@ def models() -> list[Model]:
 
 
 def multiply_adds(model: Model, scheme: str) -> dict[str, Any]:
-    """Count a step's multiply-adds, in units of those of all GEMMs and attention products."""
+    """Count a step's multiply-adds, as shares of all GEMMs and attention products."""
     dense = meta_model(model.config)
     load = workload(model)
     gemms = gemm_weights(dense)
@@ -152,7 +152,7 @@ def held(values: dict[str, Any], scheme: str, moments: str) -> dict[str, float]:
 
 
 def byte_table(found: dict[str, Any]) -> str:
-    """Return what is held in a step, a row for each model and way."""
+    """Return the bytes held in a step, a row for each model and way."""
     rows = []
     for name, values in found["models"].items():
         for scheme, moments in WAYS:

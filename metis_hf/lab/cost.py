@@ -45,8 +45,8 @@ class Overhead:
     """Costs of a scheme beyond the three GEMMs of some layers.
 
     Attributes:
-        parts: kind of work ("projection", "corrections", ...) -> multiply-adds over those of the
-            three GEMMs; kinds without any are left out.
+        parts: kind of work ("projection", "corrections", ...) -> multiply-adds, as a share of the
+            three GEMMs'; kinds without any are left out.
         weight_bits: stored for each element of the weights in fprop, low-rank factors included.
     """
 
@@ -70,7 +70,7 @@ def overhead(
     counts as the dense product with its factors; along a dimension that a GEMM does not contract
     its output is rotated back. A GEMM of FP4 codes multiplies the low-rank parts of its operands
     apart, by two thin products each; a correction in their directions adds one, as its coordinates
-    are summed with those of the low-rank part before the second. Sparse parts are multiplied
+    are added to the low-rank part's before the second. Sparse parts are multiplied
     element by element. The gradients of a split weight's factors are products too.
 
     Args:
@@ -142,7 +142,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def tokens_of_layers(model: nn.Module, tokens: int) -> dict[str, int]:
-    """Return how many of a step's tokens each converted layer of a model sees, by its name.
+    """Return the number of a step's tokens that each converted layer sees, by its name.
 
     Each expert sees an equal share of the visits, as if the router were balanced.
     """
@@ -245,7 +245,7 @@ def _weight_factors(layer: MetisLayer) -> Iterator[tuple[str, float]]:
 
 
 def _products(layer: MetisLayer, tokens: int) -> Iterator[tuple[str, float]]:
-    """Count the FLOPs of what the GEMMs multiply apart, and of rotating their outputs back."""
+    """Count the FLOPs of the products that GEMMs make apart, and of rotating outputs back."""
     t, i, o = tokens, layer.in_features, layer.out_features
     places = {role: (shape, dim) for role, shape, dim in _places(t, i, o)}
     for left, right, (m, n, p) in (

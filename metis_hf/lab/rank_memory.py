@@ -1,7 +1,7 @@
 """Bytes that one rank of a training holds at the end of a forward pass, without allocating them.
 
 Activations are traced on fake tensors (torch._subclasses.fake_tensor): shapes, dtypes and storages
-are those of a real run on the CPU, values do not exist. Under CUDA autocast a few elementwise
+are as in a real run on the CPU, values do not exist. Under CUDA autocast a few elementwise
 functions (pow, layer_norm) compute in fp32 where the CPU's stay in bf16.
 """
 
@@ -76,7 +76,7 @@ class Workload:
 
 
 def rank_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
-    """Return bytes on the fullest rank, by kind: those of `state_memory`, and
+    """Return bytes on the fullest rank, by kind. Beside the kinds of `state_memory`:
 
     - "linear_activations", "activations": saved for the backward pass inside converted layers and
       elsewhere; "weight_copies": bf16 casts of dense weights, which autocast keeps.
@@ -125,7 +125,7 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
 
 
 def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dict[str, int]:
-    """Return what autograd keeps between the forward and the backward pass of one rank.
+    """Return the bytes that autograd keeps from the forward to the backward pass of one rank.
 
     Traced on one and on two blocks where all blocks are alike, and continued linearly; else on the
     whole model. Under FSDP2 the gathered weights are bf16, and with them the activations. Under
@@ -245,7 +245,7 @@ def count_elements(module: nn.Module) -> int:
 
 
 def _signature(block: nn.Module) -> tuple:
-    """Return what two blocks must share to save the same tensors."""
+    """Return a mark that is equal for two blocks that save the same tensors."""
     shapes = Counter((key, tuple(p.shape)) for key, p in block.named_parameters())
     schemes = [layer.scheme for _, layer in metis_layers(block)]
     return tuple(sorted(shapes)), tuple(map(repr, schemes))

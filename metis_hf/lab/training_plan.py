@@ -37,7 +37,7 @@ class Plan:
         parameters: counts: "total" as stored; "original" before conversion; "converted" weights of
             the original whose GEMMs are quantized.
         flops: of one optimizer step over all processes, by kind; see `step_flops`.
-        added_share: multiply-adds of the scheme where FP4 units run its GEMMs, over those of the
+        added_share: multiply-adds of the scheme where FP4 units run its GEMMs, as a share of the
             converted layers' GEMMs; see `cost.overhead`.
         memory: bytes on the fullest rank by kind, under "DDP" and "FSDP2"; see `rank_memory`.
     """

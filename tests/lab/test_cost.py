@@ -110,7 +110,7 @@ def test_outputs_of_rotated_operands_are_rotated_back():
     operands = once(IN, T) + once(IN, OUT) + once(T, OUT)
     outputs = once(T, IN) + once(IN, T) + once(IN, OUT)
     found = of("halo", operand_mode="contraction")
-    # x H of fprop is that of wgrad, too.
+    # wgrad takes the same x H as fprop.
     assert found.parts["rotation"] == pytest.approx((operands + outputs) / GEMM)
     assert "rotation" not in of("nvfp4").parts
     # Rotated along what a GEMM contracts, its operands' rotations cancel: three GEMMs of two each.

@@ -26,7 +26,7 @@ from metis_hf.shared.numbers import si
 def show_plan(plan: ComparisonPlan, console: Console) -> None:
     """Print what a comparison would train; nothing is trained or written.
 
-    FLOPs are those of the model: the three GEMMs of each layer, output head and attention. Beside
+    FLOPs count the model: the three GEMMs of each layer, output head and attention. Beside
     them stands what the scheme multiplies besides, where FP4 units run its GEMMs.
     """
     config = AutoConfig.for_model(**plan.experiment.model)
@@ -46,7 +46,7 @@ def show_plan(plan: ComparisonPlan, console: Console) -> None:
 
 
 def describe(plan: ComparisonPlan, config: PreTrainedConfig) -> list[str]:
-    """Return what all runs share, a line each."""
+    """Return the facts that all runs share, a line each."""
     model = meta_model(config)
     total, body = sum(p.numel() for p in model.parameters()), published.body_parameters(config)
     load, count = _workload(plan), len(plan.runs())
