@@ -136,7 +136,9 @@ class RecipeArguments:
             raise ValueError(f"--tokens {self.tokens}; expected a finite number, as 1e9")
         if (self.json or self.world_size is not None) and not self.dry_run:
             raise ValueError("--json and --world_size change only what --dry_run prints; add it")
-        if not (self.data or self.smoke or self.dry_run):
+        if self.data and not self.dry_run:
+            read_meta(Path(self.data))  # before TrainingArguments, which may refuse the machine
+        elif not (self.smoke or self.dry_run):
             raise ValueError("no data: give --data DIR, as recipes/prepare_data.py writes it, "
                              "or try --smoke")  # fmt: skip
 
@@ -235,16 +237,16 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
         documents = stdlib_documents()[:60]
         tokenizer = train_tokenizer(documents, config.vocab_size)
         train = chunk(documents, tokenizer, length).select_columns(["input_ids"])
-    count = max(recipe.eval_sequences, 0)
-    if held_out is None:  # the last sequences
-        rest = max(len(train) - count, 0)
-        held_out, train = train.select(range(rest, len(train))), train.select(range(rest))
-    held_out = held_out.select(range(min(count, len(held_out))))
-    if len(train) < batch or len(held_out) < 1:
+    count = recipe.eval_sequences
+    left = len(train) - (count if held_out is None else 0)
+    if count < 1 or left < batch:
         raise ValueError(
-            f"eval_sequences={recipe.eval_sequences} leaves {len(train)} sequences to train on and "
-            f"{len(held_out)} to hold out; a step takes {batch}, and the evaluation at least one"
+            f"eval_sequences={count} leaves {left} sequences to train on; a step takes {batch}, and "
+            "the evaluation at least one"
         )
+    if held_out is None:  # the last sequences
+        held_out, train = train.select(range(left, left + count)), train.select(range(left))
+    held_out = held_out.select(range(min(count, len(held_out))))
     # Shuffled in memory and once: a sampler would keep a list of all indices on every process.
     seed = training.seed if training.data_seed is None else training.data_seed
     train = train.shuffle(seed=seed, keep_in_memory=True)
