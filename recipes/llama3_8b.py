@@ -241,8 +241,8 @@ def prepare(held: ExitStack) -> MetisTrainer | None:
     left = len(train) - (count if held_out is None else 0)
     if count < 1 or left < batch:
         raise ValueError(
-            f"eval_sequences={count} leaves {left} sequences to train on; a step takes {batch}, and "
-            "the evaluation at least one"
+            f"eval_sequences={count} leaves {left} sequences to train on; a step takes {batch}, "
+            "and the evaluation at least one"
         )
     if held_out is None:  # the last sequences
         held_out, train = train.select(range(left, left + count)), train.select(range(left))
