@@ -33,10 +33,10 @@ from metis_hf import MetisCallback, MetisConfig, MetisTrainer, get_metis_model, 
 from metis_hf.data.chunked import causal_batch, load_chunked, read_meta
 from metis_hf.data.corpus import chunk, stdlib_documents, train_tokenizer
 from metis_hf.lab.rank_memory import Workload
-from metis_hf.lab.store import hold_directory
 from metis_hf.lab.training_plan import plan_training, print_plan
 from metis_hf.schemes import import_schemes
 from metis_hf.shared.checkpoints import last_checkpoint, newest_first
+from metis_hf.shared.locks import hold_directory
 from metis_hf.shared.messages import one_line_errors
 from metis_hf.shared.yaml_file import as_arguments, read_yaml
 

@@ -23,7 +23,7 @@ from metis_hf.data.chunked import write_shards
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.cost import meta_model
-from metis_hf.lab.store import hold_directory
+from metis_hf.shared.locks import hold_directory
 
 RECIPE = ROOT / "recipes" / "llama3_8b.py"
 GPT2 = ("--config", str(ROOT / "recipes" / "gpt2_130m.yaml"))
