@@ -169,11 +169,7 @@ def _eager_name(forward: Callable[..., Any]) -> str | None:
 
 
 def _plain_function(name: str, module: nn.Module, config: Any) -> Callable[..., Any]:
-    """Return the attention function that a config names for a module: eager, or one registered.
-
-    Raises:
-        ValueError: an implementation for which masks are no matrices.
-    """
+    """Return the attention function that a config names for a module: eager, or one registered."""
     _check_implementation(name, config)
     forward: Any = inspect.unwrap(type(module).forward)
     eager = forward.__globals__.get(_eager_name(type(module).forward))

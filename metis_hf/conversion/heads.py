@@ -34,12 +34,7 @@ def find_heads(model: nn.Module) -> set[str]:
 
 
 def _behind(model: Any, *, inner: bool) -> Iterator[nn.Module]:
-    """Yield the modules behind the base of a model.
-
-    Args:
-        model: one of transformers, or one that has its methods.
-        inner: whether it is a part of another.
-    """
+    """Yield the modules behind the base of a model."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if isinstance(head, nn.Module):

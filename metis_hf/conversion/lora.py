@@ -309,12 +309,7 @@ def _recording(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 
 def _reconcile(model: nn.Module, trained: MetisConfig) -> None:
-    """Make the base what the adapter was trained over, or warn that it is another.
-
-    Args:
-        model: the base.
-        trained: how the base was converted that the adapter was trained over.
-    """
+    """Make the base what the adapter was trained over, or warn that it is another."""
     first = next(metis_layers(model), None)
     if first is not None:
         current = getattr(getattr(model, "config", None), "quantization_config", None)

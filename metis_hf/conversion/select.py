@@ -140,15 +140,7 @@ def _check_targets(
     candidates: list[str],
     skipped: dict[str, str],
 ) -> None:
-    """Refuse names in the config's other lists that mean nothing in this model.
-
-    Args:
-        model: whose they are.
-        config: with the names.
-        modules: names of all modules, as the config has them, with the model's names.
-        candidates: names of layers that could be converted.
-        skipped: reasons of those that stay.
-    """
+    """Refuse names in the config's other lists that mean nothing in this model."""
     if not isinstance(config.target_modules, str):
         known = _all_ends(candidates)
         for target in config.target_modules:
@@ -178,15 +170,7 @@ def _check_targets(
 def _check_excluded(
     model: nn.Module, config: MetisConfig, modules: set[str], layers: set[str], selected: list[str]
 ) -> None:
-    """Refuse entries of exclude_modules that mean nothing, or only what holds selected layers.
-
-    Args:
-        model: for messages.
-        config: with the entries.
-        modules: names of everything in the model.
-        layers: those that an entry can leave out.
-        selected: those that are to be converted.
-    """
+    """Refuse entries of exclude_modules that mean nothing, or only what holds selected layers."""
     pattern = config.exclude_modules
     named: dict[str, set[str]] = {}
     if isinstance(pattern, str):

@@ -231,13 +231,7 @@ def _write_packed(
     windows: list[Tensor] | None,
     held_out: dict[str, float],
 ) -> tuple[tuple[str, ...], tuple[LossRow, ...], tuple[str, ...]]:
-    """Write the packed model; return the packed layers, the errors and the notes.
-
-    Args:
-        kind: as of `model_card`, any but "dense".
-        share: pack layers that are deployed as one under one tensor scale; the parts of a side
-            file never are.
-    """
+    """Write the packed model; return the packed layers, the errors and the notes."""
     share = share and kind != "side-file"
     shared = shared_amaxes(model) if share else {}
     errors = WeightErrors()

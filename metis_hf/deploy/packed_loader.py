@@ -234,11 +234,7 @@ def _written(model: Any, scheme: PackedScheme) -> dict[str, Any]:
 def _stored_layers(
     model: nn.Module, headers: dict[str, StoredTensor], scheme: PackedScheme, where: str
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Return the model's layers that the files hold packed, with their tensors by last name.
-
-    Raises:
-        ValueError: nothing is packed; or something that is no nn.Linear of the model.
-    """
+    """Return the model's layers that the files hold packed, with their tensors by last name."""
     layers: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, stored in headers.items():
         owner, _, last = key.rpartition(".")

@@ -179,12 +179,7 @@ class QuantizedProduct(torch.autograd.Function):
 
 
 def _merged(x: Quantized, rows: int = 0) -> Quantized:
-    """Return the rows of a group's heads [b g m n] after each other, [b g*m n].
-
-    Args:
-        x: of each head.
-        rows: of each head, with zeros at the end of it; 0: as many as there are.
-    """
+    """Return the rows of a group's heads [b g m n] after each other, [b g*m n]."""
     missing = max(rows - x.values.shape[-2], 0)
     values = F.pad(x.values, (0, 0, 0, missing)) if missing else x.values
     return Quantized(values.flatten(1, 2), x.scale)

@@ -121,16 +121,7 @@ def _divergence(
     temperature: float,
     gradient: Tensor | None,
 ) -> Tensor:
-    """Return the loss, and write its gradient for the student's logits.
-
-    Args:
-        student: [... v]
-        teacher: [... v]
-        counted: [t] bool, the rows that count.
-        factor: T / n.
-        temperature: T.
-        gradient: [... v], contiguous; it may be `teacher` itself. None: only the loss.
-    """
+    """Return the loss, and write its gradient for the student's logits."""
     with torch.no_grad():
         width = student.shape[-1]
         student, teacher = student.reshape(-1, width), teacher.reshape(-1, width)
