@@ -11,7 +11,6 @@ from metis_hf.operands.conditioner import (
     Encoded,
     LowRank,
     Part,
-    Work,
 )
 from metis_hf.operands.conditioners.channelwise import ChannelAffine, Channels, PerChannel
 from metis_hf.operands.conditioners.clamped import Clamped
@@ -61,5 +60,4 @@ __all__ = [
     "StaticScale",
     "TensorAmax",
     "WeightForm",
-    "Work",
 ]

@@ -8,7 +8,7 @@ qdq(residual)`. A new outlier trick is one conditioner. The published ones are i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -67,32 +67,6 @@ class Encoded(NamedTuple):
     def stored(self) -> Encoded:
         """Return the tensors alone, from which `decode` computes the rest again."""
         return Encoded(self.tensors)
-
-
-class Work(NamedTuple):
-    """Work of a conditioner on a matrix [t c]: FLOPs by kind, see `costs.LayerCost`.
-
-    Attributes:
-        call: from the matrix to the operand.
-        encode: to what is stored of it.
-        decode: from there to the operand.
-        quantized: shapes of the tensors that it hands to the quantizer.
-        low_rank: rank of a part that a GEMM of FP4 codes has to multiply apart.
-        channels: channels that are quantized twice, and so are as many more channels of a GEMM.
-        sparse: elements that a GEMM multiplies apart, one by one, at most.
-        rotated: (what tells rotations apart, dimension that is rotated); None: none is.
-        gradient: to the gradient of a weight, from the operand's.
-    """
-
-    call: Mapping[str, float]
-    encode: Mapping[str, float]
-    decode: Mapping[str, float]
-    quantized: tuple[tuple[int, int], ...]
-    low_rank: int = 0
-    channels: int = 0
-    sparse: int = 0
-    rotated: tuple[Hashable, int] | None = None
-    gradient: Mapping[str, float] = {}
 
 
 # A class that overrides the first of two methods, and not the second, has codes that do not know
@@ -281,13 +255,6 @@ class Conditioner(ABC):
     def weight_gradient(self, dw: Tensor, w: Tensor, quantizer: Quantizer | None) -> Tensor:
         """Return dL/dw of dw = dL/dw_hat [o i]; by default straight-through, which is dw."""
         return dw
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        """Count the work on a matrix; by default the quantizer's share alone.
-
-        A conditioner that multiplies matrices overrides it, or plans of runs leave that out.
-        """
-        return Work({}, {}, {}, (shape,))
 
 
 class AroundQuantizer(Conditioner):

@@ -18,7 +18,7 @@ from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
 from metis_hf.operands.conditioner import Encoded, LowRank
 from metis_hf.operands.operand import Quantized
-from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS, WeightForm, WeightWork
+from metis_hf.operands.weight_forms import HIGH_PRECISION_BITS, WeightForm
 from metis_hf.transforms import decompose_weight
 
 
@@ -160,23 +160,6 @@ class SplitWeight(WeightForm):
         (o, i), k = shape, self.rank
         factors = (HIGH_PRECISION_BITS if self.exact_factors else bits) * (o + i) * k
         return (factors + 32 * k) / (o * i)
-
-    def work(self, shape, *, quantized):
-        (o, i), k = shape, self.rank
-        product = {"weight_factors": 2.0 * o * i * k}
-        factors = () if self.exact_factors else ((o, k), (k, i))
-        # Compensated, the low-rank part is made of quantized and of exact factors.
-        both = {"weight_factors": 4.0 * o * i * k}
-        twice = quantized and self.compensated and not self.exact_factors
-        return WeightWork(
-            dense=product,
-            quantize=both if twice else product,
-            encode=both if twice else {} if quantized else product,
-            operand=self.exact_factors,
-            quantized=() if self.exact_factors else (shape, *factors),
-            gradients=both,
-            quantized_again=factors,
-        )
 
     def orthonormal(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return u and vh in the units in which they start out orthonormal."""

@@ -7,9 +7,9 @@ third. The gradients are the chain rule through w_hat with straight-through quan
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,28 +20,6 @@ from metis_hf.operands.conditioner import Encoded
 from metis_hf.operands.operand import Operand, Quantized
 
 HIGH_PRECISION_BITS = 16.0  # of tensors that are not quantized, in BF16
-
-
-class WeightWork(NamedTuple):
-    """Work of a form on a weight [o i]: FLOPs by kind, see `costs.LayerCost`.
-
-    Attributes:
-        dense: from the parameters to the represented weight.
-        quantize: to w_hat, apart from the operand.
-        encode: to what the quantizers take, where codes are multiplied as they are.
-        operand: whether a matrix [o i] goes through the operand and its conditioner.
-        quantized: shapes of tensors that go to the quantizer alone.
-        gradients: from dL/dw_hat to the gradients of the parameters.
-        quantized_again: shapes of tensors that are quantized for them.
-    """
-
-    dense: Mapping[str, float] = {}
-    quantize: Mapping[str, float] = {}
-    encode: Mapping[str, float] = {}
-    operand: bool = True
-    quantized: tuple[tuple[int, int], ...] = ()
-    gradients: Mapping[str, float] = {}
-    quantized_again: tuple[tuple[int, int], ...] = ()
 
 
 class WeightForm(ABC):
@@ -126,15 +104,6 @@ class WeightForm(ABC):
             bits: of a quantized element.
         """
         return 0.0
-
-    def work(self, shape: tuple[int, int], *, quantized: bool) -> WeightWork:
-        """Count the work on a weight of this shape.
-
-        Args:
-            shape: [o i]
-            quantized: whether the operand has a quantizer.
-        """
-        return WeightWork()
 
 
 @dataclass(frozen=True)
@@ -234,12 +203,6 @@ class ClippedWeight(WeightForm):
         through = g * ~over + shares * blocks.sign() * strength[:, None, None] * moved
         dclip = (moved * amax).sum((1, 2)) * strength * (1 - strength)
         return [dclip.to(clip.dtype), through.flatten(-2)[:, : w.shape[1]].to(w.dtype)]
-
-    def work(self, shape, *, quantized):
-        o, i = shape
-        return WeightWork(
-            quantize={"elementwise": 2.0 * o * i}, gradients={"elementwise": 10.0 * o * i}
-        )
 
     def _blocks(self, clip: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return w cut into blocks [o n 16], their largest magnitudes and t, both [o n 1]."""

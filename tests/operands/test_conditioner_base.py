@@ -29,7 +29,6 @@ from metis_hf.operands import (
     RandomHadamard,
     Requantized,
     Spectral,
-    Work,
 )
 from metis_hf.operands.conditioners.mean import row_mean
 from metis_hf.operands.conditioners.static_scale import GivenScale
@@ -94,7 +93,6 @@ class TestDefaults:
         assert torch.equal(part.after, x_hat)
         assert conditioner.bind(object()) is conditioner
         assert conditioner.weight_gradient(x, matrix(), STOCHASTIC) is x
-        assert conditioner.work((37, 70), dim=-1) == Work({}, {}, {}, ((37, 70),))
         said = conditioner.is_direct, conditioner.uses_row_mask, conditioner.needs_state
         assert (*said, conditioner.draws) == (False, False, False, False)
 

@@ -199,12 +199,6 @@ class TestConditioner:
             ((_, _, after),) = parts
             torch.testing.assert_close(after.norm(), x_hat.norm(), rtol=1e-5, atol=0)
 
-    @cases(CASES, rotated={}, ids=ids)
-    def test_work_counts_what_is_quantized(self, conditioner, shape, dim):
-        work = conditioner.work(shape, dim=dim)
-        parts = conditioner.parts(matrix(shape), Quantizer(), dim=dim, key=KEY)
-        assert sorted(work.quantized) == sorted(tuple(part.before.shape) for part in parts)
-
 
 @pytest.mark.parametrize("conditioner", CONDITIONERS, ids=ids)
 class TestContents:

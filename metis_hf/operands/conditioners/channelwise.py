@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from metis_hf.operands.conditioner import AroundQuantizer, Work
+from metis_hf.operands.conditioner import AroundQuantizer
 
 
 class Channels(NamedTuple):
@@ -43,12 +43,6 @@ class PerChannel(AroundQuantizer):
         if self.weight:
             return ChannelAffine(state.scale.reciprocal())
         return ChannelAffine(state.scale, state.shift)
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        """Count extremes of columns, a division and a multiplication; a shift adds two more."""
-        t, c = shape
-        call, encode, decode = ({"elementwise": passes * t * c} for passes in (4.0, 3.0, 1.0))
-        return Work(call, encode, decode, (shape,))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 # The sparse part's dtype: BF16 for what is computed in BF16 or FP32.
 _SPARSE_DTYPES = {torch.float64: torch.float64, torch.float16: torch.float16}
@@ -81,16 +81,6 @@ class Clamped(Conditioner):
         packed, sparse = Packed(*encoded.tensors[:3]), Sparse(*encoded.tensors[3:])
         quantized = unpack(packed, quantizer, dim=dim, shape=shape)
         return sparse.add_to(quantized.contiguous()).to(dtype)
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        size = shape[0] * shape[1]
-        sparse = 2 * self.outliers(size)
-        # An element's bin (3) and its count, two comparisons with thresholds and two clamps, what
-        # lies outside (3); then the differences, and their addition.
-        search, some = 11.0 * size, 1.0 * sparse
-        counts = (search + 2 * some, search + some, some)
-        call, encode, decode = ({"elementwise": count} for count in counts)
-        return Work(call, encode, decode, (shape,), sparse=sparse)
 
     def outliers(self, size: int) -> int:
         """Return the most of `size` elements that may be beyond each threshold."""

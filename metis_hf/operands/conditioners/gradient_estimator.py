@@ -9,7 +9,6 @@ from torch import Tensor
 
 from metis_hf.numerics import CodebookFormat, MixedFormat, Quantizer
 from metis_hf.numerics.elements import on_device
-from metis_hf.operands.conditioner import Work
 from metis_hf.operands.conditioners.identity import Identity
 
 
@@ -38,14 +37,6 @@ class DifferentiableEstimator(Identity):
         if not isinstance(quantizer, Quantizer) or w.numel() == 0:
             return dw  # nothing is rounded to codes
         return dw * self.derivative(quantizer.in_code_units(w), quantizer).to(dw.dtype)
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        # Units, clamp, search, two codes and their place between them, the power, cap and product.
-        return (
-            super()
-            .work(shape, dim=dim)
-            ._replace(gradient={"elementwise": 14.0 * shape[0] * shape[1]})
-        )
 
     def derivative(self, y: Tensor, quantizer: Quantizer) -> Tensor:
         """Return f'(y), fp32; at the largest code beyond it."""

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from metis_hf.operands.conditioner import AroundQuantizer, Work
-from metis_hf.transforms.hadamard import SIZE, padded_shape, rotate, unrotate
+from metis_hf.operands.conditioner import AroundQuantizer
+from metis_hf.transforms.hadamard import padded_shape, rotate, unrotate
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,3 @@ class Hadamard(AroundQuantizer):
 
     def basis(self, tensor: str) -> Hashable:
         return self
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        t, c = shape
-        product = 2.0 * SIZE * t * c  # of every block with the 16 x 16 matrix
-        once = {"rotation": product}
-        return Work({"rotation": 2 * product}, once, once, (shape,), rotated=(self, dim % 2))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,6 @@ class HotChannels(Conditioner):
         hot = (rows, len(channels)) if dim % 2 else (len(channels), columns)
         residual = unpack(Packed(*packed[3:]), quantizer, dim=dim, shape=hot)
         return quantized.index_add(dim, channels, residual).to(dtype)
-
-    def work(self, shape, *, dim) -> Work:
-        t, c = shape
-        hot = self.channels(shape[dim])
-        patch = (t, hot) if dim % 2 else (hot, c)
-        # The error, its magnitude and their mean; then the patch is added.
-        search, add = 3.0 * t * c, 1.0 * patch[0] * patch[1]
-        call, encode, decode = ({"elementwise": n} for n in (search + add, search, add))
-        return Work(call, encode, decode, (shape, patch), channels=hot)
 
     def channels(self, n: int) -> int:
         """Return the number of patched channels among n."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics.kernels import Packed, pack, unpack
-from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work, as_fp32
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part, as_fp32
 from metis_hf.operands.conditioners.identity import IDENTITY
 
 
@@ -96,17 +96,6 @@ class MeanRemoved(Conditioner):
         options = {"dim": dim, "shape": shape, "dtype": _wide(dtype)}
         residual = self.inner.decode(Encoded(tuple(rest)), quantizer, **options)
         return _with_mean(residual, mean_hat, shape, dtype)
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        t, c = shape
-        inner = self.inner.work(shape, dim=dim)
-        # The sum of the rows, its subtraction, and the addition of the quantized mean.
-        call, encode, decode = (
-            {**flops, "elementwise": flops.get("elementwise", 0.0) + n * t * c}
-            for n, flops in ((3, inner.call), (2, inner.encode), (1, inner.decode))
-        )
-        quantized = (*inner.quantized, (1, c))
-        return Work(call, encode, decode, quantized, low_rank=1, rotated=inner.rotated)
 
 
 def _rest(dim: int, key: Key, row_mask: Tensor | None) -> dict[str, Any]:

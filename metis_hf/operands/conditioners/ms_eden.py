@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.noise import Key, random_bits
-from metis_hf.operands.conditioner import AroundQuantizer, Encoded, Work
+from metis_hf.operands.conditioner import AroundQuantizer, Encoded
 from metis_hf.transforms.hadamard import (
     group_size,
     padded_shape,
@@ -82,13 +82,6 @@ class RandomHadamard(AroundQuantizer):
         own = replace(self, content=content)
         options = {"dim": dim, "shape": shape, "dtype": dtype}
         return AroundQuantizer.decode(own, Encoded(tuple(codes)), quantizer, **options)
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        rows, columns = padded_shape(shape, dim=dim)
-        product = 2.0 * rows * columns * group_size(shape[dim])
-        once = {"rotation": product}
-        quantized = ((rows, columns),)
-        return Work({"rotation": 2 * product}, once, once, quantized, rotated=(self, dim % 2))
 
     def _content(self, x: Tensor, key: Key) -> Tensor:
         if self.content is not None:

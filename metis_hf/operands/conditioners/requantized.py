@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.operands.conditioner import Conditioner, Encoded, Part, Work
+from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,6 @@ class Requantized(Conditioner):
 
     def codes(self, encoded, quantizer, *, dim, shape) -> tuple[Encoded, tuple[int, int]]:
         return self.second.codes(encoded, quantizer, dim=dim, shape=shape)
-
-    def work(self, shape, *, dim) -> Work:
-        second = self.second.work(shape, dim=dim)
-        return second._replace(quantized=(shape, *second.quantized))
 
 
 def first_copy(x: Tensor, quantizer: Quantizer) -> Tensor:

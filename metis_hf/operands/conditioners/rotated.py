@@ -9,11 +9,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from metis_hf.operands.conditioner import AroundQuantizer, Work
-from metis_hf.transforms.rotation import rotate_by, rotation_of
+from metis_hf.operands.conditioner import AroundQuantizer
+from metis_hf.transforms.rotation import rotate_by
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,6 @@ class _Rotated(AroundQuantizer):
 
     def basis(self, tensor: str) -> Hashable | None:
         return None if self.across else self
-
-    def work(self, shape: tuple[int, int], *, dim: int) -> Work:
-        axis = self._axis(dim)
-        rotation = rotation_of(self.kind, shape[axis], self.seed, torch.empty(0))
-        flops = rotation.flops(shape[1 - axis])
-        once = {"rotation": flops}
-        rotated = (self.kind, self.seed), axis
-        return Work({"rotation": 2 * flops}, once, once, (shape,), rotated=rotated)
 
     def _axis(self, dim: int) -> int:
         return (dim + self.across) % 2

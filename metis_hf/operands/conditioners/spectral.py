@@ -15,14 +15,12 @@ from metis_hf.operands.conditioner import (
     Encoded,
     LowRank,
     Part,
-    Work,
 )
 from metis_hf.transforms.spectral import (
     fewest_rotations,
     fewest_rows,
     find_subspace,
     project,
-    sum_count,
 )
 
 
@@ -114,37 +112,6 @@ class Spectral(Conditioner):
             low = self._low(encoded.tensors[3:], quantizer, dim=dim, shape=shape)
             encoded = encoded._replace(low=low)
         return encoded, shape
-
-    def work(self, shape, *, dim) -> Work:
-        """Count the range finder on rows or sums (`transforms.spectral`), then the projection.
-
-        n sampled rows or sums of rows (a sign and an addition for each element), sketch width w,
-        rank k, p power iterations (Halko, Martinsson, Tropp, arXiv 0909.4061, algorithms 4.4 and
-        5.1): sketch 2ncw; each iteration 4ncw; thin 2ncw, made orthonormal nw^2, its Gram 2nw^2;
-        rotation kw^2 + 2cwk. Factorizations, as in `transforms.orthogonal`: Gram and triangular
-        solve of each basis [w c] 3cw^2, the Gram of the last again; eigenvectors: a basis of a
-        Gram matrix 3w^3, each rotation four products and a solve 9w^3, the values 2w^3; a Cholesky
-        factor w^3/3. Then all t rows: projection 2tck; low-rank part 2tck, twice where the residual
-        is taken against the exact one; its subtraction and addition.
-        """
-        t, c = shape
-        k = min(self.rank, t, c)
-        rows = max(int(self.sample_frac * t + 0.999999), self._fewest(k), k)
-        n = sum_count(t, rows) if self.summed else min(rows, t)
-        w = min(k + self.oversample, n, c)
-        p, turns = self.n_iter, fewest_rotations(w)
-        products = 1 if self.compensated else 2
-        orthogonal = (p + 1) * 3.0 * c * w * w + 2.0 * c * w * w
-        eigen = (3.0 + 9.0 * turns + 2.0) * w**3
-        split = {
-            "subspace": 2.0 * n * c * w * (2 + 2 * p) + 3.0 * n * w * w + (w + 2.0 * c) * w * k,
-            "factorization": orthogonal + eigen + (p + 3 + turns) * w**3 / 3,
-            "projection": 2.0 * t * c * k,
-            "low_rank": 2.0 * products * t * c * k + 2.0 * t * c,
-            "elementwise": 2.0 * t * c if self.summed and n < t else 0.0,
-        }
-        parts = ((t, c), (t, k), (k, c))
-        return Work(split, split, {"low_rank": 2.0 * t * c * k}, parts, low_rank=k)
 
     def _fewest(self, rank: int) -> int:
         return fewest_rows(rank, self.oversample, self.rows)
