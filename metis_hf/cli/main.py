@@ -58,7 +58,7 @@ def _is_bug(error: Exception) -> bool:
 
 
 def _advice(error: Exception) -> str:
-    """Return what to install where a module of the extra "eval" is missing; else nothing."""
+    """Return the advice to install the extra "eval" if its module is missing; else nothing."""
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0]
     return '; pip install "metis-hf[eval]"' if missing in _EXTRA else ""
 

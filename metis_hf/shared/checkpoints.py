@@ -69,7 +69,7 @@ def newest_first(output_dir: Path) -> list[Path]:
 
 
 def checkpoint_damage(directory: Path) -> str | None:
-    """Return what a checkpoint lacks that Trainer resumes from; None if it is whole."""
+    """Name the damage of a checkpoint that Trainer resumes from; None if it is whole."""
     entries = sorted(directory.iterdir())
     reason = state_damage(directory) or model_damage(directory) or _file_damage(entries)
     if reason is not None:
@@ -90,7 +90,7 @@ def state_damage(directory: Path) -> str | None:
 
 
 def model_damage(directory: Path) -> str | None:
-    """Return what a directory of a saved model lacks, or what is cut short; None if it is whole."""
+    """Name what is missing or cut short in a saved model's directory; None if it is whole."""
     weights = [path for path in sorted(directory.iterdir()) if _may_hold_weights(path)]
     if not weights:
         return "no weights"

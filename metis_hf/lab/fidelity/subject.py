@@ -109,7 +109,7 @@ def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """Return the sequences for the loss and those for gradients, about a third, in whole batches.
 
     A smaller one would count as much as they do. Where there are not two, each side is one batch of
-    what there is.
+    everything there is.
     """
     count = len(ids)
     training = max(1, count // 3)
