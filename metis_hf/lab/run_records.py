@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def quantized(self) -> bool:
-        """Whether the config quantizes anything; True where it cannot be read."""
+        """True if the config quantizes anything, or cannot be read."""
         try:
             scheme = build_scheme(MetisConfig.from_dict(self.config), 256, 256)
         except (TypeError, ValueError):
