@@ -88,7 +88,7 @@ def right_items(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What lm-eval measured of a model.
+    """Figures that lm-eval measured of a model.
 
     Attributes:
         harness: lm-eval's results (`results`, `versions`, `n-samples`, ...). Of a task with NaN

@@ -43,7 +43,7 @@ _DEFINITIONS = (".yaml", ".yml", ".py")  # endings of files that make up tasks o
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a task's file: its content in words and as a test."""
+    """The contents that a column of a task's file must have, in words and as a test."""
 
     what: str
     holds: Callable[[Any], bool]
