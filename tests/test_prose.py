@@ -11,11 +11,23 @@ from paths import ROOT
 FORBIDDEN = ("Return what", "Return how", "of what", "that of", "those of", "anew", "so do")
 PHRASE = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 LINE_BREAK = re.compile(r"\s*\n\s*(?:#:?|>)?\s*")
-PENDING = {"schemes.md", "data.md", "evaluation.md", "config.md", "CHANGELOG.md"}
-PAGES = [
-    page
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    if page.name not in PENDING
+# Still to be rewritten.
+PENDING = re.compile(
+    r"docs/(data|evaluation|config)\.md|CHANGELOG\.md|recipes/|"
+    r"metis_hf/(config\.py|data/|cli/(compare|export)|shared/(patterns|devices)|"
+    r"lab/(compare|demo|evaluate|finetune|planning|run_report|recipe))"
+)
+FILES = [
+    path
+    for folder, pattern in (
+        ("docs", "**/*.md"),
+        ("recipes", "*.md"),
+        ("recipes", "*.py"),
+        (".", "*.md"),
+        ("metis_hf", "**/*.py"),
+    )
+    for path in sorted((ROOT / folder).glob(pattern))
+    if not PENDING.match(path.relative_to(ROOT).as_posix())
 ]
 
 
@@ -32,6 +44,7 @@ def test_phrases_are_found_across_lines(text, tmp_path):
     assert found(file)
 
 
-def test_pages_have_no_forbidden_phrase():
+def test_no_file_has_a_forbidden_phrase():
     """Write the noun again: "the scale of the weight", not "that of the weight"."""
-    assert not {str(page.relative_to(ROOT)): here for page in PAGES if (here := found(page))}
+    assert len(FILES) > 100
+    assert not {str(path.relative_to(ROOT)): here for path in FILES if (here := found(path))}
