@@ -134,7 +134,7 @@ def _cell(value: float | None, spec: str = ".3g") -> Cell:
 
 
 def findings(run: RunRecord) -> list[str]:
-    """Return what the records say about a run, a sentence or two each."""
+    """Return the findings of a run, a sentence or two each."""
     found = [_about_losses(run), _about_nan(run), crossing_text(run.crossing(), run.quantized)]
     worst = _by_sqnr(run)[:_WORST]
     if worst:

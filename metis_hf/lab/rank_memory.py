@@ -101,8 +101,8 @@ def state_memory(model: PreTrainedModel, load: Workload, *, sharded: bool) -> di
     - "scheme_state": buffers of the layers' schemes, whole on every rank.
     - "gradient_buckets": DDP's own copy of the gradients (gradient_as_bucket_view=False).
     - "gathered": FSDP2's whole weights of two blocks (the running and the prefetched one) and of
-      the rest that stays whole after forward, with the gradients of one block and their flat copy; an
-      estimate, in the dtype of communication.
+      the rest that stays whole after forward, with the gradients of one block and their flat copy;
+      an estimate, in the dtype of communication.
     """
     world, params = load.world_size if sharded else 1, list(model.parameters())
     held = sum(-(-len(p) // world) * (p.numel() // len(p)) if p.dim() else 1 for p in params)

@@ -1,4 +1,4 @@
-"""The needs of a training, before it is paid for: parameters, tokens, steps, FLOPs, memory.
+"""The cost of a training run before it begins: parameters, tokens, steps, FLOPs, memory.
 
 Nothing is allocated: parameters are counted on the meta device, and saved activations by tracing a
 forward pass with fake tensors. For dense decoders whose layers are attention and linear ones.
