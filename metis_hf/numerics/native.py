@@ -158,7 +158,15 @@ def _fp4_gemm(
 
 
 @_fp4_gemm.register_fake
-def _(a, scale_a, global_a, b, scale_b, global_b, dtype):
+def _(
+    a: Tensor,
+    scale_a: Tensor,
+    global_a: Tensor | None,
+    b: Tensor,
+    scale_b: Tensor,
+    global_b: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 

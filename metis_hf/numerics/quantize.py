@@ -100,7 +100,7 @@ class Quantizer(QuantizerDefinition):
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         x: Tensor,
         quantizer: Quantizer,
         dim: int,
@@ -110,7 +110,7 @@ class _StraightThrough(torch.autograd.Function):
         return quantizer(x, dim=dim, key=key, dtype=x.dtype, amax=amax)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None, None
 
 

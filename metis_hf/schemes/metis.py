@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from metis_hf.schemes.parts import (
     NVFP4,
+    Conditioner,
     MetisConfig,
     Operand,
+    Quantizer,
     Role,
     ScaleRule,
     Scheme,
@@ -76,7 +78,7 @@ def metis(config: MetisConfig, rank: int) -> Scheme:
     if config.split_weight:  # stored factors are a split, whatever else is
         tensors = tuple({*tensors, "weight"})
 
-    def operand(tensor: str, quantizer, conditioner) -> Operand:
+    def operand(tensor: str, quantizer: Quantizer, conditioner: Conditioner) -> Operand:
         return Operand(quantizer, conditioner) if tensor in tensors else Operand(quantizer)
 
     scheme = Scheme(
