@@ -25,7 +25,7 @@ def export(
         Literal["dense", "compressed-tensors", "modelopt"], typer.Option(help="What is written.")
     ] = "dense",
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of what is not packed.")
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of unpacked tensors.")
     ] = "bfloat16",
     low_rank: Annotated[
         Literal["fold", "side-file"], typer.Option(help="Low-rank part of split weights.")
