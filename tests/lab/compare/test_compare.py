@@ -265,10 +265,10 @@ def test_several_processes_train_one_run(finished, tmp_path):
 
 
 def test_names_of_tasks_are_looked_up_before_anything_is_trained(monkeypatch):
-    def look_up(specs, include_path):
-        raise ValueError(f"unknown tasks {specs}")
+    def look_up(names, directory):
+        raise ValueError(f"unknown tasks {list(names)}")
 
-    monkeypatch.setattr(plans, "check_tasks", look_up)
+    monkeypatch.setattr(plans, "plan_tasks", look_up)
     with pytest.raises(ValueError, match=r"unknown tasks \['booql'\]"):
         make_plan(tasks=["booql"])
 
