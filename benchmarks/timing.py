@@ -291,7 +291,7 @@ def short(value: float) -> str:
 
 def figure(rows: int, columns: int, size: tuple[float, float]):
     """(figure, axes [rows columns]), in the style of the package's plots."""
-    from metis_hf.lab.compare.curves import figure_axes
+    from metis_hf.lab.show.figure import figure_axes
 
     found, axes = figure_axes(rows, columns, size)
     for axis in axes.flat:

@@ -190,7 +190,7 @@ def test_a_peft_that_we_do_not_know_stays_usable():
 
 
 @pytest.mark.parametrize(
-    "name", ["CallKeys", "Role", "Plan", "Variant", "Run", "Packed", "Quantized", "LowRank"]
+    "name", ["CallKeys", "Role", "Plan", "Variant", "Task", "Packed", "Quantized", "LowRank"]
 )
 def test_a_word_names_one_class(name):
     found = [

@@ -68,5 +68,5 @@ def test_wheel_runs_the_demo_outside_the_checkout(wheel, tmp_path):
         place / "bin/metis-hf", "demo", "--quick", "--schemes", "bf16,nvfp4", "--steps", "2",
         **options,
     )  # fmt: skip
-    record = json.loads((elsewhere / "runs/quick/results.json").read_text())
-    assert [result["scheme"] for result in record["results"]] == ["bf16", "nvfp4"]
+    record = json.loads((elsewhere / "runs/quick/compare.json").read_text())
+    assert [result["scheme"] for result in record["runs"]] == ["bf16", "nvfp4"]

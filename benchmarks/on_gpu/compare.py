@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from metis_hf.data.chunked import META, load_tokens
-from metis_hf.lab.compare.runner import Trained, train
 from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.compare.training import Trained, train
 from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.shared.checkpoints import last_checkpoint
 from metis_hf.shared.records import bf16_units

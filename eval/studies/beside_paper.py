@@ -17,8 +17,8 @@ from typing import Any
 
 from publish import RESULTS, ROOT, page_with
 
+from metis_hf.lab.compare.loss_table import format_gap
 from metis_hf.lab.compare.statistics import Interval
-from metis_hf.lab.compare.table import format_gap
 from metis_hf.lab.evaluate.paper import PAPER_TASKS, TITLES, paper_tables
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.shared.numbers import short_number

@@ -24,9 +24,8 @@ from fidelity_and_training import read as read_points
 from gap_figure import plot_gaps
 from publish import RESULTS, ROOT, publish_table
 
-from metis_hf.lab.compare.statistics import Interval, t_interval
-from metis_hf.lab.compare.table import format_gap
-from metis_hf.lab.compare.tasks_table import gaps_percent
+from metis_hf.lab.compare.loss_table import format_gap
+from metis_hf.lab.compare.statistics import Interval, gaps_percent, t_interval
 from metis_hf.lab.show.figure import figure_axes
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL

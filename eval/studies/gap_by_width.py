@@ -17,8 +17,8 @@ from typing import Any
 from gap_figure import plot_gaps
 from publish import RESULTS, ROOT, publish_table
 
+from metis_hf.lab.compare.loss_table import format_gap
 from metis_hf.lab.compare.statistics import Interval
-from metis_hf.lab.compare.table import format_gap
 from metis_hf.lab.show.figure import figure_axes
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL

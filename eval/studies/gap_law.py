@@ -25,8 +25,7 @@ from scipy import stats
 from transformers import AutoConfig
 
 from metis_hf.lab.compare.published import NAMES, body_parameters, grid
-from metis_hf.lab.compare.statistics import CONFIDENCE, t_interval
-from metis_hf.lab.compare.tasks_table import gaps_percent
+from metis_hf.lab.compare.statistics import CONFIDENCE, gaps_percent, t_interval
 from metis_hf.lab.show.table import markdown_table
 from metis_hf.schemes import CONTROL
 

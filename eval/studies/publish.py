@@ -1,6 +1,5 @@
 """Puts finished experiments into the repository: records below eval/results, tables into pages.
 
-    make demo && python eval/studies/publish.py demo [--run runs/demo]
     python eval/studies/publish.py compare --run runs/compare-custom-tiny --name methods-tiny
     python eval/studies/publish.py compare --name methods-tiny    # draw a record's tables again
     python eval/studies/publish.py compare --run RUN --name NAME --add    # runs beside a record's
@@ -10,10 +9,9 @@
     python eval/studies/publish.py finetune --name deploy/smollm2    # the same
     python eval/studies/publish.py eval --run runs/eval --name deploy/smollm2-tasks
 
-The demo's table goes between `<!-- demo table -->` and `<!-- end -->` of README.md and of each page
-in docs/ that has these markers, the comparison named N between `<!-- compare N -->` and
-`<!-- end -->`, its losses beside published ones between `<!-- published N -->` and
-`<!-- end -->`, and so on.
+The table of the comparison named N goes between `<!-- compare N -->` and `<!-- end -->` of
+README.md and of each page in docs/ that has these markers, its losses beside published ones between
+`<!-- published N -->` and `<!-- end -->`, and so on. The demo is a comparison: `--run runs/demo`.
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
-DEMO_FILES = ("table.md", "loss.png", "spectra.png")
 COMPARE_FILES = ("table.md", "loss.png", "gap.png", "cost.png")
 BESIDE_PUBLISHED = "published.md"  # of comparisons that repeat published runs
 FIDELITY_FILES = ("table.md", "cost.png")
 EVAL_FILES = ("table.md", "table.csv")
-CURVE_KEYS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds")
 
 
 def pages() -> list[Path]:
@@ -66,20 +62,6 @@ def publish_table(out: Path, marker: str, table: str, page: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(table)
     page.write_text(page_with(marker, table, page.read_text()))
-
-
-def publish_demo(run: Path) -> None:
-    """The demo's record, without the per-group health series that its plot shows."""
-    target = RESULTS / "demo"
-    _copy(run, target, DEMO_FILES)
-    record = json.loads((run / "results.json").read_text())
-    for result in record["results"]:
-        result["history"] = [{k: e[k] for k in CURVE_KEYS if k in e} for e in result["history"]]
-    (target / "results.json").write_text(json.dumps(record) + "\n")
-    if not _into_pages("demo table", target):
-        raise ValueError(
-            "neither README.md nor a page in docs/ has '<!-- demo table -->' ... '<!-- end -->'"
-        )
 
 
 def publish_compare(run: Path, name: str) -> None:
@@ -168,7 +150,7 @@ def draw_compare(name: str) -> None:
     """Write what follows from the runs of a comparison on record, and its costs of today."""
     import training_parts  # noqa: F401  # schemes that some records have
 
-    from metis_hf.lab.compare import published, table
+    from metis_hf.lab.compare import loss_table, published
     from metis_hf.lab.compare.outputs import (
         UNRECORDED,
         count_extra,
@@ -184,10 +166,10 @@ def draw_compare(name: str) -> None:
     plan, results = plan_of(record), results_of(record)
     extra = count_extra(plan.experiment.model, results)
     reference = record.get("reference")
-    summaries = table.ordered(summarize(results, reference, extra=extra))
+    summaries = loss_table.ordered(summarize(results, reference, extra=extra))
     sentences = [
         describe(plan, results),
-        *table.findings(summaries, reference),
+        *loss_table.findings(summaries, reference),
         *different_machines(results),
         *different_code(results),
         *(text for text in record["findings"] if text.startswith(UNRECORDED)),
@@ -317,8 +299,6 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
-    demo = kinds.add_parser("demo")
-    demo.add_argument("--run", type=Path, default=ROOT / "runs" / "demo")
     compare = kinds.add_parser("compare")
     compare.add_argument("--run", type=Path, help="directory of metis-hf compare")
     compare.add_argument(
@@ -339,8 +319,6 @@ def main() -> None:
         if args.run is None:
             parser.error("--add takes runs from --run DIR")
         add_runs(args.run, args.name)
-    elif args.kind == "demo":
-        publish_demo(args.run)
     elif args.run is None:
         draw = {"compare": draw_compare, "fidelity": draw_fidelity, "finetune": draw_finetune}
         draw[args.kind](args.name)

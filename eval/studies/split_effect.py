@@ -15,9 +15,8 @@ from typing import Any
 
 from publish import RESULTS, ROOT, page_with
 
-from metis_hf.lab.compare.statistics import Interval, t_interval
-from metis_hf.lab.compare.table import format_gap
-from metis_hf.lab.compare.tasks_table import gaps_percent
+from metis_hf.lab.compare.loss_table import format_gap
+from metis_hf.lab.compare.statistics import Interval, gaps_percent, t_interval
 
 PAGE = ROOT / "eval" / "results" / "report" / "tiny-model.md"
 DENSE, SPLIT = RESULTS / "methods-tiny.json", RESULTS / "methods-tiny-split.json"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from metis_hf.cli.options import Imports, import_sources
+from metis_hf.cli.options import Imports, fail_with, import_sources
 from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.shared.yaml_file import read_yaml
@@ -106,6 +105,15 @@ def compare(
     launcher: Annotated[
         str, typer.Option(help="Starts a run on several devices: 'accelerate launch ...'.")
     ] = "",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Train the K-th of N shares of the runs, K from 1; N processes, on as many "
+            "machines, may work in one directory. On Slurm: "
+            "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT of --array=1-N.",
+        ),
+    ] = None,
     times: Annotated[
         bool,
         typer.Option(
@@ -128,23 +136,9 @@ def compare(
     All are trained with the same seeds and data. Interrupt it and run it again: finished runs are
     kept, others resume. More schemes or seeds can be added to a directory later.
     """
-    from rich.console import Console
-
-    from metis_hf.lab.compare.dry_run import show_plan
+    from metis_hf.lab.compare.command import compare_schemes
     from metis_hf.lab.compare.options import given_values
-    from metis_hf.lab.compare.outputs import write_outputs
-    from metis_hf.lab.compare.plan import make_plan
-    from metis_hf.lab.compare.run import (
-        RunsFailed,
-        jobs_of,
-        load_results,
-        remembered_imports,
-        run_plan,
-    )
-    from metis_hf.lab.compare.timing import measure_times
-    from metis_hf.lab.show.progress import TaskProgress
-    from metis_hf.shared.locks import hold_directory
-    from metis_hf.shared.quiet import quiet
+    from metis_hf.lab.compare.tasks import remembered_imports
 
     values = given_values(
         config,
@@ -153,49 +147,28 @@ def compare(
         reference=reference,
         seeds=_seeds(seeds),
         size=size,
-        checkpoint=None if model is None else str(model),
-        data=None if data is None else str(data),
-        validation=None if validation is None else str(validation),
+        checkpoint=model,
+        data=data,
+        validation=validation,
         tokens=tokens,
         tasks=_split(tasks),
-        tasks_dir=None if tasks_dir is None else str(tasks_dir),
+        tasks_dir=tasks_dir,
     )
     out = out or _default_directory(**values)
     # Before the plan, which looks schemes up. A directory's sources hold until others are given.
     sources = import_sources(imports or remembered_imports(out))
-    plan = make_plan(**values, needs_data=not dry_run)
-    console = Console(markup=False)
-    if dry_run:
-        show_plan(plan, console)
-        return
-    failures: list[str] = []
-    with quiet():
-        try:
-            results = run_plan(
-                plan,
-                out,
-                jobs=jobs,
-                launcher=launcher,
-                imports=sources,
-                progress=TaskProgress(console),
-            )
-        except RunsFailed as error:
-            failures.append(str(error))
-            results = load_results(plan, out)
-    if results:
-        trained = {result.scheme for result in results}
-        variants = tuple(variant for variant in plan.variants if variant.name in trained)
-        with hold_directory(out), quiet():
-            if times:
-                try:
-                    measure_times(replace(plan, variants=variants), out)
-                except (RuntimeError, ValueError, OSError) as error:  # of memory, first of all
-                    failures.append(f"--times: steps were not timed: {error}")
-            write_outputs(plan, results, out, jobs=jobs_of(plan, out), console=console)
-    for failure in failures:
-        typer.echo(f"error: {failure}", err=True)
-    if failures:
-        raise typer.Exit(1)
+    fail_with(
+        compare_schemes(
+            values,
+            out,
+            jobs=jobs,
+            launcher=launcher,
+            share=_share(task),
+            times=times,
+            dry_run=dry_run,
+            imports=sources,
+        )
+    )
 
 
 def _default_directory(
@@ -210,6 +183,15 @@ def _default_directory(
 
 def _split(text: str | None) -> list[str] | None:
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _share(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not slash or not number.isdecimal() or not count.isdecimal():
+        raise ValueError(f"--task {text}: expected K/N, the K-th of N shares, as in 1/3")
+    return int(number), int(count)
 
 
 def _seeds(text: str | None) -> list[int] | None:

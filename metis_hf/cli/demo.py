@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from metis_hf.cli.options import Imports, import_sources, split_names
-from metis_hf.lab.demo import QUICK_TIME
+from metis_hf.cli.options import Imports, fail_with, import_sources, split_names
+from metis_hf.lab.compare.sizes import QUICK_DEMO
+
+# How long `--quick` takes, in the words of docs/quickstart.md.
+QUICK_TIME = "a minute or two, once quantizers are compiled"
 
 
 def demo(
@@ -28,10 +31,16 @@ def demo(
 ) -> None:
     """Train a small Llama in FP4 four ways and print the comparison.
 
-    No download, no GPU. Interrupt it and run it again: it goes on where it stopped.
+    No download, no GPU. Interrupt it and run it again: it goes on where it stopped. This is
+    `metis-hf compare --preset demo` in a few options.
     """
-    import_sources(imports)
-    from metis_hf.lab.demo.run import run_demo
+    options: dict[str, Any] = {"size": "demo", "seeds": [seed], "schemes": split_names(schemes)}
+    if quick:
+        options |= QUICK_DEMO
+    if steps is not None:
+        options["training"] = {**options.get("training", {}), "max_steps": steps}
+    sources = import_sources(imports)
+    from metis_hf.lab.compare.command import compare_schemes
 
     out = out or Path("runs") / ("quick" if quick else "demo")
-    run_demo(out=out, steps=steps, schemes=split_names(schemes), seed=seed, quick=quick)
+    fail_with(compare_schemes(options, out, imports=sources))

@@ -36,6 +36,14 @@ def import_sources(sources: Sequence[str] | None) -> list[str]:
     return [absolute_source(source) for source in sources]
 
 
+def fail_with(errors: Sequence[str]) -> None:
+    """Print errors of a command that did the rest of its work, and exit with 1 if there are any."""
+    for error in errors:
+        typer.echo(f"error: {error}", err=True)
+    if errors:
+        raise typer.Exit(1)
+
+
 def split_names(text: str) -> list[str]:
     """Split a comma-separated list; blanks around names do not count."""
     return [name.strip() for name in text.split(",") if name.strip()]

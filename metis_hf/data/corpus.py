@@ -2,7 +2,6 @@
 
 Here: finding the documents, splitting them by path so that every machine agrees, training a
 byte-level BPE tokenizer on them, and cutting token ids into equal sequences. Nothing is downloaded.
-The evaluation tasks built from held-out documents live in `metis_hf.lab.demo.tasks`.
 """
 
 from __future__ import annotations

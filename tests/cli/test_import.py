@@ -19,15 +19,11 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import app
 from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.lab.checkpoint import Checkpoint
-from metis_hf.lab.compare.plan import SPEC_FILE
-from metis_hf.lab.compare.results import RESULT_FILE
-from metis_hf.lab.compare.run import Run, _check_begun
+from metis_hf.lab.compare.tasks import Task
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.lab.evaluate.harness import MetisLM
 from metis_hf.lab.evaluate.jobs import own_schemes
-from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.schemes import discovery, import_schemes, registry, scheme_info, source_digests
-from metis_hf.shared.records import write_json
 
 NAME = "two-nearest"
 SCHEME = f"""
@@ -158,15 +154,7 @@ def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
     digests = source_digests([NAME])
     assert digests.keys() == {NAME}
     assert source_digests(MetisConfig(**config).schemes) == digests
-    run = Run(Variant("mine", config), 0, tmp_path)
-    silent = TaskProgress(None)
-    write_json(tmp_path / SPEC_FILE, {"sources": run.sources})
-    _check_begun(run, silent)
-    write_json(tmp_path / SPEC_FILE, {"sources": {NAME: "another"}})
-    _check_begun(run, silent)  # nothing was trained: the file may have been mended
-    write_json(tmp_path / RESULT_FILE, {})
-    with pytest.raises(ValueError, match=f"holds a run of '{NAME}' as its file was before"):
-        _check_begun(run, silent)
+    assert Task(Variant("mine", config), 0, tmp_path).sources == digests
     checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
     assert own_schemes(checkpoint) == digests
 

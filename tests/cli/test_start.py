@@ -63,7 +63,10 @@ def test_help_says_what_compare_trains_without_options():
         (["nonsense"], "No such command 'nonsense'"),
         (["compare", "--no-such"], "No such option: --no-such"),
         (["compare", "--preset", "mian"], "preset 'mian' is not known; choose from main"),
-        (["compare", "--size", "1b"], "size '1b' is not known; choose from tiny, 130m, 1b1, 8b"),
+        (
+            ["compare", "--size", "1b"],
+            "size '1b' is not known; choose from tiny, demo, 130m, 1b1, 8b",
+        ),
         (["demo", "--steps", "many"], "Invalid value for '--steps'"),
         (["export", "run"], "Missing option '--out'"),
         (["export", "run", "--out", "x", "--format", "gguf"], "'gguf' is not one of"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metis_hf.lab.compare.runner import training_arguments
+from metis_hf.lab.compare.training import training_arguments
 from metis_hf.lab.compare.variants import Experiment
 from metis_hf.shared.devices import device_of
 from metis_hf.training.start_checks import check_device

@@ -1,5 +1,6 @@
 """Comparing schemes with error bars: every variant trained with the same seeds on the same data.
 
-`plan` says what is compared, `run` trains it (each run in a process of its own, `worker`), and
-`statistics`, `table` and `figures` say what came out. `metis-hf compare` is the command.
+`plan` says what is compared. Its `tasks`, a variant with a seed each, are trained by `dispatch`, in
+one process each (`worker`). `statistics`, `loss_table` and `loss_figures` show the result.
+`metis-hf compare` is the command.
 """

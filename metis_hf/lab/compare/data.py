@@ -6,7 +6,9 @@ recipes/prepare_data.py wrote, for a run.
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,25 +21,47 @@ if TYPE_CHECKING:
 EMBEDDED_TRAIN, EMBEDDED_VALIDATION = "train", "validation"
 
 
-def embed(directory: Path, *, vocab_size: int, sequence_length: int) -> None:
+def embed(
+    directory: Path,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    tokens: int | None = None,
+    held_out_tokens: int | None = None,
+) -> None:
     """Chunk the standard library's sources into `directory`, if it does not hold them yet.
 
     Writes `train`, `validation` (other files) and `tokenizer`, which is trained on `train`.
+
+    Args:
+        directory: where the three go.
+        vocab_size: of the tokenizer.
+        sequence_length: tokens per sequence.
+        tokens: of `train`, at most; None takes all.
+        held_out_tokens: of `validation`, at most; None takes all.
     """
     from metis_hf.data.corpus import chunk, split_documents, stdlib_documents, train_tokenizer
 
     if directory.is_dir():
         return
-    temporary = directory.with_name(f"{directory.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    # Of this process: others of an array may do the same at this moment.
+    temporary = directory.with_name(f"{directory.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     splits = split_documents(stdlib_documents())
     tokenizer = train_tokenizer(splits.train, vocab_size, max_chars=3_000_000)
     tokenizer.save_pretrained(temporary / TOKENIZER)
     held_out = [*splits.validation, *splits.test]
-    for name, documents in ((EMBEDDED_TRAIN, splits.train), (EMBEDDED_VALIDATION, held_out)):
-        chunked = chunk(documents, tokenizer, sequence_length)
+    for name, documents, most in (
+        (EMBEDDED_TRAIN, splits.train, tokens),
+        (EMBEDDED_VALIDATION, held_out, held_out_tokens),
+    ):
+        chunked = chunk(documents, tokenizer, sequence_length, max_tokens=most)
         chunked.select_columns(["input_ids"]).save_to_disk(temporary / name)
-    temporary.rename(directory)
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+        shutil.rmtree(temporary)  # another process was first
 
 
 def load_data(
@@ -97,7 +121,7 @@ def _is_embedded(data: Path) -> bool:
 
 
 def _embedded(data: Path, part: str, vocab_size: int, sequence_length: int) -> datasets.Dataset:
-    """Return a part of what `embed` wrote; sequences have one length."""
+    """Open a part of the data that `embed` wrote; sequences have one length."""
     import datasets
 
     found = datasets.load_from_disk(data / part).with_format("numpy")

@@ -122,7 +122,7 @@ def _describe_data(plan: ComparisonPlan) -> str:
     if plan.data is None:
         return (
             "the sources of Python's standard library"
-            if plan.size == "tiny"
+            if plan.embedded
             else "none is given; a run needs --data DIR of recipes/prepare_data.py"
         )
     if not Path(plan.data).is_dir():

@@ -50,7 +50,7 @@ class ExperimentTrainer(MetisTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names that decay; without those of embeddings and head where so asked."""
+        """Return the names that decay, without embeddings and head if the experiment says so."""
         names = super().get_decay_parameter_names(model)
         if self._decays_embeddings:
             return names

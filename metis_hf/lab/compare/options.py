@@ -117,7 +117,11 @@ def given_values(file: Path | None, **options: Any) -> dict[str, Any]:
         ValueError: as `_in_file`; or a list or a number where a name or a path belongs.
     """
     values = _in_file(file) if file is not None else {}
-    values |= {key: value for key, value in options.items() if value is not None}
+    values |= {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in options.items()
+        if value is not None
+    }
     for name in _TEXTS & values.keys():
         _text(name, values[name])
     return values

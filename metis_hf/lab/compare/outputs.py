@@ -14,12 +14,11 @@ from rich.table import Table as RichTable
 from transformers import AutoConfig
 
 from metis_hf.config import MetisConfig
-from metis_hf.lab.compare import cost_figure, figures, published, table
-from metis_hf.lab.compare.curves import plot_curves
+from metis_hf.lab.compare import loss_figures, loss_table, published
 from metis_hf.lab.compare.plan import ComparisonPlan
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.statistics import Summary, summarize
-from metis_hf.lab.compare.timing import TIMES_FILE, load_times
+from metis_hf.lab.compare.step_times import TIMES_FILE, load_times
 from metis_hf.lab.cost import meta_model, model_overhead
 from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.lab.show.table import terminal_table
@@ -63,10 +62,10 @@ def write_outputs(
         results = [replace(r, seconds_per_step=times[r.scheme]) for r in results]
     timed = bool(times) or jobs == 1
     extra = count_extra(plan.experiment.model, results)
-    summaries = table.ordered(summarize(results, plan.reference, extra=extra))
+    summaries = loss_table.ordered(summarize(results, plan.reference, extra=extra))
     sentences = [
         describe(plan, results),
-        *table.findings(summaries, plan.reference),
+        *loss_table.findings(summaries, plan.reference),
         *different_machines(results),
         *different_code(results),
         *about_times(out, times),
@@ -116,19 +115,19 @@ def write_tables(
         reference: as the plan's.
         timed: whether the tables show step times; the CSV does.
     """
-    body = table.markdown(summaries, reference, timed=timed) + "\n"
+    body = loss_table.markdown(summaries, reference, timed=timed) + "\n"
     body += "".join(f"- {text}\n" for text in sentences)
     (out / "table.md").write_text(body)
-    (out / "table.tex").write_text(table.latex(summaries, reference, timed=timed))
-    (out / "table.csv").write_text(table.as_csv(summaries))
-    plot_curves(results, out / "loss.png", sentences[0])
+    (out / "table.tex").write_text(loss_table.latex(summaries, reference, timed=timed))
+    (out / "table.csv").write_text(loss_table.as_csv(summaries))
+    loss_figures.plot_curves(results, out / "loss.png", sentences[0])
     for name in ("gap.png", "cost.png"):  # of fewer variants may be none
         (out / name).unlink(missing_ok=True)
     if any(summary.gap is not None for summary in summaries):
         # As in the curves, whatever order the table has.
         styles = scheme_styles(list(dict.fromkeys(r.scheme for r in results)), CONTROL)
-        figures.plot_gaps(summaries, results, styles, out / "gap.png")
-        cost_figure.plot_costs(summaries, styles, out / "cost.png", sentences[0])
+        loss_figures.plot_gaps(summaries, results, styles, out / "gap.png")
+        loss_figures.plot_costs(summaries, styles, out / "cost.png", sentences[0])
 
 
 def count_extra(model: Mapping[str, Any], results: Sequence[SchemeResult]) -> dict[str, float]:
@@ -160,7 +159,7 @@ def describe(plan: ComparisonPlan, results: Sequence[SchemeResult]) -> str:
 
 
 def different_machines(results: Sequence[SchemeResult]) -> list[str]:
-    """Say where runs ran, a sentence, if those of a seed had several devices or precisions."""
+    """Name the devices and precisions in a sentence if runs of one seed had several."""
 
     def place(result: SchemeResult) -> str | None:
         if result.machine is None:
@@ -177,7 +176,7 @@ def different_machines(results: Sequence[SchemeResult]) -> list[str]:
 
 
 def different_code(results: Sequence[SchemeResult]) -> list[str]:
-    """Say what trained which runs, a sentence, if it was not the same code for all of a seed."""
+    """Name the code of each run in a sentence if runs of one seed were trained by several."""
 
     def code(result: SchemeResult) -> str | None:
         if result.code is None:
@@ -195,9 +194,9 @@ def different_code(results: Sequence[SchemeResult]) -> list[str]:
 def _of_mixed_seeds(
     results: Sequence[SchemeResult], of: Callable[[SchemeResult], str | None]
 ) -> list[str]:
-    """Return which schemes have which property, a text, of seeds whose runs differ in it.
+    """List the schemes by a property in which the runs of one seed differ, in one text.
 
-    Runs are compared with those of their seed: that another seed was trained elsewhere matters not.
+    A run is compared with runs of its own seed, so seeds may differ from each other.
     """
     by_seed: dict[int, dict[str, set[str]]] = {}
     for result in results:
@@ -246,14 +245,14 @@ def _compact(result: SchemeResult) -> dict[str, Any]:
 
 def _terminal(summaries: Sequence[Summary], reference: str | None, *, timed: bool) -> RichTable:
     """Return the table for a terminal: the lowest loss in bold, diverged variants in red."""
-    winner = table.best(summaries)
+    winner = loss_table.best(summaries)
     styles = [
         "red" if math.isnan(s.mean) else "bold" if s.name == winner != CONTROL else None
         for s in summaries
     ]
     return terminal_table(
-        table.header(summaries, reference, timed=timed),
-        table.rows(summaries, timed=timed),
+        loss_table.header(summaries, reference, timed=timed),
+        loss_table.rows(summaries, timed=timed),
         title="Held-out loss, nats per token: mean ± sd; gap: mean ± 95 % interval",
         styles=styles,
     )

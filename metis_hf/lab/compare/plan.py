@@ -14,14 +14,13 @@ from metis_hf.data.corpus import BYTE_ALPHABET
 from metis_hf.lab.checkpoint import looking_ahead
 from metis_hf.lab.compare.options import Options, check_model, given_values
 from metis_hf.lab.compare.presets import PRESET_DEFAULTS, PRESETS, schemes
-from metis_hf.lab.compare.runner import training_arguments
 from metis_hf.lab.compare.sizes import CHECKPOINT, CONTINUED, SIZES
+from metis_hf.lab.compare.training import training_arguments
 from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.lab.evaluate.tasks import PlannedTask, plan_tasks
 from metis_hf.lab.show.figure import scheme_styles
 from metis_hf.schemes import CONTROL, scheme_info, scheme_names
 
-SPEC_FILE = "run.json"  # of a run's directory: what its process trains
 ALL = "all"  # instead of a scheme's name: every registered one
 _OPTIONAL = ("checkpoint", "one_cycle", "decay_embeddings", "scaled_residuals")  # of Experiment
 # Arguments of TrainingArguments that choose a schedule, instead of a size's own one.
@@ -64,13 +63,18 @@ class ComparisonPlan:
         return [(variant, seed) for seed in self.seeds for variant in self.variants]
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides a run's result besides its variant and its seed."""
+        """Return the settings that decide a result, besides variant and seed."""
         settings = asdict(self)
         for name in ("variants", "seeds", "reference"):
             del settings[name]
         settings["experiment"] = experiment_settings(self.experiment)
         del settings["experiment"]["seed"]
         return settings
+
+    @property
+    def embedded(self) -> str | None:
+        """The corpus where no data are given, as `Size.corpus`; None where a run needs data."""
+        return SIZES[self.size].corpus if self.size in SIZES else None
 
     @property
     def tokens(self) -> int:
@@ -156,7 +160,7 @@ def make_plan(
         reference=_reference(given.reference, [variant.name for variant in variants]),
     )
     _check(plan)
-    if needs_data and plan.size != "tiny" and plan.data is None:
+    if needs_data and plan.data is None and not plan.embedded:
         what = "a checkpoint" if plan.size == CHECKPOINT else f"size {plan.size}"
         raise ValueError(
             f"{what} needs data: give --data DIR, chunked tokens as "
@@ -166,14 +170,14 @@ def make_plan(
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the given values over those of their preset; a checkpoint needs no size."""
+    """Return the given values over the preset's defaults; a checkpoint needs no size."""
     defaults = PRESET_DEFAULTS.get(str(values.get("preset")), {})
     kept = {k: v for k, v in defaults.items() if k != "size" or "checkpoint" not in values}
     return {**kept, **values}
 
 
 def _model_of(checkpoint: Path) -> dict[str, Any]:
-    """Return what AutoConfig makes a checkpoint's config from.
+    """Return the arguments from which AutoConfig makes a checkpoint's config.
 
     Raises:
         ValueError: no checkpoint of transformers, or one whose weights are quantized.
@@ -334,7 +338,7 @@ def with_accumulation(experiment: Experiment, global_batch: int, processes: int)
 
 
 def task_plan(tasks: Sequence[str], tasks_dir: str | None) -> list[PlannedTask]:
-    """Return what lm-eval is asked of a trained model, with the local data of the tasks.
+    """Return lm-eval's tasks for a trained model, with their local data.
 
     Raises:
         FileNotFoundError, ValueError: local data are missing or malformed, or a task is named

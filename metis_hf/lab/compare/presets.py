@@ -66,7 +66,7 @@ def _with_split_weights() -> tuple[Variant, ...]:
 def _stored_split(name: str) -> Variant | None:
     """Return the scheme itself where it stores weights split by its own definition.
 
-    None where it refuses to, as those of deployed layers do.
+    None where it refuses to, as schemes of deployed layers do.
     """
     from metis_hf.config import MetisConfig
     from metis_hf.schemes import build_scheme
@@ -108,6 +108,7 @@ def _switched() -> tuple[Variant, ...]:
 # Quartet II; the control first.
 PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
     "main": partial(schemes, "bf16", "bf16-split", "nvfp4", "nvidia", "metis-paper", "metis"),
+    "demo": partial(schemes, "bf16", "nvfp4", "nvidia", "metis-paper", "metis"),
     "ablations": partial(_ablations, "metis-paper"),
     "ablations-metis": partial(_ablations, "metis"),
     "nvidia": partial(schemes, "bf16", "metis-paper", "metis", "nvidia"),
@@ -127,5 +128,6 @@ PRESETS: dict[str, Callable[[], tuple[Variant, ...]]] = {
 }
 # Keys of `Options` that a preset sets where nothing else is asked for.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "demo": {"size": "demo", "seeds": (0,)},
     "quartet2-30m": {"size": "quartet2-30m", "seeds": (0,)},  # one seed is what is published
 }

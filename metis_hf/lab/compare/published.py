@@ -1,4 +1,4 @@
-"""Published losses of Quartet II's public grid, beside those of a comparison at its settings.
+"""Published losses of Quartet II's public grid, beside a comparison at the same settings.
 
 The numbers are in `quartet2_grid.json`, with their source. A comparison of the same model on as
 many tokens is shown loss by loss; one of another size with its gaps alone, beside the published
@@ -81,7 +81,7 @@ class Beside:
     """The published runs that a comparison stands beside.
 
     Attributes:
-        exact: the model and the tokens are those of the grid; else only gaps can be compared.
+        exact: model and tokens are the same as in the grid; else only gaps can be compared.
         parameters: of ours, in blocks and norms.
         tokens: of ours.
         published_tokens: of the published runs; None where none has about as many tokens a
@@ -145,7 +145,7 @@ def body_parameters(config: PreTrainedConfig) -> int:
 
 
 def describe(beside: Beside) -> str:
-    """Return what stands beside a comparison, in a sentence or two."""
+    """Describe the published runs beside a comparison, in a sentence or two."""
     source = f"published: {grid()['source']}"
     model = grid()["models"][MODEL]
     each = beside.tokens / beside.parameters
@@ -197,7 +197,7 @@ def rows(beside: Beside, summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def markdown(beside: Beside, summaries: Sequence[Summary]) -> str:
-    """Return what is published beside ours: a sentence, the table, and every known difference."""
+    """Return published and own numbers: a sentence, the table, and every known difference."""
     text = f"{describe(beside)}\n\n"
     if beside.losses:
         text += markdown_table(header(beside), rows(beside, summaries)) + "\n"
@@ -205,7 +205,7 @@ def markdown(beside: Beside, summaries: Sequence[Summary]) -> str:
 
 
 def show(beside: Beside, summaries: Sequence[Summary], console: Console) -> None:
-    """Print what `markdown` returns, for a terminal."""
+    """Print the content of `markdown`, for a terminal."""
     console.print(describe(beside))
     if beside.losses:
         cells = rows(beside, summaries)

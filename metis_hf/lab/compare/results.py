@@ -1,4 +1,4 @@
-"""The result of a run: what it holds, and its file in the run's directory."""
+"""The result of a run: what it holds, and its record in the run's directory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metis_hf.shared.records import read_json, write_json
+from metis_hf.lab.store import Store
+from metis_hf.shared.records import read_json
 
 if TYPE_CHECKING:
     from metis_hf.lab.evaluate import EvalResult
 
-RESULT_FILE = "result.json"
+RECORD = "result"  # its name in the store that is a run's directory
+RESULT_FILE = f"{RECORD}.json"
 
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """The result of one variant.
+    """The result of one variant with one seed.
 
     Attributes:
         scheme: the variant's name.
@@ -36,8 +38,8 @@ class SchemeResult:
         loss_dense: held-out loss of the same model with its quantizers off; None where it was
             not measured.
         machine: "device" and "precision" of the run; None in results of earlier versions.
-        code: what trained it: "sha256" of the package and torch's version, of several joined by
-            "+", and "commit"; None in results of earlier versions.
+        code: what trained it: "sha256" of numerics, torch and transformers, several joined by "+",
+            and "commit"; None in results of earlier versions.
     """
 
     scheme: str
@@ -57,31 +59,36 @@ class SchemeResult:
     code: dict[str, str | None] | None = None
 
 
-def load_result(directory: Path) -> SchemeResult | None:
+def load_result(run: Path) -> SchemeResult | None:
     """Return the result of a finished run, or None.
 
     Raises:
-        ValueError: the file is not whole, or not a result.
+        ValueError: the file is damaged, or another version wrote it.
     """
-    path = directory / RESULT_FILE
+    path = run / RESULT_FILE
     if not path.exists():
         return None
+    values = read_json(path)
+    if not isinstance(values, dict) or "store" in values:
+        record = Store(run).find(RECORD)
+        assert record is not None
+        values = record.value
     try:
-        return SchemeResult(**read_json(path))
+        return SchemeResult(**values)  # 0.2.0 wrote no "store"
     except TypeError as error:
         raise ValueError(
-            f"{path} is not a result of this version ({error}); use the version of metis-hf that "
-            "wrote it, or delete the file to train the run again"
+            f"{path} is not a result of this version ({error}); use the version of "
+            "metis-hf that wrote it, or delete the file to train the run again"
         ) from None
 
 
-def save_result(directory: Path, result: SchemeResult) -> None:
+def save_result(run: Path, result: SchemeResult, key: str = "") -> None:
     """Write the result of a run, which makes it a finished one."""
-    write_json(directory / RESULT_FILE, asdict(result))
+    Store(run).put(RECORD, key, asdict(result))
 
 
 def headlines(result: EvalResult, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return task -> {"metric", "value", "stderr", "share"}, which a table shows."""
+    """Return task -> {"metric", "value", "stderr", "share"} for the table."""
     from metis_hf.lab.evaluate.results import is_share
 
     found = {}

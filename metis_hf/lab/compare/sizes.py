@@ -1,8 +1,9 @@
 """Models and training settings by size, for recipes and comparisons.
 
 The sizes of 130M, 1.1B and 8B are the paper's (arXiv 2509.00404); recipes/README.md says where each
-of their settings comes from. "tiny" trains on two CPU cores in minutes. "quartet2-30m" is the
-smallest model of a public grid of FP4 trainings (`compare.published`), set up as its code does.
+of their settings comes from. "tiny" and "demo" train on two CPU cores in minutes. "quartet2-30m"
+is the smallest model of a public grid of FP4 trainings (`compare.published`), set up as its code
+does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Size:
     Attributes:
         model_type: of its transformers config.
         config: keyword arguments of that config.
-        training: keyword arguments of TrainingArguments; the batch size is that of one process.
+        training: keyword arguments of TrainingArguments; the batch size is for one process.
         sequence_length: tokens per sequence.
         global_batch: sequences per optimizer step, over all processes and accumulation.
         tokens: of one run in a comparison; a recipe trains on the paper's 100B.
@@ -26,6 +27,8 @@ class Size:
         health_interval: optimizer steps between measurements of spectral health.
         beyond: fields of `variants.Experiment` that no transformers class has: `one_cycle`,
             `decay_embeddings`, `scaled_residuals`.
+        corpus: how much of the embedded text is chunked where no data are given: "all", "run" (the
+            tokens of one run); None refuses a run without data.
     """
 
     model_type: str
@@ -37,6 +40,7 @@ class Size:
     eval_sequences: int
     health_interval: int
     beyond: dict[str, Any] = field(default_factory=dict)
+    corpus: str | None = None
 
     @property
     def steps(self) -> int:
@@ -100,25 +104,29 @@ CONTINUED = Size(
     health_interval=0,
 )
 
-_TINY_WIDTH = 96
+
+def _small_llama(width: int, layers: int, heads: int, vocab: int = 1024) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": width * 8 // 3 // 16 * 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 1024,
+        "initializer_range": width**-0.5,  # 0.02 is for widths of a thousand
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
 SIZES = {
     # 0.3M parameters, 10 tokens each; the learning rate is the control's best of those tried,
     # eval/results/tiny-learning-rate.json.
     "tiny": Size(
         model_type="llama",
-        config={
-            "vocab_size": 1024,
-            "hidden_size": _TINY_WIDTH,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "max_position_embeddings": 1024,
-            "initializer_range": _TINY_WIDTH**-0.5,  # 0.02 is for widths of a thousand
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        },
+        config=_small_llama(96, 2, 3),
         training={
             "per_device_train_batch_size": 32,
             "per_device_eval_batch_size": 32,
@@ -135,6 +143,28 @@ SIZES = {
         tokens=780 * 32 * 128,
         eval_sequences=1024,
         health_interval=0,
+        corpus="all",
+    ),
+    # 0.7M parameters: five schemes are trained in minutes.
+    "demo": Size(
+        model_type="llama",
+        config=_small_llama(128, 3, 4),
+        training={
+            "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 32,
+            "learning_rate": 4e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 0.1,
+            "adam_beta2": 0.95,
+            "max_grad_norm": 1.0,
+            "save_steps": 150,
+        },
+        sequence_length=128,
+        global_batch=8,
+        tokens=450 * 8 * 128,
+        eval_sequences=512,
+        health_interval=90,
+        corpus="run",
     ),
     "130m": Size(
         model_type="gpt2",
@@ -217,4 +247,13 @@ SIZES = {
             "scaled_residuals": True,
         },
     ),
+}
+# Options over the size "demo" that show the mechanics alone.
+QUICK_DEMO: dict[str, Any] = {
+    "model": _small_llama(64, 2, 2, vocab=512),
+    "training": {"max_steps": 12, "per_device_train_batch_size": 4, "save_steps": 4},
+    "sequence_length": 64,
+    "global_batch": 4,
+    "eval_sequences": 64,
+    "health_interval": 6,
 }

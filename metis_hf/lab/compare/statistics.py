@@ -12,12 +12,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from metis_hf.lab.compare.results import SchemeResult
-from metis_hf.lab.compare.tasks_table import gaps_percent
 from metis_hf.schemes import CONTROL
 
 CONFIDENCE = 0.95
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,19 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
         return Interval(mean, math.nan, 1)
     quantile = float(t.ppf((1 + confidence) / 2, count - 1))
     return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)
+
+
+def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, float]:
+    """Return how far losses lie above others, in percent of these, for each key that both have.
+
+    NaN where one of the two is not finite.
+    """
+    finite = math.isfinite
+    return {
+        key: 100 * (loss / base[key] - 1) if finite(loss) and finite(base[key]) else math.nan
+        for key, loss in losses.items()
+        if key in base
+    }
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Variant:
         return self.config if schedule is None else {**self.config, _SCHEDULE: schedule}
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Return what the variant adds to the Trainer.
+        """Return the callbacks that the variant adds to the Trainer.
 
         Raises:
             ValueError: PrecisionSchedule does not take these arguments.

@@ -1,4 +1,4 @@
-"""One run of a comparison in a process of its own.
+"""One task of a comparison in a process of its own.
 
 `python -m metis_hf.lab.compare.worker RUN_DIR`. RUN_DIR holds `run.json`, what to train.
 Progress goes to standard output as JSON lines; the result to `result.json`. Several processes
@@ -12,20 +12,24 @@ import argparse
 import json
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from metis_hf.lab.compare.data import load_data
-from metis_hf.lab.compare.plan import SPEC_FILE, task_plan, with_accumulation
-from metis_hf.lab.compare.results import headlines
-from metis_hf.lab.compare.runner import Evaluated, Trained, evaluate_checkpoint, run_variant
+from metis_hf.lab.compare.plan import task_plan, with_accumulation
+from metis_hf.lab.compare.results import SchemeResult, headlines, save_result
+from metis_hf.lab.compare.tasks import SPEC_FILE
+from metis_hf.lab.compare.training import Trained, drop_checkpoints, train
 from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.schemes import import_schemes
 from metis_hf.shared import checkpoints
+from metis_hf.shared.devices import device_of
 from metis_hf.shared.processes import end_with_parent
 from metis_hf.shared.quiet import quiet
-from metis_hf.shared.records import read_json
+from metis_hf.shared.records import commit, device_name, read_json
 from metis_hf.training.precision import high_precision
 
 
@@ -36,19 +40,20 @@ def say(**values: Any) -> None:
 
 
 class Forwarded(logging.Handler):
-    """Hands what is logged to the process that started this one."""
+    """Hands log messages to the process that started this one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(note=record.getMessage())
 
 
 def run(directory: Path) -> None:
-    """Train and evaluate what `directory/run.json` says."""
+    """Train and evaluate the task that `directory/run.json` describes."""
     spec = read_json(directory / SPEC_FILE)
+    code = {"sha256": "+".join(spec["code"]), "commit": commit()}  # before: files may change
     for source in spec["imports"]:
         import_schemes(source)
+    asked, variant = Experiment(**spec["experiment"]), Variant(**spec["variant"])
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    asked = Experiment(**spec["experiment"])
     experiment = with_accumulation(asked, spec["global_batch"], processes)
     dataset, held_out, tokenizer = load_data(
         Path(spec["data"]),
@@ -58,33 +63,66 @@ def run(directory: Path) -> None:
         eval_sequences=spec["eval_sequences"],
         seed=experiment.seed,
     )
-
-    def evaluate(trained: Trained) -> Evaluated:
-        trainer = trained.trainer
-        found = Evaluated(trainer.evaluate(held_out)["eval_loss"])
-        assert trainer.model is not None
-        with high_precision(trainer.model):  # under a name of its own in the log
-            exact = trainer.evaluate(held_out, metric_key_prefix="eval_dense")
-        found = replace(found, loss_dense=exact["eval_dense_loss"])
-        if not spec["tasks"] or not trainer.is_world_process_zero():
-            return found
-        asked = task_plan(spec["tasks"], spec["tasks_dir"])
-        own = next((task.include_path for task in asked if task.include_path), None)
-        result = evaluate_checkpoint(trained.directory, [task.spec for task in asked], own)
-        tasks = headlines(result, spec["tasks"])
-        return replace(found, tasks=tasks, record=result.to_dict())
-
-    run_variant(
+    trained = train(
         experiment,
-        Variant(**spec["variant"]),
+        variant,
         dataset,
         tokenizer,
         directory,
-        evaluate,
         on_step=lambda step, loss: say(step=step, loss=loss),
-        on_evaluate=lambda: say(status="evaluating"),
-        earlier_code=spec.get("earlier_code", ()),
     )
+    say(status="evaluating")
+    trainer = trained.trainer
+    loss = trainer.evaluate(held_out)["eval_loss"]
+    assert trainer.model is not None
+    with high_precision(trainer.model):  # under a name of its own in the log
+        dense = trainer.evaluate(held_out, metric_key_prefix="eval_dense")["eval_dense_loss"]
+    if not trainer.is_world_process_zero():
+        return
+    tasks, evaluation = _scores(trained, spec) if spec["tasks"] else ({}, {})
+    result = SchemeResult(
+        scheme=variant.name,
+        config=variant.metis_config(experiment.seed).to_dict(),
+        summary=trained.summary,
+        loss=loss,
+        tasks=tasks,
+        seconds_per_step=trained.seconds_per_step,
+        history=trained.history,
+        evaluation=evaluation,
+        seed=experiment.seed,
+        peak_memory=trained.peak_memory,
+        parameters=trained.parameters,
+        precision_schedule=variant.precision_schedule,
+        loss_dense=dense,
+        machine={
+            "device": device_name(trainer.args.device),
+            "precision": "bf16" if trainer.args.bf16 else "fp32",
+        },
+        code=code,
+    )
+    save_result(directory, result, spec["key"])
+    drop_checkpoints(directory)  # `model` has the weights
+
+
+def _scores(trained: Trained, spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load the saved model as anyone would and evaluate it through lm-eval.
+
+    Task by task: lm-eval puts the requests of all tasks of a call into the same batches, and a
+    quantized model's likelihoods depend on what else is in their batch.
+    """
+    from metis_hf.lab.evaluate import EvalResult, evaluate_model
+
+    asked = task_plan(spec["tasks"], spec["tasks_dir"])
+    own = next((task.include_path for task in asked if task.include_path), None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        trained.directory, dtype=torch.float32
+    )
+    model.to(device_of(None))  # type: ignore[arg-type]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.directory)
+    result = EvalResult.joined(
+        [evaluate_model(model, tokenizer, [task.spec], include_path=own) for task in asked]
+    )
+    return headlines(result, spec["tasks"]), result.to_dict()
 
 
 def main() -> None:

@@ -18,12 +18,9 @@ from unittest import mock
 import torch
 import transformers
 from paths import ROOT
-from rich.console import Console
 from transformers import modeling_utils
 
 import metis_hf.lab.evaluate
-from metis_hf.lab.compare.results import SchemeResult
-from metis_hf.lab.demo import run as demo_run
 from metis_hf.shared.quiet import quiet
 
 
@@ -89,22 +86,6 @@ def stay_in_save(file: str, step: int = 4) -> None:
         )
 
     transformers.Trainer._save_optimizer_and_scheduler = save
-
-
-def small_demo(out: Path) -> SchemeResult:
-    """Run the demo of one scheme on a tenth of its text; it saves every second step of six."""
-    documents = demo_run.stdlib_documents()[:150]
-    with mock.patch.object(demo_run, "stdlib_documents", return_value=documents):
-        (result,) = demo_run.run_demo(
-            out=out, steps=6, schemes=["nvfp4"], quick=True, console=Console(quiet=True)
-        )
-    return result
-
-
-def demo(out: str, hook: str, argument: str) -> None:
-    """Run that demo with a hook."""
-    globals()[hook](argument)
-    small_demo(Path(out))
 
 
 def recipe(out: str, hook: str, argument: str) -> None:

@@ -11,11 +11,11 @@ import yaml
 
 from metis_hf import MetisConfig, scheme_names
 from metis_hf.cli import compare as command
-from metis_hf.lab.compare import runner
+from metis_hf.lab.compare import training as trainings
 from metis_hf.lab.compare.plan import directory_name, make_plan, with_accumulation
 from metis_hf.lab.compare.presets import PRESETS
-from metis_hf.lab.compare.runner import training_arguments
 from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.compare.training import training_arguments
 from metis_hf.lab.compare.variants import Variant
 from metis_hf.schemes import build_scheme
 
@@ -135,7 +135,7 @@ class TestPlan:
         make_plan(model={"rope_theta": 1e6, "num_attention_heads": 2})
 
     def test_half_precision_of_another_kind_is_taken(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(runner, "bf16_units", lambda: True)
+        monkeypatch.setattr(trainings, "bf16_units", lambda: True)
         for training, expected in (({}, True), ({"fp16": True}, False)):
             experiment = make_plan(training=training).experiment
             assert training_arguments(experiment, tmp_path / "run").bf16 is expected

@@ -15,7 +15,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from lab.compare.test_compare import run
+from lab.compare.comparing import run
 from metis_hf.cli.main import main
 from metis_hf.data.chunked import write_shards
 from metis_hf.lab.compare import dry_run, published

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metis_hf import MetisConfig
-from metis_hf.lab.compare import cost_figure, outputs, table
-from metis_hf.lab.compare.curves import paired_gaps
+from metis_hf.lab.compare import loss_table, outputs
+from metis_hf.lab.compare.loss_figures import paired_gaps
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.compare.statistics import Interval, summarize, t_interval
-from metis_hf.lab.show.figure import figure_axes, scheme_styles
+from metis_hf.lab.show.figure import scheme_styles
 
 
 def result(scheme, seed, loss, tasks=None, curve=(), seconds=0.1, dense=None):
@@ -78,12 +78,12 @@ class TestSummaries:
         assert summaries[0].gap_dense is None
         assert summaries[1].gap_dense.mean == pytest.approx(5.0)
         assert summaries[2].gap_dense is None
-        place = table.header(summaries).index("Gap dense, %")
-        assert [row[place] for row in table.rows(summaries)] == ["", "+5.00", ""]
-        assert "gap_dense_percent" in table.as_csv(summaries).splitlines()[0]
+        place = loss_table.header(summaries).index("Gap dense, %")
+        assert [row[place] for row in loss_table.rows(summaries)] == ["", "+5.00", ""]
+        assert "gap_dense_percent" in loss_table.as_csv(summaries).splitlines()[0]
         older = summarize([result("bf16", 0, 2.0), result("x", 0, 2.2)])
-        assert "Gap dense, %" not in table.header(older)
-        assert all(len(row) == len(table.header(older)) for row in table.rows(older))
+        assert "Gap dense, %" not in loss_table.header(older)
+        assert all(len(row) == len(loss_table.header(older)) for row in loss_table.rows(older))
 
     @pytest.mark.parametrize("name", ["metis", "mine"])
     def test_what_is_above_the_reference_is_paired_too(self, name):
@@ -101,11 +101,11 @@ class TestSummaries:
         assert by_name["sure"].above_reference.mean == pytest.approx(2.0)
         assert by_name["sure"].above_reference.excludes_zero
         assert not by_name["wild"].above_reference.excludes_zero
-        found = table.findings(list(by_name.values()), name)
+        found = loss_table.findings(list(by_name.values()), name)
         assert f"Above {name}, paired by seed: sure." in found
         assert f"Not told apart from {name}, paired by seed: wild." in found
-        assert table.header(list(by_name.values()), name)[3] == f"Above {name}, %"
-        assert table.rows(list(by_name.values()))[3][3] == "+2.00 ± 0.00"
+        assert loss_table.header(list(by_name.values()), name)[3] == f"Above {name}, %"
+        assert loss_table.rows(list(by_name.values()))[3][3] == "+2.00 ± 0.00"
 
     def test_a_diverged_seed_is_named_not_averaged_away(self):
         results = [
@@ -116,9 +116,9 @@ class TestSummaries:
         summaries = summarize(results)
         assert math.isnan(summaries[1].mean)
         assert summaries[1].diverged == (1,)
-        assert "nan" in table.rows(summaries)[1][1]
-        assert any("x diverged with seed 1" in text for text in table.findings(summaries))
-        assert table.best(summaries) == "bf16"
+        assert "nan" in loss_table.rows(summaries)[1][1]
+        assert any("x diverged with seed 1" in text for text in loss_table.findings(summaries))
+        assert loss_table.best(summaries) == "bf16"
 
     def test_tasks_average(self):
         results = [result("bf16", s, 2.0, {"a": v, "b": 0.5}) for s, v in ((0, 0.2), (1, 0.4))]
@@ -139,33 +139,34 @@ class TestTable:
         )
 
     def test_cells(self, summaries):
-        rows = table.rows(summaries)
+        rows = loss_table.rows(summaries)
         assert rows[0] == ["bf16", "2.1000 ± 0.1000", "", "0.100", "1.00", "1"]
         assert rows[1][2].startswith("-4.77 ± ")
         assert rows[2][4] == "3.00"
 
     def test_many_variants_are_ordered_by_loss(self, summaries):
-        assert table.ordered(summaries) == summaries
+        assert loss_table.ordered(summaries) == summaries
         losses = {"bf16": 2.0, "worst": 9.0, "lost": math.nan, "best": 1.0}
         losses |= {f"x{i}": 3.0 + i for i in range(5)}
         names = [
-            s.name for s in table.ordered(summarize([result(n, 0, v) for n, v in losses.items()]))
+            s.name
+            for s in loss_table.ordered(summarize([result(n, 0, v) for n, v in losses.items()]))
         ]
         assert names == ["bf16", "best", "x0", "x1", "x2", "x3", "x4", "worst", "lost"]
 
     def test_best_is_bold(self, summaries):
-        assert "| bf16-split | **2.0000 ± 0.1000** |" in table.markdown(summaries)
-        assert "\\textbf{2.0000 $\\pm$ 0.1000}" in table.latex(summaries)
-        assert "a\\_b" in table.latex(summaries)
+        assert "| bf16-split | **2.0000 ± 0.1000** |" in loss_table.markdown(summaries)
+        assert "\\textbf{2.0000 $\\pm$ 0.1000}" in loss_table.latex(summaries)
+        assert "a\\_b" in loss_table.latex(summaries)
 
     def test_findings_say_what_can_be_told(self, summaries):
-        found = table.findings(summaries)
+        found = loss_table.findings(summaries)
         assert "Below the control, paired by seed: bf16-split." in found
         assert "Not told apart from the control, paired by seed: a_b." in found
         assert any("by itself lowers the loss" in text for text in found)
 
     def test_csv_has_each_seed_in_full(self, summaries):
-        lines = table.as_csv(summaries).splitlines()
+        lines = loss_table.as_csv(summaries).splitlines()
         assert lines[0].split(",")[3:6] == ["loss_seed_0", "loss_seed_1", "loss_seed_2"]
         assert lines[1].split(",")[4] == "2.1"
 
@@ -182,25 +183,6 @@ def test_gaps_over_time_are_paired():
     assert [[round(v, 6) for v in row] for row in gaps] == [[10.0, 0.0], [0.0, 10.0]]
 
 
-@pytest.mark.parametrize(("far", "scale"), [(2.3, "linear"), (3.0, "symlog")])
-def test_one_far_gap_leaves_room_for_the_others(far, scale, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        cost_figure, "figure_axes", lambda *args: made.append(figure_axes(*args)) or made[-1]
-    )
-    losses = {"bf16": 2.0, "a": 2.1, "b": 2.12, "c": 2.1, "far": far}
-    extra = {name: float(place) for place, name in enumerate(losses)}
-    results = [result(name, 0, loss) for name, loss in losses.items()]
-    summaries = summarize(results, extra=extra)
-    styles = scheme_styles(list(losses), "bf16")
-    cost_figure.plot_costs(summaries, styles, tmp_path / "cost.png", "title")
-    ((_, axes),) = made
-    assert axes[0][0].get_yscale() == scale
-    low, high = axes[0][0].get_ylim()
-    assert low < 0 < 100 * (far / 2 - 1) < high
-    assert {text.get_text() for text in axes[0][0].texts} == {"a", "b", "c", "far"}
-
-
 def test_a_task_that_counts_no_right_answers_is_shown_as_it_is():
     """Bits per byte are no percent, and no part of an average of accuracies."""
     tasks = {"piqa": 0.6, "wikitext": 1.75}
@@ -208,17 +190,17 @@ def test_a_task_that_counts_no_right_answers_is_shown_as_it_is():
     for run in runs:
         run.tasks["wikitext"]["share"] = False
     summaries = summarize(runs)
-    assert table.header(summaries)[3:6] == ["piqa", "wikitext", "Avg"]
-    assert table.rows(summaries)[0][3:6] == ["60.0", "1.75", "60.0"]
+    assert loss_table.header(summaries)[3:6] == ["piqa", "wikitext", "Avg"]
+    assert loss_table.rows(summaries)[0][3:6] == ["60.0", "1.75", "60.0"]
     runs = [dataclasses.replace(run, tasks={"wikitext": run.tasks["wikitext"]}) for run in runs]
-    assert table.rows(summarize(runs))[0][3:5] == ["1.75", ""]
+    assert loss_table.rows(summarize(runs))[0][3:5] == ["1.75", ""]
 
 
 def test_variants_without_a_seed_in_common_have_no_gap():
     summaries = summarize([result("bf16", 0, 2.0), result("x", 1, 2.1)])
     assert summaries[1].gap is None
-    assert table.rows(summaries)[1][2] == ""
-    found = table.findings(summaries)
+    assert loss_table.rows(summaries)[1][2] == ""
+    found = loss_table.findings(summaries)
     assert found == ["Variants have different seeds; gaps use those they share."]
 
 
@@ -274,7 +256,7 @@ def test_a_control_that_diverged_leaves_no_gap(lost):
     assert control.diverged == (1,)
     assert math.isnan(other.gap.mean)
     assert not other.gap.excludes_zero
-    assert table.rows([control, other])[1][2] == "+nan"
+    assert loss_table.rows([control, other])[1][2] == "+nan"
 
 
 def test_extra_multiply_adds_of_fused_experts_are_not_counted():
@@ -288,7 +270,7 @@ def test_extra_multiply_adds_of_fused_experts_are_not_counted():
     found = outputs.count_extra(model, [run])
     assert found.keys() == {"nvfp4"}
     assert math.isnan(found["nvfp4"])
-    assert "Extra multiply-adds, %" not in table.header(summarize([run], extra=found))
+    assert "Extra multiply-adds, %" not in loss_table.header(summarize([run], extra=found))
     size = SIZES["tiny"]
     llama = {"model_type": size.model_type, **size.config}
     assert outputs.count_extra(llama, [run]) == {"nvfp4": 0.0}
@@ -305,8 +287,8 @@ def test_times_of_runs_that_shared_a_machine_are_not_shown(tmp_path):
             assert ("s/step" in text) == ("x control" in text) == timed
             assert "MB" in text
         assert "seconds_per_step" in (tmp_path / "table.csv").read_text()
-        cells = table.rows(summaries, timed=timed)
-        assert {len(row) for row in cells} == {len(table.header(summaries, timed=timed))}
+        cells = loss_table.rows(summaries, timed=timed)
+        assert {len(row) for row in cells} == {len(loss_table.header(summaries, timed=timed))}
 
 
 def test_figures_of_gaps_that_are_gone_are_removed(tmp_path):
@@ -321,20 +303,22 @@ def test_figures_of_gaps_that_are_gone_are_removed(tmp_path):
 def test_every_figure_shows_a_variant_alike(tmp_path, monkeypatch):
     """Tables of many variants are in the order of their losses, curves in that of the runs."""
     seen = []
-    monkeypatch.setattr(outputs.figures, "plot_gaps", lambda s, r, styles, p: seen.append(styles))
     monkeypatch.setattr(
-        outputs.cost_figure, "plot_costs", lambda s, styles, *_: seen.append(styles)
+        outputs.loss_figures, "plot_gaps", lambda s, r, styles, p: seen.append(styles)
+    )
+    monkeypatch.setattr(
+        outputs.loss_figures, "plot_costs", lambda s, styles, *_: seen.append(styles)
     )
     names = ["bf16", *(f"v{9 - n}" for n in range(9)), "cost $k_1_2$", "_hidden"]
     runs = [result(name, 0, 2.0 + n / 9, curve=[3.0, 2.5]) for n, name in enumerate(names)]
-    summaries = table.ordered(summarize(runs[:1] + runs[:0:-1]))
+    summaries = loss_table.ordered(summarize(runs[:1] + runs[:0:-1]))
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
     assert seen == [scheme_styles(names, "bf16")] * 2
     monkeypatch.undo()
     outputs.write_tables(summaries, runs, tmp_path, ["title"], None, timed=True)
     assert not (tmp_path / "cost.png").exists()  # no multiply-adds were counted
     extra = {name: float(place) for place, name in enumerate(names)}
-    summaries = table.ordered(summarize(runs, extra=extra))
+    summaries = loss_table.ordered(summarize(runs, extra=extra))
     # Names are no formulas.
     outputs.write_tables(summaries, runs, tmp_path, ["$title_1_2$"], None, timed=True)
     assert (tmp_path / "cost.png").stat().st_size > 10_000

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -24,17 +23,18 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from lab.compare import kills
-from lab.compare.test_compare import CONFIG, METIS_HF, write_config
+from lab.compare.comparing import CONFIG, METIS_HF, write_config
 from metis_hf.cli.main import main
 from metis_hf.data import corpus
+from metis_hf.lab.compare.command import train
 from metis_hf.lab.compare.data import embed
 from metis_hf.lab.compare.plan import make_plan
-from metis_hf.lab.compare.run import LOG_FILE, RunsFailed, run_plan
+from metis_hf.lab.compare.results import load_result
 from metis_hf.lab.show.progress import TaskProgress
 
 pytestmark = pytest.mark.slow
 
-PRELOADED = ["metis_hf.lab.demo.run", "metis_hf.lab.training_plan", "lm_eval", "datasets"]
+PRELOADED = ["metis_hf.lab.training_plan", "datasets"]
 IN_SAVE, IN_EVALUATION = "kill_in_save", "kill_in_evaluation"
 SECONDS = 600  # until a process of a busy machine has come where it is waited for
 
@@ -69,20 +69,6 @@ def numbers(result):
     return losses, result.loss, result.tasks
 
 
-class TestDemo:
-    @pytest.fixture(scope="class")
-    def whole(self, tmp_path_factory):
-        return numbers(kills.small_demo(tmp_path_factory.mktemp("demo")))
-
-    @pytest.mark.parametrize(("hook", "argument"), [(IN_SAVE, "weights"), (IN_EVALUATION, "")])
-    def test_goes_on(self, hook, argument, whole, tmp_path, caplog):
-        killed(kills.demo, str(tmp_path), hook, argument)
-        assert not (tmp_path / "nvfp4/result.json").exists()
-        assert numbers(kills.small_demo(tmp_path)) == whole
-        assert ("checkpoint-4 is not whole" in caplog.text) == (hook == IN_SAVE)
-        assert ("checkpoint-2 is taken instead" in caplog.text) == (hook == IN_SAVE)
-
-
 class TestRecipe:
     def test_resumes(self, tmp_path, capsys):
         whole, out = tmp_path / "whole", tmp_path / "killed"
@@ -108,8 +94,11 @@ def launcher(hook, argument=""):
     return shlex.join([sys.executable, kills.__file__, hook, str(argument or "-")])
 
 
-def plan():
-    return make_plan(**CONFIG | {"schemes": ["nvfp4"], "seeds": [0]})
+def trained(out, **given):
+    """(numbers of the run, or None; the errors) of a comparison of one run."""
+    errors = train(make_plan(**CONFIG | {"schemes": ["nvfp4"], "seeds": [0]}), out, **given)
+    result = load_result(out / "runs/nvfp4/seed-0")
+    return None if result is None else numbers(result), errors
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +115,7 @@ def data(tmp_path_factory):
 def whole_comparison(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare")
     shutil.copytree(data, out / "data")
-    (result,) = run_plan(plan(), out)
-    return numbers(result)
+    return trained(out)
 
 
 @pytest.fixture
@@ -140,12 +128,12 @@ def out(data, tmp_path):
 class TestWorker:
     @pytest.mark.parametrize(("hook", "argument"), [(IN_SAVE, "optimizer"), (IN_EVALUATION, "")])
     def test_goes_on(self, hook, argument, whole_comparison, out):
-        with pytest.raises(RunsFailed, match=r"exit code -9"):
-            run_plan(plan(), out, launcher=launcher(hook, argument))
+        result, (error,) = trained(out, launcher=launcher(hook, argument))
+        assert result is None
+        assert "exit code -9" in error
         console = Console(file=io.StringIO())
-        (result,) = run_plan(plan(), out, progress=TaskProgress(console))
-        assert numbers(result) == whole_comparison
-        log = (out / "runs/nvfp4/seed-0" / LOG_FILE).read_text()
+        assert trained(out, progress=TaskProgress(console)) == whole_comparison
+        log = (out / "runs/nvfp4/seed-0/worker.log").read_text()
         for text in (log, console.file.getvalue()):
             assert ("checkpoint-2 is taken instead" in text) == (hook == IN_SAVE)
 
@@ -196,21 +184,10 @@ class TestParent:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
         wait_for(lambda: ended(worker))
-        (result,) = run_plan(plan(), out)
-        assert numbers(result) == whole_comparison
+        assert trained(out) == whole_comparison
 
     @pytest.mark.parametrize("at_work", ["stay_in_save"], indirect=True)
     def test_a_worker_does_not_outlive_a_killed_comparison(self, at_work):
         process, worker = at_work
         process.kill()
         wait_for(lambda: ended(worker))
-
-
-def test_a_demo_refuses_a_directory_in_use(tmp_path):
-    from metis_hf.shared.locks import hold_directory
-
-    refused = pytest.raises(ValueError, match=rf"in use by process {os.getpid()} .* another --out")
-    with hold_directory(tmp_path), refused:
-        kills.small_demo(tmp_path)
-    assert [path.name for path in Path(tmp_path).iterdir()] == [".lock"]
-    assert json.loads((tmp_path / ".lock").read_text() or "null") is None

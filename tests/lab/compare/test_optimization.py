@@ -12,8 +12,8 @@ from datasets import Dataset
 
 from metis_hf import MetisConfig, get_metis_model
 from metis_hf.lab.compare.optimization import ExperimentTrainer
-from metis_hf.lab.compare.runner import initial_model, train
 from metis_hf.lab.compare.sizes import SIZES
+from metis_hf.lab.compare.training import initial_model, train
 from metis_hf.lab.compare.variants import Experiment, Variant
 from metis_hf.training.trainer import MetisTrainer
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from metis_hf import scheme_names
-from metis_hf.lab.compare.curves import curves, health_series, paired_gaps, plot_curves
+from metis_hf.lab.compare.loss_figures import curves, paired_gaps, plot_curves
 from metis_hf.lab.compare.results import SchemeResult
 from metis_hf.lab.show.figure import scheme_styles, smooth, spread
 from metis_hf.schemes import CONTROL
@@ -31,18 +31,6 @@ def test_spread_keeps_order_and_distance():
     moved = spread([2.0, 1.95, 5.0], 0.5)
     assert moved == [2.45, 1.95, 5.0]
     assert spread([], 1.0) == []
-
-
-def test_health_series_averages_groups_of_measured_steps():
-    history = [
-        {"step": 1, "loss": 2.0, "metis/weight/a/energy": 0.2, "metis/weight/b/energy": 0.4},
-        {"step": 2, "loss": 1.0},
-        {"step": 3, "loss": 1.0, "metis/weight/a/energy": 0.5, "metis/gradient/a/energy": 0.9},
-    ]
-    result = SchemeResult("metis", {}, "", 1.0, {}, 0.1, history)
-    steps, means = health_series(result, "weight", "energy")
-    assert steps == [1, 3]
-    assert [round(value, 6) for value in means] == [0.3, 0.5]
 
 
 def test_losses_are_compared_step_by_step():

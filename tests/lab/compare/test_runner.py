@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from metis_hf.lab.compare.memory import PeakMemory
-from metis_hf.lab.compare.runner import whole_batches
+from metis_hf.lab.compare.meters import PeakMemory
+from metis_hf.lab.compare.training import whole_batches
 
 
 def arguments(folder, steps):

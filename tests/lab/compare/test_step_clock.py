@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from metis_hf.lab.compare import runner
+from metis_hf.lab.compare import meters
+from metis_hf.lab.compare.training import training_arguments
 from metis_hf.lab.compare.variants import Experiment
 
 
@@ -23,9 +24,9 @@ def test_an_accelerator_has_ended_its_work_when_the_clock_is_read(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     said: list[tuple] = []
-    clock = runner.StepClock(lambda *values: said.append(values))
+    clock = meters.StepClock(lambda *values: said.append(values))
     state = SimpleNamespace(log_history=[{"loss": 2.0}], global_step=1)
     queued[0] = 50.0  # of what ran before
     clock.on_step_begin(None, state, None)
@@ -44,7 +45,7 @@ def test_a_short_run_is_logged_at_least_once(every, logged):
     experiment = Experiment(
         model={}, training=training, sequence_length=8, health_interval=0, seed=0
     )
-    arguments = runner.training_arguments(experiment, Path("unused"))
+    arguments = training_arguments(experiment, Path("unused"))
     state = transformers.TrainerState(max_steps=4)
     state.compute_steps(arguments, max_steps=4)
     assert state.logging_steps == logged

@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from metis_hf.conversion.convert import get_metis_model
 from metis_hf.lab.compare.data import load_data
+from metis_hf.lab.compare.meters import synchronize
 from metis_hf.lab.compare.plan import ComparisonPlan, with_seed
-from metis_hf.lab.compare.runner import initial_model, training_arguments
+from metis_hf.lab.compare.training import initial_model, training_arguments
 from metis_hf.lab.compare.variants import Variant
-from metis_hf.lab.measured import code_digest
+from metis_hf.lab.store import task_key
 from metis_hf.schemes import source_digests
-from metis_hf.shared.inputs import digest
 from metis_hf.shared.records import environment, read_json, write_json
 from metis_hf.training.cuda_graph import obstacles
 from metis_hf.training.weight_reuse import reuse_weights
@@ -44,14 +44,14 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
         plan: what is compared; its first seed is taken.
         out: the comparison's directory, which has its data.
     """
-    batches = _batches(plan, out)
-    steps = {variant.name: _step(plan, variant, batches) for variant in plan.variants}
+    batches = batches_of_a_step(plan, out)
+    steps = {variant.name: step_of(plan, variant, batches) for variant in plan.variants}
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in tqdm(range(WARM_UP + ROUNDS), desc="timing steps side by side", leave=False):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
-            _synchronize()
+            synchronize()
             rounds[name].append(time.perf_counter() - start)
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in rounds.items()}
     unrecorded = {"unrecorded": True} if not obstacles(_arguments(plan)) else {}
@@ -62,10 +62,10 @@ def measure_times(plan: ComparisonPlan, out: Path) -> dict[str, float]:
 
 
 def load_times(plan: ComparisonPlan, out: Path, names: Collection[str]) -> dict[str, float]:
-    """Return what `measure_times` found, or nothing if it was not measured of all these variants.
+    """Return the times that `measure_times` wrote, if it measured all these variants; else {}.
 
-    Times that were not measured side by side are not comparable with those that were, and those of
-    other code or of another variant of the name are of something else.
+    Only times that were measured side by side are comparable. Times of other code, or of another
+    variant of the same name, are left out.
     """
     path = out / TIMES_FILE
     found: dict[str, Any] = read_json(path) if path.exists() else {}
@@ -74,13 +74,13 @@ def load_times(plan: ComparisonPlan, out: Path, names: Collection[str]) -> dict[
 
 
 def _identity(plan: ComparisonPlan, variant: Variant) -> str:
-    """Return a digest of what a variant's steps are: its fields, its schemes' files, the code."""
+    """Return a digest of everything that a variant's step depends on: fields, schemes, code."""
     config = variant.metis_config(plan.seeds[0])
     sources = source_digests(config.schemes, config.format)
-    return digest(code_digest(), variant.fields(), sources)
+    return task_key(variant.fields(), sources)
 
 
-def _batches(plan: ComparisonPlan, out: Path) -> list[Tensor]:
+def batches_of_a_step(plan: ComparisonPlan, out: Path) -> list[Tensor]:
     """Return the micro-batches of one step, [sequences tokens]."""
     experiment = plan.experiment
     dataset, _, _ = load_data(
@@ -100,7 +100,7 @@ def _arguments(plan: ComparisonPlan) -> transformers.TrainingArguments:
     return training_arguments(plan.experiment, Path("unused"))
 
 
-def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
+def step_of(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Callable[[], None]:
     """Return one optimizer step of a variant, as a call."""
     args = _arguments(plan)
     model: Any = initial_model(with_seed(plan.experiment, plan.seeds[0]), args.device)
@@ -129,8 +129,3 @@ def _step(plan: ComparisonPlan, variant: Variant, batches: list[Tensor]) -> Call
         optimizer.zero_grad()
 
     return step
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -1,12 +1,17 @@
-"""The memory that a run takes."""
+"""Meters of a run: the time of its steps and the memory that it takes."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
+
+OnStep = Callable[[int, float | None], None]
 
 
 class PeakMemory:
@@ -47,3 +52,30 @@ def _peak_of_process() -> int:
         return psutil.Process().memory_info().peak_wset  # type: ignore[attr-defined]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StepClock(transformers.TrainerCallback):
+    """Adds `step_seconds` to each log entry; calls `on_step(step, loss)` after it."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self.on_step = on_step
+        self._start = self._seconds = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        synchronize()
+        self._start = time.perf_counter()
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        synchronize()
+        self._seconds = time.perf_counter() - self._start
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "loss" in logs:
+            state.log_history[-1]["step_seconds"] = self._seconds
+            self.on_step(state.global_step, logs["loss"])
+
+
+def synchronize() -> None:
+    """Wait for an accelerator's queued work, which no clock of the CPU sees."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

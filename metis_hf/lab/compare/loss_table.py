@@ -27,7 +27,7 @@ def header(
 
     Args:
         summaries: the rows.
-        reference: that of the summaries.
+        reference: the variant that the summaries were compared with.
         timed: show step times, which are no measurement of runs that shared a machine.
     """
     tasks = list(summaries[0].tasks)
@@ -157,7 +157,7 @@ def as_csv(summaries: Sequence[Summary]) -> str:
 
 
 def findings(summaries: Sequence[Summary], reference: str | None = None) -> list[str]:
-    """Return what the numbers allow to say, a sentence each."""
+    """Return the conclusions that the numbers allow, a sentence each."""
     sentences = []
     for s in summaries:
         if s.diverged:
@@ -178,7 +178,7 @@ def findings(summaries: Sequence[Summary], reference: str | None = None) -> list
 
 
 def _told_apart(gaps: Mapping[str, Interval | None], base: str) -> list[str]:
-    """Return which variants differ from one of them by more than their interval, which not."""
+    """List the variants that differ from `base` by more than their interval, and the others."""
     told: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
     for name, gap in gaps.items():
         if gap is not None and gap.count > 1 and math.isfinite(gap.mean):

@@ -1,0 +1,163 @@
+"""Figures of a comparison: curves with the gap over time, final gaps, gaps against costs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from metis_hf.lab.compare.results import SchemeResult
+from metis_hf.lab.compare.statistics import Summary, gaps_percent
+from metis_hf.lab.cost import TOKENS
+from metis_hf.lab.show.figure import (
+    CROWDED,
+    Line,
+    Point,
+    Style,
+    draw_lines,
+    end_labels,
+    figure_axes,
+    plain_text,
+    scatter_figure,
+    scheme_styles,
+    smooth,
+    tidy,
+)
+from metis_hf.schemes import CONTROL
+
+
+def curves(results: Sequence[SchemeResult]) -> dict[str, tuple[list[int], list[list[float]]]]:
+    """Return variant -> (steps, the training losses of each seed at these steps)."""
+    found: dict[str, list[dict[int, float]]] = {}
+    for result in results:
+        found.setdefault(result.scheme, []).append(_losses(result))
+    return {name: _at_common_steps(losses) for name, losses in found.items()}
+
+
+def paired_gaps(
+    results: Sequence[SchemeResult], name: str, span: int
+) -> tuple[list[int], list[list[float]]]:
+    """Return (steps, smoothed gap to the control in percent, for each seed that both have)."""
+    control = {r.seed: _losses(r) for r in results if r.scheme == CONTROL}
+    steps, values = _at_common_steps(
+        [
+            gaps_percent(_losses(result), control[result.seed])
+            for result in results
+            if result.scheme == name and result.seed in control
+        ]
+    )
+    return steps, [smooth(each, span) for each in values]
+
+
+def _losses(result: SchemeResult) -> dict[int, float]:
+    return {int(entry["step"]): entry["loss"] for entry in result.history}
+
+
+def _at_common_steps(series: Sequence[dict[int, float]]) -> tuple[list[int], list[list[float]]]:
+    """Return (steps, values of each): an earlier version logged fewer, and a run may have ended."""
+    steps = sorted(set.intersection(*map(set, series))) if series else []
+    return steps, [[values[step] for step in steps] for values in series]
+
+
+def plot_curves(results: Sequence[SchemeResult], path: Path, title: str) -> None:
+    """Draw training loss by step, and the paired gap to the control; bands span the seeds."""
+    figure, axes = figure_axes(2, 1, (8.5, 7.5), sharex=True, height_ratios=[3, 2.4])
+    (top,), (bottom,) = axes
+    by_name = curves(results)
+    styles = scheme_styles(list(by_name), CONTROL)
+    span = max(1, max(len(steps) for steps, _ in by_name.values()) // 20)
+    losses = {
+        name: (steps, [smooth(values, span) for values in series])
+        for name, (steps, series) in by_name.items()
+    }
+    gaps = {name: paired_gaps(results, name, 2 * span) for name in by_name if name != CONTROL}
+    draw_lines(top, [_mean(name, *found, styles[name]) for name, found in losses.items()])
+    lines = [_mean(name, *found, styles[name]) for name, found in gaps.items() if found[1]]
+    draw_lines(bottom, lines)
+    if len(ends := _after_start((series for _, series in losses.values()), 8)) > 1:
+        margin = 0.05 * (max(ends) - min(ends))
+        top.set_ylim(min(ends) - margin, max(ends) + margin)
+    if values := _after_start((series for _, series in gaps.values()), 10):
+        low, high = min(0.0, *values), max(0.0, *values)
+        margin = 0.06 * (high - low) or 1.0
+        bottom.set_ylim(low - margin, high + margin)
+    if len(by_name) > CROWDED:
+        figure.legend(*top.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    else:
+        top.legend(frameon=False)
+        end_labels(bottom, lines)
+    bottom.axhline(0, color="black", lw=1)
+    several = any(len(series) > 1 for _, series in by_name.values())
+    bands = "; bands: smallest to largest seed" if several else ""
+    top.set(ylabel="training loss (nats per token)", title=plain_text(title))
+    bottom.set(ylabel=f"gap to {CONTROL} (%)", xlabel=f"optimizer step (moving averages{bands})")
+    tidy(top, bottom)
+    figure.savefig(path)
+
+
+def _mean(label: str, steps: list[int], series: list[list[float]], style: Style) -> Line:
+    """Return the mean of some curves, with a band over their range."""
+    columns = list(zip(*series))
+    band = ([min(c) for c in columns], [max(c) for c in columns]) if len(series) > 1 else None
+    return Line(label, steps, [statistics.fmean(c) for c in columns], style, band)
+
+
+def _after_start(parts: Iterable[list[list[float]]], share: int) -> set[float]:
+    """Return the finite values after the first 1/share of curves: losses fall fast before it."""
+    found = (v for series in parts for values in series for v in values[len(values) // share :])
+    return set(filter(math.isfinite, found))
+
+
+def plot_gaps(
+    summaries: Sequence[Summary],
+    results: Sequence[SchemeResult],
+    styles: Mapping[str, Style],
+    path: Path,
+) -> None:
+    """Draw final held-out gaps: a dot for each seed, mean and 95 % interval of each variant."""
+    shown = [s for s in summaries if s.gap is not None]
+    figure, ((axis,),) = figure_axes(1, 1, (8, 1.3 + 0.42 * len(shown)))
+    base = {r.seed: r.loss for r in results if r.scheme == CONTROL}
+    for place, summary in enumerate(reversed(shown)):
+        assert summary.gap is not None
+        style = styles[summary.name]
+        gaps = list(gaps_percent(summary.losses, base).values())
+        axis.plot(gaps, [place] * len(gaps), style.marker, color=style.color, alpha=0.4, ms=5)
+        width = summary.gap.half_width
+        axis.errorbar(summary.gap.mean, place, xerr=None if math.isnan(width) else width,
+                      fmt=style.marker, color=style.color, ms=8, capsize=4, lw=1.6)  # fmt: skip
+    axis.axvline(0, color="black", lw=1)
+    axis.set_yticks(range(len(shown)), [plain_text(s.name) for s in reversed(shown)])
+    axis.set_ylim(-0.6, len(shown) - 0.4)
+    axis.set_xlabel(
+        f"held-out loss above {CONTROL} (%), paired by seed\n"
+        "pale: seeds; large: mean with 95 % interval"
+    )
+    tidy(axis)
+    axis.grid(visible=False, axis="y")
+    figure.savefig(path)
+
+
+def plot_costs(
+    summaries: Sequence[Summary], styles: Mapping[str, Style], path: Path, title: str
+) -> None:
+    """Draw final held-out gaps against the multiply-adds beyond the three GEMMs.
+
+    Nothing is drawn without the control, or where no multiply-adds were counted.
+    """
+    points = [
+        Point(s.extra, s.gap.mean, s.name, styles[s.name], s.gap.half_width)
+        for s in summaries
+        if s.gap is not None and math.isfinite(s.gap.mean) and math.isfinite(s.extra)
+    ]
+    if not points or not any(s.name == CONTROL for s in summaries):
+        return
+    path.write_bytes(
+        scatter_figure(
+            points,
+            f"multiply-adds beyond the three GEMMs (%), {TOKENS:,} tokens a step",
+            f"held-out loss above {CONTROL} (%): mean, 95 % interval",
+            title=title,
+        )
+    )

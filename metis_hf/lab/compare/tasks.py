@@ -1,0 +1,207 @@
+"""The tasks of a comparison, one variant with one seed each, and their directories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from metis_hf.conversion.convert import get_metis_model
+from metis_hf.lab.compare.plan import ComparisonPlan, directory_name, with_seed
+from metis_hf.lab.compare.results import RESULT_FILE, SchemeResult, load_result
+from metis_hf.lab.compare.training import drop_checkpoints
+from metis_hf.lab.compare.variants import Variant
+from metis_hf.lab.cost import meta_model
+from metis_hf.lab.store import Store, numerics_digest, task_key
+from metis_hf.schemes import source_digests
+from metis_hf.shared.inputs import digest_of_path
+from metis_hf.shared.records import read_json, write_json
+
+SPEC_FILE = "run.json"  # of a task's directory: what its process trains
+_NUMERICS = "this installation (numerics of metis_hf, torch, transformers)"
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a plan.
+
+    Attributes:
+        variant: what is trained.
+        seed: with which seed.
+        directory: its own, `runs/<variant>/seed-<seed>` of the comparison's.
+    """
+
+    variant: Variant
+    seed: int
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digests of its schemes and its format, where they come from outside this package."""
+        config = self.variant.metis_config(self.seed)
+        return source_digests(config.schemes, config.format)
+
+    @property
+    def begun(self) -> bool:
+        """True if the task has a checkpoint to resume from."""
+        return any(self.directory.glob("checkpoint-*"))
+
+    def spec(self) -> dict[str, Any]:
+        """Read the instructions of the task's process; {} if there are none yet."""
+        path = self.directory / SPEC_FILE
+        return read_json(path) if path.is_file() else {}
+
+    def check(self, config: dict[str, Any], schedule: dict[str, Any] | None) -> None:
+        """Refuse a run that another variant of the same name has trained."""
+        own = self.variant.metis_config(self.seed).to_dict(), self.variant.precision_schedule
+        if (config, schedule) != own:
+            raise ValueError(
+                f"{self.directory} holds a run of another variant of the name "
+                f"{self.variant.name!r}; choose another name or another --out"
+            )
+
+
+def tasks_of(plan: ComparisonPlan, out: Path, share: tuple[int, int] = (1, 1)) -> list[Task]:
+    """Return the tasks of a plan, seed by seed; of a share (K, N) every N-th from the K-th."""
+    number, count = share
+    tasks = [
+        Task(variant, seed, out / "runs" / directory_name(variant.name) / f"seed-{seed}")
+        for variant, seed in plan.runs()
+    ]
+    return tasks[number - 1 :: count]
+
+
+def results_of(tasks: Sequence[Task]) -> list[SchemeResult]:
+    """Return the results of the finished tasks."""
+    found = (load_result(task.directory) for task in tasks)
+    return [result for result in found if result is not None]
+
+
+def remembered_imports(out: Path) -> list[str]:
+    """Return the sources of schemes that a comparison was last started with."""
+    specs = list(out.glob(f"runs/*/*/{SPEC_FILE}"))
+    latest = max(specs, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return [] if latest is None else read_json(latest).get("imports", [])
+
+
+def jobs_of(tasks: Sequence[Task]) -> int | None:
+    """Return the largest number of tasks that were at work side by side; None if not known."""
+    jobs = [task.spec().get("jobs") for task in tasks]
+    return max((each for each in jobs if each is not None), default=None)
+
+
+@contextmanager
+def held(
+    plan: ComparisonPlan, out: Path, tasks: Sequence[Task], *, array: bool, note: Note
+) -> Iterator[list[Task]]:
+    """Claim a directory, hold the tasks that have no result, and yield these.
+
+    Args:
+        plan: what is compared.
+        out: the comparison's directory.
+        tasks: of the plan.
+        array: several processes work on the plan, so that all must have the same numerics.
+        note: told of damaged results, and of code that has changed.
+
+    Raises:
+        ValueError: the directory belongs to another comparison, another process is at work on one
+            of the tasks, a run is of another variant, or of a scheme whose file has changed.
+    """
+    _check_conversions(plan, [t for t in tasks if not (t.directory / RESULT_FILE).is_file()])
+    folder = plan.tasks_dir if plan.tasks else None
+    read = (plan.experiment.checkpoint, plan.data, plan.validation, folder)
+    inputs = {path: digest_of_path(Path(path)) for path in read if path is not None}
+    store = Store(out)
+    with ExitStack() as locks:
+        if array:
+            inputs[_NUMERICS] = numerics_digest()
+        else:
+            locks.enter_context(store.hold())
+        store.claim(plan.settings(), inputs)
+        for task in tasks:
+            if not _finished(task, plan, note):
+                locks.enter_context(Store(task.directory).hold())
+        # Another process may have ended one of them meanwhile.
+        yield [task for task in tasks if not _finished(task, plan, note)]
+
+
+def _check_conversions(plan: ComparisonPlan, tasks: Sequence[Task]) -> None:
+    """Convert the model once for each variant, without weights, rather than fail in each run."""
+    config = AutoConfig.for_model(**plan.experiment.model)
+    for task in {task.variant.name: task for task in tasks}.values():
+        try:
+            get_metis_model(meta_model(config), task.variant.metis_config(task.seed))
+        except ValueError as error:
+            raise ValueError(f"variant {task.variant.name!r}: {error}") from None
+
+
+def _finished(task: Task, plan: ComparisonPlan, note: Note) -> bool:
+    """Return whether a task has its result; a damaged one is named, and goes."""
+    path = task.directory / RESULT_FILE
+    try:
+        if path.exists():
+            read_json(path)
+    except ValueError as error:
+        note(f"{task.name}: {error}; this run is trained again")
+        path.unlink()
+    result = load_result(task.directory)
+    if result is not None:
+        task.check(result.config, result.precision_schedule)
+        drop_checkpoints(task.directory)  # its process may have ended before it did so
+    elif task.begun:
+        begun = Variant(**task.spec()["variant"]) if task.spec() else task.variant
+        task.check(begun.metis_config(task.seed).to_dict(), begun.precision_schedule)
+    if result is not None or task.begun:
+        there = task.spec().get("sources", task.sources)
+        for name, digest in task.sources.items():
+            if there.get(name) != digest:
+                raise ValueError(
+                    f"{task.directory} holds a run of {name!r} as its file was before it was "
+                    "changed; delete this directory to train it again, or choose another --out"
+                )
+    return result is not None
+
+
+def write_spec(
+    task: Task,
+    plan: ComparisonPlan,
+    data: Path,
+    *,
+    imports: Sequence[str],
+    jobs: int,
+    note: Note,
+) -> None:
+    """Write the instructions for the process of a task."""
+    begun = task.spec() if task.begun else {}
+    code, before = numerics_digest(), begun.get("code", [])
+    before = [before] if isinstance(before, str) else before  # as 0.2.0 wrote it
+    codes = list(dict.fromkeys([*before, code]))
+    if before and before[-1] != code:
+        note(f"{task.name} began with other code or torch, and goes on with this one")
+    spec = {
+        "experiment": asdict(with_seed(plan.experiment, task.seed)),
+        "variant": asdict(task.variant),
+        "global_batch": plan.global_batch,
+        "eval_sequences": plan.eval_sequences,
+        "data": str(data.resolve()),
+        "validation": plan.validation,
+        "tasks": list(plan.tasks),
+        "tasks_dir": plan.tasks_dir,
+        "imports": list(imports),
+        "sources": task.sources,
+        "key": task_key(plan.settings(), asdict(task.variant), task.seed, task.sources),
+        "code": codes,
+        "jobs": max(jobs, begun.get("jobs", jobs)),  # beside which its step times were measured
+    }
+    task.directory.mkdir(parents=True, exist_ok=True)
+    write_json(task.directory / SPEC_FILE, spec)

@@ -1,0 +1,195 @@
+"""Training one model under several schemes, so that only the scheme differs.
+
+Same initialization, batches, order and schedule for each; MetisTrainer with MetisCallback. A run
+that was interrupted goes on from its last whole checkpoint. Recipes take their model from here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from metis_hf.conversion.convert import get_metis_model
+from metis_hf.data.chunked import causal_batch
+from metis_hf.lab.compare.meters import OnStep, PeakMemory, StepClock
+from metis_hf.lab.compare.optimization import ExperimentTrainer, scale_residuals
+from metis_hf.lab.compare.variants import Experiment, Variant
+from metis_hf.shared.checkpoints import last_checkpoint
+from metis_hf.shared.devices import device_of
+from metis_hf.shared.records import bf16_units
+from metis_hf.training.callback import MetisCallback
+from metis_hf.training.cuda_graph import obstacles
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from metis_hf.training.trainer import MetisTrainer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained run: the trainer, and what its record takes.
+
+    Attributes:
+        trainer: after training, with the model in it.
+        directory: where model and tokenizer were saved.
+        summary: the conversion report, as text.
+        history: Trainer's log entries with a loss.
+        seconds_per_step: median over normal steps.
+        peak_memory: bytes, see `SchemeResult`.
+        parameters: before the conversion.
+    """
+
+    trainer: MetisTrainer
+    directory: Path
+    summary: str
+    history: list[dict[str, float]]
+    seconds_per_step: float
+    peak_memory: int
+    parameters: int
+
+
+def drop_checkpoints(run: Path) -> None:
+    """Remove the checkpoints of a run that has its result."""
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint, ignore_errors=True)  # other processes of the run do so too
+
+
+def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
+    """Return a causal model from scratch with fp32 weights, of the seed and the kind of device."""
+    transformers.set_seed(seed)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def initial_model(experiment: Experiment, device: torch.device) -> PreTrainedModel:
+    """Return the model that every run starts from, with fp32 weights."""
+    if experiment.checkpoint is None:
+        config = transformers.AutoConfig.for_model(**experiment.model)
+        model = new_model(config, experiment.seed, device)
+        if experiment.scaled_residuals:
+            scale_residuals(model)
+        return model
+    transformers.set_seed(experiment.seed)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        experiment.checkpoint, dtype=torch.float32
+    ).to(device)  # type: ignore[arg-type]
+
+
+def training_arguments(experiment: Experiment, run: Path) -> transformers.TrainingArguments:
+    """Return the arguments that every run shares, with the experiment's own over them.
+
+    Raises:
+        ValueError: transformers does not take the experiment's training arguments.
+    """
+    device = device_of(None)
+    shared = {
+        "output_dir": str(run),
+        "bf16": bf16_units() and not experiment.training.get("fp16"),
+        "use_cpu": device.type == "cpu",
+        "seed": experiment.seed,
+        "logging_steps": 1,
+        "save_total_limit": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": device.type != "cpu",
+    }
+    given = {**shared, **experiment.training}
+    try:
+        # A run that ends before its first log entry would have no loss and no times to show.
+        given["logging_steps"] = min(given["logging_steps"], experiment.steps)
+        return transformers.TrainingArguments(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"training: {error}") from None
+
+
+def train(
+    experiment: Experiment,
+    variant: Variant,
+    dataset: datasets.Dataset | torch.utils.data.Dataset,
+    tokenizer: PreTrainedTokenizerBase | None,
+    run: Path,
+    on_step: OnStep,
+    callbacks: Sequence[transformers.TrainerCallback] = (),
+) -> Trained:
+    """Train one variant, from its last whole checkpoint if it has one.
+
+    Args:
+        experiment: what all variants share.
+        variant: what is trained.
+        dataset: chunked sequences, rows of `input_ids` in torch format.
+        tokenizer: saved beside the model.
+        run: directory of the run.
+        on_step: called with (step, training loss) after each log entry.
+        callbacks: more of them; one may end the training early, and the trainer's state says at
+            which step.
+    """
+    args = training_arguments(experiment, run)
+    dataset = whole_batches(dataset, args)
+    memory = PeakMemory()
+    model = initial_model(experiment, args.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    get_metis_model(model, variant.metis_config(experiment.seed))
+    trainer = ExperimentTrainer(
+        experiment,
+        cuda_graphs=not obstacles(args),
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        data_collator=causal_batch,
+        callbacks=[
+            MetisCallback(experiment.health_interval),
+            *variant.callbacks(),
+            StepClock(on_step),
+            *callbacks,
+        ],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=last_checkpoint(run))
+    directory = run / "model"
+    trainer.save_model(str(directory))
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # A step that was measured takes longer; it carries the figures in its entry.
+    normal = [e["step_seconds"] for e in history if "metis/nonfinite_tensors" not in e]
+    return Trained(
+        trainer=trainer,
+        directory=directory,
+        summary=str(model.metis_report),
+        history=history,
+        seconds_per_step=statistics.median(normal or [e["step_seconds"] for e in history]),
+        peak_memory=memory.bytes(),
+        parameters=parameters,
+    )
+
+
+def whole_batches(
+    dataset: datasets.Dataset | torch.utils.data.Dataset, args: transformers.TrainingArguments
+) -> datasets.Dataset | torch.utils.data.Dataset:
+    """Return the sequences of an epoch without the last ones that make no whole batch.
+
+    Where training ends within the first epoch, nothing is taken off.
+
+    Raises:
+        ValueError: not one batch.
+    """
+    each = args.per_device_train_batch_size * args.world_size
+    batch, count = each * args.gradient_accumulation_steps, len(dataset)  # type: ignore[arg-type]
+    if count < batch:
+        raise ValueError(
+            f"{count} sequences to train on are no batch of {batch}; give more data, or choose a "
+            "smaller batch"
+        )
+    if args.max_steps * batch <= count or count % batch == 0:
+        return dataset
+    whole = range(count - count % batch)
+    select = getattr(dataset, "select", None)
+    return torch.utils.data.Subset(dataset, whole) if select is None else select(whole)
