@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import gap_law_figure
@@ -117,6 +117,17 @@ def fit(points: Sequence[Point], form: str = "power", series: Sequence[str] = ()
     if not series:
         return least_squares(columns, logs)
     return clustered(columns, logs, [(point.parameters, point.tokens) for point in points])
+
+
+def law(points: Sequence[Point], form: str = "power") -> Callable[[Point, Array], Array]:
+    """Fit the points, and return the function that gives the gaps at a point's size."""
+    coefficients = fit(points, form).coefficients
+
+    def gaps(point: Point, ratios: Array) -> Array:
+        along = [replace(point, tokens=round(ratio * point.parameters)) for ratio in ratios]
+        return np.exp(design(along, form) @ coefficients)
+
+    return gaps
 
 
 def published_points() -> list[Point]:
@@ -345,7 +356,7 @@ def main() -> None:
     (TARGET / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     (TARGET / "table.md").write_text("\n".join(tables(record).values()))
     points = mean_points(published_points(), "mean")
-    gap_law_figure.draw(record, points, fit(points), fit(points, "curved"), TARGET / "gap.png")
+    gap_law_figure.draw(record, points, law(points), law(points, "curved"), TARGET / "gap.png")
     PAGE.write_text(with_tables(PAGE.read_text(), record))
 
 

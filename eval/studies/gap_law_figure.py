@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,19 @@ import numpy as np
 from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
 
 
-def draw(record: dict[str, Any], points: Sequence[Any], power, curved, path: Path) -> None:
+Law = Callable[[Any, np.ndarray], np.ndarray]  # a point, ratios of tokens to parameters -> gaps
+
+
+def draw(
+    record: dict[str, Any], points: Sequence[Any], power: Law, curved: Law, path: Path
+) -> None:
     """Draw the published grid with both forms of the law, and our gaps beside the law's.
 
     Args:
         record: of `gap_law.study`.
         points: mean over schemes at each size and number of tokens.
-        power: the fit of a power law to `points`.
-        curved: the fit with curvature.
+        power: gaps at the size of a point by the power law.
+        curved: the same by the law with curvature.
         path: of the PNG.
     """
     figure, axes = figure_axes(1, 2, (11, 4.6))
@@ -41,20 +45,13 @@ def draw(record: dict[str, Any], points: Sequence[Any], power, curved, path: Pat
     figure.savefig(path)
 
 
-def _published(axis, points: Sequence[Any], power, curved) -> None:
-    import gap_law
-
+def _published(axis, points: Sequence[Any], power: Law, curved: Law) -> None:
     sizes = sorted({point.parameters for point in points})
     for size, color, marker in zip(sizes, COLORS, MARKERS):
         here = [point for point in points if point.parameters == size]
         ratios = np.geomspace(here[0].ratio, here[-1].ratio, 50)
-        along = [
-            gap_law.Point("", "", size, here[0].width, round(ratio * size), 1.0, math.nan)
-            for ratio in ratios
-        ]
-        for found, form, line in ((power, "power", ":"), (curved, "curved", "-")):
-            values = np.exp(gap_law.design(along, form) @ found.coefficients)
-            axis.plot(ratios, values, line, color=color, lw=1.2)
+        for law, line in ((power, ":"), (curved, "-")):
+            axis.plot(ratios, law(here[0], ratios), line, color=color, lw=1.2)
         axis.plot([p.ratio for p in here], [p.gap for p in here], marker, color=color, ms=6,
                   markeredgecolor="black", markeredgewidth=0.4,
                   label=f"{size / 1e6:.0f}M")  # fmt: skip

@@ -216,8 +216,8 @@ def test_what_the_page_says_of_the_law_is_in_the_record(law):
 def test_the_figure_is_drawn(law, tmp_path):
     points = law.mean_points(law.published_points(), "mean")
     record = json.loads((law.TARGET / "record.json").read_text())
-    fits = law.fit(points), law.fit(points, "curved")
-    law.gap_law_figure.draw(record, points, *fits, tmp_path / "gap.png")
+    laws = law.law(points), law.law(points, "curved")
+    law.gap_law_figure.draw(record, points, *laws, tmp_path / "gap.png")
     assert (tmp_path / "gap.png").read_bytes()[:4] == b"\x89PNG"
     assert (law.TARGET / "gap.png").stat().st_size > 10_000
 
