@@ -76,6 +76,8 @@ def shared_legend(
         for handle, label in zip(*axis.get_legend_handles_labels()):
             found.setdefault(label, handle)
     if found:
+        widest = 0.085 * (max(map(len, found)) + 7)  # inches of an entry, with its line
+        columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
         figure.legend(found.values(), found, loc=place, ncols=columns, frameon=False, fontsize=9)
 
 
