@@ -10,7 +10,6 @@ import numpy as np
 
 from metis_hf.lab.show.figure import COLORS, MARKERS, figure_axes
 
-
 Law = Callable[[Any, np.ndarray], np.ndarray]  # a point, ratios of tokens to parameters -> gaps
 
 
