@@ -51,7 +51,7 @@ THEORY = {
     parts.SUBSPACE: ("subspace", "factorization"),
     parts.PROJECT: ("projection",),
     parts.LOW_RANK: ("low_rank",),
-    parts.CORRECT: ("corrections",),
+    parts.CORRECT: ("corrections", "thin_products"),
     parts.WEIGHT: ("weight_factors",),
 }
 

@@ -20,7 +20,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _one_of(what: str, names: Iterable[str]) -> Callable[[str | None], str | None]:
-    """Return what refuses other names before anything is imported."""
+    """Return a callback that refuses other names before anything is imported."""
     known = tuple(names)
 
     def check(value: str | None) -> str | None:
@@ -89,7 +89,7 @@ def compare(
         ),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Chunked held-out tokens; default: those of --data.")
+        Path | None, typer.Option(help="Chunked held-out tokens; default: the ones in --data.")
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="Training tokens of each run.")] = None,
     tasks: Annotated[
@@ -119,7 +119,7 @@ def compare(
         typer.Option(
             "--times",
             help="Afterwards time a step of every variant side by side in this process, and show "
-            "these times rather than those of the runs. All models are in memory at once.",
+            "these times rather than the runs' own. All models are in memory at once.",
         ),
     ] = False,
     dry_run: Annotated[

@@ -52,7 +52,7 @@ def write_outputs(
     Args:
         plan: what was compared.
         results: of its runs; step times that `timing` has measured side by side, of all their
-            variants, go before theirs. Those of runs that shared the machine are not shown.
+            variants, go before theirs. Times of runs that shared the machine are not shown.
         out: the comparison's directory.
         jobs: runs side by side; None where it is not known.
         console: where the table goes.

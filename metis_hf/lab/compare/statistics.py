@@ -56,7 +56,7 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
 
 
 def gaps_percent(losses: Mapping[K, float], base: Mapping[K, float]) -> dict[K, float]:
-    """Return how far losses lie above others, in percent of these, for each key that both have.
+    """Return the gaps of losses above others, in percent of these, for each key that both have.
 
     NaN where one of the two is not finite.
     """
