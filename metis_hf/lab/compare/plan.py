@@ -101,12 +101,12 @@ def make_plan(
         file: a mapping with any of the keys below.
         needs_data: refuse a size that has no text of its own where no `data` is given; False for
             a plan that is only shown.
-        **options: `preset` (a name in PRESETS; `quartet2-30m` brings its size and one seed, unless
-            others are given), `schemes` (registered names, or "all" for each of
-            them) and `variants` (name -> fields of MetisConfig, and `precision_schedule` with
-            the arguments of PrecisionSchedule) say what is compared, in this order, `main` if
-            nothing does; `reference` (a variant, default "metis" if it takes part) is compared with
-            the others beside the control; `seeds`; `size` (a name in SIZES) with `model`, `training`,
+        **options: `preset` (a name in PRESETS; `quartet2-30m` brings its size and one seed,
+            unless others are given), `schemes` (registered names, or "all" for each of them) and
+            `variants` (name -> fields of MetisConfig, and `precision_schedule` with the arguments
+            of PrecisionSchedule) say what is compared, in this order, `main` if nothing does;
+            `reference` (a variant, default "metis" if it takes part) is compared with the others
+            beside the control; `seeds`; `size` (a name in SIZES) with `model`, `training`,
             `tokens`, `sequence_length`, `global_batch`, `health_interval`, `eval_sequences` to
             change it; `checkpoint` (a directory of transformers) instead of a size, whose weights
             every run starts from; `data`, `validation`, `tasks`, `tasks_dir` as in
