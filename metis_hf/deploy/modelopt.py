@@ -9,7 +9,6 @@ in `hf_quant_config.json`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from metis_hf.deploy.compressed_tensors import CompressedMatrix
 from metis_hf.deploy.packed_layouts import ALGORITHMS, MIXED, MODELOPT
 from metis_hf.layers.packed import BLOCK
+from metis_hf.shared.records import package_versions
 
 _ALGORITHM = {quantized: name for name, quantized in ALGORITHMS.items()}
 
@@ -65,7 +65,7 @@ def describe(
             name: {"quant_algo": _ALGORITHM[quantized], "group_size": BLOCK}
             for name, quantized in inputs.items()
         }
-    producer = {"name": "metis_hf", "version": version("metis-hf")}
+    producer = {"name": "metis_hf", "version": package_versions()["metis-hf"]}
     return {"producer": producer, "quantization": quantization}
 
 

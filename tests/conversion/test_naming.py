@@ -12,11 +12,9 @@ from metis_hf import MetisConfig, get_metis_model, metis_layers
 # Written for the names in LlamaForCausalLM, and the same for those in LlamaModel.
 FORMS = [
     {"exclude_modules": r"{0}layers\.0\..*"},
-    {"exclude_modules": r"(?!{0}layers\.1\.).*"},
     {"exclude_modules": ["{0}layers.0.self_attn.q_proj"]},
     {"modules_to_not_convert": ["{0}layers.0"]},
     {"target_modules": r"{0}layers\.1\..*"},
-    {"target_modules": r"(?!{0}layers\.0\.).*"},
     {"target_modules": ["{0}layers.1.mlp.up_proj", "q_proj"]},
     {"scheme_pattern": {r"{0}layers\.0\..*": "bf16"}},
     {"split_weight": True, "rank": 4, "rank_pattern": {r"{0}layers\.0\..*": 8}},
@@ -56,8 +54,6 @@ def test_saved_with_a_head(form, tmp_path, token_ids):
     base = transformers.AutoModel.from_pretrained(tmp_path / "head")
     assert layers(base) == layers(model)
     assert torch.equal(hidden(base, token_ids), hidden(model.model, token_ids))
-    if "(?!" in str(form):
-        return  # means something in both namings
     base.save_pretrained(tmp_path / "base")
     again = transformers.AutoModel.from_pretrained(tmp_path / "base")
     assert layers(again) == layers(model)
@@ -83,7 +79,7 @@ def test_noise_is_the_same_in_both(tmp_path):
 
 def test_same_class_has_its_own_names(tmp_path):
     """A pattern is not tried on other names where it means something on the model's."""
-    options = {"target_modules": r"(?!model\.layers\.0\.).*"}
+    options = {"target_modules": r"model\.layers\.1\..*|layers\.0\..*"}
     model = get_metis_model(llama(), MetisConfig(scheme="nvfp4", **options))
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -281,16 +281,6 @@ def test_losses_beside_published_ones_are_drawn_again(publish, tmp_path, monkeyp
     assert page.read_text() == f"<!-- published {name} -->\n{text}<!-- end -->\n"
 
 
-def test_missing_markers_are_named(publish, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    for name in publish.DEMO_FILES:
-        (run / name).write_text("")
-    (run / "results.json").write_text('{"results": []}')
-    with pytest.raises(ValueError, match=r"README.md .* has '<!-- demo table -->'"):
-        publish.publish_demo(run)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_tables_are_their_records(name, publish):
     """Every loss of the table is that of the runs, and no path of a machine is in the record."""

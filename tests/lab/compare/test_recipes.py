@@ -23,6 +23,7 @@ from metis_hf.data.chunked import write_shards
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.lab.compare.sizes import SIZES
 from metis_hf.lab.cost import meta_model
+from metis_hf.schemes import registry
 from metis_hf.shared.locks import hold_directory
 
 RECIPE = ROOT / "recipes" / "llama3_8b.py"
@@ -292,7 +293,8 @@ class TestData:
         assert message in refusal("--smoke", "--data", str(path), "--sequence_length", "16")
 
 
-def test_schemes_of_ones_own(trainer, tmp_path):
+def test_schemes_of_ones_own(trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # another test sees all
     file = tmp_path / "recipe_scheme.py"
     file.write_text(
         "from metis_hf.schemes.parts import *\n"
