@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import transformers
-from paths import ROOT
 from transformers import modeling_utils
 
 import metis_hf.lab.evaluate
@@ -96,7 +95,7 @@ def recipe(out: str, hook: str, argument: str) -> None:
 
 def small_recipe(out: str, *options: str) -> None:
     """Run the smoke run of a recipe."""
-    path = str(ROOT / "recipes" / "llama3_8b.py")
+    path = str(Path(__file__).parents[3] / "recipes" / "llama3_8b.py")
     command = [path, "--smoke", "--output_dir", out, *options]
     with mock.patch.object(sys, "argv", command), quiet():
         runpy.run_path(path, run_name="__main__")
