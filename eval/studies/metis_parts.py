@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metis_hf.operands import Conditioner, LowRank
+from metis_hf.operands import LowRank
 from metis_hf.schemes.metis import metis
 from metis_hf.schemes.parts import (
     MetisConfig,
@@ -40,8 +40,7 @@ class TokensTwice(Spectral):
 
     tokens: float = 0.01
 
-    encode = Conditioner.encode  # no codes: what a study saves may be dense
-    decode = Conditioner.decode
+    has_codes = False  # what a study saves may be dense
 
     def with_factors(
         self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32
