@@ -1,18 +1,12 @@
-"""Files that an experiment reads: its directory remembers them, and refuses changed ones.
-
-Settings name paths. What lies there may change between two runs of one experiment, whose results
-would then stand side by side as if it had not.
-"""
+"""Digests of values, files and texts that an experiment reads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from metis_hf.shared.records import read_json, write_json
 
 INPUTS_FILE = "inputs.json"
 _SAMPLES, _BLOCK = 16, 1 << 16  # of a file: blocks that are read, and the bytes of each
@@ -56,25 +50,3 @@ def digest_of_texts(texts: Iterable[str]) -> str:
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()
-
-
-def claim_inputs(out: Path, digests: Mapping[str, str], option: str = "--out") -> None:
-    """Remember what an experiment reads, or refuse to go on with something else.
-
-    Args:
-        out: the experiment's directory.
-        digests: name for people -> digest of the contents.
-        option: of the command that named `out`, for the message.
-
-    Raises:
-        ValueError: `out` holds results of other contents; the message names what has changed.
-    """
-    path = out / INPUTS_FILE
-    there = read_json(path) if path.is_file() else {}
-    changed = [name for name in digests if there.get(name, digests[name]) != digests[name]]
-    if changed:
-        raise ValueError(
-            f"{' and '.join(changed)} changed after {out} was begun, and its results belong to "
-            f"the earlier contents; choose another {option}, or delete the directory"
-        )
-    write_json(path, {**there, **digests})

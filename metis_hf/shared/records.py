@@ -63,32 +63,6 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def claim_directory(out: Path, settings: dict[str, Any], option: str = "--out") -> None:
-    """Claim `out` for an experiment, or go on with the same one.
-
-    Args:
-        out: the experiment's directory.
-        settings: what tells experiments apart.
-        option: of the command that named `out`, for the message.
-
-    Raises:
-        ValueError: it holds another experiment; the message names the settings that differ.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / SETTINGS_FILE
-    settings = json.loads(json.dumps(settings))
-    if path.exists():
-        there, now = flatten(read_json(path)), flatten(settings)
-        keys = [key for key in now | there if now.get(key) != there.get(key)]
-        if keys:
-            shown = ", ".join(f"{key}: {there.get(key)} there, {now.get(key)} now" for key in keys)
-            raise ValueError(
-                f"{out} holds a run with other settings ({shown}). "
-                f"Choose another {option}, or delete the directory"
-            )
-    write_json(path, settings)
-
-
 def bf16_units(device: torch.device | None = None) -> bool:
     """Return whether a device multiplies bf16 natively; else bf16 is fp32, only slower.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metis_hf.shared.inputs import claim_inputs, digest_of_path, digest_of_texts
+from metis_hf.shared.inputs import digest_of_path, digest_of_texts
 
 
 def test_contents_and_names_and_sizes_count(tmp_path):
@@ -41,13 +41,3 @@ def test_large_files_are_sampled_to_their_end(tmp_path, place):
 def test_texts_are_told_apart_with_their_borders():
     assert digest_of_texts(["ab", "c"]) != digest_of_texts(["a", "bc"])
     assert digest_of_texts(iter(["ab", "c"])) == digest_of_texts(["ab", "c"])
-
-
-def test_other_contents_are_refused_by_name(tmp_path):
-    claim_inputs(tmp_path, {"data": "1", "model": "2"})
-    claim_inputs(tmp_path, {"data": "1", "more": "3"})
-    with pytest.raises(
-        ValueError, match=r"^model and more changed after .* was begun.*--output_dir"
-    ):
-        claim_inputs(tmp_path, {"data": "1", "model": "4", "more": "5"}, "--output_dir")
-    claim_inputs(tmp_path, {"data": "1", "model": "2", "more": "3"})
