@@ -115,7 +115,7 @@ class TestModelCard:
     def test_dense_weights_load_without_the_import(self, tmp_path):
         model = get_metis_model(llama(1), MetisConfig(scheme="metis"))
         model.save_pretrained(tmp_path)
-        words = "without the import, transformers warns, and loads the weights as those of a plain"
+        words = "without the import, transformers warns, and loads the weights into a plain model"
         assert words in model_card(model).text
         code = (
             "import sys, transformers as t\n"
