@@ -119,7 +119,7 @@ def test_storing_the_factors_needs_no_split_of_the_scheme():
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, (), "True"])
 def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match=r"split_weight=.*expected None, True or False"):
+    with pytest.raises(ValueError, match=r"split_weight=.*expected one of None, True, False"):
         MetisConfig(split_weight=value)
 
 
