@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import VOCAB, llama
+from design import cases
 
 from metis_hf import (
     high_precision,
@@ -14,19 +15,13 @@ from metis_hf import (
     set_precision,
     to_dense,
 )
-from training.test_precision import (
-    KINDS,
-    converted,
-    up_proj,
-)
+from training.trainer_tools import KINDS, converted, up_proj
 
 
 class TestHighPrecision:
     """The block of `high_precision`."""
 
-    @pytest.mark.parametrize("scheme", KINDS)
-    @pytest.mark.parametrize("training", [True, False])
-    @pytest.mark.parametrize("autocast", [True, False])
+    @cases({"scheme": KINDS}, rotated={"training": [True, False], "autocast": [True, False]})
     def test_is_the_dense_model(self, scheme, training, autocast, token_ids):
         model = converted(scheme).train(training)
         dense = to_dense(copy.deepcopy(model))
@@ -80,18 +75,13 @@ class TestHighPrecision:
         after = [(layer.scheme, layer.eval_scheme) for _, layer in metis_layers(model)]
         assert all(a is b for pair in zip(before, after) for a, b in zip(*pair))
 
-    def test_nested(self):
-        model = converted()
+    def test_a_switch_inside_stays(self):
+        """The layers are then as their config says; a block in a block ends as it began."""
+        model = converted("nvfp4")
         with high_precision(model):
             with high_precision(model):
                 pass
             assert up_proj(model).scheme.is_high_precision
-        assert not up_proj(model).scheme.is_high_precision
-
-    def test_a_switch_inside_stays(self):
-        """The layers are then as their config says."""
-        model = converted("nvfp4")
-        with high_precision(model):
             set_precision(model, scheme="nvidia")
         layer = up_proj(model)
         assert layer.config.scheme == "nvidia"
