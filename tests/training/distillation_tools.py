@@ -14,31 +14,26 @@ from metis_hf import (
     MetisConfig,
     get_metis_model,
 )
+from training import trainer_tools
 
 # Sums over tokens in another order, of numbers that are about 1e-3 at most.
 FP32 = {"rtol": 1e-4, "atol": 1e-7}
 
 
-LOSS = {"rtol": 1e-5, "abs": 1e-6}
+def dense(seed=0):
+    """A model whose distributions differ from token to token."""
+    torch.manual_seed(seed)
+    return llama(num_hidden_layers=1, initializer_range=0.2)
 
 
-def dense(**changes):
-    torch.manual_seed(0)
-    changes = {
-        "initializer_range": 0.2
-    } | changes  # so that distributions differ from token to token
-    return llama(num_hidden_layers=1, **changes)
-
-
-def student(scheme="nvfp4-rne", **changes):
+def student(scheme="nvfp4-rne"):
     """The dense model, converted."""
-    return get_metis_model(dense(**changes), MetisConfig(scheme=scheme))
+    return get_metis_model(dense(), MetisConfig(scheme=scheme))
 
 
 def other():
     """A teacher that no student agrees with."""
-    torch.manual_seed(1)
-    return llama(num_hidden_layers=1, initializer_range=0.2)
+    return dense(seed=1)
 
 
 def rows(count=16, lengths=(24,), prompt=0):
@@ -68,19 +63,11 @@ def collate(batch):
 
 def arguments(directory, **changes):
     options = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-    } | changes
-    return transformers.TrainingArguments(str(directory), **options)
+    }
+    return trainer_tools.arguments(directory, **options | changes)
 
 
 def trainer(
@@ -105,15 +92,6 @@ def trainer(
     return made
 
 
-def losses(made):
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-
-def states_equal(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 class Gradients(transformers.TrainerCallback):
     """Keeps the gradients of each optimizer step."""
 
@@ -123,6 +101,11 @@ class Gradients(transformers.TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = model.named_parameters()
         self.steps.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+    def check(self, model):
+        """Compare the first step's with the gradients of a model."""
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(self.steps[0][name], param.grad, **FP32, msg=name)
 
 
 def divergence(model, teacher, data, temperature=1.0):

@@ -246,7 +246,7 @@ def mixed_precision(engine, out):
     return {"loss": history(trainer), "dtypes": dtypes}
 
 
-def _error(call, *args):
+def error_of(call, *args):
     try:
         call(*args)
     except (ValueError, NotImplementedError) as error:
@@ -260,11 +260,11 @@ def errors(engine, out):
     if engine == "fsdp":
         model = build(llama, split_weight=True)
         model.model.layers[1].mlp.up_proj.bfloat16()
-        seen["mixed dtypes"] = _error(make_trainer(engine, out, model).train)
+        seen["mixed dtypes"] = error_of(make_trainer(engine, out, model).train)
     dense = llama()
     optimizer = torch.optim.AdamW(dense.parameters())
     prepared, _ = accelerator(engine).prepare(dense, optimizer)
-    seen["converted too late"] = _error(get_metis_model, prepared)
+    seen["converted too late"] = error_of(get_metis_model, prepared)
     return seen
 
 
@@ -273,15 +273,15 @@ def refused(engine, out):
     seen = {}
     model = build(split_weight=True)
     trainer = make_trainer(engine, out, model, callbacks=[MetisCallback(refresh_interval=2)])
-    seen["refresh_interval"] = _error(trainer.train)
-    seen["refresh"] = _error(refresh, trainer.model)
+    seen["refresh_interval"] = error_of(trainer.train)
+    seen["refresh"] = error_of(refresh, trainer.model)
     dense = llama()
     options = {"cls": transformers.Trainer, "callbacks": [transformers.TrainerCallback()]}
     make_trainer(engine, out, dense, max_steps=1, **options).train()
-    seen["converted too late"] = _error(get_metis_model, dense)
+    seen["converted too late"] = error_of(get_metis_model, dense)
     if engine == "zero3":  # its TrainingArguments partition every model that is built later
         late = transformers.AutoModelForCausalLM.from_config(dense.config)
-        seen["zero.Init"] = _error(get_metis_model, late)
+        seen["zero.Init"] = error_of(get_metis_model, late)
     return seen
 
 

@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from metis_hf import MetisConfig, get_metis_model, load_packed
 from metis_hf.deploy import export_checkpoint
-from training.distributed_cases import mixtral
+from training.distributed_cases import error_of, mixtral
 from training.distributed_run import (
     NEAREST,
     Rows,
@@ -91,14 +91,6 @@ def cutting(engine, out):
     return seen
 
 
-def _error(call):
-    try:
-        call()
-    except (ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def refusing(engine, out):
     """What is said of each parallelism that is refused."""
     metis, dense = saved(out, "metis", llama, SPLIT), saved(out, "dense", llama)
@@ -123,14 +115,14 @@ def refusing(engine, out):
         load_packed(out / "packed", distributed_config=DistributedConfig(tp_size=2))
 
     return {
-        "packed": _error(packed),
-        "split": _error(lambda: load(metis, tp_size=2)),
-        "dense split": _error(lambda: load(dense, SPLIT, fsdp_size=2)),
-        "converted late": _error(convert_late),
-        "narrow": _error(narrow),
-        "experts": _error(lambda: load(moe, tp_size=2, fsdp_size=1)),
-        "ep": _error(lambda: load(moe, fsdp_size=2, ep_size=2)),
-        "pp": _error(lambda: load(metis, pp_size=2)),
+        "packed": error_of(packed),
+        "split": error_of(lambda: load(metis, tp_size=2)),
+        "dense split": error_of(lambda: load(dense, SPLIT, fsdp_size=2)),
+        "converted late": error_of(convert_late),
+        "narrow": error_of(narrow),
+        "experts": error_of(lambda: load(moe, tp_size=2, fsdp_size=1)),
+        "ep": error_of(lambda: load(moe, fsdp_size=2, ep_size=2)),
+        "pp": error_of(lambda: load(metis, pp_size=2)),
     }
 
 
@@ -146,7 +138,7 @@ def sequences(engine, out):
         model = build(scheme="nvfp4", **NEAREST)
         parallel = ParallelismConfig(cp_size=2)
         trainer = make_trainer(engine, out, model, parallelism_config=parallel, **options)
-        seen[name] = _error(trainer.train), trainer.state.global_step
+        seen[name] = error_of(trainer.train), trainer.state.global_step
     return seen
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import VOCAB, llama
 from torch.utils.data import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from metis_hf import (
     MetisCallback,
@@ -23,6 +23,7 @@ from metis_hf.numerics.kernels import use_kernels
 from metis_hf.training import cuda_graph
 from metis_hf.training import trainer as trainer_module
 from metis_hf.training.cuda_graph import StepGraphs, check
+from training.trainer_tools import arguments, converted, losses
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -73,19 +74,16 @@ class Rows(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="metis", **changes):
+def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="nvfp4", **changes):
     """(losses of all steps, weights afterwards, trainer)."""
-    torch.manual_seed(0)
-    on_cuda = torch.cuda.is_available()
-    model = get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme))
+    model = converted(scheme)
     options = {
         "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-        "logging_steps": 1, "report_to": "none", "use_cpu": not on_cuda,
-        "train_sampling_strategy": "sequential",
+        "use_cpu": not torch.cuda.is_available(), "train_sampling_strategy": "sequential",
     }  # fmt: skip
     trainer = MetisTrainer(
         model=model,
-        args=TrainingArguments(str(tmp_path / name), **{**options, **changes}),
+        args=arguments(tmp_path / name, **options | changes),
         train_dataset=Rows(64) if data is None else data,
         eval_dataset=Rows(8),
         callbacks=[MetisCallback(health_interval=0), *callbacks],
@@ -100,8 +98,7 @@ def train(tmp_path, name, recorder=None, *, data=None, callbacks=(), scheme="met
     if recorder is not None:
         monkeypatched.undo()
         assert trainer._graphs is made
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {k: v.clone() for k, v in model.state_dict().items()}, trainer
+    return losses(trainer), {k: v.clone() for k, v in model.state_dict().items()}, trainer
 
 
 def assert_same(one, other) -> None:
@@ -113,9 +110,9 @@ def assert_same(one, other) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
-        {"bf16": True, "gradient_checkpointing": True},
+        {"scheme": "metis", "gradient_accumulation_steps": 2, "max_steps": 3, "max_grad_norm": 0.1},
+        {"bf16": True, "gradient_checkpointing": True, "max_steps": 5},
+        {"scheme": "metis-paper", "max_steps": 5},  # split weights
     ],
 )
 def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
@@ -124,25 +121,13 @@ def test_a_run_from_recordings_is_the_run(changes, tmp_path) -> None:
     assert_same(plain, recorded)
     graphs = recorded[2]._graphs
     assert graphs.recordings == 1
-    micro_batches = 6 * changes.get("gradient_accumulation_steps", 1)
+    micro_batches = changes["max_steps"] * changes.get("gradient_accumulation_steps", 1)
     assert graphs._record.played == micro_batches - cuda_graph.WARM_UP
-
-
-def test_split_weights(tmp_path) -> None:
-    plain = train(tmp_path, "plain", scheme="metis-paper")
-    assert_same(plain, train(tmp_path, "recorded", Again, scheme="metis-paper"))
-
-
-def test_each_shape_has_its_recording(tmp_path) -> None:
-    data = Rows(64, (24, 16))
-    changes = {"data": data, "max_steps": 10, "scheme": "nvfp4"}
-    plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
-    assert_same(plain, recorded)
-    assert recorded[2]._graphs.recordings == 2
+    assert not graphs._made  # they end with the training
 
 
 def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
-    """A step of two micro-batches of other shapes: what the first left is not overwritten."""
+    """A step of two micro-batches of other shapes: the first's gradients are not overwritten."""
 
     class Shared(Again):
         def __init__(self, model) -> None:
@@ -162,9 +147,7 @@ def test_recordings_that_share_memory_spoil_no_gradient(tmp_path) -> None:
 
             return play_over_others, loss
 
-    changes = {
-        "data": Rows(64, (24, 16)), "gradient_accumulation_steps": 2, "scheme": "nvfp4"
-    }  # fmt: skip
+    changes = {"data": Rows(64, (24, 16)), "gradient_accumulation_steps": 2}
     plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Shared))
     assert recorded[2]._graphs.recordings == 2
     assert_same(plain, recorded)
@@ -175,7 +158,7 @@ def test_parameters_that_start_to_train_are_recorded_anew(tmp_path) -> None:
         def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
             model.model.layers[0].mlp.requires_grad_(state.global_step >= 5)
 
-    changes = {"max_steps": 10, "scheme": "nvfp4"}
+    changes = {"max_steps": 9}
     plain, recorded = (
         train(tmp_path, str(r), r, callbacks=[Unfreeze()], **changes) for r in (None, Again)
     )
@@ -202,12 +185,10 @@ def test_measured_steps_run_in_python(tmp_path) -> None:
                 self.handle.remove()
 
     measuring = Measuring()
-    recorded = train(
-        tmp_path, "recorded", Again, callbacks=[measuring], max_steps=10, scheme="nvfp4"
-    )
+    recorded = train(tmp_path, "recorded", Again, callbacks=[measuring], max_steps=10)
     assert measuring.seen == 5
     assert recorded[2]._graphs._record.played == 5 - cuda_graph.WARM_UP
-    assert_same(train(tmp_path, "plain", max_steps=10, scheme="nvfp4"), recorded)
+    assert_same(train(tmp_path, "plain", max_steps=10), recorded)
 
 
 def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
@@ -230,22 +211,22 @@ def test_what_cannot_be_recorded_runs_in_python(tmp_path, caplog) -> None:
 
 
 def test_schemes_with_a_state_run_in_python(tmp_path) -> None:
-    recorded = train(tmp_path, "recorded", Again, scheme="smoothquant")
+    changes = {"scheme": "smoothquant", "max_steps": 4}
+    recorded = train(tmp_path, "recorded", Again, **changes)
     graphs = recorded[2]._graphs
     assert graphs.refused == "smoothquant keeps a state that changes with each step"
     assert graphs._record.played == 0
-    assert_same(train(tmp_path, "plain", scheme="smoothquant"), recorded)
+    assert_same(train(tmp_path, "plain", **changes), recorded)
 
 
 def test_runs_that_cannot_be_recorded_are_refused(tmp_path, monkeypatch) -> None:
-    options = {"use_cpu": True, "report_to": "none", "torch_empty_cache_steps": 2}
-    args = TrainingArguments(str(tmp_path), **options)
+    args = arguments(tmp_path, torch_empty_cache_steps=2)
     with pytest.raises(ValueError, match=r"the device is cpu.*frees memory.*Leave cuda_graphs out"):
         check(args)
     with pytest.raises(ValueError, match="the device is cpu"):
         MetisTrainer(model=get_metis_model(llama(), MetisConfig()), args=args, cuda_graphs=True)
     monkeypatch.setenv("METIS_CUDA_GRAPHS", "0")
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(type(args), "world_size", 2)
     args.fp16 = args.torch_compile = True
     with pytest.raises(
         ValueError, match=r"GRAPHS=0 is set.*2 devices train.*fp16 scales.*reduce-overhead"
@@ -273,7 +254,7 @@ def test_causal_masks_are_left_to_the_kernel(mask, use_cache, monkeypatch) -> No
                 patch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
                 return super().__call__(run)
 
-    model = get_metis_model(llama(), MetisConfig(scheme="nvfp4")).train()
+    model = converted("nvfp4").train()
     graphs = StepGraphs(model, Capturing(model))
     ids = torch.arange(24).view(2, 12)
     batch = {"input_ids": ids, "labels": ids}
@@ -314,26 +295,21 @@ def test_evaluation_in_between(tmp_path) -> None:
             modes.append(model.training)
 
     changes = {
-        "scheme": "nvfp4", "max_steps": 8, "eval_strategy": "steps", "eval_steps": 2,
-        "optim": "sgd", "callbacks": [Mode()],
+        "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "optim": "sgd",
+        "callbacks": [Mode()],
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim, "SGD", OfAMode)
         recorded = train(tmp_path, "recorded", Again, **changes)
-    assert recorded[2]._graphs._record.played == 8 - cuda_graph.WARM_UP
-    assert modes == [True] * 16
-
-
-def test_recordings_end_with_the_training(tmp_path) -> None:
-    graphs = train(tmp_path, "recorded", Again)[2]._graphs
-    assert graphs.recordings == 1
-    assert not graphs._made
+    assert recorded[2]._graphs._record.played == 6 - cuda_graph.WARM_UP
+    assert modes == [True] * 12
 
 
 @needs_cuda
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["nvfp4-rne", "nvidia", "metis"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("scheme", "accumulation"), [("nvfp4-rne", 1), ("nvidia", 2), ("metis", 2)]
+)
 def test_in_cuda_graphs(scheme, accumulation, tmp_path) -> None:
     changes = {"scheme": scheme, "gradient_accumulation_steps": accumulation, "bf16": True}
     with use_kernels(None):  # those that a GPU's user gets

@@ -1,26 +1,21 @@
-"""Which recordings are kept: as many as memory allows, of precisions that come back too."""
+"""What a batch may hold whose step is recorded, and which recordings are kept."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from conftest import llama
 
-from metis_hf import (
-    MetisConfig,
-    PrecisionSchedule,
-    get_metis_model,
-    high_precision,
-    set_precision,
-)
+from metis_hf import PrecisionSchedule, high_precision, set_precision
 from metis_hf.training import cuda_graph
 from metis_hf.training.cuda_graph import StepGraphs
 from training.test_cuda_graph import Again, Rows, assert_same, train
+from training.trainer_tools import converted
 
 
 def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(cuda_graph, "_MOST", 1)
-    changes = {"data": Rows(64, (24, 16)), "max_steps": 10, "scheme": "nvfp4"}
+    changes = {"data": Rows(64, (24, 16)), "max_steps": 10}
     plain, recorded = (train(tmp_path, str(r), r, **changes) for r in (None, Again))
     assert_same(plain, recorded)
     assert recorded[2]._graphs.recordings == 1
@@ -31,11 +26,11 @@ def test_beyond_the_most_recordings_steps_run_in_python(tmp_path, monkeypatch, c
     ]
 
 
-def test_another_precision_is_recorded_anew(tmp_path) -> None:
+def test_another_precision_has_its_recording(tmp_path) -> None:
     def schedule() -> PrecisionSchedule:
         return PrecisionSchedule(until=0.5, high_precision=("forward",))
 
-    changes = {"max_steps": 10, "scheme": "nvidia"}
+    changes = {"max_steps": 10}
     plain, recorded = (
         train(tmp_path, str(r), r, callbacks=[schedule()], **changes) for r in (None, Again)
     )
@@ -46,7 +41,7 @@ def test_another_precision_is_recorded_anew(tmp_path) -> None:
 @pytest.fixture
 def graphs():
     """Recordings of a model, and what runs as many steps as are needed for one, and one more."""
-    model = get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme="nvfp4")).train()
+    model = converted("nvfp4").train()
     made = StepGraphs(model, Again(model))
 
     def step(inputs, count):
@@ -63,7 +58,7 @@ def graphs():
 
 
 def test_a_precision_that_comes_back_has_its_recordings(graphs) -> None:
-    """Also that of a block, though each switch makes schemes anew."""
+    """Also that of a block, though each switch makes other schemes."""
     model, made, run = graphs
     for played in (4 * 2, 4 * (cuda_graph.WARM_UP + 2)):
         made._record.played = 0
@@ -85,3 +80,53 @@ def test_recordings_of_another_precision_make_room(graphs) -> None:
     run()
     assert made._record.played > played
     assert len(made._made) == cuda_graph._MOST
+
+
+def _graphs_of_sums():
+    """(recordings of a step whose loss is a weight times what the batch holds, its places)."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    graphs = StepGraphs(model, Again(model))
+
+    def run(batch):
+        def step(inputs, count):
+            (pixels,) = inputs["extra"]["pixels"]
+            loss = (model.weight * (pixels.sum() + inputs["x"].sum())).sum()
+            loss.backward()
+            return loss.detach()
+
+        return graphs.run(step, batch, None).item()
+
+    return graphs, run
+
+
+def test_tensors_inside_a_batch_are_copied_in() -> None:
+    """Of 2,000 elements: what is printed of such a tensor does not tell two of them apart."""
+    graphs, run = _graphs_of_sums()
+    for index in range(7):
+        pixels = torch.zeros(2000)
+        pixels[500] = index
+        assert run({"x": torch.tensor([10.0 * index]), "extra": {"pixels": [pixels]}}) == 11 * index
+    assert graphs.recordings == 1
+    assert graphs._record.played == 7 - cuda_graph.WARM_UP
+
+
+def test_a_batch_of_something_else_runs_in_python() -> None:
+    class Box(dict):
+        """What the flattening of batches does not know."""
+
+    graphs, run = _graphs_of_sums()
+    for index in range(7):
+        extra = Box(pixels=[torch.tensor([float(index)])])
+        assert run({"x": torch.zeros(1), "extra": extra}) == index
+    assert graphs.recordings == 0
+    assert "holds a Box" in graphs.refused
+
+
+@pytest.mark.parametrize(("value", "recorded"), [(np.arange(3), 0), (np.int64(3), 1)])
+def test_what_numpy_puts_into_a_batch(value, recorded) -> None:
+    graphs, run = _graphs_of_sums()
+    for index in range(5):
+        pixels = [torch.tensor([float(index)])]
+        assert run({"x": torch.zeros(1), "extra": {"pixels": pixels, "meta": value}}) == index
+    assert graphs.recordings == recorded

@@ -23,21 +23,18 @@ from metis_hf import (
     metis_layers,
 )
 from training.distillation_tools import (
-    FP32,
     Gradients,
     arguments,
     collate,
     cross_entropy,
     dense,
     divergence,
-    losses,
     other,
     rows,
-    states_equal,
     student,
     trainer,
 )
-from training.recomputation import recomputed
+from training.trainer_tools import losses, states_equal
 
 
 class TestGradient:
@@ -45,8 +42,9 @@ class TestGradient:
 
     DATA = rows(4, lengths=(24, 7, 15, 3), prompt=2)
 
-    @pytest.mark.parametrize("accumulation", [1, 2, 4])
-    @pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.0), (2.0, 0.0), (2.0, 0.3)])
+    @pytest.mark.parametrize(
+        ("accumulation", "temperature", "share"), [(1, 1.0, 0.0), (2, 2.0, 0.0), (4, 2.0, 0.3)]
+    )
     def test_is_that_of_the_mean_over_all_tokens(self, accumulation, temperature, share, tmp_path):
         """However they are spread over micro-batches: prompts teach, padding does not."""
         seen = Gradients()
@@ -61,47 +59,32 @@ class TestGradient:
         loss = loss + share * cross_entropy(model, self.DATA)
         loss.backward()
         assert losses(made) == pytest.approx([loss.item()], rel=1e-4)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(seen.steps[0][name], param.grad, **FP32, msg=name)
+        seen.check(model)
 
-    @pytest.mark.parametrize("share", [0.0, 0.3])
-    def test_of_a_model_that_takes_no_count(self, share, tmp_path):
-        """Trainer divides its loss by the number of micro-batches, and the KL is made for that.
+    @pytest.mark.parametrize(
+        ("counts", "share", "scaled"),
+        [(False, 0.0, None), (False, 0.3, None), (True, 0.0, True), (True, 0.0, False)],
+    )
+    def test_however_trainer_is_about_to_divide_the_loss(self, counts, share, scaled, tmp_path):
+        """By the micro-batches of a model that takes no count, or as a subclass says.
 
         The cross entropy is then Trainer's own mean of means; all rows are of one length here.
         """
-        data = rows(4)
-        seen = Gradients()
-        model = student("bf16")
-        model.accepts_loss_kwargs = False
+        data, seen, model = rows(4), Gradients(), student("bf16")
+        model.accepts_loss_kwargs = counts
         made = trainer(
             tmp_path, model, data=data, callbacks=[seen], share=share, max_steps=1,
             gradient_accumulation_steps=2, max_grad_norm=0.0,
         )  # fmt: skip
+        if scaled is not None:
+            if not hasattr(made, "loss_is_scaled_for_ga"):
+                pytest.skip("this version of transformers does not ask")
+            made.loss_is_scaled_for_ga = scaled
         made.train()
         model = student("bf16")
         loss = (1 - share) * divergence(model, other(), data) + share * cross_entropy(model, data)
         loss.backward()
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(seen.steps[0][name], param.grad, **FP32, msg=name)
-
-    @pytest.mark.parametrize("scaled", [True, False])
-    def test_of_a_trainer_that_says_whether_its_loss_is_scaled(self, scaled, tmp_path):
-        """What a subclass says decides whether Trainer divides, so it decides here too."""
-        data = rows(4)
-        seen = Gradients()
-        made = trainer(
-            tmp_path, student("bf16"), data=data, callbacks=[seen], max_steps=1,
-            gradient_accumulation_steps=2, max_grad_norm=0.0,
-        )  # fmt: skip
-        if not hasattr(made, "loss_is_scaled_for_ga"):
-            pytest.skip("this version of transformers does not ask")
-        made.loss_is_scaled_for_ga = scaled
-        made.train()
-        model = student("bf16")
-        divergence(model, other(), data).backward()
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(seen.steps[0][name], param.grad, **FP32, msg=name)
+        seen.check(model)
 
     def test_without_labels(self, tmp_path):
         data = [{"input_ids": row["input_ids"]} for row in rows(4)]
@@ -144,11 +127,10 @@ class TestTraining:
         assert before > 1e-3
         assert made.evaluate()["eval_kl"] < 0.9 * before
 
-    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "metis"])
-    def test_resume_is_exact(self, scheme, tmp_path):
+    def test_resume_is_exact(self, tmp_path):
         """2 + 2 steps equal 4; what is saved is the student."""
         whole, resumed = (
-            trainer(tmp_path, student(scheme), save_strategy="steps", save_steps=2)
+            trainer(tmp_path, student("nvfp4"), save_strategy="steps", save_steps=2)
             for _ in range(2)
         )
         whole.train()
@@ -159,22 +141,6 @@ class TestTraining:
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert losses(resumed) == losses(whole)
         assert states_equal(resumed.model, whole.model)
-
-    @pytest.mark.parametrize("reentrant", [True, False])
-    def test_activation_checkpointing_changes_nothing(self, reentrant, tmp_path):
-        plain, checkpointed = (
-            trainer(tmp_path, student("metis"), max_steps=2, **options)
-            for options in (
-                {},
-                {
-                    **recomputed(use_reentrant=reentrant),
-                },
-            )
-        )
-        plain.train()
-        checkpointed.train()
-        assert losses(checkpointed) == losses(plain)
-        assert states_equal(checkpointed.model, plain.model)
 
     def test_the_teacher_stays_as_it_is(self, tmp_path):
         """Frozen, in evaluation mode, the same after training."""
@@ -244,8 +210,8 @@ class TestEvaluation:
 
     def test_in_training(self, tmp_path):
         """It changes nothing for the steps after it."""
-        plain = trainer(tmp_path, student("metis"))
-        evaluated = trainer(tmp_path, student("metis"), eval_strategy="steps", eval_steps=1)
+        plain = trainer(tmp_path, student("nvfp4"))
+        evaluated = trainer(tmp_path, student("nvfp4"), eval_strategy="steps", eval_steps=1)
         for made in (plain, evaluated):
             made.train()
         assert losses(evaluated) == losses(plain)

@@ -19,14 +19,13 @@ from metis_hf.training.distillation_teacher import Teacher
 from training.distillation_tools import (
     collate,
     dense,
-    losses,
     other,
     rows,
-    states_equal,
     student,
     trainer,
 )
 from training.recomputation import recomputed
+from training.trainer_tools import losses, states_equal
 
 
 def adapted(scheme="nvfp4-rne", **changes):
@@ -72,11 +71,11 @@ class TestOwnTeacher:
         assert torch.equal(teacher.logits(model, {"input_ids": token_ids}), expected)
         assert all(module.training for module in model.modules())
 
-    @pytest.mark.parametrize("share", [0.0, 0.3])
-    def test_trains_as_with_a_second_copy(self, share, tmp_path):
-        own = trainer(tmp_path, adapted(), teacher=None, share=share, learning_rate=1e-2)
-        copied = trainer(tmp_path, adapted(), teacher=dense(), share=share, learning_rate=1e-2)
-        before = own.evaluate()
+    def test_trains_as_with_a_second_copy(self, tmp_path):
+        own, copied = (
+            trainer(tmp_path, adapted(), teacher=teacher, share=0.3, learning_rate=1e-2)
+            for teacher in (None, dense())
+        )
         for made in (own, copied):
             made.train()
         assert losses(own) == losses(copied)
@@ -84,8 +83,6 @@ class TestOwnTeacher:
         after, theirs = own.evaluate(), copied.evaluate()
         for key in ("eval_loss", "eval_kl"):
             assert after[key] == theirs[key]
-        if not share:
-            assert after["eval_kl"] < before["eval_kl"]
 
     def test_what_is_frozen_stays_frozen(self, tmp_path):
         """PEFT lets all adapters train when they are turned on again."""
@@ -106,10 +103,12 @@ class TestOwnTeacher:
         made.train()
         assert torch.equal(made.teacher.logits(model, batch), before)
 
-    def test_accumulation_and_checkpointing(self, tmp_path):
-        options = {"gradient_accumulation_steps": 2, "max_steps": 2}
-        plain = trainer(tmp_path, adapted(), teacher=None, **options)
-        again = trainer(tmp_path, adapted(), teacher=None, **recomputed(), **options)
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_accumulation_and_checkpointing(self, reentrant, tmp_path):
+        options = {"gradient_accumulation_steps": 2, "max_steps": 2, "teacher": None}
+        recomputing = recomputed(use_reentrant=reentrant)
+        plain = trainer(tmp_path, adapted("nvfp4"), **options)
+        again = trainer(tmp_path, adapted("nvfp4"), **recomputing, **options)
         for made in (plain, again):
             made.train()
         assert losses(again) == losses(plain)
@@ -122,7 +121,6 @@ class TestErrors:
         [
             ({"temperature": 0.0}, "temperature=0.0; expected a number > 0"),
             ({"share": 1.5}, "cross_entropy_share=1.5; expected a share"),
-            ({"share": -0.1}, "cross_entropy_share=-0.1; expected a share"),
             ({"teacher": 3}, "the teacher is 3; expected a transformers model"),
         ],
     )
@@ -140,17 +138,13 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"vocabulary of 264, the student of 256.*resize"):
             trainer(tmp_path, student(), teacher=teacher)
 
-    @pytest.mark.parametrize("saved", [False, True])
-    def test_an_encoder_decoder(self, saved, tmp_path):
+    def test_an_encoder_decoder(self, tmp_path):
         config = transformers.BartConfig(
             vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1,
             encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
             decoder_ffn_dim=16,
         )  # fmt: skip
         teacher = transformers.BartForConditionalGeneration(config)
-        if saved:
-            teacher.save_pretrained(tmp_path / "teacher")
-            teacher = tmp_path / "teacher"
         with pytest.raises(ValueError, match=r"teacher is an encoder-decoder \(bart\)"):
             trainer(tmp_path, student(), teacher=teacher)
 

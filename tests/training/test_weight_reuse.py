@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import llama
 from design import cases
-from layers.layer_tools import FP4_SCHEME_MODES, layer_of
-from transformers import Trainer, TrainingArguments
+from layers.layer_tools import FP4_ONE_MODE, layer_of
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers, reuse_weights
 from metis_hf.layers.gemm import GemmPlan
@@ -19,6 +18,7 @@ from metis_hf.operands.split_weight import SplitWeight
 from metis_hf.operands.weight_forms import ClippedWeight, DenseWeight
 from metis_hf.schemes import Role, layer_rank
 from metis_hf.training import weight_reuse
+from training.trainer_tools import converted, trainer
 
 FORMS = (DenseWeight, ClippedWeight, SplitWeight)
 
@@ -53,7 +53,7 @@ def micro_batches(layer, dtype):
 
 
 # The dtype is that of what is made of the codes.
-@cases({"scheme, mode": FP4_SCHEME_MODES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
+@cases({"scheme, mode": FP4_ONE_MODE}, rotated={"dtype": [torch.float32, torch.bfloat16]})
 def test_reusing_changes_no_bit(scheme, mode, dtype, encodings):
     _, layer = layer_of(scheme, mode, i=64, o=48)
     every_time = ["quantize"] * 4  # fprop and dgrad of two micro-batches
@@ -115,8 +115,9 @@ def test_what_is_held_is_packed(split):
     assert held == (512 * 512 + factors) * 4.5 / 8 + 3 * 4 + lengths
 
 
-@pytest.mark.parametrize("options", [{"split_weight": True}, {"decompose": ("weight",)}], ids=str)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("options", "training"), [({"split_weight": True}, True), ({"decompose": ("weight",)}, False)]
+)
 def test_factors_of_held_weights(options, training, encodings):
     """Corrections take them from the codes: the same bits, in either mode."""
     _, layer = layer_of("metis", i=64, o=48, **options)
@@ -145,23 +146,11 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
     """Each weight once a step where that pays, and the trained weights are the same bits."""
 
     def train(callbacks):
-        torch.manual_seed(0)
-        model = get_metis_model(llama(), MetisConfig())
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, 64, (12, 16), generator=generator)
-        rows = [{"input_ids": row, "labels": row} for row in ids]
-        args = TrainingArguments(
-            tmp_path,
-            max_steps=2,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=accumulation,
+        model = converted()
+        trainer(
+            tmp_path, model, callbacks, max_steps=2, gradient_accumulation_steps=accumulation,
             gradient_checkpointing=checkpointing,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        Trainer(model, args, train_dataset=rows, callbacks=callbacks).train()
+        ).train()  # fmt: skip
         return model
 
     plain = train([])
@@ -184,19 +173,14 @@ def test_callback(accumulation, checkpointing, tmp_path, encodings, monkeypatch)
         assert torch.equal(a, b)
 
 
-def test_sharded_weights_are_not_held():
-    """Whole copies of them would stay when the parameters are given back."""
-    _, layer = layer_of("nvfp4")
-    layer.weight.placements = ()  # as of a DTensor
-    with reuse_weights(layer):
-        assert layer.reused_weight is None
-
-
-@pytest.mark.parametrize(("style", "held"), [(COLWISE, False), (WHOLE, True)])
-def test_a_cut_layer_holds_nothing(style, held):
-    """Its operands take a scale that all processes agree on in each call, and never come again."""
+@pytest.mark.parametrize(("style", "held"), [(COLWISE, False), (WHOLE, True), (None, False)])
+def test_parts_of_weights_are_not_held(style, held):
+    """A cut layer's operands take a scale of all processes; whole copies of shards would stay."""
     _, layer = layer_of("nvfp4-rne")
-    layer.shards = Shards(style, 2)
+    if style is None:
+        layer.weight.placements = ()  # as of a DTensor
+    else:
+        layer.shards = Shards(style, 2)
     with reuse_weights(layer):
         assert (layer.reused_weight is not None) == held
 
@@ -247,17 +231,15 @@ def test_a_copy_holds_nothing():
 
 
 @pytest.mark.parametrize("scheme", ["quartet2", "tetrajet2"])
-@pytest.mark.parametrize("held", [False, True])
-def test_gradients_through_a_frozen_weight_average_out(scheme, held):
-    """As under LoRA: the weight is not rounded alike in every step, held or not."""
+def test_gradients_through_a_frozen_weight_average_out(scheme):
+    """As under LoRA: the weight is not rounded alike in every step, though it is held."""
     torch.manual_seed(0)
     _, layer = layer_of(scheme, i=128, o=128)
     layer.weight.requires_grad_(False)  # its bias trains
     dy, calls = torch.randn(40, 128), 16
     forward = layer.scheme.fprop_weight.quantizer
     exact = dy @ forward(layer.weight.detach(), dim=-1)
-    if held:
-        weight_reuse.hold(layer)
+    weight_reuse.hold(layer)
     gradients = []
     for _ in range(calls):
         x = torch.randn(40, 128, requires_grad=True)
