@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -20,24 +19,20 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
         model: plain, in fp32.
         dtype: floating point.
     """
-    kept = _kept_in_fp32(model, dtype)
-    saved = model.state_dict().keys()
-    for name, param in model.named_parameters():
-        param.data = param.data.to(torch.float32 if kept(name) else dtype)
-    for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point():
-            buffer.data = buffer.data.to(torch.float32 if kept(name) else dtype)
-    model.config.dtype = dtype
-
-
-def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return a function of a parameter's or buffer's name: does it stay in fp32 under `dtype`?"""
     names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         names |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype is torch.float16:
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if not names:
-        return lambda name: False
     pattern = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)")
-    return lambda name: pattern.search(name) is not None
+
+    def cast_to(name: str) -> torch.dtype:
+        return torch.float32 if names and pattern.search(name) else dtype
+
+    saved = model.state_dict().keys()
+    for name, param in model.named_parameters():
+        param.data = param.data.to(cast_to(name))
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.data = buffer.data.to(cast_to(name))
+    model.config.dtype = dtype

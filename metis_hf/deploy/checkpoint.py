@@ -53,9 +53,8 @@ from metis_hf.deploy.report import (
     report_section,
 )
 from metis_hf.deploy.source import (
-    check_calibrated,
-    check_finite,
     check_packable,
+    check_weights,
     copy_companions,
     held_out_windows,
     load_metis_model,
@@ -151,8 +150,7 @@ def export_checkpoint(
     split = any(is_split(layer) for _, layer in metis_layers(model))
     if format != "dense":
         check_packable(model)
-        check_calibrated(model)
-        check_finite(model)
+        check_weights(model)
         if low_rank == "side-file" and not split:
             raise ValueError(
                 'low_rank="side-file" needs weights that are split, and scheme '
@@ -211,7 +209,8 @@ def _write_dense(
     for name, layer in metis_layers(model):
         weight = represented(layer)
         errors.add("dense", name, weight, weight.to(dtype).float())
-    dense = _dense(model)
+    dense = to_dense(model)
+    assert isinstance(dense, PreTrainedModel)
     if windows is not None:
         held_out[REFERENCE] = _loss(dense, windows)
         if dtype is not torch.float32:
@@ -252,7 +251,7 @@ def _write_packed(
         if (quantized := quantized_input(layer)) is not None:
             inputs[name] = quantized
     layers = dict(metis_layers(model))
-    others = share_others(model, folded, lambda n: represented(layers[n])) if share else {}
+    others = share_others(model, folded) if share else {}
     folded |= others
     for name, matrix in folded.items():
         errors.add("fold", name, represented(layers[name]), matrix.dequantize())
@@ -266,7 +265,8 @@ def _write_packed(
             "checkpoint; metis_hf.load_packed does.",
         )
     reason = why_not_packed(model) if kind in ("compressed-tensors", "w4a4") else None
-    dense = _dense(model)
+    dense = to_dense(model)
+    assert isinstance(dense, PreTrainedModel)
     notes += untie(dense, folded) + head_note(dense, folded)
     if reason is not None:
         how = "Load with quantization_config=CompressedTensorsConfig(dequantize=True)"
@@ -316,11 +316,6 @@ def _save_packed(
     else:
         model.config.quantization_config = compressed_config(quantizes, ignored, experts, routers)
     model.save_pretrained(out, state_dict=state)
-
-
-def _dense(model: PreTrainedModel) -> PreTrainedModel:
-    to_dense(model)
-    return model
 
 
 def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:

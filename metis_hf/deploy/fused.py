@@ -7,7 +7,7 @@ another one then decode to wrong values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +60,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
         and quantizer.two_level
     }
     groups = {name: group for name, group in deployed_groups(layers).items() if len(group) > 1}
-    amaxes = {}
-    for name in groups:
-        amaxes[name] = represented(layers[name]).abs().amax()
+    amaxes = {name: represented(layers[name]).abs().amax() for name in groups}
     return {
         name: torch.stack([amaxes[member] for member in group]).amax()
         for name, group in groups.items()
@@ -71,9 +69,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def share_others(
-    model: nn.Module,
-    packed: Mapping[str, CompressedMatrix],
-    represented: Callable[[str], Tensor],
+    model: nn.Module, packed: Mapping[str, CompressedMatrix]
 ) -> dict[str, CompressedMatrix]:
     """Pack the layers that `shared_amaxes` leaves alone under one scale a group.
 
@@ -84,7 +80,6 @@ def share_others(
     Args:
         model: still converted.
         packed: what is to be written, by layer.
-        represented: gives a layer's weight [o i] by its name.
     """
     layers, found = dict(metis_layers(model)), {}
     for group in _apart(packed):
@@ -93,7 +88,7 @@ def share_others(
             scale = torch.stack([packed[name].global_scale for name in group]).amin(0)
             for name, quantizer in quantizers.items():
                 if not torch.equal(packed[name].global_scale, scale):
-                    weight = represented(name)
+                    weight = represented(layers[name])
                     again = PackedWeight.of(weight, scale.clone(), quantizer=quantizer)  # type: ignore[arg-type]
                     found[name] = CompressedMatrix(*again, columns=weight.shape[1])
     return found
@@ -149,12 +144,8 @@ def mixed_notes(
     """
     layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | MetisLayer)}
     for group in deployed_groups(sorted(layers)).values():
-        if len({(name in packed, name in inputs) for name in group}) > 1:
-            return (MIXED.format(group[0].rpartition(".")[0], _kinds(group, packed, inputs)),)
+        kinds = {name: "W4A4" if name in inputs else "W4A16" for name in group if name in packed}
+        if len({kinds.get(name) for name in group}) > 1:
+            parts = [f"{name.rpartition('.')[2]} {kinds.get(name, 'dense')}" for name in group]
+            return (MIXED.format(group[0].rpartition(".")[0], ", ".join(parts)),)
     return ()
-
-
-def _kinds(group: tuple[str, ...], packed: Container[str], inputs: Container[str]) -> str:
-    """Describe the quantization of each layer of a group."""
-    kinds = {name: "W4A4" if name in inputs else "W4A16" for name in group if name in packed}
-    return ", ".join(f"{name.rpartition('.')[2]} {kinds.get(name, 'dense')}" for name in group)

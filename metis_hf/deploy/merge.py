@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -153,11 +152,7 @@ def _scales(
             continue
         old = _base(layers[merging[0]]).weight_global_scale
         own = [encode_scale(layers[name].merged_weight(adapter_names)) for name in merging]
-        scale = _smallest(own) if len(merging) == len(names) else old
+        smallest = torch.stack([scale.to(old.device) for scale in own]).amin(0)
+        scale = smallest if len(merging) == len(names) else old
         scales |= {name: scale.clone() for name in merging}
     return scales
-
-
-def _smallest(scales: Sequence[Tensor]) -> Tensor:
-    device = scales[0].device
-    return torch.stack([scale.to(device) for scale in scales]).amin(0)

@@ -170,18 +170,15 @@ def _precision(layers: Sequence[MetisLayer]) -> str:
         if not any(_quantizers(layer)):
             return "high precision"
         bits = (q.fmt.element.bits if q else int(HIGH_PRECISION_BITS) for q in _quantizers(layer))
-        letters = "".join(f"{letter}{count}" for letter, count in zip(_letters(layer), bits))
+        # Gradients may never have been quantized, where scales are calibrated.
+        whose = "WAG" if static_scales(layer) is None else "WA"
+        letters = "".join(f"{letter}{count}" for letter, count in zip(whose, bits))
         return f"emulated {letters} ({', '.join(fmt.name for fmt in _formats([layer]))})"
 
     counts = Counter(map(of_layer, layers))
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{words} in {count} layers" for words, count in counts.most_common())
-
-
-def _letters(layer: MetisLayer) -> str:
-    """Return whose bits are said: gradients may never have been, where scales are calibrated."""
-    return "WAG" if static_scales(layer) is None else "WA"
 
 
 def _tags_of(layers: Sequence[MetisLayer], kind: str) -> list[str]:

@@ -52,15 +52,10 @@ _ARGS = {
 }
 
 
-class Names(tuple[str, str, str, str]):
-    """The names of a layer's tensors: codes, block scales, tensor scale, tensor scale of inputs."""
-
-
-NAMES = {
-    COMPRESSED: Names(
-        ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-    ),
-    MODELOPT: Names(("weight", "weight_scale", "weight_scale_2", "input_scale")),
+Names = tuple[str, str, str, str]  # of codes, block scales, tensor scale, tensor scale of inputs
+NAMES: dict[str, Names] = {
+    COMPRESSED: ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    MODELOPT: ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }
 
 
@@ -168,7 +163,10 @@ def _compressed(config: Mapping[str, Any], where: str) -> PackedScheme:
             "compressed first (llm-compressor: save_pretrained(..., save_compressed=True))"
         )
     written = copy.deepcopy(dict(config))
-    dropped = _drop(written, "kv_cache_scheme")
+    dropped: tuple[str, ...] = ()
+    if cache := config.get("kv_cache_scheme"):
+        written["kv_cache_scheme"] = None
+        dropped = (f"kv_cache_scheme={cache!r}",)
     return PackedScheme(COMPRESSED, _common(inputs), written, dropped, tuple(kinds))
 
 
@@ -235,14 +233,6 @@ def compressed_config(
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": sorted([*ignore, *routers, *(f"re:{re.escape(name)}.*" for name in experts)]),
     }
-
-
-def _drop(config: dict[str, Any], key: str) -> tuple[str, ...]:
-    value = config.get(key)
-    if not value:
-        return ()
-    config[key] = None
-    return (f"{key}={value!r}",)
 
 
 def _is_nvfp4(args: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -109,16 +109,12 @@ class _ModelOptLinear(nn.Module):
         """Return the layer, with tensor scales turned into encode scales."""
         layer: PackedLinear = self.layer[0]
         layer.weight_packed, layer.weight_scale = self.weight, self.weight_scale  # type: ignore
-        layer.weight_global_scale = _inverse(self.weight_scale_2)  # type: ignore[arg-type]
+        layer.weight_global_scale = 1 / self.weight_scale_2.reshape(1)  # type: ignore
         if self.input_scale is not None:
-            layer.input_global_scale = _inverse(self.input_scale)  # type: ignore[arg-type]
+            layer.input_global_scale = 1 / self.input_scale.reshape(1)  # type: ignore
         layer.bias = self.bias  # type: ignore[assignment]
         layer.follow(layer.weight_packed.device)
         return layer.train(self.training)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return 1 / scale.reshape(1)
 
 
 class PackedLoader(HfQuantizer):

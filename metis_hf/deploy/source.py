@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
@@ -137,14 +136,9 @@ def copy_companions(checkpoint: str | Path, out: Path) -> None:
         checkpoint = snapshot_download(
             str(checkpoint), allow_patterns=[*_COMPANIONS, "additional_chat_templates/*"]
         )
-    for path in _companions(Path(checkpoint)):
-        (shutil.copytree if path.is_dir() else shutil.copy2)(path, out / path.name)
-
-
-def _companions(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.iterdir()):
+    for path in Path(checkpoint).iterdir():
         if any(fnmatch(path.name, pattern) for pattern in _COMPANIONS):
-            yield path
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, out / path.name)
 
 
 _INSTEAD = (
@@ -184,25 +178,11 @@ def check_packable(model: nn.Module) -> None:
         )
 
 
-def check_finite(model: nn.Module) -> None:
-    """Refuse weights that no scale holds, with the layer's name.
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that no scale holds and scales that nobody fixed, with the layer's name.
 
     Raises:
-        ValueError: such a layer, which is to be packed.
-    """
-    for name, layer in metis_layers(model):
-        if weight_quantizer(layer) is not None and not represented(layer).isfinite().all():
-            raise ValueError(
-                f"{name}: its weight has NaN or inf, which cannot be packed; the training has "
-                "diverged, or the checkpoint is damaged. Export an earlier checkpoint"
-            )
-
-
-def check_calibrated(model: nn.Module) -> None:
-    """Refuse static tensor scales that nobody fixed, with the layer's name.
-
-    Raises:
-        ValueError: such a layer.
+        ValueError: a layer to pack whose weight is not finite, or that is not calibrated.
     """
     for name, layer in metis_layers(model):
         if static_scales(layer) is not None and not layer.get_buffer("scales_frozen").item():
@@ -210,4 +190,9 @@ def check_calibrated(model: nn.Module) -> None:
                 f"{name}: its tensor scales are not calibrated. Export with --calibrate TEXT "
                 "(metis-hf export), or load the checkpoint, call metis_hf.calibrate(model, "
                 "batches) (or freeze_scales(model) after training), save it and export that"
+            )
+        if weight_quantizer(layer) is not None and not represented(layer).isfinite().all():
+            raise ValueError(
+                f"{name}: its weight has NaN or inf, which cannot be packed; the training has "
+                "diverged, or the checkpoint is damaged. Export an earlier checkpoint"
             )

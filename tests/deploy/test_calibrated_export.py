@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, VOCAB, llama
+from conftest import VOCAB, llama
 from safetensors.torch import load_file
 from texts import documents
 from typer.testing import CliRunner
@@ -18,6 +18,7 @@ from metis_hf.cli.main import app
 from metis_hf.data.chat import first_sequences
 from metis_hf.data.corpus import train_tokenizer
 from metis_hf.deploy import export_checkpoint, load_metis_model
+from metis_hf.lab import calibrated
 from metis_hf.lab.calibrated import Calibration, calibrated_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ eos_token }}"
@@ -37,6 +38,13 @@ def known(build=llama):
         return model
 
     return make
+
+
+def metis(path, build=llama, **config):
+    """A Metis checkpoint with a tokenizer."""
+    source = checkpoint(path / "metis", known(build), **config)
+    tokenizer_of(source)
+    return source
 
 
 def tokenizer_of(path):
@@ -133,8 +141,7 @@ TEMPLATE_TEXT = "{role}: {content}\n"
 
 
 def test_a_checkpoint_that_nobody_calibrated(text, tmp_path):
-    source = checkpoint(tmp_path / "metis", known(), scheme="w4a4")
-    tokenizer_of(source)
+    source = metis(tmp_path, scheme="w4a4")
     with pytest.raises(ValueError, match=r"not calibrated. Export with --calibrate TEXT"):
         export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
     run(source, "--out", tmp_path / "out", "--format", "compressed-tensors",
@@ -149,8 +156,7 @@ def test_a_checkpoint_that_nobody_calibrated(text, tmp_path):
 @pytest.mark.parametrize("config", [{}, {"scheme": "metis-paper"}], ids=["metis", "split"])
 def test_a_checkpoint_of_another_scheme(config, text, tmp_path):
     """It takes the scheme, with its layers and the weights that it represents."""
-    source = checkpoint(tmp_path / "metis", known(), exclude_modules=["down_proj"], **config)
-    tokenizer_of(source)
+    source = metis(tmp_path, exclude_modules=["down_proj"], **config)
     said = []
     model = calibrated_model(source, Calibration(text, length=LENGTH, sequences=4), said.append)
     assert said[0] == f"scheme {config.get('scheme', 'metis')} -> w4a4"
@@ -166,8 +172,7 @@ def test_a_checkpoint_of_another_scheme(config, text, tmp_path):
 
 
 def test_layers_that_a_pattern_kept_are_kept(text, tmp_path):
-    source = checkpoint(tmp_path / "metis", known(), scheme_pattern={"down_proj": "bf16"})
-    tokenizer_of(source)
+    source = metis(tmp_path, scheme_pattern={"down_proj": "bf16"})
     said = []
     model = calibrated_model(source, Calibration(text, length=LENGTH, sequences=4), said.append)
     assert "in high precision, as scheme_pattern had them: model.layers.0.mlp.down_proj" in said[1]
@@ -233,20 +238,17 @@ class TestRefusals:
                      text, "--calibration-sequences", "0", out=out)  # fmt: skip
         self.refused("plain checkpoint.*--calibrate TEXT", dense, *self.PACKED, out=out)
 
-    @pytest.mark.parametrize(
-        ("options", "missing"),
-        [
-            (("--device", "cpu"), "--calibrate TEXT or --scheme"),
-            (("--calibration-sequences", "4"), "--calibrate TEXT"),
-            (("--calibration-length", "32", "--scheme", "w4a16"), "--calibrate TEXT"),
-            (("--calibration-method", "amax"), "--calibrate TEXT"),
-            (("--own-scales", "--format", "dense"), "a packed --format"),
-        ],
-    )
-    def test_options_without_use(self, options, missing, tmp_path):
-        option = options[0]
-        self.refused(f"{option} does nothing without {missing}; leave it out", tmp_path / "none",
-                     *self.PACKED, *options, out=tmp_path / "out")  # fmt: skip
+    def test_options_without_use(self, tmp_path):
+        for missing, *options in (
+            ("--calibrate TEXT or --scheme", "--device", "cpu"),
+            ("--calibrate TEXT", "--calibration-sequences", "4"),
+            ("--calibrate TEXT", "--calibration-length", "32", "--scheme", "w4a16"),
+            ("--calibrate TEXT", "--calibration-method", "amax"),
+            ("a packed --format", "--own-scales", "--format", "dense"),
+        ):
+            self.refused(f"{options[0]} does nothing without {missing}; leave it out",
+                         tmp_path / "none", *self.PACKED, *options,
+                         out=tmp_path / "out")  # fmt: skip
 
     def test_texts(self, dense, tmp_path):
         out = tmp_path / "out"
@@ -257,52 +259,33 @@ class TestRefusals:
         self.refused("is no file", dense, *self.PACKED, "--calibrate", tmp_path / "none", out=out)
 
     def test_an_output_in_use_costs_no_calibration(self, dense, text, monkeypatch):
-        from metis_hf.lab import calibrated
-
         monkeypatch.setattr(calibrated, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
         with pytest.raises(ValueError, match="exists already"):
             run(dense, "--out", dense, *self.PACKED, "--calibrate", text)
 
     @pytest.mark.parametrize("option", ["--calibrate", "--text"])
     def test_texts_are_read_before_the_model(self, option, dense, text, tmp_path, monkeypatch):
-        from metis_hf.lab import calibrated
-
         monkeypatch.setattr(calibrated, "load_model", lambda *_: pytest.fail("loaded"))
         given = {"--calibrate": text, "--text": text} | {option: tmp_path / "none.txt"}
         self.refused("is no file", dense, *self.PACKED, *sum(given.items(), ()),
                      out=tmp_path / "out")  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("build", "match"),
-        [
-            (ARCHITECTURES["gpt2"], "c_attn: a Conv1D.*dense"),
-            (mixtral, "fused experts.*dense"),
-        ],
-    )
-    def test_layers_that_the_layout_cannot_hold(self, build, match, text, tmp_path, monkeypatch):
-        from metis_hf.lab import calibrated
-
+    def test_layers_that_the_layout_cannot_hold(self, text, tmp_path, monkeypatch):
         monkeypatch.setattr(calibrated, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
-        known(build)().save_pretrained(tmp_path / "dense")
+        known(mixtral)().save_pretrained(tmp_path / "dense")
         tokenizer_of(tmp_path / "dense")
-        self.refused(match, tmp_path / "dense", *self.PACKED, "--calibrate", text,
+        self.refused("fused experts.*dense", tmp_path / "dense", *self.PACKED, "--calibrate", text,
                      out=tmp_path / "out")  # fmt: skip
 
-    def test_layers_left_out_twice(self, text, tmp_path):
-        """By the checkpoint's own pattern, and again by name."""
-        source = checkpoint(tmp_path / "metis", known(), scheme_pattern={"q_proj": "bf16"})
-        tokenizer_of(source)
-        given = (source, *self.PACKED, "--calibrate", text, "--exclude", ".*q_proj")
-        assert "12 layers in NVFP4" in run(*given, "--out", tmp_path / "out")
-
     def test_experts_that_a_pattern_kept(self, text, tmp_path):
-        pattern = {".*experts.*": "bf16"}
-        source = checkpoint(tmp_path / "metis", known(mixtral), scheme_pattern=pattern)
-        tokenizer_of(source)
-        run(source, *self.PACKED, "--calibrate", text, "--out", tmp_path / "out")
+        """And layers that are left out twice: by the checkpoint's pattern, and again by name."""
+        pattern = {".*experts.*": "bf16", "q_proj": "bf16"}
+        source = metis(tmp_path, mixtral, scheme_pattern=pattern)
+        run(source, *self.PACKED, "--calibrate", text, *FEW, "--exclude", ".*q_proj",
+            "--out", tmp_path / "out")  # fmt: skip
         packed = json.loads((tmp_path / "out" / "metis_export.json").read_text())["packed"]
         assert packed
-        assert not any("experts" in name for name in packed)
+        assert not any("experts" in name or "q_proj" in name for name in packed)
 
     def test_layers_left_out(self, text, tmp_path):
         """Experts that the layout cannot hold stay as they are; the rest is packed."""
@@ -310,7 +293,7 @@ class TestRefusals:
         tokenizer_of(tmp_path / "dense")
         out = tmp_path / "out"
         given = (tmp_path / "dense", *self.PACKED, "--exclude", ".*experts.*")
-        done = run(*given, "--calibrate", text, "--out", out)
+        done = run(*given, "--calibrate", text, *FEW, "--out", out)
         assert "layers in NVFP4" in done
         packed = json.loads((out / "metis_export.json").read_text())["packed"]
         assert packed
@@ -336,8 +319,7 @@ class TestRefusals:
                      *self.PACKED, "--calibrate", text, out=tmp_path / "out")  # fmt: skip
 
     def test_a_scheme_for_a_checkpoint_that_has_one(self, text, tmp_path):
-        source = checkpoint(tmp_path / "metis", known(), scheme="w4a4")
-        tokenizer_of(source)
+        source = metis(tmp_path, scheme="w4a4")
         self.refused("static scales in scheme 'w4a4' already", source, *self.PACKED,
                      "--calibrate", text, "--scheme", "w4a16", out=tmp_path / "out")  # fmt: skip
 

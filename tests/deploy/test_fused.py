@@ -36,6 +36,11 @@ def joined_as_vllm_does(state, names):
     return whole.dequantize()
 
 
+def represented(layers, name):
+    layer = layers[name]
+    return layer.weight_form.dense(layer.weight_params()).detach()
+
+
 def groups(state):
     for block in range(2):
         for parent, names in JOINED:
@@ -53,21 +58,14 @@ def test_an_engine_that_joins_layers_reads_the_weights(config, rule, tmp_path):
     state = load_file(tmp_path / "out/model.safetensors")
     layers = dict(metis_layers(load_metis_model(source)))
     for names in groups(state):
-        weights = [layers[name].weight_form.dense(layers[name].weight_params()) for name in names]
-        amax = max(weight.abs().max() for weight in weights).detach()
-        expected = torch.cat(
-            [fake_quantize(weight.detach(), scale_rule=rule, amax=amax) for weight in weights]
-        )
-        assert torch.equal(joined_as_vllm_does(state, names), expected)
-    for name in ("o_proj", "down_proj"):  # alone, and under their own scale
-        (key,) = [key for key in state if key.endswith(f"0.self_attn.{name}.weight_packed")
-                  or key.endswith(f"0.mlp.{name}.weight_packed")]  # fmt: skip
-        layer = key.removesuffix(".weight_packed")
-        own = fake_quantize(
-            layers[layer].weight_form.dense(layers[layer].weight_params()).detach(),
-            scale_rule=rule,
-        )
-        assert torch.equal(joined_as_vllm_does(state, [layer]), own)
+        weights = [represented(layers, name) for name in names]
+        amax = max(weight.abs().max() for weight in weights)
+        expected = [fake_quantize(weight, scale_rule=rule, amax=amax) for weight in weights]
+        assert torch.equal(joined_as_vllm_does(state, names), torch.cat(expected))
+    for own in ("self_attn.o_proj", "mlp.down_proj"):  # alone, and under their own scale
+        name = f"model.layers.0.{own}"
+        expected = fake_quantize(represented(layers, name), scale_rule=rule)
+        assert torch.equal(joined_as_vllm_does(state, [name]), expected)
     assert report.notes == (() if config is ALL_SPLIT else (SHARED_SCALES,))
 
 
@@ -90,8 +88,7 @@ def test_one_scale_whatever_the_schemes(config, tmp_path):
     layers = dict(metis_layers(model))
     for names in groups(state):
         assert len({state[f"{name}.weight_global_scale"].item() for name in names}) == 1
-        weights = [layers[name].weight_form.dense(layers[name].weight_params()) for name in names]
-        whole = torch.cat(weights).detach()
+        whole = torch.cat([represented(layers, name) for name in names])
         found = joined_as_vllm_does(state, names)
         assert float((found - whole).norm() / whole.norm()) < 0.12
     assert report.notes == (SHARED_SCALES,)
@@ -114,32 +111,16 @@ def test_own_scales_are_those_of_training_and_are_said_to_be(tmp_path):
     assert json.loads((tmp_path / "out/metis_export.json").read_text())["notes"] == [OWN_SCALES]
 
 
-def test_modelopt_shares_them_too(tmp_path):
-    source = checkpoint(tmp_path / "metis", scheme="metis")
-    export_checkpoint(source, tmp_path / "out", format="modelopt")
-    state = load_file(tmp_path / "out/model.safetensors")
-    for names in groups(state):
-        assert len({state[f"{name}.weight_scale_2"].item() for name in names}) == 1
-
-
-@pytest.mark.parametrize("config", [{"two_level": False}, {"layers": 1}], ids=str)
-def test_nothing_to_say(config, tmp_path):
+@pytest.mark.parametrize("equal", [False, True])
+def test_nothing_to_say(equal, tmp_path):
     """Without tensor scales there are none to share; nor are they where training had one value."""
-
-    def equal():
-        model = llama()
-        for name, param in model.named_parameters():
-            if name.endswith("proj.weight"):
-                param.data.clamp_(-0.02, 0.02)
-                param.data[0, 0] = 0.02
-        return model
-
-    if config.pop("layers", None):
-        from metis_hf import MetisConfig, get_metis_model
-
-        get_metis_model(equal(), MetisConfig(scheme="metis")).save_pretrained(tmp_path / "metis")
-    else:
-        checkpoint(tmp_path / "metis", scheme="metis", **config)
+    model = llama()
+    for name, param in model.named_parameters():
+        if equal and name.endswith("proj.weight"):
+            param.data.clamp_(-0.02, 0.02)
+            param.data[0, 0] = 0.02
+    config = MetisConfig(scheme="metis", two_level=equal)
+    get_metis_model(model, config).save_pretrained(tmp_path / "metis")
     report = export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
     assert report.notes == ()
 
@@ -205,26 +186,28 @@ def test_other_layers_that_engines_join(build, parent, joined, tmp_path):
     assert report.notes == (SHARED_SCALES,)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("layout", "config", "said"),
     [
         (
+            "compressed-tensors",
             {"scheme": "w4a4", "scheme_pattern": {"k_proj": "w4a16"}},
             "q_proj W4A4, k_proj W4A16, v_proj W4A4, of model.layers.0.self_attn",
         ),
         (
+            "modelopt",
             {"scheme": "nvfp4-rne", "modules_to_not_convert": ["gate_proj", "lm_head"]},
             "gate_proj dense, up_proj W4A16, of model.layers.0.mlp",
         ),
         (
+            "compressed-tensors",
             {"scheme": "nvfp4-rne", "scheme_pattern": {"up_proj": "bf16"}},
             "gate_proj W4A16, up_proj dense, of model.layers.0.mlp",
         ),
     ],
     ids=["inputs", "kept", "in high precision"],
 )
-def test_layers_that_engines_join_and_that_differ_are_said_to(config, said, layout, tmp_path):
+def test_layers_that_engines_join_and_that_differ_are_said_to(layout, config, said, tmp_path):
     model = get_metis_model(llama(), MetisConfig(**config))
     if config["scheme"] == "w4a4":
         calibrate(model, [torch.arange(32).reshape(2, 16)])

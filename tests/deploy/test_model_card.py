@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import transformers
 from conftest import llama
 from huggingface_hub import ModelCard
 
-from deploy.checkpoints import checkpoint
+from deploy.checkpoints import checkpoint, mixtral
 from metis_hf import (
     MetisConfig,
     get_metis_model,
@@ -47,19 +48,14 @@ class TestModelCard:
         )  # fmt: skip
         assert out.stdout.strip() == "Linear"
 
-    @pytest.mark.parametrize(
-        "option",
-        [
-            {"format": "nvint4"}, {"attention": "nvfp4-rne"}, {"gradient_rank_frac": 0.5},
-            {"backend": "auto"}, {"outer_scale": "token"},
-        ],
-        ids=str,
-    )  # fmt: skip
-    def test_options_that_configs_leave_out_by_default(self, option):
-        model = get_metis_model(llama(1), MetisConfig(scheme="metis", rank=8, **option))
-        (name, value), *_ = option.items()
-        shown = str(value) if isinstance(value, float) else f'"{value}"'
-        assert f"| {name} | **`{shown}`** |" in model_card(model, name="run").text
+    def test_options_that_configs_leave_out_by_default(self):
+        for name, value in (
+            ("format", "nvint4"), ("attention", "nvfp4-rne"), ("gradient_rank_frac", 0.5),
+            ("backend", "auto"), ("outer_scale", "token"),
+        ):  # fmt: skip
+            model = get_metis_model(llama(1), MetisConfig(rank=8, **{name: value}))
+            line = f"| {name} | **`{json.dumps(value)}`** |"
+            assert line in model_card(model, name="run").text
 
     @pytest.mark.parametrize("kind", ["dense", "compressed-tensors", "side-file"])
     def test_of_an_export(self, kind, tmp_path, monkeypatch):
@@ -128,20 +124,11 @@ class TestModelCard:
         )
         assert found.stdout.split() == ["0", "False"]
 
-    def test_split_weights_do_not(self):
-        model = get_metis_model(llama(1), MetisConfig(split_weight=True))
+    @pytest.mark.parametrize(("build", "split"), [(llama, True), (mixtral, False)])
+    def test_split_weights_and_experts_do_not(self, build, split):
+        model = get_metis_model(build(), MetisConfig(scheme="nvfp4", split_weight=split))
         words = "without the import, transformers reports missing weights"
         assert words in model_card(model).text
-
-    def test_experts_are_missing_without_the_import(self):
-        config = transformers.MixtralConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
-        )  # fmt: skip
-        model = get_metis_model(
-            transformers.MixtralForCausalLM(config), MetisConfig(scheme="nvfp4")
-        )
-        assert "transformers reports missing weights" in model_card(model).text
 
     def test_after_a_change_of_schemes(self):
         model = get_metis_model(llama(1), MetisConfig(scheme="nvfp4"))

@@ -17,12 +17,17 @@ from metis_hf.deploy.compressed_tensors import CompressedFactors, CompressedMatr
 SPLIT = [
     pytest.param(ALL_SPLIT, id="metis"),
     pytest.param({"scheme": "metis-paper"}, id="metis-paper"),
-    pytest.param({"scheme": "metis", "split_weight": True}, id="stored-split"),
     pytest.param({"scheme": "nvidia", "split_weight": True}, id="nvidia-stored-split"),
-    pytest.param({**ALL_SPLIT, "rank": 5}, id="rank-5"),
-    pytest.param({**ALL_SPLIT, "operand_mode": "contraction"}, id="square-tiles"),
+    pytest.param({**ALL_SPLIT, "rank": 5, "operand_mode": "contraction"}, id="square-tiles"),
     pytest.param({**ALL_SPLIT, "two_level": False}, id="one-level"),
 ]
+
+
+def exported(folder, **options):
+    """An export with a side file of "metis" beside it."""
+    source = checkpoint(folder / "metis", **ALL_SPLIT, **options)
+    export_checkpoint(source, folder / "out", format="compressed-tensors", low_rank="side-file")
+    return folder / "out"
 
 
 class TestSideFile:
@@ -44,17 +49,12 @@ class TestSideFile:
 
     def test_plain_loading_of_it_fails(self, tmp_path):
         """The residual alone is a plausible model without its dominant subspace."""
-        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
-        export_checkpoint(
-            source, tmp_path / "out", format="compressed-tensors", low_rank="side-file"
-        )
+        out = exported(tmp_path)
         with pytest.raises((OSError, ValueError)):
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+            transformers.AutoModelForCausalLM.from_pretrained(out)
 
     def test_files(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", tokenizer=True, **ALL_SPLIT)
-        out = tmp_path / "out"
-        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        out = exported(tmp_path, tokenizer=True)
         assert {path.name for path in out.iterdir()} == {
             "README.md",
             "metis_export.json",
@@ -80,8 +80,7 @@ class TestSideFile:
         }
 
     def test_in_another_dtype_it_is_the_same_rounded(self, tmp_path):
-        source, out = checkpoint(tmp_path / "metis", **ALL_SPLIT), tmp_path / "out"
-        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        out = exported(tmp_path)
         exact = load_low_rank(out).state_dict()
         rounded = load_low_rank(out, torch.bfloat16)
         assert rounded.dtype is torch.bfloat16
@@ -93,8 +92,7 @@ class TestSideFile:
     )
     def test_missing_residual(self, name, tmp_path):
         """As where one of several files was lost."""
-        source, out = checkpoint(tmp_path / "metis", **ALL_SPLIT), tmp_path / "out"
-        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        out = exported(tmp_path)
         path = out / "residual" / "model.safetensors"
         tensors = load_file(path)
         del tensors[name]
@@ -103,9 +101,7 @@ class TestSideFile:
             load_low_rank(out)
 
     def test_missing_factor_and_newer_version(self, tmp_path):
-        source = checkpoint(tmp_path / "metis", **ALL_SPLIT)
-        out = tmp_path / "out"
-        export_checkpoint(source, out, format="compressed-tensors", low_rank="side-file")
+        out = exported(tmp_path)
         path = out / "metis_low_rank.safetensors"
         tensors = load_file(path)
         name = "model.layers.1.self_attn.q_proj.vh_scale"
@@ -117,7 +113,7 @@ class TestSideFile:
         with pytest.raises(ValueError, match=r"format_version 2.*upgrade"):
             load_low_rank(out)
         with pytest.raises(ValueError, match=r"no metis_low_rank\.json"):
-            load_low_rank(source)
+            load_low_rank(tmp_path / "metis")
 
 
 def test_low_rank_by_hand():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from texts import documents
 
 from deploy.checkpoints import checkpoint, logits, relative
-from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers
+from metis_hf import MetisConfig, calibrate, get_metis_model, metis_layers, set_precision
 from metis_hf.deploy import export_checkpoint, load_metis_model, modelopt
 from metis_hf.deploy.compressed_tensors import CompressedMatrix
 
@@ -43,11 +43,32 @@ def arguments(group):
     return config.config_groups
 
 
-def test_the_config_is_the_preset_of_compressed_tensors(tmp_path):
-    for scheme, preset in (("w4a4", NVFP4), ("w4a16", NVFP4A16)):
-        source = calibrated(tmp_path / scheme, scheme=scheme)
-        out = tmp_path / f"{scheme}-out"
-        export_checkpoint(source, out, format="compressed-tensors")
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with one calibrated checkpoint, "metis", and its exports by layout."""
+    folder = tmp_path_factory.mktemp("w4a4")
+    source = calibrated(folder / "metis")
+    for layout in ("compressed-tensors", "modelopt"):
+        export_checkpoint(source, folder / layout, format=layout)
+    return folder
+
+
+def state_of(folder, layout="compressed-tensors"):
+    return load_file(folder / layout / "model.safetensors")
+
+
+def of_layer(state, name):
+    """A layer's tensors by the last part of their names."""
+    return {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+
+
+def test_the_config_is_the_preset_of_compressed_tensors(exported, tmp_path):
+    export_checkpoint(
+        calibrated(tmp_path / "w4a16", scheme="w4a16"),
+        tmp_path / "out",
+        format="compressed-tensors",
+    )
+    for out, preset in ((exported / "compressed-tensors", NVFP4), (tmp_path / "out", NVFP4A16)):
         written = json.loads((out / "config.json").read_text())["quantization_config"]
         (group,) = arguments(written).values()
         assert group.targets == ["Linear"]
@@ -60,97 +81,45 @@ def test_the_config_is_the_preset_of_compressed_tensors(tmp_path):
             assert found.model_dump(exclude=same) == expected.model_dump(exclude=same)
 
 
-def test_names_dtypes_and_shapes(tmp_path):
-    """Those that the library gives a layer of the preset, and those of ModelOpt."""
-    source = calibrated(tmp_path / "metis")
-    layers = dict(metis_layers(load_metis_model(source)))
-    expected = {
-        "compressed-tensors": lambda o, i: {
-            "weight_packed": (torch.uint8, (o, i // 2)),
-            "weight_scale": (torch.float8_e4m3fn, (o, i // 16)),
-            "weight_global_scale": (torch.float32, (1,)),
-            "input_global_scale": (torch.float32, (1,)),
-        },
-        "modelopt": lambda o, i: {
-            "weight": (torch.uint8, (o, i // 2)),
-            "weight_scale": (torch.float8_e4m3fn, (o, i // 16)),
-            "weight_scale_2": (torch.float32, ()),
-            "input_scale": (torch.float32, ()),
-        },
-    }
-    for layout, tensors in expected.items():
-        export_checkpoint(source, tmp_path / layout, format=layout)
-        state = load_file(tmp_path / layout / "model.safetensors")
-        for name, layer in layers.items():
-            found = {
-                key.removeprefix(f"{name}."): (value.dtype, tuple(value.shape))
-                for key, value in state.items()
-                if key.startswith(f"{name}.")
-            }
-            assert found == tensors(layer.out_features, layer.in_features)
-
-
-def test_both_layouts_hold_the_same(tmp_path):
-    source = calibrated(tmp_path / "metis")
-    for layout in ("compressed-tensors", "modelopt"):
-        export_checkpoint(source, tmp_path / layout, format=layout)
-    ours = load_file(tmp_path / "compressed-tensors/model.safetensors")
-    theirs = load_file(tmp_path / "modelopt/model.safetensors")
-    for name, layer in metis_layers(load_metis_model(source)):
-        assert torch.equal(ours[f"{name}.weight_packed"], theirs[f"{name}.weight"])
-        scales = [state[f"{name}.weight_scale"].view(torch.uint8) for state in (ours, theirs)]
-        assert torch.equal(*scales)
-        for encode, decode in (("weight_global_scale", "weight_scale_2"),
-                               ("input_global_scale", "input_scale")):  # fmt: skip
-            product = ours[f"{name}.{encode}"] * theirs[f"{name}.{decode}"]
-            torch.testing.assert_close(product, torch.ones(1))
+def test_both_layouts_hold_the_same(exported):
+    """Under the names, dtypes and shapes of compressed-tensors and of ModelOpt."""
+    ours, theirs = state_of(exported), state_of(exported, "modelopt")
+    for name, layer in metis_layers(load_metis_model(exported / "metis")):
+        o, i = layer.out_features, layer.in_features
+        mine, other = of_layer(ours, name), of_layer(theirs, name)
+        codes, scales = (torch.uint8, (o, i // 2)), (torch.float8_e4m3fn, (o, i // 16))
+        encode, decode = (torch.float32, (1,)), (torch.float32, ())
+        assert {key: (value.dtype, tuple(value.shape)) for key, value in mine.items()} == {
+            "weight_packed": codes, "weight_scale": scales,
+            "weight_global_scale": encode, "input_global_scale": encode,
+        }  # fmt: skip
+        assert {key: (value.dtype, tuple(value.shape)) for key, value in other.items()} == {
+            "weight": codes, "weight_scale": scales,
+            "weight_scale_2": decode, "input_scale": decode,
+        }  # fmt: skip
+        assert torch.equal(mine["weight_packed"], other["weight"])
+        assert torch.equal(*(s["weight_scale"].view(torch.uint8) for s in (mine, other)))
+        for encoding, decoding in (("weight_global_scale", "weight_scale_2"),
+                                   ("input_global_scale", "input_scale")):  # fmt: skip
+            torch.testing.assert_close(mine[encoding] * other[decoding], torch.ones(1))
         # ModelOpt has amax / (6 * 448) for the input; its kernels multiply by it.
-        expected = layer.input_amax / (6 * 448)
-        torch.testing.assert_close(theirs[f"{name}.input_scale"], expected)
-
-
-def test_layers_deployed_as_one_share_their_scales(tmp_path):
-    """As vLLM demands of query, key and value, and of gate and up."""
-    source = calibrated(tmp_path / "metis")
-    export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
-    state = load_file(tmp_path / "out/model.safetensors")
-    for prefix, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
-        for key in ("weight_global_scale", "input_global_scale"):
-            values = {state[f"model.layers.1.{prefix}.{n}_proj.{key}"].item() for n in names}
-            assert len(values) == 1
+        torch.testing.assert_close(other["input_scale"], layer.input_amax / (6 * 448))
 
 
 class TestCompressedTensors:
     """Computes with the exported checkpoint, by its own arithmetic."""
 
     @pytest.fixture(scope="class")
-    def models(self, tmp_path_factory):
-        folder = tmp_path_factory.mktemp("w4a4")
-        source = calibrated(folder / "metis")
-        export_checkpoint(source, folder / "out", format="compressed-tensors")
+    def models(self, exported):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder / "out", dtype=torch.bfloat16
+            exported / "compressed-tensors", dtype=torch.bfloat16
         ).eval()
         theirs(input_ids=torch.zeros(1, 2, dtype=torch.long))  # it unpacks at its first call
-        state = load_file(folder / "out/model.safetensors")
-        return load_metis_model(source), theirs, state
-
-    def test_weights(self, models):
-        ours, theirs, state = models
-        for name, layer in metis_layers(ours):
-            packed = CompressedMatrix.from_state(
-                {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)},
-                "weight",
-                layer.in_features,
-            )
-            unpacked = theirs.get_submodule(name).weight
-            # The library divides scales first, so that its fp32 numbers differ in the last bit.
-            tolerance = {"rtol": 2.0**-8, "atol": 0}
-            torch.testing.assert_close(packed.dequantize().bfloat16(), unpacked, **tolerance)
+        return load_metis_model(exported / "metis"), theirs
 
     def test_inputs_in_fp32(self, models):
         """The same codes and scales, but for ties that two ways to round to fp32 decide."""
-        ours, theirs, _ = models
+        ours, theirs = models
         for name, layer in metis_layers(ours):
             module = theirs.get_submodule(name)
             x = torch.randn(64, layer.in_features) * layer.input_amax / 3  # some are clipped
@@ -161,7 +130,7 @@ class TestCompressedTensors:
             assert different.float().mean() < 1e-3, name
 
     def test_layers_in_bf16(self, models):
-        ours, theirs, _ = models
+        ours, theirs = models
         for name, layer in metis_layers(ours):
             x = (torch.randn(64, layer.in_features) * layer.input_amax / 4).bfloat16()
             with torch.no_grad():
@@ -170,7 +139,7 @@ class TestCompressedTensors:
 
     def test_the_whole_model_in_fp32(self, models, token_ids):
         """With its arithmetic of inputs and our packed weights, the logits are ours."""
-        ours, theirs, _ = models
+        ours, theirs = models
         expected = logits(ours, token_ids)
         dense = llama().eval()
         dense.load_state_dict({k: v for k, v in ours.state_dict().items() if "amax" not in k
@@ -238,70 +207,45 @@ def test_some_layers_quantize_their_inputs_and_some_do_not(tmp_path, token_ids):
             if layer["quant_algo"] == "W4A16_NVFP4"} == {"down_proj"}  # fmt: skip
 
 
-def test_modelopt_says_what_it_says(tmp_path):
-    source = calibrated(tmp_path / "metis")
-    export_checkpoint(source, tmp_path / "out", format="modelopt")
-    described = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
+def test_modelopt_says_what_it_says(exported):
+    described = json.loads((exported / "modelopt/hf_quant_config.json").read_text())
     assert described["quantization"] == {
         "quant_algo": "NVFP4",
         "kv_cache_quant_algo": None,
         "group_size": 16,
         "exclude_modules": ["lm_head"],
     }
-    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    config = json.loads((exported / "modelopt/config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "modelopt"
     assert config["quant_algo"] == "NVFP4"
     assert config["ignore"] == ["lm_head"]
-
-
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
-def test_scales_that_are_not_calibrated_are_refused(layout, tmp_path):
-    source = checkpoint(tmp_path / "metis", scheme="w4a4")
-    with pytest.raises(ValueError, match=r"q_proj: its tensor scales are not cal.*calibrate"):
-        export_checkpoint(source, tmp_path / "out", format=layout)
-    assert not (tmp_path / "out").exists()
-
-
-def test_modelopt_has_no_side_file(tmp_path):
-    source = checkpoint(tmp_path / "metis", scheme="metis-paper")
-    with pytest.raises(ValueError, match=r"side-file.*compressed-tensors.*\"fold\""):
-        export_checkpoint(source, tmp_path / "out", format="modelopt", low_rank="side-file")
 
 
 def test_a_model_trained_in_another_scheme_is_deployed(tmp_path, token_ids):
     """Its config takes the scheme, calibration the scales; the weights are those it has."""
     model = get_metis_model(llama(), MetisConfig(scheme="metis"))
     weights = {name: layer.weight.detach().clone() for name, layer in metis_layers(model)}
-    from metis_hf import set_precision
-
     set_precision(model, scheme="w4a4")
     calibrate(model, [token_ids])
     model.save_pretrained(tmp_path / "metis")
     export_checkpoint(tmp_path / "metis", tmp_path / "out", format="compressed-tensors")
-    state = load_file(tmp_path / "out/model.safetensors")
+    state = state_of(tmp_path, "out")
     for name, weight in weights.items():
-        assert f"{name}.input_global_scale" in state
-        scale = state[f"{name}.weight_global_scale"]
+        tensors = of_layer(state, name)
+        assert "input_global_scale" in tensors
+        scale = tensors["weight_global_scale"]
         assert weight.abs().max() <= 6 * 256 / scale.item() * (1 + 1e-6)
-        tensors = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)}
         packed = CompressedMatrix.from_state(tensors, "weight", weight.shape[1])
         assert relative(packed.dequantize(), weight) < 0.12
 
 
-def test_eval_mode_is_the_exported_model(tmp_path, token_ids):
+def test_eval_mode_is_the_exported_model(exported):
     """To the bit: the packed weights are those that the eval forward multiplies."""
-    source = calibrated(tmp_path / "metis")
-    export_checkpoint(source, tmp_path / "out", format="compressed-tensors")
-    state = load_file(tmp_path / "out/model.safetensors")
-    model = load_metis_model(source)
-    for name, layer in metis_layers(model):
-        packed = CompressedMatrix.from_state(
-            {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(name)},
-            "weight",
-            layer.in_features,
-        )
-        amax = 6 * 448 / state[f"{name}.input_global_scale"]
-        x = torch.randn(32, layer.in_features) * amax / 4
+    state = state_of(exported)
+    for name, layer in metis_layers(load_metis_model(exported / "metis")):
+        tensors = of_layer(state, name)
+        packed = CompressedMatrix.from_state(tensors, "weight", layer.in_features)
+        x = torch.randn(32, layer.in_features) * 6 * 448 / tensors["input_global_scale"] / 4
         x_hat = layer.eval_scheme.fprop_input.quantizer(x, amax=layer.input_amax)
         with torch.no_grad():
             assert torch.equal(layer(x), F.linear(x_hat, packed.dequantize(), layer.bias))
