@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import pytest
 import torch
-import transformers
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from conftest import llama
 from peft import LoraConfig, get_peft_model
@@ -20,8 +18,9 @@ from metis_hf import (
     metis_layers,
     refresh,
 )
+from metis_hf.training.run_record import HEALTH_FILE
 from metis_hf.training.start_checks import check_optimizer
-from training.test_callback import losses, measured_steps, one_block, trainer
+from training.trainer_tools import converted, lines, losses, one_block, trainer
 
 
 class TestErrors:
@@ -33,7 +32,7 @@ class TestErrors:
         model = one_block()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         get_metis_model(model, MetisConfig(split_weight=True))
-        made = trainer(tmp_path, model, [MetisCallback], optimizers=(optimizer, None))
+        made = trainer(tmp_path, model, [MetisCallback], optimizer=optimizer)
         with pytest.raises(ValueError, match=r"does not own .*q_proj.u.*after the optimizer"):
             made.train()
 
@@ -46,19 +45,19 @@ class TestErrors:
 
     def test_an_optimizer_of_a_part_of_the_model(self, tmp_path):
         """What it leaves out has to be frozen: the message says that too."""
-        model = get_metis_model(one_block(), MetisConfig(scheme="nvfp4"))
+        model = converted("nvfp4")
         part = [param for name, param in model.named_parameters() if "q_proj" in name]
-        optimizers = (torch.optim.AdamW(part, lr=1e-3), None)
-        made = trainer(tmp_path, model, [MetisCallback], optimizers=optimizers)
+        optimizer = torch.optim.AdamW(part, lr=1e-3)
+        made = trainer(tmp_path, model, [MetisCallback], optimizer=optimizer)
         with pytest.raises(ValueError, match=r"k_proj.weight.*freeze the rest.*requires_grad_"):
             made.train()
         for param in model.parameters():
             param.requires_grad_(any(param is one for one in part))
-        trainer(tmp_path, model, [MetisCallback], optimizers=optimizers).train()
+        trainer(tmp_path, model, [MetisCallback(0)], optimizer=optimizer, max_steps=1).train()
 
     def test_refresh_under_deepspeed_is_refused(self, tmp_path, monkeypatch):
         """Its fp32 master weights would overwrite refreshed ones at the next step."""
-        model = get_metis_model(one_block(), MetisConfig(split_weight=True))
+        model = converted(split_weight=True)
         made = trainer(tmp_path, model, [MetisCallback(refresh_interval=2)])
         shared = AcceleratorState._shared_state
         monkeypatch.setitem(shared, "distributed_type", DistributedType.DEEPSPEED)
@@ -68,13 +67,13 @@ class TestErrors:
             callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
     def test_fp8_of_accelerate_is_refused(self, tmp_path, monkeypatch):
-        made = trainer(tmp_path, get_metis_model(one_block()), [MetisCallback])
+        made = trainer(tmp_path, converted(), [MetisCallback])
         monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp8")
         with pytest.raises(NotImplementedError, match=r"mixed_precision=fp8.*bf16"):
             made.train()
 
     def test_a_device_without_fp64_is_refused(self, tmp_path, monkeypatch):
-        made = trainer(tmp_path, get_metis_model(one_block()), [MetisCallback])
+        made = trainer(tmp_path, converted(), [MetisCallback])
         for state in (PartialState, AcceleratorState):
             monkeypatch.setitem(state._shared_state, "device", torch.device("mps"))
         callback = made.callback_handler.callbacks[-1]
@@ -87,7 +86,7 @@ class TestErrors:
         base = get_metis_model(one_block(), config)
         before = {name: value.clone() for name, value in base.state_dict().items()}
         model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
-        trainer(tmp_path, model, [MetisCallback()]).train()
+        trainer(tmp_path, model, [MetisCallback(0)], max_steps=2).train()
         after = {k.replace(".base_layer", ""): v for k, v in base.state_dict().items()}
         assert all(torch.equal(after[name], value) for name, value in before.items())
         with pytest.raises(ValueError, match="all split weights of this model are frozen"):
@@ -95,7 +94,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("scheme", ["metis", "bf16"])
     def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):
-        """Nothing is there to decompose anew, and asking for it is an error before any step."""
+        """Nothing is there to decompose, and asking for it is an error before any step."""
         message = rf".*no layer of this model has them \(scheme '{scheme}' .*split_weight=True"
         config = MetisConfig(scheme=scheme, refresh_interval=2)
         for model, callback in (
@@ -122,9 +121,9 @@ class TestErrors:
             MetisCallback(**option)
 
     def test_scales_that_would_never_be_fixed(self, tmp_path):
-        model = get_metis_model(one_block(), MetisConfig(scheme="w4a4"))
-        made = trainer(tmp_path, model, [MetisCallback(freeze_scales=7)], max_steps=6)
-        with pytest.raises(ValueError, match="freeze_scales=7 of 6 steps: scales would never"):
+        model = converted("w4a4")
+        made = trainer(tmp_path, model, [MetisCallback(freeze_scales=5)])
+        with pytest.raises(ValueError, match="freeze_scales=5 of 4 steps: scales would never"):
             made.train()
 
     @pytest.mark.parametrize("torch_compile", [True, False])
@@ -140,22 +139,13 @@ class TestErrors:
 
     def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
         """The loss is NaN in the logs, the health log names the layer and has the next step too."""
-        model = get_metis_model(one_block(), MetisConfig(split_weight=True))
+        model = converted(split_weight=True)
         layer = model.model.layers[0].mlp.up_proj
         assert isinstance(layer, MetisLinear)
         layer.weight_residual.data[0, 0] = float("inf")
-        root = logging.getLogger("transformers")
-        root.propagate = True
-        callback_logger = logging.getLogger("metis_hf.training.callback")
-        callback_logger.propagate = True
-        verbosity = transformers.utils.logging.get_verbosity()
-        transformers.utils.logging.set_verbosity_warning()
-        try:
-            made = trainer(tmp_path, model, [MetisCallback(health_interval=100)], max_steps=2)
-            made.train()
-        finally:
-            transformers.utils.logging.set_verbosity(verbosity)
+        made = trainer(tmp_path, model, [MetisCallback(health_interval=100)], max_steps=2)
+        made.train()
         assert math.isnan(losses(made)[0])
         assert made.state.log_history[0]["metis/nonfinite_tensors"] > 0
         assert "step 1: NaN or inf in model.layers.0.mlp.down_proj (activation)," in caplog.text
-        assert measured_steps(tmp_path) == [1, 2]
+        assert [record["step"] for record in lines(tmp_path, HEALTH_FILE)] == [1, 2]

@@ -18,24 +18,16 @@ from metis_hf import (
     metis_layers,
 )
 from training.test_calibration import converted, ids
+from training.trainer_tools import trainer
 
 
 class TestTraining:
     """Quantization-aware training by the Trainer."""
 
-    def train(self, tmp_path, model, *callbacks, resume=None, **arguments):
-        arguments = {"save_strategy": "no"} | arguments
-        data = [{"input_ids": row, "labels": row} for batch in ids(4) for row in batch]
-        trainer = MetisTrainer(
-            model,
-            transformers.TrainingArguments(
-                str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[],
-                learning_rate=1e-2, use_cpu=True, **arguments,
-            ),
-            train_dataset=data,
-            callbacks=list(callbacks) or [MetisCallback(health_interval=0)],
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resume)
+    def train(self, tmp_path, model, *callbacks, resume=None, **changes):
+        callbacks = callbacks or [MetisCallback(health_interval=0)]
+        made = trainer(tmp_path, model, callbacks, MetisTrainer, learning_rate=1e-2, **changes)
+        made.train(resume_from_checkpoint=resume)
 
     def test_a_resumed_adapter_without_the_fixed_scales_is_refused(self, tmp_path, caplog):
         """Its checkpoints do not hold them: they would be fixed again from one step's inputs."""

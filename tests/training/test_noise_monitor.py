@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
-import transformers
-from conftest import VOCAB, llama
+from conftest import VOCAB
 from conversion.architectures import ARCHITECTURES, causal_batch
+from design import cases
 
 from metis_hf import MetisCallback, MetisConfig, get_metis_model, metis_layers
 from metis_hf.training.callback import HEALTH_FILE
 from metis_hf.training.gradient_noise import Crossing, find_crossing, noise_ratios
 from metis_hf.training.health import LayerProbe
+from training.trainer_tools import converted, lines, one_block, trainer, up_proj
 
 # fp32 products of 64 terms, summed in another order; the noise is a tenth of what is subtracted.
 FP32 = 1e-4
@@ -65,11 +65,10 @@ def measured(model, batches=1, autocast=False):
     return probe.stats, probe.noise
 
 
-@pytest.mark.parametrize("changes", SCHEMES, ids=lambda c: "-".join(map(str, c.values())))
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@cases({"changes": SCHEMES}, rotated={"autocast": [False, True]})
 def test_is_the_noise_in_the_gradient_that_the_layer_has(changes, autocast):
     """The stored weight's gradient minus dy^T x: stochastic rounding repeats by its noise key."""
-    model = get_metis_model(llama(), MetisConfig(**changes))
+    model = get_metis_model(one_block(), MetisConfig(**changes))
     layers = dict(metis_layers(model))
     tap = Tap(layers)
     _, noise = measured(model, autocast=autocast)
@@ -85,32 +84,26 @@ def test_is_the_noise_in_the_gradient_that_the_layer_has(changes, autocast):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_measures_the_same(reentrant):
-    torch.manual_seed(0)
-    plain = get_metis_model(llama(), MetisConfig())
-    torch.manual_seed(0)
-    model = get_metis_model(llama(), MetisConfig())
+    plain, model = converted(), converted()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert measured(model) == measured(plain)
 
 
 def test_first_micro_batch_counts():
-    torch.manual_seed(0)
-    one = measured(get_metis_model(llama(), MetisConfig()))
-    torch.manual_seed(0)
-    assert measured(get_metis_model(llama(), MetisConfig()), batches=2) == one
+    assert measured(converted(), batches=2) == measured(converted())
 
 
 @pytest.mark.parametrize(
     "changes", [{"scheme": "bf16"}, {"scheme": "metis", "high_precision": ("backward", "forward")}]
 )
 def test_without_quantizers_there_is_nothing_to_measure(changes):
-    _, noise = measured(get_metis_model(llama(), MetisConfig(**changes)))
+    _, noise = measured(get_metis_model(one_block(), MetisConfig(**changes)))
     assert noise == {}
 
 
 def test_frozen_layers_have_no_gradient():
-    model = get_metis_model(llama(), MetisConfig())
+    model = get_metis_model(one_block(), MetisConfig())
     for name, layer in metis_layers(model):
         layer.requires_grad_("q_proj" not in name)
     model.enable_input_require_grads()
@@ -152,21 +145,12 @@ def test_ratios_sum_norms_in_squares():
 
 class TestInTrainer:
     def run(self, tmp_path, scheme, broken=False):
-        model = get_metis_model(llama(), MetisConfig(scheme=scheme))
+        model = converted(scheme)
         if broken:
-            model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
-        rows = [{"input_ids": row, "labels": row} for row in ids(8)]
-        args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1,
-            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model, args, train_dataset=rows, callbacks=[MetisCallback(health_interval=2)]
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        lines = (tmp_path / HEALTH_FILE).read_text().splitlines()
-        return trainer.state.log_history, [json.loads(line) for line in lines]
+            up_proj(model).weight.data[0, 0] = float("inf")
+        made = trainer(tmp_path, model, [MetisCallback(health_interval=2)], max_steps=2)
+        made.train()
+        return made.state.log_history, lines(tmp_path, HEALTH_FILE)
 
     def test_logs_are_those_of_the_file(self, tmp_path):
         history, records = self.run(tmp_path, "nvfp4")
@@ -188,44 +172,29 @@ class TestInTrainer:
         assert math.isnan(history[0]["metis/noise/ratio"])
 
 
-class TestCrossing:
-    STEPS = tuple(range(0, 1000, 100))
+STEPS = tuple(range(0, 1000, 100))
 
-    def test_smooth_decay(self):
-        """2^(1.9 - i/2) is first below 1 at i = 4; the median of three is the middle one."""
-        ratios = [2 ** (1.9 - i / 2) for i in range(10)]
-        assert find_crossing(self.STEPS, ratios) == Crossing(400)
 
-    def test_never(self):
-        assert find_crossing(self.STEPS, [1.01] * 10) == Crossing(None)
-
-    @pytest.mark.parametrize("ratios", [[0.9, 0.8, 5.0], [0.4, 1.5], [2.0]])
-    def test_few_measurements_that_end_above(self, ratios):
-        assert find_crossing(self.STEPS[: len(ratios)], ratios) == Crossing(None)
-
-    def test_few_measurements_below(self):
-        assert find_crossing(self.STEPS[:2], [0.9, 0.8]) == Crossing(0, from_start=True)
-        assert find_crossing(self.STEPS[:3], [2.0, 0.8, 0.5]) == Crossing(100)
-
-    def test_one_measurement_decides_nothing(self):
-        dip = [3.0] * 5 + [0.5] + [3.0] * 4
-        assert find_crossing(self.STEPS, dip) == Crossing(None)
-        assert find_crossing(self.STEPS, [3.0] * 9 + [0.1]) == Crossing(None)
-        bump = [3.0] * 3 + [0.2] * 4 + [1.5] + [0.2] * 2
-        assert find_crossing(self.STEPS, bump) == Crossing(300)
-
-    def test_recovery_does_not_stay(self):
-        assert find_crossing(self.STEPS, [2.0] * 2 + [0.5] * 4 + [2.0] * 4) == Crossing(None)
-
-    def test_below_from_the_start(self):
-        assert find_crossing(self.STEPS, [0.5] * 10) == Crossing(0, from_start=True)
-
-    def test_a_first_measurement_above_is_no_start_below(self):
-        """Though the first whole window has two below."""
-        assert find_crossing(self.STEPS, [5.0] + [0.5] * 9) == Crossing(100)
-
-    def test_nan_is_on_no_side(self):
-        ratios = [2.0, math.nan, 2.0, 2.0, 0.2, math.nan, 0.2, 0.2, 0.2, 0.2]
-        assert find_crossing(self.STEPS, ratios) == Crossing(400)
-        assert find_crossing(self.STEPS, [math.nan] * 10) == Crossing(None)
-        assert find_crossing((), ()) == Crossing(None)
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        # 2^(1.9 - i/2) is first below 1 at i = 4; the median of three is the middle one.
+        ([2 ** (1.9 - i / 2) for i in range(10)], Crossing(400)),
+        ([1.01] * 10, Crossing(None)),
+        ([0.9, 0.8, 5.0], Crossing(None)),  # few measurements count as they are
+        ([0.4, 1.5], Crossing(None)),
+        ([0.9, 0.8], Crossing(0, from_start=True)),
+        ([2.0, 0.8, 0.5], Crossing(100)),
+        ([3.0] * 5 + [0.5] + [3.0] * 4, Crossing(None)),  # one measurement decides nothing
+        ([3.0] * 9 + [0.1], Crossing(None)),
+        ([3.0] * 3 + [0.2] * 4 + [1.5] + [0.2] * 2, Crossing(300)),
+        ([2.0] * 2 + [0.5] * 4 + [2.0] * 4, Crossing(None)),  # it does not stay below
+        ([0.5] * 10, Crossing(0, from_start=True)),
+        ([5.0] + [0.5] * 9, Crossing(100)),  # though the first whole window has two below
+        ([2.0, math.nan, 2.0, 2.0, 0.2, math.nan, 0.2, 0.2, 0.2, 0.2], Crossing(400)),
+        ([math.nan] * 10, Crossing(None)),
+        ([], Crossing(None)),
+    ],
+)
+def test_crossing(ratios, expected):
+    assert find_crossing(STEPS[: len(ratios)], ratios) == expected

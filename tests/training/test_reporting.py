@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-
 import pytest
 import torch
 import transformers
@@ -14,7 +11,7 @@ from metis_hf import MetisCallback, MetisTrainer
 from metis_hf.training.callback import HEALTH_FILE
 from metis_hf.training.gradient_noise import noise_ratios
 from metis_hf.training.health import group_means
-from training.test_trainer import converted, metis_values, records, trainer
+from training.trainer_tools import converted, lines, metis_values, records, trainer
 
 
 class Reporter(transformers.TrainerCallback):
@@ -28,19 +25,14 @@ class Reporter(transformers.TrainerCallback):
 
 
 def with_metis_trainer(directory, reporter, **changes):
-    return trainer(
-        directory,
-        converted(),
-        [reporter, MetisCallback(health_interval=2)],
-        MetisTrainer,
-        **changes,
-    )
+    callbacks = [reporter, MetisCallback(health_interval=2)]
+    return trainer(directory, converted("nvfp4"), callbacks, MetisTrainer, **changes)
 
 
 def with_bound_callback(directory, reporter, **changes):
-    callback = MetisCallback(health_interval=2)
-    made = trainer(directory, converted(), [reporter, callback], **changes)
-    callback.bind(made)
+    callbacks = [reporter, MetisCallback(health_interval=2)]
+    made = trainer(directory, converted("nvfp4"), callbacks, **changes)
+    callbacks[1].bind(made)
     return made
 
 
@@ -64,8 +56,7 @@ def test_reporters_and_files_have_the_same_values(make, tmp_path):
         theirs = {k: v for k, v in reporter.seen[step].items() if k.startswith("train/metis/")}
         assert theirs == {f"train/{key}": value for key, value in values.items()}
 
-    lines = map(json.loads, (tmp_path / HEALTH_FILE).read_text().splitlines())
-    for line in lines:
+    for line in lines(tmp_path, HEALTH_FILE):
         found = group_means(line["layers"]) | noise_ratios(line["noise"])
         means = {f"metis/{key}": value for key, value in found.items()}
         rest = {"metis/nonfinite_tensors": 0.0}
@@ -85,13 +76,12 @@ def test_reporters_and_files_have_the_same_values(make, tmp_path):
     assert found == fp32
 
 
-@pytest.mark.parametrize("make", [with_metis_trainer, with_bound_callback])
-def test_wandb_offline(make, tmp_path, monkeypatch):
+def test_wandb_offline(tmp_path, monkeypatch):
     """The real reporter, without a network: the run's summary holds the last step's values."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    made = make(tmp_path, Reporter(), report_to=["wandb"])
+    made = with_metis_trainer(tmp_path, Reporter(), report_to=["wandb"])
     made.train()
     try:
         summary = dict(wandb.run.summary)
@@ -105,19 +95,9 @@ def test_wandb_offline(make, tmp_path, monkeypatch):
 
 def test_unbound_callback_warns_once(tmp_path, caplog):
     """A reporter that will not see health: said once, with what to do."""
-    made = trainer(tmp_path, converted(), [MetisCallback])
+    made = trainer(tmp_path, converted("nvfp4"), [MetisCallback])
     made.args.report_to = ["tensorboard"]
-    root = logging.getLogger("transformers")
-    verbosity = transformers.utils.logging.get_verbosity()
-    named = logging.getLogger("metis_hf.training.callback")
-    propagate = root.propagate, named.propagate
-    root.propagate = named.propagate = True
-    transformers.utils.logging.set_verbosity_warning()
-    try:
-        made.train()
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
-        root.propagate, named.propagate = propagate
+    made.train()
     said = [r.message for r in caplog.records if "calls its reporters before" in r.message]
     assert len(said) == 1
     assert "Use MetisTrainer, or callback.bind(trainer)" in said[0]
@@ -126,7 +106,7 @@ def test_unbound_callback_warns_once(tmp_path, caplog):
 def test_class_instance_or_none(tmp_path):
     """MetisTrainer binds the user's callback, and brings one where there is none."""
     for given in ([], [MetisCallback], [MetisCallback(health_interval=7)]):
-        made = trainer(tmp_path, converted(), given, MetisTrainer)
+        made = trainer(tmp_path, converted("nvfp4"), given, MetisTrainer)
         callbacks = made.callback_handler.callbacks
         assert sum(isinstance(callback, MetisCallback) for callback in callbacks) == 1
         assert isinstance(callbacks[0], MetisCallback)
@@ -139,7 +119,7 @@ def test_callbacks_that_a_checkpoint_restores_are_bound(tmp_path):
     def make(interval, **changes):
         reporter, callback = Reporter(), MetisCallback(health_interval=interval)
         options = {"save_strategy": "steps", "save_steps": 2} | changes
-        made = trainer(tmp_path, converted(), [reporter, callback], MetisTrainer, **options)
+        made = trainer(tmp_path, converted("nvfp4"), [reporter, callback], MetisTrainer, **options)
         return made, reporter
 
     make(2, max_steps=2)[0].train()

@@ -13,7 +13,6 @@ from design import cases, named
 from layers.layer_tools import FP4_SCHEMES, layer_of, of_each_kind
 from schemes.test_stateful_schemes import OURS as STATEFUL
 from texts import documents
-from transformers.trainer_utils import HPSearchBackend
 
 from metis_hf import (
     MetisCallback,
@@ -27,6 +26,15 @@ from metis_hf import (
 from metis_hf.training.callback import HEALTH_FILE
 from metis_hf.training.run_record import RUN_FILE
 from training.recomputation import is_recomputed, recomputed
+from training.trainer_tools import (
+    converted,
+    lines,
+    losses,
+    metis_values,
+    records,
+    states_equal,
+    trainer,
+)
 
 FP4 = of_each_kind(FP4_SCHEMES)
 # Direct, split, with state: what differs in the loop. `--full` runs all schemes.
@@ -39,59 +47,8 @@ FP32_LOSS = 1e-4
 BF16_LOSS = 2**-8
 
 
-def converted(scheme="metis", **changes):
-    torch.manual_seed(0)
-    return get_metis_model(llama(num_hidden_layers=1), MetisConfig(scheme=scheme, **changes))
-
-
-def rows(count=32, length=24):
-    ids = torch.randint(0, VOCAB, (count, length), generator=torch.Generator().manual_seed(5))
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def trainer(directory, model, callbacks=(), cls=transformers.Trainer, **changes):
-    options = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-    } | changes
-    model_init = model if callable(model) and not isinstance(model, torch.nn.Module) else None
-    made = cls(
-        None if model_init else model,
-        transformers.TrainingArguments(str(directory), **options),
-        train_dataset=rows(),
-        eval_dataset=rows(4),
-        callbacks=list(callbacks),
-        model_init=model_init,
-    )
-    made.remove_callback(transformers.PrinterCallback)
-    return made
-
-
-def records(made):
-    return [entry for entry in made.state.log_history if "loss" in entry]
-
-
-def losses(made):
-    return [entry["loss"] for entry in records(made)]
-
-
-def metis_values(entry):
-    return {key: value for key, value in entry.items() if key.startswith("metis/")}
-
-
-def states_equal(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 class TestWeightDecay:
-    @pytest.mark.parametrize("scheme", ["bf16-split", "metis", "metis-paper"])
+    @pytest.mark.parametrize("scheme", ["bf16-split", "metis"])
     def test_decays_the_represented_weight(self, scheme, tmp_path):
         """k steps of decay alone: W (1 - lr wd)^k, the low-rank part included."""
         k, lr, wd = 5, 1e-2, 0.5
@@ -119,17 +76,8 @@ class TestWeightDecay:
         weight = layer.weight.detach().clone()
         return weight, weight - layer.weight_residual.detach()
 
-    def test_plain_trainer_decays_the_low_rank_part_three_times(self, tmp_path):
-        """What MetisTrainer is for."""
-        made = trainer(tmp_path, converted(split_weight=True), weight_decay=0.5)
-        names = made.get_decay_parameter_names(made.model)
-        assert "model.layers.0.mlp.up_proj.u" in names
-        split = converted(split_weight=True)
-        made = trainer(tmp_path, split, cls=MetisTrainer, weight_decay=0.5)
-        assert "model.layers.0.mlp.up_proj.u" not in made.get_decay_parameter_names(made.model)
 
-
-@cases({"scheme": ["bf16-split", *FP4]}, rotated={"accumulation": [1, 2]})
+@cases({"scheme": ["bf16-split", *SHORT]}, rotated={"accumulation": [1, 2]})
 def test_accelerate_loop_equals_trainer(scheme, accumulation, tmp_path):
     """Accelerator().prepare, accumulation and clipping by hand: Trainer's weights, bit for bit."""
     clip = 0.05  # below every gradient norm here
@@ -166,11 +114,10 @@ def test_accelerate_loop_equals_trainer(scheme, accumulation, tmp_path):
     assert states_equal(model, made.model)
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "bf16-split"])
-def test_accumulation_gives_the_losses_of_the_whole_batch(scheme, tmp_path):
+def test_accumulation_gives_the_losses_of_the_whole_batch(tmp_path):
     """Without quantizers; those see one micro-batch at a time, so that FP4 differs slightly."""
-    whole = trainer(tmp_path, converted(scheme), per_device_train_batch_size=4)
-    parts = trainer(tmp_path, converted(scheme), gradient_accumulation_steps=2)
+    whole = trainer(tmp_path, converted("bf16-split"), per_device_train_batch_size=4)
+    parts = trainer(tmp_path, converted("bf16-split"), gradient_accumulation_steps=2)
     for made in (whole, parts):
         made.train()
     assert losses(parts) == pytest.approx(losses(whole), abs=FP32_LOSS)
@@ -193,7 +140,7 @@ def test_activation_checkpointing_changes_nothing(scheme, reentrant, tmp_path):
     assert states_equal(checkpointed.model, plain.model)
 
 
-@pytest.mark.parametrize("scheme", ["bf16-split", *SHORT])
+@pytest.mark.parametrize("scheme", ["nvfp4", "metis-paper", "smoothquant"])
 def test_bf16_autocast(scheme, tmp_path):
     """fp32 weights and moments, bf16 GEMMs, losses near those of fp32."""
     plain = trainer(tmp_path, converted(scheme, forward_rounding="nearest"))
@@ -205,7 +152,7 @@ def test_bf16_autocast(scheme, tmp_path):
     assert losses(mixed) == pytest.approx(losses(plain), rel=BF16_LOSS)
 
 
-@pytest.mark.parametrize("scheme", FP4)
+@pytest.mark.parametrize("scheme", SHORT)
 def test_fp16_autocast(scheme, token_ids):
     """By torch's autocast: accelerate's fp16 wants an accelerator."""
     model = converted(scheme).train()
@@ -239,8 +186,7 @@ def test_auto_find_batch_size(tmp_path):
     assert tried[-1] <= 2
     assert len(losses(made)) == 2
     assert all(metis_values(entry) for entry in records(made))
-    lines = (tmp_path / HEALTH_FILE).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert [record["step"] for record in lines(tmp_path, HEALTH_FILE)] == [1, 2]
     assert not any(layer._forward_hooks for _, layer in metis_layers(model))
     assert json.loads((tmp_path / RUN_FILE).read_text())["sequences_per_step"] == tried[-1]
 
@@ -257,16 +203,15 @@ def test_nothing_of_an_interrupted_run_is_in_the_next(tmp_path):
                 raise KeyboardInterrupt
 
     callbacks = [MetisCallback(health_interval=4), Interrupt()]
-    made = trainer(tmp_path, converted(), callbacks, save_strategy="steps", save_steps=2)
+    made = trainer(tmp_path, converted("nvfp4"), callbacks, save_strategy="steps", save_steps=2)
     with pytest.raises(KeyboardInterrupt):
         made.train()
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    lines = (tmp_path / HEALTH_FILE).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 4]
+    assert [record["step"] for record in lines(tmp_path, HEALTH_FILE)] == [1, 4]
 
 
 def test_an_unlogged_refresh_of_one_run_is_not_in_the_next(tmp_path):
-    model = converted(split_weight=True, refresh_interval=3)
+    model = converted("bf16-split", refresh_interval=3)
     callbacks = [MetisCallback(health_interval=0)]
     made = trainer(tmp_path, model, callbacks, max_steps=3, logging_steps=2)
     made.train()
@@ -277,10 +222,10 @@ def test_an_unlogged_refresh_of_one_run_is_not_in_the_next(tmp_path):
 
 
 def test_an_optimizer_that_a_refresh_refuses_is_refused_after_one_step(tmp_path):
-    model = converted(split_weight=True, refresh_interval=100)
+    model = converted("bf16-split", refresh_interval=100)
     optimizer = torch.optim.Rprop(model.parameters(), lr=1e-4)
-    made = trainer(tmp_path, model, [MetisCallback(health_interval=0)], max_steps=200)
-    made.optimizer = optimizer
+    callbacks = [MetisCallback(health_interval=0)]
+    made = trainer(tmp_path, model, callbacks, optimizer=optimizer, max_steps=200)
     with pytest.raises(NotImplementedError, match="refresh with Rprop, whose state has"):
         made.train()
     assert made.state.global_step == 1
@@ -299,9 +244,11 @@ def test_resume_is_exact(scheme, tmp_path):
 
     whole = run()
     whole.train()
+    health = (tmp_path / HEALTH_FILE).read_text()
     resumed = run()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert records(resumed) == records(whole)
+    assert (tmp_path / HEALTH_FILE).read_text() == health
     assert states_equal(resumed.model, whole.model)
     moments = [made.optimizer.state_dict()["state"] for made in (whole, resumed)]
     for state, other in zip(*(m.values() for m in moments)):
@@ -311,9 +258,9 @@ def test_resume_is_exact(scheme, tmp_path):
 def test_a_run_at_its_end_makes_no_further_step(tmp_path):
     """Trainer would: it asks for the last step after a step."""
     options = {"cls": MetisTrainer, "save_strategy": "steps", "save_steps": 4}
-    whole = trainer(tmp_path, converted(), **options)
+    whole = trainer(tmp_path, converted("nvfp4"), **options)
     whole.train()
-    again = trainer(tmp_path, converted(), **options)
+    again = trainer(tmp_path, converted("nvfp4"), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert again.state.global_step == 4
     assert losses(again) == losses(whole)
@@ -322,7 +269,7 @@ def test_a_run_at_its_end_makes_no_further_step(tmp_path):
 
 def test_load_best_model_at_end(tmp_path):
     made = trainer(
-        tmp_path, converted(split_weight=True), [MetisCallback(health_interval=0)],
+        tmp_path, converted("bf16-split"), [MetisCallback(health_interval=0)],
         save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
         load_best_model_at_end=True, learning_rate=3.0, save_total_limit=2,
         lr_scheduler_type="constant",
@@ -336,31 +283,6 @@ def test_load_best_model_at_end(tmp_path):
     folder = tmp_path / f"checkpoint-{best}"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert states_equal(loaded, made.model)
-
-
-@pytest.mark.slow
-def test_hyperparameter_search(tmp_path):
-    """Each trial converts a fresh model; health goes on being measured."""
-    pytest.importorskip("optuna", reason="Trainer's default search backend")
-    seen = []
-
-    def model_init(trial):
-        schemes = ["metis", "nvidia"]
-        model = converted(trial.suggest_categorical("scheme", schemes) if trial else "metis")
-        seen.append(model.config.quantization_config.scheme)
-        return model
-
-    def space(trial):
-        return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3, 1e-2])}
-
-    made = trainer(tmp_path, model_init, cls=MetisTrainer, max_steps=2)
-    best = made.hyperparameter_search(
-        space, lambda metrics: metrics["eval_loss"], n_trials=2, direction="minimize",
-        backend=HPSearchBackend.OPTUNA,
-    )  # fmt: skip
-    assert best.hyperparameters["scheme"] in ("metis", "nvidia")
-    assert len(seen) == 3  # Trainer builds one model before the search
-    assert metis_values(records(made)[0])
 
 
 @pytest.mark.slow
