@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conversion.test_left_out import SIZES, composite, on_meta
+from conversion.selection_tools import SIZES, composite, on_meta
 from metis_hf import MetisConfig, get_metis_model
 
 GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4}

@@ -7,11 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from metis_hf import MetisConfig
-from metis_hf.conversion.select import select_modules
+from conversion.selection_tools import SIZES, TEXT, composite, on_meta, selected, skipped
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-TEXT = {**SIZES, "intermediate_size": 96, "vocab_size": 64}
 BOTH = {
     "vision_config": {**SIZES, "intermediate_size": 96, "image_size": 16, "patch_size": 4},
     "text_config": TEXT,
@@ -22,21 +19,6 @@ WHISPER = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96, "num_mel_bins": 8, "max_source_positions": 16, "pad_token_id": 0,
 }  # fmt: skip
-
-
-def on_meta(kind: str, **options) -> transformers.PreTrainedModel:
-    cls = getattr(transformers, kind)
-    with torch.device("meta"):
-        return cls(cls.config_class(**options))
-
-
-def composite(decoder: str, **options) -> transformers.PreTrainedModel:
-    encoder = transformers.BertConfig(**TEXT)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        encoder, getattr(transformers, decoder)(**options)
-    )
-    with torch.device("meta"):
-        return transformers.EncoderDecoderModel(config)
 
 
 def musicgen() -> transformers.PreTrainedModel:
@@ -52,8 +34,7 @@ def musicgen() -> transformers.PreTrainedModel:
 
 
 def left_out(model: nn.Module, reason: str = "output head") -> set[str]:
-    skipped = select_modules(model, MetisConfig()).skipped
-    return {name for name, why in skipped.items() if why == reason}
+    return {name for name, why in skipped(model).items() if why == reason}
 
 
 HEADS = {
@@ -92,7 +73,7 @@ def test_heads(name):
 )
 def test_what_is_no_head(kind, options, stays):
     """Linear layers at the top of a model without a task, and everything in a base."""
-    assert stays <= set(select_modules(on_meta(kind, **options), MetisConfig()).linears)
+    assert stays <= selected(on_meta(kind, **options))
 
 
 def test_a_router_by_its_own_name():
@@ -104,6 +85,6 @@ def test_a_router_by_its_own_name():
 @pytest.mark.parametrize("kind", [nn.Sequential, lambda *blocks: nn.ModuleList(blocks)])
 def test_blocks_of_a_model_that_is_the_list(kind):
     model = kind(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
-    selection = select_modules(model, MetisConfig(keep_first_blocks=1, keep_last_blocks=1))
-    assert selection.linears == ("1.0",)
-    assert selection.skipped == {"0.0": "keep_first_blocks=1", "2.0": "keep_last_blocks=1"}
+    options = {"keep_first_blocks": 1, "keep_last_blocks": 1}
+    assert selected(model, **options) == {"1.0"}
+    assert skipped(model, **options) == {"0.0": "keep_first_blocks=1", "2.0": "keep_last_blocks=1"}

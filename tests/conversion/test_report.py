@@ -64,12 +64,21 @@ def test_kinds():
     assert kinds == {"expert"}
 
 
-def test_text_without_what_was_true_at_conversion_alone():
-    report = get_metis_model(llama(), MetisConfig(split_weight=True)).metis_report
-    assert report.max_error > 0
-    assert "split reproduces" in str(report)
-    assert "split reproduces" not in report.text(error=False)
-    assert "rank 32 (14 layers)" in report.text(error=False)
+@pytest.mark.parametrize("split", [False, True])
+def test_text(split):
+    model = get_metis_model(llama(), MetisConfig(split_weight=split))
+    text, later = str(model.metis_report), model.metis_report.text(error=False)
+    assert "14 layers converted" in text
+    assert "output head): lm_head" in text
+    assert ("rank 32 (14 layers)" if split else "rank 32 (4 layers), 48 (10 layers)") in text
+    assert ("split reproduces the weights to" in text) == split
+    assert "split reproduces" not in later  # true at conversion alone
+    assert ("rank 32 (14 layers)" in later) == split
+    # 4.5 bits for a weight; for its share of the factors too, plus s: k = 32 of a 64 x 64 layer.
+    layer = next(x for x in model.metis_report.layers if x.in_features == x.out_features == 64)
+    assert layer.bits_per_weight == pytest.approx(4.5 * 2 + 0.25 if split else 4.5)
+    assert layer.error < 1e-6
+    assert (layer.error > 0) == split
 
 
 def test_tied_parameters_count_once_on_every_device():
