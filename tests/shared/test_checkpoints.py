@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conversion.test_checkpoints import converted, trainer
+from conversion.run_tools import converted, trainer
 
 from metis_hf.lab.model_source import open_checkpoint
 from metis_hf.shared.checkpoints import checkpoint_damage, file_damage, last_checkpoint

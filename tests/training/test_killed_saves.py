@@ -12,7 +12,7 @@ import forked
 import pytest
 import torch
 import transformers
-from conversion.test_checkpoints import (
+from conversion.run_tools import (
     LAYER,
     assert_same,
     converted,
