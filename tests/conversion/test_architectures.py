@@ -1,9 +1,8 @@
 """The life of a model, for each registered scheme and each architecture of transformers.
 
-Convert, gradients, Trainer, save and reload, generate, back to a dense model, copies: every
-architecture goes through all of it, with three schemes by turns. What an architecture meets of a
-scheme is how it stores weights: those ways are crossed with the architectures that differ most, in
-conversion, gradients, saving and reloading, and take turns on the others; other schemes visit one.
+Every architecture is converted, trained, saved and reloaded, generates, is copied, and turns dense.
+What an architecture meets of a scheme is how it stores weights: those ways are crossed with the
+architectures that differ most and take turns on the others; other schemes visit one.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ from metis_hf import (
     to_dense,
 )
 
-# A dense weight under quantization, the same without, and the split form.
-WHOLE_LIFE = ("bf16", "nvidia", "metis")
 # One scheme for each way to store weights and state.
-FORMS = ("nvfp4", "metis-paper", "omniquant", "smoothquant", "svdquant")
-OTHERS = [name for name in scheme_names() if name not in (*WHOLE_LIFE, *FORMS)]
+FORMS = ("nvfp4", "metis-paper", "omniquant", "svdquant")
+OTHERS = [name for name in scheme_names() if name not in FORMS]
 SPLIT = ("bf16-split", "metis-paper", "svdquant")
 # One for each way in which architectures differ: plain, Conv1D, experts, two stacks, no decoder.
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert-masked")
@@ -49,25 +46,6 @@ LOGIT_TOLERANCE = 1e-5
 ORDER_TOLERANCE = 1e-6
 
 
-def pairs(crossed, visiting=(), turns=1):
-    """(scheme, architecture) pairs, or all in a full run.
-
-    Args:
-        crossed: schemes that run on every quick architecture, and by turns on the others.
-        visiting: schemes that run on one quick architecture each.
-        turns: how many of the crossed schemes run on an architecture that is not quick.
-    """
-    others = [name for name in ARCHITECTURES if name not in QUICK]
-    if design.full():
-        found = list(itertools.product((*crossed, *visiting), ARCHITECTURES))
-    else:
-        turn = itertools.cycle(crossed)
-        found = list(itertools.product(crossed, QUICK))
-        found += [(next(turn), name) for name in others for _ in range(turns)]
-        found += zip(visiting, itertools.cycle(QUICK))
-    return parametrized(found)
-
-
 def parametrized(found):
     slow = [() if name in QUICK else pytest.mark.slow for _, name in found]
     return pytest.mark.parametrize(
@@ -75,15 +53,26 @@ def parametrized(found):
     )
 
 
-def by_turns(schemes):
+def crossed(schemes, visiting):
+    """All pairs with quick architectures, other pairs by turns; or all in a full run."""
+    if design.full():
+        return parametrized(list(itertools.product((*schemes, *visiting), ARCHITECTURES)))
+    others = [name for name in ARCHITECTURES if name not in QUICK]
+    return parametrized(
+        [
+            *itertools.product(schemes, QUICK),
+            *zip(itertools.cycle(schemes), others),
+            *zip(visiting, itertools.cycle(QUICK)),
+        ]
+    )
+
+
+def by_turns(*schemes):
     """(scheme, architecture) pairs: each architecture once, or all in a full run."""
     found = list(zip(itertools.cycle(schemes), ARCHITECTURES))
     if design.full():
         found = list(itertools.product(schemes, ARCHITECTURES))
     return parametrized(found)
-
-
-whole_life = by_turns(WHOLE_LIFE)
 
 
 def build(name: str) -> transformers.PreTrainedModel:
@@ -118,11 +107,10 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value - expected).abs().max() / expected.abs().max()).item()
 
 
-@pairs(FORMS, visiting=(*WHOLE_LIFE, *OTHERS), turns=len(FORMS))
-def test_conversion_and_report(scheme, name):
-    architecture, original = ARCHITECTURES[name], build(name)
-    shapes = {key: tuple(value.shape) for key, value in original.named_parameters()}
-    model = converted(name, scheme)
+def check_report(model, scheme: str, name: str) -> None:
+    """What is converted, what is not and why, and how much of the model that is."""
+    architecture = ARCHITECTURES[name]
+    shapes = {key: value.shape for key, value in build(name).named_parameters()}
     layers, report = dict(metis_layers(model)), model.metis_report
     parts = Counter(
         original_name(layer).removesuffix(".weight").rpartition(".")[2] for layer in layers
@@ -131,9 +119,9 @@ def test_conversion_and_report(scheme, name):
     assert report.skipped == architecture.skipped
     assert {layer.name for layer in report.layers} == {key.replace("metis_", "") for key in layers}
     taken = {original_name(layer) for layer in layers}
-    expected = sum(torch.Size(shapes[key]).numel() for key in taken)
+    expected = sum(shapes[key].numel() for key in taken)
     assert report.converted_params == expected
-    assert report.total_params == sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert report.total_params == sum(shape.numel() for shape in shapes.values())
     assert expected / report.total_params >= architecture.share
     assert 0 < report.flops_share < 1  # the head is left out
     split = scheme in SPLIT
@@ -179,24 +167,15 @@ def check_reload(model, architecture: Architecture, directory) -> None:
     assert not getattr(loaded, "is_quantized", False)
 
 
-@whole_life
-def test_gradients(scheme, name):
-    check_gradients(converted(name, scheme), ARCHITECTURES[name])
-
-
-@whole_life
-def test_save_and_reload(scheme, name, tmp_path):
-    check_reload(converted(name, scheme), ARCHITECTURES[name], tmp_path)
-
-
-@pairs(FORMS, visiting=OTHERS)
-def test_short_life(scheme, name, tmp_path):
+@crossed(FORMS, visiting=OTHERS)
+def test_conversion_gradients_and_reload(scheme, name, tmp_path):
     model = converted(name, scheme)
+    check_report(model, scheme, name)
     check_gradients(model, ARCHITECTURES[name])
     check_reload(model, ARCHITECTURES[name], tmp_path)
 
 
-@whole_life
+@by_turns("bf16", "nvidia", "metis")
 def test_trainer(scheme, name, tmp_path):
     """Two steps of the stock Trainer, with the callback: finite losses, every layer moves."""
     architecture, model = ARCHITECTURES[name], converted(name, scheme)
@@ -206,19 +185,13 @@ def test_trainer(scheme, name, tmp_path):
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            max_steps=2,
-            per_device_train_batch_size=4,
-            learning_rate=1e-3,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
+            str(tmp_path), use_cpu=True, max_steps=2, per_device_train_batch_size=4,
+            learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none",
             disable_tqdm=True,
         ),
         train_dataset=rows,
         callbacks=[MetisCallback(health_interval=2 if scheme == "metis" else 0)],
-    )
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -233,23 +206,7 @@ def test_trainer(scheme, name, tmp_path):
     assert any("experts" in key for key in moved) is architecture.mixture
 
 
-@whole_life
-def test_generate(scheme, name):
-    """Greedy decoding with a cache: the same twice, of the length asked for."""
-    architecture = ARCHITECTURES[name]
-    if not architecture.generates:
-        pytest.skip("no generation")
-    model = converted(name, scheme).eval()
-    prompt = tokens(rows=2)[:, :6]
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    mask = torch.ones_like(prompt)
-    first = model.generate(prompt, attention_mask=mask, **options)
-    start = 1 if model.config.is_encoder_decoder else prompt.shape[1]
-    assert first.shape == (2, start + 4)
-    assert torch.equal(model.generate(prompt, attention_mask=mask, **options), first)
-
-
-@whole_life
+@by_turns("bf16", "metis-paper", "nvidia")
 def test_to_dense(scheme, name, tmp_path):
     """A plain model with the represented weights; its checkpoint needs nothing of this package."""
     architecture, original = ARCHITECTURES[name], build(name)
@@ -290,8 +247,19 @@ def test_to_dense(scheme, name, tmp_path):
     assert torch.equal(logits(plain, architecture), outputs)
 
 
-@whole_life
-def test_deepcopy_and_pickle(scheme, name):
+def check_generation(model) -> None:
+    """Greedy decoding with a cache: the same twice, of the length asked for."""
+    prompt = tokens(rows=2)[:, :6]
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    mask = torch.ones_like(prompt)
+    first = model.generate(prompt, attention_mask=mask, **options)
+    start = 1 if model.config.is_encoder_decoder else prompt.shape[1]
+    assert first.shape == (2, start + 4)
+    assert torch.equal(model.generate(prompt, attention_mask=mask, **options), first)
+
+
+@by_turns("nvidia", "metis", "metis-paper")
+def test_copies_and_generation(scheme, name):
     """Copies compute the same and share nothing with the original, mask of the batch included."""
     architecture, model = ARCHITECTURES[name], converted(name, scheme)
     expected = logits(model, architecture)
@@ -301,9 +269,11 @@ def test_deepcopy_and_pickle(scheme, name):
         assert storage.isdisjoint(param.data_ptr() for param in twin.parameters())
         masks = {id(layer.token_mask) for _, layer in metis_layers(model)}
         assert masks.isdisjoint(id(layer.token_mask) for _, layer in metis_layers(twin))
+    if architecture.generates:
+        check_generation(model)
 
 
-@by_turns(["bf16"])
+@by_turns("bf16")
 def test_bf16_is_the_unconverted_model(scheme, name):
     """Logits and gradients, bit for bit.
 
