@@ -9,27 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, llama
 from torch import nn
 
+from layers.mask_tools import THREADS, batches, llama_with, masks_of, t5
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.layers.token_mask import TokenMask
 
-THREADS, ROUNDS, LENGTH = 3, 2, 24
+ROUNDS = 2
 SCHEMES = ("metis", "mean")  # both depend on which rows are padding
-
-
-def batches() -> list[dict[str, torch.Tensor]]:
-    """Of one shape, each with its own padding; the last two differ in nothing else."""
-    generator = torch.Generator().manual_seed(7)
-    made = []
-    for index in range(THREADS):
-        ids = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
-        if index == THREADS - 1:
-            ids = made[-1]["input_ids"]
-        mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH - 5 * index], [20]])).long()
-        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
-    return made
 
 
 def in_threads(work: Callable[[int], object], count: int = THREADS) -> list:
@@ -63,22 +50,13 @@ def together(model, count: int = THREADS):
     return model.model.embed_tokens.register_forward_hook(wait)
 
 
-def model_for(scheme: str, checkpointing: bool = False):
-    torch.manual_seed(0)
-    model = get_metis_model(llama(), MetisConfig(scheme=scheme)).train()
-    if checkpointing:
-        options = {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    return model
-
-
 def same(a, b) -> bool:
     return all(map(torch.equal, a, b))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_threads_that_evaluate_one_model(scheme):
-    model, inputs = model_for(scheme).eval(), batches()
+    model, inputs = llama_with(scheme).eval(), batches()
     with torch.no_grad():
         alone = [model(**batch).logits for batch in inputs]
         unmasked = model(input_ids=inputs[1]["input_ids"]).logits
@@ -96,11 +74,10 @@ def test_threads_that_evaluate_one_model(scheme):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "checkpointing"), [("metis", True), ("mean", False)])
 def test_threads_that_differentiate_one_model(scheme, checkpointing):
     """A recomputed layer gets the mask of its own call, whoever has begun another since."""
-    model, inputs = model_for(scheme, checkpointing), batches()
+    model, inputs = llama_with(scheme, checkpointing), batches()
     params = list(model.parameters())
 
     def gradients(index):
@@ -136,11 +113,10 @@ def replicas_of(model: nn.Module, count: int) -> list[tuple[nn.Module, list[torc
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "checkpointing"), [("metis", True), ("mean", False)])
 def test_replicas_of_data_parallel(scheme, checkpointing):
     """New threads for each forward pass, and one backward pass through all of them elsewhere."""
-    model, inputs = model_for(scheme, checkpointing), batches()[:-1]
+    model, inputs = llama_with(scheme, checkpointing), batches()[:-1]
 
     def step(run):
         """Losses and gradients; of each replica, since their sum has no fixed order."""
@@ -159,7 +135,7 @@ def test_replicas_of_data_parallel(scheme, checkpointing):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_a_call_is_remembered_as_long_as_its_graph():
-    model, (first, second, *_) = model_for("metis", checkpointing=True), batches()
+    model, (first, second, *_) = llama_with("metis", checkpointing=True), batches()
     mask = next(layer for _, layer in metis_layers(model)).token_mask
 
     def remembered():
@@ -188,12 +164,7 @@ def test_a_pickled_one_shares_nothing():
 
 
 def test_keys_and_values_of_cross_attention_read_the_encoders_tokens():
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1,
-                              num_heads=2, decoder_start_token_id=0)
-    )  # fmt: skip
-    get_metis_model(t5, MetisConfig(scheme="metis", rank=4))
-    layers = dict(metis_layers(t5))
+    layers = dict(metis_layers(t5()))
     cross = "decoder.block.0.layer.1.EncDecAttention"
     of_encoder = layers["encoder.block.0.layer.0.SelfAttention.q"].token_mask
     of_decoder = layers["decoder.block.0.layer.0.SelfAttention.k"].token_mask
@@ -204,7 +175,7 @@ def test_keys_and_values_of_cross_attention_read_the_encoders_tokens():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_positional_mask_is_the_mask(scheme):
-    model, batch = model_for(scheme), batches()[1]
+    model, batch = llama_with(scheme), batches()[1]
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with torch.no_grad():
         wanted = model(input_ids=ids, attention_mask=mask).logits
@@ -214,46 +185,30 @@ def test_a_positional_mask_is_the_mask(scheme):
 
 def test_layers_that_read_one_tensor_have_one_mask():
     """So they share what was encoded of it: four inputs of a block, read by seven layers."""
-    model, batch = model_for("metis"), batches()[1]
-    seen = {}
-
-    def note(name):
-        def hook(layer, args):
-            seen.setdefault(name, layer.row_mask(args[0]))
-
-        return hook
-
-    for name, layer in metis_layers(model):
-        layer.register_forward_pre_hook(note(name))
+    model, batch = llama_with("metis"), batches()[1]
     with torch.no_grad():
-        model(**batch)
+        seen = masks_of(model, lambda: model(**batch))
     assert len(seen) == 14
     assert len({id(mask) for mask in seen.values()}) == 1
 
 
 def test_a_decoder_without_a_mask_has_the_rows_with_labels():
     """As transformers' collators leave batches: labels of -100, and no mask for them."""
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1,
-                              num_heads=2, decoder_start_token_id=0, pad_token_id=0)
-    )  # fmt: skip
-    get_metis_model(t5, MetisConfig(scheme="metis", rank=4))
-    layer = dict(metis_layers(t5))["decoder.block.0.layer.0.SelfAttention.q"]
-    seen = []
-    layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.row_mask(args[0])))
+    model = t5()
     ids, labels = torch.ones(2, 5, dtype=torch.long), torch.full((2, 4), 3)
     labels[1, 2:] = -100
-    t5(input_ids=ids, labels=labels)
-    t5(input_ids=ids, labels=labels, decoder_attention_mask=torch.ones(2, 4))
-    assert seen[0].tolist() == [True] * 6 + [False] * 2
-    assert seen[1].all()
+
+    def mask(**inputs):
+        seen = masks_of(model, lambda: model(input_ids=ids, **inputs))
+        return seen["decoder.block.0.layer.0.SelfAttention.q"]
+
+    assert mask(labels=labels).tolist() == [True] * 6 + [False] * 2
+    assert mask(labels=labels, decoder_attention_mask=torch.ones(2, 4)).all()
     # Trainer takes labels away where it smooths them; the last token's row is one more.
-    tokens = t5.prepare_decoder_input_ids_from_labels(labels)
-    t5(input_ids=ids, decoder_input_ids=tokens)
-    assert seen[2].tolist() == [True] * 7 + [False]
-    t5.eval()
-    t5(input_ids=ids, decoder_input_ids=tokens)
-    assert seen[3] is None
+    tokens = model.prepare_decoder_input_ids_from_labels(labels)
+    assert mask(decoder_input_ids=tokens).tolist() == [True] * 7 + [False]
+    model.eval()
+    assert mask(decoder_input_ids=tokens) is None
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.zeros(2, 3), None], ids=str)
@@ -265,9 +220,7 @@ def test_a_decoder_that_is_given_the_encoders_tokens_has_their_mask(labels):
                                 encoder_ffn_dim=48, decoder_ffn_dim=48, num_labels=3)
     )  # fmt: skip
     get_metis_model(bart, MetisConfig(scheme="metis", rank=4))
-    seen = []
-    layer = dict(metis_layers(bart))["model.decoder.layers.0.fc1"]
-    layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.row_mask(args[0])))
     ids = torch.tensor([[5, 6, 2, 1, 1, 1], [5, 6, 7, 8, 9, 2]])
-    bart(input_ids=ids, attention_mask=(ids != 1).long(), labels=labels)
-    assert seen[0].tolist() == [True] * 4 + [False] * 2 + [True] * 6
+    batch = {"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": labels}
+    seen = masks_of(bart, lambda: bart(**batch))["model.decoder.layers.0.fc1"]
+    assert seen.tolist() == [True] * 4 + [False] * 2 + [True] * 6

@@ -7,33 +7,9 @@ import copy
 import peft
 import pytest
 import torch
-import transformers
-from conftest import VOCAB, llama
 
-from layers.test_token_mask import batches
-from metis_hf import MetisConfig, get_metis_model, metis_layers, to_dense
-
-
-def converted(scheme="metis"):
-    torch.manual_seed(0)
-    return get_metis_model(llama(), MetisConfig(scheme=scheme, rank=4))
-
-
-def masks_of(model, call):
-    """The rows of tokens that each layer is told of in call(), by name."""
-    seen = {}
-
-    def note(name):
-        return lambda layer, args: seen.__setitem__(name, layer.row_mask(args[0]))
-
-    hooks = [
-        layer.register_forward_pre_hook(note(name), prepend=True)
-        for name, layer in metis_layers(model)
-    ]
-    call()
-    for hook in hooks:
-        hook.remove()
-    return seen
+from layers.mask_tools import batches, llama_with, masks_of, t5
+from metis_hf import metis_layers, to_dense
 
 
 def all_are(seen, mask):
@@ -44,7 +20,7 @@ def all_are(seen, mask):
 class TestCopies:
     def test_of_a_layer_in_modules_to_save(self):
         config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj", "k_proj"])
-        model = peft.get_peft_model(converted(), config).train()
+        model = peft.get_peft_model(llama_with("metis"), config).train()
         batch = batches()[1]
         seen = masks_of(model, lambda: model(**batch))
         assert sum("modules_to_save" in name for name in seen) == 4
@@ -52,7 +28,7 @@ class TestCopies:
 
     def test_of_replicated_layers(self):
         config = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
-        model = peft.get_peft_model(converted(), config).train()
+        model = peft.get_peft_model(llama_with("metis"), config).train()
         batch = batches()[1]
         seen = masks_of(model, lambda: model(**batch))
         assert len(seen) == 4 * 7
@@ -60,7 +36,7 @@ class TestCopies:
 
     @pytest.mark.parametrize("part", ["model", "inner model"])
     def test_of_a_model_have_a_mask_of_their_own(self, part):
-        model = converted()
+        model = llama_with("metis")
         whole = model if part == "model" else model.model
         other = copy.deepcopy(whole)
         of_model, of_copy = ({id(m.token_mask) for _, m in metis_layers(x)} for x in (model, other))
@@ -82,7 +58,7 @@ class TestCopies:
 
 class TestCalls:
     def test_of_the_model_inside(self):
-        model, batch = converted().train(), batches()[1]
+        model, batch = llama_with("metis"), batches()[1]
         ids, mask = batch["input_ids"], batch["attention_mask"]
         assert all_are(masks_of(model, lambda: model.model(ids, attention_mask=mask)), mask)
         assert all_are(masks_of(model, lambda: model.model(ids, mask)), mask)
@@ -96,9 +72,7 @@ class TestCalls:
         ids, mask = batches()[1]["input_ids"], batches()[1]["attention_mask"]
 
         def gradients(checkpointing, told=True):
-            model = converted("mean").train()
-            if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model = llama_with("mean", checkpointing)
             for _, layer in metis_layers(model):
                 layer.token_mask = layer.token_mask if told else None
             states = model.model(ids, attention_mask=mask).last_hidden_state
@@ -111,29 +85,25 @@ class TestCalls:
 
     def test_of_an_encoder_alone(self):
         """As `generate` does. The decoder's own mask is no mask for what reads the encoder."""
-        t5 = transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=1,
-                                  num_heads=2, decoder_start_token_id=0)
-        )  # fmt: skip
-        get_metis_model(t5, MetisConfig(scheme="metis", rank=4))
+        model = t5()
         ids, mask = batches()[1]["input_ids"], batches()[1]["attention_mask"]
         states = []
-        encode = lambda: states.append(t5.encoder(ids, attention_mask=mask)[0])  # noqa: E731
-        assert all_are(masks_of(t5, encode), mask)
+        encode = lambda: states.append(model.encoder(ids, attention_mask=mask)[0])  # noqa: E731
+        assert all_are(masks_of(model, encode), mask)
         options = {"encoder_hidden_states": states[0], "encoder_attention_mask": mask}
-        decode = lambda: t5.decoder(ids, attention_mask=mask.flip(1), **options)  # noqa: E731
-        assert set(masks_of(t5, decode).values()) == {None}
+        decode = lambda: model.decoder(ids, attention_mask=mask.flip(1), **options)  # noqa: E731
+        assert set(masks_of(model, decode).values()) == {None}
 
     def test_after_a_prefix(self):
         """The mask has columns for the prefix, which is no row of any layer."""
-        base = converted().train()
+        base = llama_with("metis")
         config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
         model, batch = peft.get_peft_model(base, config), batches()[1]
         seen = masks_of(model, lambda: model(**batch))
         assert all_are(seen, batch["attention_mask"])
 
     def test_after_tokens_in_a_cache(self):
-        model, batch = converted().eval(), batches()[1]
+        model, batch = llama_with("metis").eval(), batches()[1]
         ids, mask = batch["input_ids"], batch["attention_mask"].flip(1)
         cache = model(ids[:, :16], attention_mask=mask[:, :16]).past_key_values
         rest = {"input_ids": ids[:, 16:], "attention_mask": mask, "past_key_values": cache}
@@ -141,7 +111,7 @@ class TestCalls:
 
     def test_of_the_model_inside_after_an_interrupt(self):
         """Torch calls no hook after Ctrl-C, so that the mask of the call is left behind."""
-        model, batch = converted().train(), batches()[1]
+        model, batch = llama_with("metis"), batches()[1]
         ids, mask = batch["input_ids"], batch["attention_mask"]
 
         def interrupt(module, args):
@@ -155,7 +125,7 @@ class TestCalls:
         assert all_are(masks_of(model, lambda: model.model(ids, attention_mask=other)), other)
 
     def test_to_dense_takes_all_hooks_off(self):
-        model = to_dense(converted())
+        model = to_dense(llama_with("metis"))
         for module in model.modules():
             assert not module._forward_pre_hooks
             assert not module._forward_hooks
