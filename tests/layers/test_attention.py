@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from design import cases
 from reference import fake_quantize
 
 from layers.attention_tools import (
@@ -130,8 +131,7 @@ def seen(monkeypatch):
 class TestQuantized:
     """The whole of it: what enters each product, and what softmax makes of it."""
 
-    @pytest.mark.parametrize("name", OPTIONS)
-    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "mxfp4"])
+    @cases({"name": list(OPTIONS)}, rotated={"scheme": ["nvfp4-rne", "mxfp4"]})
     def test_chain(self, scheme, name, seen):
         """Each link starts from the one before as it was computed; see `layer_reference`."""
         products, x = products_of(scheme, **NEAREST), heads()
@@ -177,18 +177,7 @@ class TestQuantized:
         dk = (ds_rows.mT @ q_rows).view(2, 2, 2, 13, 8).sum(2)
         torch.testing.assert_close(x.k.grad.double(), dk, rtol=1e-4, atol=1e-6)
 
-    def test_one_tensor_scale_for_all_heads_and_sequences(self, seen):
-        """A large value in one head coarsens another's zeros nowhere but in its block scales."""
-        products, x = products_of("nvfp4-rne", **NEAREST), heads()
-        with torch.no_grad():
-            x.q[0, 0, 0, 0] = 1e6
-            products.attend(*x, scaling=0.1)
-        whole = fake_quantize(array(x.q), dim=-1).values
-        alone = fake_quantize(array(x.q[1]), dim=-1).values
-        assert np.array_equal(array(seen[0].after).reshape(whole.shape), whole)
-        assert not np.array_equal(whole[1], alone)
-
-    @pytest.mark.parametrize("scheme", ["nvfp4", "quartet2", "four-over-six"])
+    @pytest.mark.parametrize("scheme", ["nvfp4", "four-over-six"])
     def test_masked_probabilities_stay_zero(self, scheme, seen):
         """Under stochastic rounding too; and so the output does not see them."""
         products, x = products_of(scheme), heads(q=40, k=40)
@@ -210,7 +199,7 @@ class TestQuantized:
         assert all(leaf.grad.isfinite().all() for leaf in x)
         assert (x.q.grad[1, :, 4] == 0).all()
 
-    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "nvfp4", "nvidia", "quartet2", "mxfp4"])
+    @pytest.mark.parametrize("scheme", ["nvfp4-rne", "quartet2", "mxfp4"])
     def test_bf16_applies_tensor_scales_to_the_product(self, scheme):
         """Codes times block scales are exact in bf16, so only the sum is rounded, once."""
         products = products_of(scheme, **NEAREST)
@@ -237,18 +226,6 @@ class TestQuantized:
         out, _ = products.attend(*x, scaling=0.3)
         out.sum().backward()
         assert out.shape == (0, 4, 13, 8)
-
-    def test_passes_in_high_precision(self, seen):
-        for passes, exact in (("forward", (0, 1)), ("backward", (2, 3, 4, 5))):
-            seen.clear()
-            products, x = products_of("nvfp4-rne", high_precision=(passes,)), heads()
-            products.attend(*x, scaling=0.3)[0].square().sum().backward()
-            unchanged = set()
-            for call in seen:
-                rows, columns = call.before.shape[-2:]
-                if torch.equal(call.before, call.after[..., :rows, :columns]):
-                    unchanged.add(call.role)
-            assert unchanged == set(exact)
 
 
 class TestNoise:
@@ -281,16 +258,16 @@ class TestNoise:
         products.product(a, b, "context", torch.float32)
         assert not torch.equal(seen[0].after, seen[2].after)
 
-    @pytest.mark.parametrize("scheme", sorted(ACCEPTED))
-    def test_evaluation_has_none(self, scheme):
-        products = products_of(scheme).eval()
-        for role in Role:
-            quantizer = products.active_scheme().resolve(role)[1].quantizer
-            assert quantizer is None or not quantizer.needs_noise
+    def test_evaluation_has_none(self):
         x = heads()
-        one, other = (AttentionProducts(products.config, name).eval() for name in "ab")
-        found = [module.attend(*x, scaling=0.3)[0] for module in (one, other)]
-        assert torch.equal(*found)
+        for scheme in ACCEPTED:
+            products = products_of(scheme).eval()
+            for role in Role:
+                quantizer = products.active_scheme().resolve(role)[1].quantizer
+                assert quantizer is None or not quantizer.needs_noise
+            one, other = (AttentionProducts(products.config, name).eval() for name in "ab")
+            found = [module.attend(*x, scaling=0.3)[0] for module in (one, other)]
+            assert torch.equal(*found)
 
 
 def test_gradients_of_attn_qat():
@@ -322,25 +299,18 @@ def test_gradients_of_attn_qat():
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-class TestRefusals:
-    def test_second_derivatives(self):
-        products, x = products_of("nvfp4-rne"), heads()
-        out, _ = products.attend(*x, scaling=0.3)
-        (grad,) = torch.autograd.grad(out.square().sum(), x.q, create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivatives"):
-            grad.sum().backward()
-
-    def test_batched_gradients(self):
-        products, x = products_of("nvfp4-rne"), heads()
-        out, _ = products.attend(*x, scaling=0.3)
-        dy = torch.randn(3, *out.shape)
-        with pytest.raises(NotImplementedError, match="batched gradients"):
-            torch.autograd.grad(out, x.q, dy, is_grads_batched=True)
-
-    def test_torch_func_names_the_module(self):
-        products, x = products_of("nvfp4-rne"), heads()
-        with pytest.raises(NotImplementedError, match=r"^model\.attention inside torch\.func"):
-            torch.func.grad(lambda q: products.attend(q, x.k, x.v, scaling=0.3)[0].sum())(x.q)
+def test_derivatives_that_are_refused():
+    products, x = products_of("nvfp4-rne"), heads()
+    out, _ = products.attend(*x, scaling=0.3)
+    with pytest.raises(NotImplementedError, match="batched gradients"):
+        torch.autograd.grad(
+            out, x.q, torch.randn(3, *out.shape), is_grads_batched=True, retain_graph=True
+        )
+    (grad,) = torch.autograd.grad(out.square().sum(), x.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        grad.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"^model\.attention inside torch\.func"):
+        torch.func.grad(lambda q: products.attend(q, x.k, x.v, scaling=0.3)[0].sum())(x.q)
 
 
 def test_no_parameters_and_no_state():

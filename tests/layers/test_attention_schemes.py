@@ -23,38 +23,35 @@ from metis_hf.operands import Identity, Operand, Requantized
 from metis_hf.schemes import Role, Scheme
 from metis_hf.schemes.noise_keys import CallKeys
 
+REASONS = {
+    "metis": "splits tensors",
+    "svdquant": "splits tensors",
+    "omniquant": "trains factors beside a weight",
+    "w4a4": r"keeps a state \(StaticScales\)",
+    "smoothquant": r"keeps a state \(Smoothing\)",
+    "tetrajet2": r"keeps a state \(Oscillation\)",
+    "quarot": "rotates operands of the forward pass",
+    "ufp4": "rotates operands of the forward pass",
+    "averis": r"has a conditioner \(MeanRemoved\)",
+    "occ": r"has a conditioner \(Clamped\)",
+}
+
 
 class TestSchemes:
-    @pytest.mark.parametrize("scheme", scheme_names())
-    def test_accepted_or_refused_by_name(self, scheme):
-        if scheme in ACCEPTED:
+    def test_accepted(self):
+        for scheme in ACCEPTED:
             built = build_attention_scheme(MetisConfig(attention=scheme))
             tiles = {built.resolve(r)[1].quantizer.tile.value for r in Role if scheme != "bf16"}
             assert tiles <= {"row"}
             reused = [role for role in Role if built.reuses(role)]
             assert not reused or scheme == "bf16"
-            return
-        with pytest.raises(ValueError, match=rf"^attention='{scheme}' cannot .* since it .*nvfp4"):
-            build_attention_scheme(MetisConfig(attention=scheme))
 
-    @pytest.mark.parametrize(
-        ("scheme", "reason"),
-        [
-            ("metis", "splits tensors"),
-            ("svdquant", "splits tensors"),
-            ("omniquant", "trains factors beside a weight"),
-            ("w4a4", r"keeps a state \(StaticScales\)"),
-            ("smoothquant", r"keeps a state \(Smoothing\)"),
-            ("tetrajet2", r"keeps a state \(Oscillation\)"),
-            ("quarot", "rotates operands of the forward pass"),
-            ("ufp4", "rotates operands of the forward pass"),
-            ("averis", r"has a conditioner \(MeanRemoved\)"),
-            ("occ", r"has a conditioner \(Clamped\)"),
-        ],
-    )
-    def test_reasons(self, scheme, reason):
-        with pytest.raises(ValueError, match=reason):
-            build_attention_scheme(MetisConfig(attention=scheme))
+    def test_all_others_are_refused_by_name(self):
+        for scheme in {*scheme_names()} - ACCEPTED:
+            reason = REASONS.get(scheme, "")
+            message = rf"^attention='{scheme}' cannot .* since it .*{reason}.*nvfp4"
+            with pytest.raises(ValueError, match=message):
+                build_attention_scheme(MetisConfig(attention=scheme))
 
     def test_unknown_scheme_and_foreign_format(self):
         with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
@@ -68,6 +65,10 @@ class TestSchemes:
         )
         quantizer = build_attention_scheme(config).fprop_weight.quantizer
         assert (quantizer.fmt.name, quantizer.rounding.value) == ("int4", "nearest")
+        for passes, exact in (("forward", {0, 1}), ("backward", {2, 3, 4, 5})):
+            scheme = build_attention_scheme(config.replace(high_precision=(passes,)))
+            operands = {role: scheme.resolve(role)[1] for role in Role}
+            assert {role for role in Role if operands[role].quantizer is None} == exact
 
     def test_bf16_quantizes_nothing(self):
         assert products_of("bf16").active_scheme().is_high_precision
