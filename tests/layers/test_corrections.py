@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from design import cases
 from torch import nn
 
 from layers.layer_tools import NEAREST, STOCHASTIC, key_values, layer_of, record
@@ -16,7 +17,7 @@ from metis_hf.layers.make import convert_linear
 from metis_hf.schemes import Role, Scheme, build_scheme
 
 TOKENS, IN, OUT, RANK = 96, 128, 80, 8
-MODES = pytest.mark.parametrize("mode", ["shared", "contraction"])
+MODES = ["shared", "contraction"]
 FORMS = pytest.mark.parametrize("split", [None, True], ids=["split at use", "stored split"])
 CORRECTABLE = tuple(Role)[:-1]
 CORRECTED_BY = {  # of metis: the tensor that is split, and what it corrects
@@ -33,6 +34,10 @@ RESULTS = {  # the GEMM that a role's operand is in
     Role.DGRAD_WEIGHT: "dx",
     Role.WGRAD_GRAD_OUTPUT: "dw",
 }
+
+
+def name_of(level):
+    return getattr(level, "name", str(level))
 
 
 def steep(rows, columns, seed=0):
@@ -122,10 +127,8 @@ def added(layer, role, x=X[0], dy=DY[0]):
     }[role]()
 
 
-@MODES
-@FORMS
-@pytest.mark.parametrize("role", CORRECTABLE, ids=lambda role: role.name)
 class TestEachOperand:
+    @cases({"role": CORRECTABLE, "split": [None, True]}, rotated={"mode": MODES}, ids=name_of)
     def test_is_the_formula(self, role, mode, split):
         """And the two other GEMMs are as they were."""
         layer = metis_layer(operand_mode=mode, split_weight=split)
@@ -139,6 +142,7 @@ class TestEachOperand:
             size = exact()[name].abs().max().item()
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * size)
 
+    @cases({"role": CORRECTABLE}, rotated={"mode": MODES, "split": [None, True]}, ids=name_of)
     def test_reduces_the_error_where_the_other_operand_is_large(self, role, mode, split):
         """The error of a random operand; in the directions of the 8, and nothing lost elsewhere."""
         g = torch.Generator().manual_seed(5)
@@ -173,26 +177,9 @@ class TestEachOperand:
         assert norm(passes["with"], small) < 1.2 * norm(passes["without"], small)
 
 
-@MODES
-@FORMS
-def test_all_together(mode, split):
-    layer = metis_layer(operand_mode=mode, split_weight=split)
-    assert layer.scheme.corrected == CORRECTED
-    found = one_pass(layer)
-    sums = {role: added(layer, role) for role in CORRECTED}
-    without = one_pass(correcting(layer, ()))
-    for name, value in found.items():
-        expected = without[name] + sum(
-            value for role, value in sums.items() if RESULTS[role] == name
-        )
-        size = exact()[name].abs().max().item()
-        torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * size)
-
-
-@MODES
-def test_gradients_stay_unbiased(mode):
+def test_gradients_stay_unbiased():
     """dy_hat w_hat + Q(..) has the mean dy w_hat: nothing clips in either quantizer."""
-    layer = metis_layer(operand_mode=mode)
+    layer = metis_layer(operand_mode="contraction")
     params = [p.detach() for p in layer.weight_params()]
     errors = []
     for seed in range(100):
@@ -207,29 +194,12 @@ def test_gradients_stay_unbiased(mode):
 
 
 @FORMS
-@pytest.mark.parametrize("shape", [(0, IN), (2, 0, IN)])
-def test_empty_inputs(split, shape):
+def test_few_tokens_and_rows_of_zeros(split):
     layer = metis_layer(split_weight=split)
-    x = torch.zeros(shape, requires_grad=True)
-    y = layer(x)
-    assert y.shape == (*shape[:-1], OUT)
-    y.sum().backward()
-    assert x.grad.shape == shape
-    assert all(not p.grad.any() for p in layer.parameters())
-
-
-@FORMS
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_fewer_tokens_than_directions(split, tokens):
-    layer = metis_layer(split_weight=split)
-    results = one_pass(layer, X[0][:tokens], DY[0][:tokens])
-    for name, target in exact(X[0][:tokens], W[0], DY[0][:tokens]).items():
-        assert (results[name] - target).norm() < 0.1 * target.norm()
-
-
-@FORMS
-def test_a_row_of_zeros_stays_zero(split):
-    layer = metis_layer(split_weight=split)
+    for tokens in (1, 5):  # fewer than there are directions
+        results = one_pass(layer, X[0][:tokens], DY[0][:tokens])
+        for name, target in exact(X[0][:tokens], W[0], DY[0][:tokens]).items():
+            assert (results[name] - target).norm() < 0.1 * target.norm()
     x = X[0].clone()
     x[3] = 0
     assert not layer(x)[3].any()
