@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -49,7 +50,6 @@ def in_one_mode(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return thinned(pairs, lambda pair: chosen.get(pair[0], pair[1]) == pair[1])
 
 
-FP4_ONE_MODE = in_one_mode(FP4_SCHEME_MODES)
 PREFERRED = (MetisConfig().scheme, "nvfp4")  # the default, and the plainest
 NEAREST = {"forward_rounding": "nearest", "backward_rounding": "nearest"}
 STOCHASTIC = {"forward_rounding": "stochastic", "backward_rounding": "stochastic"}
@@ -72,6 +72,16 @@ def layer_of(
     return linear, convert_linear(copy.deepcopy(linear), config, name=name).train()
 
 
+def autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """With a dominant direction and columns of different size, as in a network."""
+    x = torch.randn(rows, columns) + 2 * torch.randn(rows, 1) * torch.randn(1, columns)
+    return (x * torch.logspace(0, -1, columns)).to(dtype)
+
+
 def of_each_kind(schemes: Iterable[str]) -> list[str]:
     """Return one scheme of each kind: for what whole models and trainers meet of a scheme.
 
@@ -87,6 +97,38 @@ def of_each_kind(schemes: Iterable[str]) -> list[str]:
         kind = (repr(layer.weight_form), state, masked, scheme.startswith("bf16"))
         chosen.setdefault(kind, scheme)
     return named(schemes, chosen.values())
+
+
+def structure(scheme: str, mode: str) -> tuple[object, ...]:
+    """What a layer's code sees of a scheme: copies, conditioners, the weight's form, the state."""
+    built = layer_of(scheme, mode)[1].scheme
+    operands = []
+    for role in Role:
+        used, operand = built.resolve(role)
+        conditioner = operand.conditioner
+        inner = getattr(conditioner, "second", getattr(conditioner, "inner", None))
+        quantized = operand.quantizer is not None
+        operands.append((used, quantized, type(conditioner), type(inner)))
+    form = built.weight
+    exact = form.is_split and (form.compensated, form.exact_factors)
+    return (*operands, type(form), exact, type(built.state), built.corrected)
+
+
+def of_each_structure(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return a scheme and mode of each structure: for what no format and no rounding decides.
+
+    In a full run it is all of them.
+    """
+    pairs = list(pairs)
+    chosen: dict[tuple[object, ...], tuple[str, str]] = {}
+    for pair in pairs:
+        chosen.setdefault(structure(*pair), pair)
+    return named(pairs, chosen.values())
+
+
+STRUCTURES = of_each_structure(in_one_mode(SCHEME_MODES))
+FP4_STRUCTURES = of_each_structure(in_one_mode(FP4_SCHEME_MODES))
+FP4_ONE_MODE = in_one_mode(FP4_SCHEME_MODES)
 
 
 def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:

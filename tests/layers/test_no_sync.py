@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layers.layer_tools import SCHEME_MODES, layer_of
+from layers.layer_tools import SCHEME_MODES, STRUCTURES, layer_of
 from metis_hf import MetisConfig, get_metis_model, noise, reuse_weights
 from metis_hf.numerics import FORMATS, Quantizer
 from metis_hf.numerics.formats import SCALE_E4M3, BlockFormat, CodebookFormat
@@ -83,7 +83,7 @@ def step_of_a_layer(layer, row_mask=None, optimizer=torch.optim.SGD):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @cases(
-    {"scheme, mode": SCHEME_MODES},
+    {"scheme, mode": STRUCTURES},
     rotated={"masked": [False, True], "reuses": [False, True]},
 )
 def test_a_layer(scheme, mode, masked, reuses):
@@ -104,16 +104,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@cases({"name": list(OPTIONS)}, rotated={"masked": [False, True]})
 def test_options_of_metis(name, masked):
     options = dict(OPTIONS[name])
     _, layer = layer_of("metis", options.pop("operand_mode", None), i=64, o=48, **options)
     step_of_a_layer(layer, torch.ones(96, dtype=torch.bool) if masked else None)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("name", [*FORMATS, "codebook"])
+@cases({"name": [*FORMATS, "codebook"]}, rotated={"rounding": ["nearest", "stochastic"]})
 def test_formats(name, rounding):
     """Tables of a format's values are made once and kept."""
     values = CodebookFormat("five", (-1.0, -0.4, 0.0, 0.4, 1.0))
@@ -139,32 +137,27 @@ def test_compiled_kernels_keep_the_words_of_a_key():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("scheme", "mode"), SCHEME_MODES)
-def test_a_layer_on_cuda(scheme, mode):
+@pytest.mark.parametrize("kernels", ["reference", None])  # None: those that a GPU's user gets
+def test_layers_on_cuda(kernels):
     """The second step of each scheme, as CUDA itself sees it."""
-    _, layer = layer_of(scheme, mode, i=64, o=48)
-    layer = layer.cuda()
-    optimizer = torch.optim.AdamW(layer.parameters(), capturable=True)
-    x = torch.randn(96, 64, device="cuda", requires_grad=True)
-    mask = torch.ones(96, dtype=torch.bool, device="cuda")
-
-    def step() -> None:
-        layer(x, mask).sum().backward()
-        optimizer.step()
-
-    for kernels in ("reference", None):  # None: those that a GPU's user gets
+    for scheme, mode in SCHEME_MODES:
+        layer = layer_of(scheme, mode, i=64, o=48)[1].cuda()
+        optimizer = torch.optim.AdamW(layer.parameters(), capturable=True)
+        x = torch.randn(96, 64, device="cuda", requires_grad=True)
+        mask = torch.ones(96, dtype=torch.bool, device="cuda")
         with use_kernels(kernels):
-            step()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            for waiting in ("default", "error"):
+                torch.cuda.set_sync_debug_mode(waiting)
+                try:
+                    layer(x, mask).sum().backward()
+                    optimizer.step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("scheme", ["nvidia", "metis", "smoothquant"])
+@pytest.mark.parametrize("scheme", ["metis", "smoothquant"])
 def test_a_model_and_its_optimizer(scheme):
-    model = get_metis_model(llama().to("meta"), MetisConfig(scheme=scheme))
+    model = get_metis_model(llama(1).to("meta"), MetisConfig(scheme=scheme))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -186,29 +179,23 @@ def test_the_detector_detects():
         step_of_a_layer(layer)
 
 
-@pytest.mark.parametrize(
-    ("waiting", "match"),
-    [
+def test_the_detector_detects_what_fake_tensors_let_pass():
+    for waiting, match in (
         (lambda x: torch.linalg.eigh(x.T @ x)[0], "_linalg_eigh"),
         (lambda x: torch.linalg.svdvals(x), "_linalg_svd"),
         (lambda x: torch.linalg.qr(x).Q, "linalg_qr"),
         (lambda x: torch.linalg.inv(x.T @ x), "linalg_inv"),
         (lambda x: x * torch.tensor([2.0], device=x.device), "lift_fresh"),
         (lambda x: x.new_tensor([2.0]), "lift_fresh"),
-    ],
-    ids=lambda level: level if isinstance(level, str) else "",
-)
-def test_the_detector_detects_what_fake_tensors_let_pass(waiting, match):
-    with FakeTensorMode(), NoWaiting(), pytest.raises(Waits, match=match):
-        waiting(torch.empty(8, 4))
+    ):
+        with FakeTensorMode(), NoWaiting(), pytest.raises(Waits, match=match):
+            waiting(torch.empty(8, 4))
 
 
-@pytest.mark.parametrize(
-    "waiting", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.sum().item()]
-)
-def test_fake_tensors_detect_shapes_and_values_that_are_not_known(waiting):
-    with FakeTensorMode(), NoWaiting(), pytest.raises((RuntimeError, NotImplementedError)):
-        waiting(torch.empty(8))
+def test_fake_tensors_detect_shapes_and_values_that_are_not_known():
+    for waiting in (lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.sum().item()):
+        with FakeTensorMode(), NoWaiting(), pytest.raises((RuntimeError, NotImplementedError)):
+            waiting(torch.empty(8))
 
 
 SEED = 990  # that no other test has

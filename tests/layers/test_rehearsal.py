@@ -6,10 +6,11 @@ import gc
 
 import pytest
 import torch
+from design import cases
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from layers.layer_tools import FP4_ONE_MODE, layer_of
+from layers.layer_tools import FP4_STRUCTURES, layer_of
 from metis_hf import MetisConfig
 from metis_hf.layers.make import convert_linear
 from metis_hf.layers.rehearsal import LayerRehearsal
@@ -56,7 +57,7 @@ def rehearsed(layer) -> set:
     return set(ahead.rehearse(rehearsal, mode))
 
 
-@pytest.mark.parametrize(("scheme", "mode"), FP4_ONE_MODE)
+@pytest.mark.parametrize(("scheme", "mode"), FP4_STRUCTURES)
 def test_programs_are_those_of_a_step(noted_calls, scheme, mode):
     layer = layer_of(scheme, mode, i=320, o=192)[1]
     x = torch.randn(384, 320)
@@ -68,9 +69,10 @@ def test_programs_are_those_of_a_step(noted_calls, scheme, mode):
     assert rehearsed(layer) == found
 
 
-@pytest.mark.parametrize("autocast", AUTOCASTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["linear", "conv1d", "unaligned"])
+@cases(
+    {"dtype": [torch.float32, torch.bfloat16], "autocast": AUTOCASTS},
+    rotated={"kind": ["linear", "conv1d", "unaligned"]},
+)
 def test_dtypes_layouts_and_odd_sizes(noted_calls, kind, dtype, autocast):
     out_features = 196 if kind == "unaligned" else 192
     module = Conv1D(out_features, 320) if kind == "conv1d" else nn.Linear(320, out_features)

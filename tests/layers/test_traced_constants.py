@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from design import cases
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -63,9 +64,10 @@ def test_a_rotation(name) -> None:
     assert devices(ROTATIONS[name]) == {META}
 
 
-@pytest.mark.parametrize("kernels", [None, "reference"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "if4", "mixfp4", "ufp4"])
+@cases(
+    {"fmt": ["nvfp4", "mxfp4", "if4", "mixfp4", "ufp4"]},
+    rotated={"kernels": [None, "reference"], "rounding": ["nearest", "stochastic"]},
+)
 def test_a_quantizer(fmt, rounding, kernels) -> None:
     with use_kernels(kernels):
         assert devices(lambda x: Quantizer(FORMATS[fmt], rounding)(x, key=key())) == {META}
