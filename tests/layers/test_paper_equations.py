@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
+from design import cases
 
 from layers.layer_tools import layer_of
 from metis_hf.config import DECOMPOSABLE
@@ -43,9 +43,7 @@ def assert_close(found, *terms):
         assert not term.any() or term.norm() > SMALLEST_TERM * expected.norm()
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("mode", ["shared", "contraction"])
-@pytest.mark.parametrize("decompose", SPLITS, ids=lambda names: "+".join(names) or "none")
+@cases({"decompose": SPLITS, "mode": ["shared", "contraction"]}, rotated={"bias": [True, False]})
 def test_paper_equations(decompose, mode, bias):
     """metis-paper agrees with the equations above, expanded into their branches, in float64.
 
