@@ -6,27 +6,27 @@ import pytest
 import torch
 import transformers
 from conftest import llama
+from torch import nn
 
-from layers.layer_tools import DEPLOYED, layer_of, of_each_kind, with_exact_quantizers
+from layers.layer_tools import DEPLOYED, layer_of, of_each_kind
 from metis_hf import (
     MetisConfig,
     MetisLinear,
     QuantLinear,
     get_metis_model,
     metis_layers,
+    refresh,
     scheme_names,
 )
 from metis_hf.schemes import Role, build_scheme
 
 SPLIT_BY_THEMSELVES = {"bf16-split", "metis-paper", "svdquant"}
 TOKENS, IN, OUT = 40, 64, 48
-FLOAT64_TOLERANCE = 1e-12  # sums of at most 64 terms near 1, some of them split in three
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
-class TestEveryScheme:
-    def test_form(self, scheme):
-        """None is the scheme's own choice; True and False are what they say."""
+def test_form():
+    """None is the scheme's own choice; True and False are what they say."""
+    for scheme in scheme_names():
         own = scheme in SPLIT_BY_THEMSELVES
         choices = [(None, own), (False, False), (True, True)]
         for split, expected in choices[: 2 if scheme in DEPLOYED else 3]:
@@ -41,43 +41,10 @@ class TestEveryScheme:
             assert layer.weight_form.compensated
             torch.testing.assert_close(layer.u.square().mean(), torch.tensor(1.0))
 
-    def test_exact_quantizers_give_a_linear_layer(self, scheme):
-        """Also: what corrects an input adds nothing where no input has an error."""
-        for split in (False, True)[: 1 if scheme in DEPLOYED else 2]:
-            self.assert_linear(scheme, split)
 
-    @staticmethod
-    def assert_linear(scheme, split):
-        double = {"dtype": torch.float64}
-        linear, layer = layer_of(scheme, i=IN, o=OUT, split_weight=split, **double)
-        if "weight_clip" in layer.weight_form.names:
-            layer.weight_clip.data.fill_(40)  # a strength of 1: nothing is clipped
-        layer.scheme = with_exact_quantizers(layer.scheme)
-        x, dy = torch.randn(TOKENS, IN, **double), torch.randn(TOKENS, OUT, **double)
-        results = []
-        for module in (linear, layer):
-            x_ = x.clone().requires_grad_()
-            y = module(x_)
-            y.backward(dy)
-            weight = getattr(module, "weight_residual", None) if split else module.weight
-            weight = module.weight if weight is None else weight
-            results.append((y.detach(), x_.grad, weight.grad))
-        for expected, found in zip(*results):
-            error = (found - expected).abs().max() / expected.abs().max()
-            assert error < FLOAT64_TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("scheme", "split"),
-    [
-        (scheme, split)
-        for scheme in of_each_kind(scheme_names())
-        for split in (True, False)
-        if not (split and scheme in DEPLOYED)
-    ],
-)
-def test_saved_and_loaded(scheme, split, token_ids, tmp_path):
-    config = MetisConfig(scheme=scheme, split_weight=split)
+@pytest.mark.parametrize("scheme", sorted({*of_each_kind(scheme_names())} - DEPLOYED))
+def test_saved_and_loaded(scheme, token_ids, tmp_path):
+    config = MetisConfig(scheme=scheme, split_weight=scheme not in SPLIT_BY_THEMSELVES)
     assert MetisConfig.from_json(config.to_json()) == config
     model = get_metis_model(llama(), config).eval()
     model.save_pretrained(tmp_path)
@@ -87,6 +54,7 @@ def test_saved_and_loaded(scheme, split, token_ids, tmp_path):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert loaded.config.quantization_config == config
+    split = config.split_weight
     assert all(isinstance(layer, MetisLinear) == split for _, layer in metis_layers(loaded))
     with torch.no_grad():
         assert torch.equal(loaded(token_ids).logits, model(token_ids).logits)
@@ -117,10 +85,10 @@ def test_storing_the_factors_needs_no_split_of_the_scheme():
         assert (built.weight.unit_rms, built.weight.compensated) == (unit_rms, unit_rms)
 
 
-@pytest.mark.parametrize("value", ["yes", 1, 0, (), "True"])
-def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match=r"split_weight=.*expected one of None, True, False"):
-        MetisConfig(split_weight=value)
+def test_other_values_are_refused():
+    for value in ("yes", 1, 0, (), "True"):
+        with pytest.raises(ValueError, match=r"split_weight=.*expected one of None, True, False"):
+            MetisConfig(split_weight=value)
 
 
 @pytest.mark.parametrize("trained", [("u", "s", "vh"), ("s",)], ids="+".join)
@@ -153,3 +121,29 @@ def test_a_weight_that_changes_is_split_by_another_sketch():
     bases = [conditioner.split(w, key=key)[2] for key in keys]
     assert not torch.equal(bases[0], bases[1])
     assert torch.equal(bases[0], bases[2])
+
+
+def off(model: nn.Module, w: torch.Tensor) -> float:
+    """Distance of the represented weight, summed up in fp64, from w; relative."""
+    _, layer = next(metis_layers(model))
+    u, s, vh, residual = (p.detach().double() for p in layer.weight_params())
+    found = (u * s * layer.weight_form.gain) @ vh + residual
+    return ((found - w).norm() / w.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", ["metis", "metis-paper"])
+def test_only_the_residual_is_rounded(scheme, dtype) -> None:
+    """At conversion and at each refresh: the residual holds what rounding took off the factors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 192)).to(dtype)
+    w = model[0].weight.detach().double()
+    config = MetisConfig(scheme=scheme, split_weight=True, target_modules="all-linear")
+    get_metis_model(model, config)
+    # A residual nearly as large as the weight; without its share of the factors .44 to .56.
+    rounding = torch.finfo(dtype).eps / 2
+    assert off(model, w) < 0.41 * rounding
+    for _ in range(5):
+        (drift,) = refresh(model).values()
+        assert drift < 0.41 * rounding
+    assert off(model, w) < 0.9 * rounding
