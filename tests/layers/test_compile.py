@@ -129,15 +129,15 @@ def test_dynamo_traces_one_graph(scheme):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_a_scheme_is_rebuilt_from_its_fields(name):
+def test_a_scheme_is_rebuilt_from_its_fields():
     """As torch 2.8 does with one that it traces: it passes all of them, in their order."""
-    scheme = build_scheme(MetisConfig(scheme=name), 64, 64)
-    values = [getattr(scheme, field.name) for field in dataclasses.fields(scheme)]
-    again = type(scheme)(*values)
-    assert again == scheme
-    assert again.samples_rows == scheme.samples_rows
-    assert again.is_high_precision == scheme.is_high_precision
+    for name in scheme_names():
+        scheme = build_scheme(MetisConfig(scheme=name), 64, 64)
+        values = [getattr(scheme, field.name) for field in dataclasses.fields(scheme)]
+        again = type(scheme)(*values)
+        assert again == scheme
+        assert again.samples_rows == scheme.samples_rows
+        assert again.is_high_precision == scheme.is_high_precision
 
 
 def test_a_sparse_part_is_made_without_replace(monkeypatch):
@@ -224,42 +224,50 @@ def test_a_switch_of_precision_recompiles_once_and_is_right():
     assert counter.frame_count <= 3
 
 
+STEPS = 4
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
+def train(model, directory, health_interval=0, **changes):
+    """(the model after a few steps of Trainer, what each of them logged)."""
+    torch._dynamo.reset()
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            str(directory),
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            **changes,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in batch(24, 24)],
+        callbacks=[MetisCallback(health_interval=health_interval)],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", thinned(["nvfp4-rne", "metis"], lambda name: name != "metis"))
 def test_trainer(scheme, tmp_path):
     """Trainer(torch_compile=True): losses and weights of eager mode, refreshes included; health."""
-    rows = [{"input_ids": row, "labels": row} for row in batch(24, 24)]
+    options = {"split_weight": True, "refresh_interval": 2}
 
-    def run(directory, health_interval=0, **changes):
-        torch._dynamo.reset()
-        model = model_for(scheme, split_weight=True, refresh_interval=2)
-        trainer = transformers.Trainer(
-            model,
-            transformers.TrainingArguments(
-                str(directory),
-                max_steps=4,
-                per_device_train_batch_size=2,
-                logging_steps=1,
-                learning_rate=1e-3,
-                use_cpu=True,
-                report_to="none",
-                disable_tqdm=True,
-                **changes,
-            ),
-            train_dataset=rows,
-            callbacks=[MetisCallback(health_interval=health_interval)],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+    def run(directory, **changes):
+        return train(model_for(scheme, **options), directory, **changes)
 
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plain, expected = run(tmp_path / "eager")
-    model, history = run(tmp_path / "compiled", **compiled)
+    model, history = run(tmp_path / "compiled", **COMPILED)
     assert history == expected
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
     # A measured step breaks the graph at the hooks, which changes the order of some fp32 sums.
-    _, measured = run(tmp_path / "measured", health_interval=4, **compiled)
+    _, measured = run(tmp_path / "measured", health_interval=4, **COMPILED)
     assert [entry["loss"] for entry in measured] == pytest.approx(
         [entry["loss"] for entry in expected], abs=MEASURED_LOSS
     )
@@ -270,39 +278,16 @@ def test_trainer(scheme, tmp_path):
 @pytest.mark.parametrize("frozen", [True, False], ids=["calibrated", "scales that move"])
 def test_trainer_with_static_scales(frozen, tmp_path):
     """Quantization-aware training as it is deployed: losses, weights and scales of eager mode."""
-    rows = [{"input_ids": row, "labels": row} for row in batch(24, 24)]
 
     def run(directory, **changes):
-        torch._dynamo.reset()
         model = model_for("w4a4")
         if frozen:
             calibrate(model, [batch(4, 24)])
-        trainer = transformers.Trainer(
-            model,
-            transformers.TrainingArguments(
-                str(directory),
-                max_steps=3,
-                per_device_train_batch_size=2,
-                logging_steps=1,
-                learning_rate=1e-3,
-                use_cpu=True,
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                **changes,
-            ),
-            train_dataset=rows,
-            callbacks=[MetisCallback(health_interval=0)],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+        return train(model, directory, **changes)
 
     plain, expected = run(tmp_path / "eager")
-    model, history = run(
-        tmp_path / "compiled", torch_compile=True, torch_compile_backend="aot_eager"
-    )
-    assert len(history) == 3
+    model, history = run(tmp_path / "compiled", **COMPILED)
+    assert len(history) == STEPS
     assert history == expected
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
     assert all(layer.scales_frozen == frozen for _, layer in metis_layers(model))
