@@ -128,7 +128,6 @@ def of_each_structure(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]
 
 STRUCTURES = of_each_structure(in_one_mode(SCHEME_MODES))
 FP4_STRUCTURES = of_each_structure(in_one_mode(FP4_SCHEME_MODES))
-FP4_ONE_MODE = in_one_mode(FP4_SCHEME_MODES)
 
 
 def with_quantizers(scheme: Scheme, stand_in: Callable) -> Scheme:
