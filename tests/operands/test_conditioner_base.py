@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -123,10 +124,11 @@ class TestDefaults:
 
 class TestAroundQuantizer:
     @pytest.mark.parametrize("dim", [-1, 0])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-    def test_definition_and_codes(self, dim, dtype):
+    def test_definition_and_codes(self, dim):
         conditioner = Cubed()
-        for x in (matrix(), matrix().bfloat16(), matrix().double()):
+        inputs = (matrix(), matrix().bfloat16(), matrix().double())
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        for x, dtype in itertools.product(inputs, dtypes):
             wide = x.double() if x.dtype is torch.float64 else x.float()
             transformed = conditioner.forward(wide, dim=dim)
             quantized = STOCHASTIC(transformed, dim=dim, key=KEY)
@@ -171,20 +173,16 @@ class TestAroundQuantizer:
 class TestDirect:
     """A GEMM in bf16 applies the tensor scale itself where the quantizer is all there is."""
 
-    @pytest.mark.parametrize(
-        ("conditioner", "apart"), [(IDENTITY, True), (Hadamard(), False), (PerChannel(), False)]
-    )
-    def test_scale_apart(self, conditioner, apart):
-        operand = Operand(Quantizer(), conditioner)
-        found = operand(matrix(), dim=-1, key=KEY, dtype=torch.bfloat16)
-        assert (found.scale is not None) == apart
-
-    def test_a_subclass_of_the_identity_is_direct(self):
+    def test_scale_apart(self):
         class Named(Identity):
             """Another name."""
 
-        assert Named().is_direct
         assert Named().has_codes
+        directly = ((IDENTITY, True), (Named(), True), (Hadamard(), False), (PerChannel(), False))
+        for conditioner, apart in directly:
+            operand = Operand(Quantizer(), conditioner)
+            found = operand(matrix(), dim=-1, key=KEY, dtype=torch.bfloat16)
+            assert (found.scale is not None) == apart
 
 
 class TestState:
@@ -202,12 +200,13 @@ class TestState:
             options = {"dim": -1, "key": KEY, "dtype": dtype}
             assert torch.equal(PerChannel()(x, STOCHASTIC, **options), STOCHASTIC(x, **options))
 
-    def test_what_quantizes_twice_passes_codes_and_state_on(self):
-        assert Requantized(Hadamard()).has_codes
-        assert not Requantized(Halved()).has_codes
-        channels = Channels(torch.full((70,), 2.0))
-        bound = Requantized(PerChannel()).bind(channels)
-        assert isinstance(bound.second, ChannelAffine)
+    @pytest.mark.parametrize(("around", "held"), [(MeanRemoved, "inner"), (Requantized, "second")])
+    def test_what_holds_another_asks_it(self, around, held):
+        assert around(Hadamard()).has_codes
+        assert not around(Halved()).has_codes
+        bound = around(PerChannel()).bind(Channels(torch.full((70,), 2.0)))
+        assert isinstance(getattr(bound, held), ChannelAffine)
+        assert around(FullHadamard(5)).turned() == around(FullHadamard(5, across=True))
 
     def test_what_quantizes_twice_passes_the_row_mask_on(self):
         assert not Requantized(Hadamard()).uses_row_mask
@@ -238,11 +237,6 @@ class TestState:
         inner = Spectral(4).parts(x - mean, STOCHASTIC, key=KEY.fold(3), **options)
         assert torch.equal(parts[-1].after, inner[-1].after)
 
-    @pytest.mark.parametrize("around", [MeanRemoved, Requantized])
-    def test_what_holds_another_turns_it(self, around):
-        across = FullHadamard(5, across=True)
-        assert around(FullHadamard(5)).turned() == around(across)
-
     def test_who_needs_one(self):
         """What analyses of single tensors refuse to measure."""
         for alone in (PerChannel(), RandomHadamard()):
@@ -252,20 +246,20 @@ class TestState:
             assert not conditioner.needs_state
 
 
-@pytest.mark.parametrize("conditioner", [
-    IDENTITY, Hadamard(), HotChannels(), Clamped(0.9), FullHadamard(5), MeanRemoved(),
-    RandomHadamard(), Spectral(4), MeanRemoved(Spectral(4)), MeanRemoved(RandomHadamard()),
-    Requantized(Hadamard()), Requantized(RandomHadamard()),
-], ids=repr)  # fmt: skip
-def test_who_draws(conditioner):
+def test_who_draws():
     """By the key alone: the quantizer rounds to nearest."""
     x, quantizer = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)), Quantizer()
     keys = [Key(3, torch.tensor(n, dtype=torch.int32)) for n in (7, 8)]
-    first, second = (conditioner(x, quantizer, dim=-1, key=key) for key in keys)
-    assert torch.equal(first, second) == (not conditioner.draws)
-    assert Operand(quantizer, conditioner).draws == conditioner.draws
-    assert Operand(STOCHASTIC, conditioner).draws
-    assert not Operand(None, conditioner).draws
+    drawing = (RandomHadamard(), Spectral(4))
+    others = (IDENTITY, Hadamard(), HotChannels(), Clamped(0.9), FullHadamard(5), MeanRemoved())
+    held = [around(each) for around in (MeanRemoved, Requantized) for each in drawing]
+    for conditioner in (*others, *drawing, *held, Requantized(Hadamard())):
+        first, second = (conditioner(x, quantizer, dim=-1, key=key) for key in keys)
+        assert torch.equal(first, second) == (not conditioner.draws), conditioner
+        assert conditioner.draws == (conditioner in drawing or conditioner in held)
+        assert Operand(quantizer, conditioner).draws == conditioner.draws
+        assert Operand(STOCHASTIC, conditioner).draws
+        assert not Operand(None, conditioner).draws
 
 
 def test_a_given_scale_is_the_tensor_s_own():
@@ -361,8 +355,10 @@ class HalvedRotation(Hadamard):
         return super().__call__(x, quantizer, dim=dim, key=key, dtype=dtype) / 2
 
 
-@pytest.mark.parametrize("conditioner", [HalvedIdentity(), HalvedRotation()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("conditioner", "dtype"),
+    [(HalvedIdentity(), torch.bfloat16), (HalvedRotation(), torch.float32)],
+)
 def test_a_call_that_overrides_what_is_stored_counts(conditioner, dtype):
     """With gradients, where codes are saved, and without; in BF16, too."""
     _, layer = layer_of("nvfp4-rne", i=32, o=16)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from metis_hf.operands.kept import Kept, mark_of
 
@@ -32,8 +33,9 @@ def test_a_change_gives_another_mark(change):
 
 def test_a_new_tensor_at_an_old_address_has_another_mark():
     x = torch.ones(4096)
-    before = mark_of(x)
+    before, storage = mark_of(x), StorageWeakRef(x.untyped_storage())
     del x
+    assert storage.expired()  # a mark keeps no memory
     for _ in range(50):
         assert mark_of(torch.ones(4096)) != before
 

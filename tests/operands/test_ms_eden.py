@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from design import cases
 from layers.layer_tools import layer_of
 
 from metis_hf.noise import Key, uniform
-from metis_hf.numerics import E4M3, NVFP4, Quantizer, fake_quantize, quantize, scaling
+from metis_hf.numerics import E4M3, Quantizer, fake_quantize, quantize, scaling
 from metis_hf.numerics.formats import SCALE_E4M3
 from metis_hf.numerics.kernels import use_kernels
 from metis_hf.numerics.scaling import round_scale_stochastic
 from metis_hf.operands import Contents, RandomHadamard
 from metis_hf.operands.conditioners import ms_eden
-from metis_hf.schemes import Role
 from metis_hf.transforms.hadamard import group_size, rotate_groups, unrotate_groups
 from operands.eden_reference import eden
 
@@ -181,17 +181,16 @@ class TestEstimate:
 
 
 class TestRandomHadamard:
-    @pytest.mark.parametrize("dim", [-1, 0])
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_round_trip(self, shape, dim):
-        x, size = matrix(*shape).double(), group_size(shape[dim])
-        signs = 1.0 - 2.0 * (torch.arange(size) % 3 > 1)
-        rotated = rotate_groups(x, signs, dim=dim)
-        assert rotated.shape[dim] == shape[dim] + -shape[dim] % 16
-        assert rotated.shape[dim] % size == 0
-        torch.testing.assert_close(rotated.norm(), x.norm())
-        back = unrotate_groups(rotated, signs, dim=dim)
-        torch.testing.assert_close(back[: shape[0], : shape[1]], x)
+    def test_round_trip(self):
+        for shape, dim in itertools.product(SHAPES, (-1, 0)):
+            x, size = matrix(*shape).double(), group_size(shape[dim])
+            signs = 1.0 - 2.0 * (torch.arange(size) % 3 > 1)
+            rotated = rotate_groups(x, signs, dim=dim)
+            assert rotated.shape[dim] == shape[dim] + -shape[dim] % 16
+            assert rotated.shape[dim] % size == 0
+            torch.testing.assert_close(rotated.norm(), x.norm())
+            back = unrotate_groups(rotated, signs, dim=dim)
+            torch.testing.assert_close(back[: shape[0], : shape[1]], x)
 
     def test_against_the_matrix(self):
         n, signs = 128, torch.where(torch.arange(128) % 5 > 2, -1.0, 1.0)
@@ -205,24 +204,19 @@ class TestRandomHadamard:
         sizes = [group_size(n) for n in (1, 16, 17, 37, 64, 70, 192, 128, 4096)]
         assert sizes == [16, 16, 32, 16, 64, 16, 64, 128, 128]
 
-    @cases(
-        {"shape": SHAPES, "dim": [-1, 0]},
-        rotated={"kind": ["normal", "constant", "zero", "nan"]},
-    )
-    def test_saved_codes_are_the_call(self, shape, dim, kind):
-        x = {
-            "normal": matrix(*shape),
-            "constant": torch.full(shape, -1.75),
-            "zero": torch.zeros(shape),
-            "nan": matrix(*shape).index_fill(0, torch.tensor([0]), torch.nan),
-        }[kind]
+    @pytest.mark.parametrize("dim", [-1, 0])
+    def test_saved_codes_are_the_call(self, dim):
         both = RandomHadamard(seed=5)
-        encoded = both.encode(x, EDEN, dim=dim, key=key(2))
-        for dtype in (torch.float32, torch.bfloat16):
-            decoded = both.decode(encoded, EDEN, dim=dim, shape=shape, dtype=dtype)
-            direct = both(x, EDEN, dim=dim, key=key(2), dtype=dtype)
-            assert torch.equal(decoded.view(torch.uint8), direct.view(torch.uint8))
-            assert direct.isnan().all() == (kind == "nan")
+        for shape in SHAPES:
+            normal = matrix(*shape)
+            poisoned = normal.index_fill(0, torch.tensor([0]), torch.nan)
+            for x in (normal, torch.full(shape, -1.75), torch.zeros(shape), poisoned):
+                encoded = both.encode(x, EDEN, dim=dim, key=key(2))
+                for dtype in (torch.float32, torch.bfloat16):
+                    decoded = both.decode(encoded, EDEN, dim=dim, shape=shape, dtype=dtype)
+                    direct = both(x, EDEN, dim=dim, key=key(2), dtype=dtype)
+                    assert torch.equal(decoded.view(torch.uint8), direct.view(torch.uint8))
+                    assert direct.isnan().all() == (x is poisoned)
 
     def test_no_rows(self):
         both = RandomHadamard()
@@ -258,30 +252,6 @@ class TestRandomHadamard:
 
 
 class TestLayer:
-    def test_both_operands_are_in_one_basis(self, monkeypatch):
-        """dgrad: dy and w; wgrad: dy and x, along the contracted dimension; fresh in every call."""
-        seen = []
-        real = ms_eden.rotate_groups
-
-        def spy(x, signs, *, dim):
-            seen.append((tuple(x.shape), dim % 2, signs))
-            return real(x, signs, dim=dim)
-
-        monkeypatch.setattr(ms_eden, "rotate_groups", spy)
-        _, layer = layer_of("quartet2", i=200, o=130)
-        calls = []
-        for seed in (0, 1):
-            seen.clear()
-            x = matrix(150, 200, seed).requires_grad_()
-            layer(x).backward(matrix(150, 130, seed + 2))
-            calls.append({(shape, dim): signs for shape, dim, signs in seen})
-        for call in calls:
-            assert len(call) == 4
-            assert torch.equal(call[(150, 130), 1], call[(130, 200), 0])  # dgrad: along 130
-            assert torch.equal(call[(150, 130), 0], call[(150, 200), 0])  # wgrad: along 150
-            assert not torch.equal(call[(150, 130), 0], call[(150, 130), 1])
-        assert not torch.equal(*(call[(150, 130), 0] for call in calls))
-
     def test_gradients_are_those_of_the_quantized_network(self):
         """Averaged over seeds they come to dy @ Q(w) and dy^T @ Q(x), and not to those of w, x."""
         torch.manual_seed(0)
@@ -303,20 +273,3 @@ class TestLayer:
         ):
             assert relative(found, expected) < 1.2 * single / draws**0.5
             assert relative(found, biased) > 0.06
-
-    def test_forward_is_four_over_six(self):
-        _, layer = layer_of("quartet2", i=64, o=48)
-        x = matrix(40, 64)
-        x_hat, w_hat = (
-            fake_quantize(t, scale_rule="four-over-six") for t in (x, layer.weight.detach())
-        )
-        torch.testing.assert_close(layer(x), x_hat @ w_hat.T + layer.bias)
-
-    def test_scales_are_native(self):
-        _, layer = layer_of("quartet2")
-        for role in Role:
-            quantizer = layer.scheme.resolve(role)[1].quantizer
-            assert quantizer.tile.value == "row"
-            assert quantizer.fmt == NVFP4
-            backward = role >= Role.DGRAD_GRAD_OUTPUT
-            assert quantizer.scale_rule.value == ("eden" if backward else "four-over-six")

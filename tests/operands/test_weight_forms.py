@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from design import cases
 from layers.layer_tools import DEPLOYED, layer_of
 
 from metis_hf import MetisConfig, scheme_names
@@ -26,34 +25,27 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=repr)
-class TestEveryForm:
-    def test_parameters_stand_for_the_weight(self, form):
-        w = torch.randn(OUT, IN)
-        params = form.decompose(w, Key(1))
-        shapes = form.shapes(OUT, IN)
-        assert tuple(tuple(p.shape) for p in params) == shapes
-        assert len(form.names) == len(shapes)
-        assert shapes[-1] == (OUT, IN)
-        torch.testing.assert_close(form.dense(params), w)
-        # What is added to the last parameter is added to the weight.
-        *others, last = params
-        torch.testing.assert_close(form.dense((*others, last + 1)), w + 1)
-
-    def test_unquantized_operand_is_the_weight(self, form):
-        w = torch.randn(OUT, IN, dtype=torch.float64)
-        params = form.decompose(w, Key(1))
-        found = form.quantize(params, Operand(), dim=-1, key=Key(2), dtype=torch.float64)
-        torch.testing.assert_close(found.values, w)
-
-    def test_split_forms_say_so(self, form):
-        split = isinstance(form, SplitWeight)
-        assert form.is_split == split
-        assert form.rank == (RANK if split else None)
-        assert form.factor_bits((OUT, IN), 4.5) == pytest.approx(
-            0 if not split
-            else ((16 if form.exact_factors else 4.5) * (OUT + IN) + 32) * RANK / (OUT * IN)
-        )  # fmt: skip
-        assert set(form.undecayed) <= set(form.names)
+def test_parameters_stand_for_the_weight(form):
+    w = torch.randn(OUT, IN)
+    params = form.decompose(w, Key(1))
+    shapes = form.shapes(OUT, IN)
+    assert tuple(tuple(p.shape) for p in params) == shapes
+    assert len(form.names) == len(shapes)
+    assert shapes[-1] == (OUT, IN)
+    torch.testing.assert_close(form.dense(params), w)
+    unquantized = form.quantize(params, Operand(), dim=-1, key=Key(2), dtype=torch.float64)
+    torch.testing.assert_close(unquantized.values, w.double(), rtol=1e-5, atol=1e-6)
+    # What is added to the last parameter is added to the weight.
+    *others, last = params
+    torch.testing.assert_close(form.dense((*others, last + 1)), w + 1)
+    split = isinstance(form, SplitWeight)
+    assert form.is_split == split
+    assert form.rank == (RANK if split else None)
+    assert form.factor_bits((OUT, IN), 4.5) == pytest.approx(
+        0 if not split
+        else ((16 if form.exact_factors else 4.5) * (OUT + IN) + 32) * RANK / (OUT * IN)
+    )  # fmt: skip
+    assert set(form.undecayed) <= set(form.names)
 
 
 def test_units_of_factors():
@@ -73,21 +65,22 @@ def test_units_of_factors():
             torch.testing.assert_close(gram, torch.eye(RANK), rtol=0, atol=1e-5)
 
 
-@cases({"scheme": scheme_names()}, rotated={"split": [None, True, False]})
-def test_a_layer_has_the_parameters_of_its_scheme(scheme, split):
+@pytest.mark.parametrize("split", [None, True, False])
+def test_a_layer_has_the_parameters_of_its_scheme(split):
     """The form is decided by `build_scheme` alone; layers and their checkpoints follow it."""
-    split = split and scheme not in DEPLOYED
-    config = MetisConfig(scheme=scheme, split_weight=split, rank=RANK)
-    built = build_scheme(config, IN, OUT)
-    assert built.rank == RANK
-    linear = torch.nn.Linear(IN, OUT, bias=False)
-    layer = convert_linear(linear, config, name="layer")
-    assert layer.weight_form == built.weight == layer.scheme.weight == layer.eval_scheme.weight
-    named = dict(layer.named_parameters())
-    assert set(named) == set(built.weight.names)
-    shapes = [tuple(named[name].shape) for name in built.weight.names]
-    assert shapes == list(built.weight.shapes(OUT, IN))
-    assert layer.rank == built.weight.rank
+    for scheme in scheme_names():
+        stored = split and scheme not in DEPLOYED
+        config = MetisConfig(scheme=scheme, split_weight=stored, rank=RANK)
+        built = build_scheme(config, IN, OUT)
+        assert built.rank == RANK
+        linear = torch.nn.Linear(IN, OUT, bias=False)
+        layer = convert_linear(linear, config, name="layer")
+        assert layer.weight_form == built.weight == layer.scheme.weight == layer.eval_scheme.weight
+        named = dict(layer.named_parameters())
+        assert set(named) == set(built.weight.names)
+        shapes = [tuple(named[name].shape) for name in built.weight.names]
+        assert shapes == list(built.weight.shapes(OUT, IN))
+        assert layer.rank == built.weight.rank
 
 
 class TestOtherConfigs:
