@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
 
 FORMATS = ("numerics/test_formats.py", "numerics/test_format_properties.py")
 SCALES = ("numerics/test_scale_rules.py", "numerics/test_formats.py")
-STOCHASTIC = ("numerics/test_stochastic_rounding.py", "numerics/test_properties.py")
+STOCHASTIC = ("numerics/test_stochastic_rounding.py", "numerics/test_format_properties.py")
 STORAGE = ("numerics/test_storage.py", "layers/test_saved_bits.py")
 KERNELS = (
     "numerics/kernels/test_kernels.py",
@@ -189,7 +189,7 @@ MUTANTS = [
        "lengths of a split are normalized", SPLIT),
     _m("unrotate", "transforms/hadamard.py", "_matrix(seed, x.device, x.dtype).T, dim)",
        "_matrix(seed, x.device, x.dtype), dim)", "blocks are rotated twice",
-       ("numerics/test_properties.py", "operands/test_operands.py")),
+       ("operands/test_operands.py",)),
     _m("permutation-back", "transforms/rotation.py", "rotation.order.argsort()", "rotation.order",
        "the permutation is applied twice", ("operands/test_conditioners.py",)),
     _m("haar-signs", "transforms/rotation.py", "return q * r.diagonal().sign()", "return q",

@@ -1,4 +1,4 @@
-"""Every way to quantize that the formats allow, and comparisons to the bit, sign of zero included.
+"""Every way to quantize that the formats allow, tensors that are hard to quantize, comparisons.
 
 The lists are written out rather than read from the library: a choice that vanishes has to fail.
 """
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from reference_formats import Element, midpoints
 from torch import Tensor
+
+from numerics.helpers import normal, seeded
 
 MX_FORMATS = ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"]
 FP8_FORMATS = ["fp8-e4m3", "fp8-e5m2"]
@@ -60,6 +62,64 @@ def label(value: object) -> str:
 def has_tensor_scale(options: Options) -> bool:
     """Whether one bad element spoils the whole tensor: it shares a scale with all others."""
     return bool(options.get("two_level")) or options["tile"] == "tensor"
+
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def _inputs() -> dict[str, Tensor]:
+    """Shapes, strides, dtypes and numbers, each of which some shortcut gets wrong."""
+    base = normal(36, 20, seed=12)
+    found = {
+        "scalar": normal(dtype=torch.float64),
+        "one": normal(1, dtype=torch.bfloat16),
+        "short": normal(5, dtype=torch.float16),
+        "vector": normal(33),
+        "matrix": normal(3, 40, dtype=torch.bfloat16),
+        "tall": normal(33, 17, seed=1, dtype=torch.float64),
+        "batch": normal(2, 18, 34, seed=2, dtype=torch.float16),
+        "every dimension": normal(34, 3, 5, seed=3),
+        "rows alike": torch.randn(34, 50, generator=seeded(1)) * 64,
+        "rows alike in bf16": torch.randn(20, 50, generator=seeded(2)).bfloat16(),
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "one row": base[:1].expand(9, -1),
+        "one column": base[:, :1].expand(-1, 9),
+    }
+    found |= {str(shape): torch.empty(shape, dtype=torch.bfloat16)
+              for shape in ((0,), (0, 32), (3, 0), (2, 0, 4))}  # fmt: skip
+    found["zeros"] = torch.zeros(3, 40)
+    found["zeros"][1] = -0.0
+    found["zero blocks"] = normal(33, 40, seed=13)
+    found["zero blocks"][:32, :32] = 0
+    found["small signs"] = normal(4, 64, seed=16)
+    found["small signs"] *= torch.tensor([0.0, -0.0, 1e-8, 1.0]).repeat(16)
+    # Both ends of fp32: scales and their reciprocals are subnormal, or saturate.
+    for size in (2.0**-149, 1e-40, 2.0**-127, 2.0**-126, 1e-36, 1e-20, 1e20, 1e36, 3e38, FLT_MAX):
+        x = torch.randn(2, 35, generator=seeded(14), dtype=torch.float64)
+        found[f"{size:.3g}"] = (x / x.abs().max() * size).clamp(-FLT_MAX, FLT_MAX).float()
+    exponents = torch.linspace(-149, 127, 70, dtype=torch.float64).round()
+    x = torch.randn(70, 8, generator=seeded(15), dtype=torch.float64).clamp(-1.9, 1.9)
+    found["rows of every size"] = (x * torch.exp2(exponents)[:, None]).float()
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.full((2, 20), torch.finfo(dtype).max, dtype=dtype)
+        x[:, 1::2] *= -1
+        x[:, ::5] = torch.finfo(dtype).smallest_normal
+        found[f"largest {dtype}"] = x
+    for bad in (np.nan, np.inf, -np.inf):
+        found[str(bad)] = normal(18, 35, seed=17)
+        found[str(bad)][3, 20] = bad
+    found["beyond fp32"] = torch.ones(4, 8, dtype=torch.float64)
+    found["beyond fp32"][0, 3] = 1e300
+    return found
+
+
+INPUTS = _inputs()
+
+
+def ways(x: Tensor) -> list[Options]:
+    """Every way to quantize a tensor of this shape."""
+    return [options for options in OPTIONS if x.dim() > 1 or options["tile"] != "square"]
 
 
 def probes(element: Element) -> np.ndarray:
