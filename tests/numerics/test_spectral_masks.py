@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -21,14 +22,13 @@ from numerics.test_spectral_split import (
 
 
 @pytest.mark.parametrize("filler", [1e6, math.nan, math.inf])
-@pytest.mark.parametrize("sample_frac", [1.0, 0.2])
 @pytest.mark.parametrize("kept", [3, 30, 99])
-def test_masked_rows_never_influence_the_basis(filler, sample_frac, kept) -> None:
+def test_masked_rows_never_influence_the_basis(filler, kept) -> None:
     """Bit for bit, apart from the order: s is over all rows, and vh comes in descending s."""
     x = normal(100, 20, seed=24)
     mask = torch.zeros(100, dtype=torch.bool)
     mask[torch.randperm(100, generator=seeded(25))[:kept]] = True
-    for key in range(5):
+    for key, sample_frac in itertools.product(range(3), (1.0, 0.2)):
         options = {"sample_frac": sample_frac, "row_mask": mask, "key": Key(key)}
         poisoned = torch.where(mask[:, None], x, torch.full_like(x, filler))
         wanted = spectral_split(x, 4, **options).vh

@@ -115,30 +115,24 @@ def test_dominant_part_of_a_gapped_matrix_is_that_of_the_svd(shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (200, 32), (33, 17), (1, 20), (20, 1)])
-@pytest.mark.parametrize("rank", [1, 5])
-@pytest.mark.parametrize("sample_frac", [1.0, 0.3, 0.01])
-def test_parts_always_add_up(shape, rank, sample_frac) -> None:
+def test_parts_always_add_up(shape) -> None:
     """Whatever was sampled, the residual takes what the subspace missed."""
-    rank = min(rank, *shape)
     x = normal(*shape, seed=5)
-    assert_valid(spectral_split(x, rank, sample_frac=sample_frac), x, rank)
+    for rank, sample_frac in itertools.product((1, min(5, *shape)), (1.0, 0.3, 0.01)):
+        assert_valid(spectral_split(x, rank, sample_frac=sample_frac), x, rank)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_every_option_leaves_a_valid_split() -> None:
+    x = normal(50, 30, seed=6)
+    for options in (
         {"oversample": 0},
         {"n_iter": 0},
         {"oversample": 1000},
         {"min_rows": 1000},
         {"min_rows": 1, "sample_frac": 1e-6},
         {"key": Key(12345)},
-    ],
-    ids=str,
-)
-def test_every_option_leaves_a_valid_split(options) -> None:
-    x = normal(50, 30, seed=6)
-    assert_valid(spectral_split(x, 4, **options), x, 4)
+    ):
+        assert_valid(spectral_split(x, 4, **options), x, 4)
 
 
 def test_lower_rank_keeps_no_more_energy() -> None:
@@ -147,9 +141,9 @@ def test_lower_rank_keeps_no_more_energy() -> None:
     assert all(b <= a + FP32_TOLERANCE * norms[0] for a, b in itertools.pairwise(norms))
 
 
-@pytest.mark.parametrize("exponent", [-90, -40, 40, 90])
+@pytest.mark.parametrize("exponent", [-90, 90])
 def test_size_of_the_input_does_not_matter(exponent) -> None:
-    """At 2^+-90 the squares leave fp32: Gram matrix and norms have to be taken of x / amax."""
+    """The squares leave fp32: Gram matrix and norms have to be taken of x / amax."""
     x = normal(40, 20, seed=8)
     factor = 2.0**exponent
     plain, scaled = spectral_split(x, 3), spectral_split(x * factor, 3)
@@ -216,15 +210,6 @@ def test_min_rows_is_a_floor_on_the_sample() -> None:
 # --- difficult inputs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sample_frac", [1.0, 0.1])
-def test_zero_matrix(sample_frac) -> None:
-    x = torch.zeros(30, 12)
-    split = spectral_split(x, 4, sample_frac=sample_frac)
-    assert_valid(split, x, 4)
-    assert (split.s == 0).all()
-    assert (split.residual == 0).all()
-
-
 @pytest.mark.parametrize("sample_frac", [1.0, 0.5])
 def test_rank_deficient_matrix(sample_frac) -> None:
     x = normal(40, 2, seed=13) @ normal(2, 24, seed=14)
@@ -239,28 +224,27 @@ def test_rank_deficient_matrix(sample_frac) -> None:
         np.testing.assert_allclose(split.s[:2].numpy(), best.s, rtol=SKETCH_TOLERANCE)
 
 
-def test_zero_rows_and_columns() -> None:
-    x = normal(40, 24, seed=15)
-    x[3:20] = 0
-    x[:, 5:20] = 0
-    assert_valid(spectral_split(x, 8, sample_frac=0.25), x, 8)
-    assert_valid(spectral_split(x, 12), x, 12)
-
-
-def test_repeated_rows() -> None:
-    x = normal(1, 24, seed=16).expand(50, -1)
-    split = spectral_split(x, 3)
-    assert_valid(split, x, 3)
-    assert split.s[0].item() == pytest.approx(x.norm().item(), rel=FP32_TOLERANCE)
-
-
-def test_one_row() -> None:
-    """One token, as in generation."""
-    x = normal(1, 24, seed=17)
-    split = spectral_split(x, 1)
-    assert_valid(split, x, 1)
-    assert split.s[0].item() == pytest.approx(x.norm().item(), rel=FP32_TOLERANCE)
-    assert_close_to_scale(split.residual, torch.zeros_like(x), FP32_TOLERANCE)
+def test_difficult_matrices() -> None:
+    """Zeros, rows and columns of zeros, one row (in generation), equal rows, strides."""
+    sparse = normal(40, 24, seed=15)
+    sparse[3:20] = 0
+    sparse[:, 5:20] = 0
+    row, strided = normal(1, 24, seed=17), normal(24, 50, seed=19)
+    for x, rank in (
+        (torch.zeros(30, 12), 4),
+        (sparse, 8),
+        (row, 1),
+        (row.expand(50, -1), 3),
+        (strided.t(), 4),
+        (strided[::2, ::3], 4),
+    ):
+        for sample_frac in (1.0, 0.25):
+            split = spectral_split(x, rank, sample_frac=sample_frac)
+            assert_valid(split, x, rank)
+            if x.data_ptr() == row.data_ptr():
+                assert split.s[0].item() == pytest.approx(x.norm().item(), rel=FP32_TOLERANCE)
+                residual = split.residual.abs().max()
+                assert residual <= FP32_TOLERANCE * x.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -281,26 +265,20 @@ def test_products_keep_their_precision_under_autocast(split) -> None:
         assert torch.equal(a, b)
 
 
-def test_fortran_and_strided_input() -> None:
-    x = normal(24, 50, seed=19)
-    assert_valid(spectral_split(x.t(), 4), x.t(), 4)
-    assert_valid(spectral_split(x[::2, ::3], 4), x[::2, ::3], 4)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("sample_frac", [1.0, 0.2])
-@pytest.mark.parametrize("whole_row", [True, False])
-def test_non_finite_rows_stay_visible_and_spare_the_basis(bad, sample_frac, whole_row) -> None:
+@pytest.mark.parametrize("columns", [slice(None), 3], ids=["whole row", "one element"])
+def test_non_finite_rows_stay_visible_and_spare_the_basis(bad, columns) -> None:
     x = normal(60, 20, seed=20)
     rows = [0, 7, 59]
     for row in rows:
-        x[row, slice(None) if whole_row else 3] = bad
-    split = spectral_split(x, 4, sample_frac=sample_frac)
-    assert split.vh.isfinite().all()
-    assert_orthonormal_rows(split.vh)
-    visible = ~(split.u.isfinite().all(dim=1) & split.residual.isfinite().all(dim=1))
-    assert visible[rows].all()
-    assert not recombined(split)[rows].isfinite().all(dim=1).any()
+        x[row, columns] = bad
+    for sample_frac in (1.0, 0.2):
+        split = spectral_split(x, 4, sample_frac=sample_frac)
+        assert split.vh.isfinite().all()
+        assert_orthonormal_rows(split.vh)
+        visible = ~(split.u.isfinite().all(dim=1) & split.residual.isfinite().all(dim=1))
+        assert visible[rows].all()
+        assert not recombined(split)[rows].isfinite().all(dim=1).any()
 
 
 def test_only_non_finite_rows() -> None:
@@ -310,30 +288,21 @@ def test_only_non_finite_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank"), [((8, 20), 9), ((20, 8), 9), ((1, 20), 2), ((5, 5), 50)], ids=str
+    ("shape", "rank", "sample_frac", "message"),
+    [
+        ((8, 20), 9, 1.0, r"(?s)(?=.*\b9\b).*\b8\b"),
+        ((5, 5), 50, 1.0, r"(?s)(?=.*\b50\b).*\b5\b"),
+        ((4, 4), 0, 1.0, "0"),
+        ((4, 4), -1, 1.0, "-1"),
+        ((16,), 1, 1.0, "matrix"),
+        ((2, 4, 4), 1, 1.0, "matrix"),
+        ((4, 4), 1, 0.0, "sample_frac"),
+        ((4, 4), 1, 1.5, "sample_frac"),
+    ],
 )
-def test_rank_beyond_the_matrix_is_refused_with_numbers(shape, rank) -> None:
-    with pytest.raises(ValueError, match=rf"\b{rank}\b") as error:
-        spectral_split(torch.ones(shape), rank)
-    assert str(min(shape)) in str(error.value)
-
-
-@pytest.mark.parametrize("rank", [0, -1])
-def test_rank_below_one_is_refused(rank) -> None:
-    with pytest.raises(ValueError, match=str(rank)):
-        spectral_split(torch.ones(4, 4), rank)
-
-
-@pytest.mark.parametrize("shape", [(16,), (2, 4, 4)], ids=str)
-def test_only_matrices(shape) -> None:
-    with pytest.raises(ValueError, match="matrix"):
-        spectral_split(torch.ones(shape), 1)
-
-
-@pytest.mark.parametrize("sample_frac", [0.0, -0.1, 1.5])
-def test_a_share_is_between_zero_and_one(sample_frac) -> None:
-    with pytest.raises(ValueError, match="sample_frac"):
-        spectral_split(torch.ones(4, 4), 1, sample_frac=sample_frac)
+def test_refusals(shape, rank, sample_frac, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        spectral_split(torch.ones(shape), rank, sample_frac=sample_frac)
 
 
 # --- randomness ----------------------------------------------------------------------------------
@@ -343,24 +312,14 @@ def test_a_share_is_between_zero_and_one(sample_frac) -> None:
 def test_equal_keys_give_equal_splits(sample_frac) -> None:
     """Activation checkpointing recomputes the forward pass and has to meet the same split."""
     x = normal(200, 24, seed=21)
-    first = spectral_split(x, 4, sample_frac=sample_frac, key=Key(3))
+    options = {"sample_frac": sample_frac, "row_mask": torch.arange(200) % 2 == 0}
+    before = torch.get_rng_state()
+    first = spectral_split(x, 4, key=Key(3), **options)
+    assert torch.equal(torch.get_rng_state(), before)
     torch.randn(7)  # the state of the global generator plays no part
-    again = spectral_split(x, 4, sample_frac=sample_frac, key=Key(3))
+    again = spectral_split(x, 4, key=Key(3), **options)
     for part, other in zip(first, again):
         assert torch.equal(part, other)
-
-
-def test_other_keys_sample_other_rows() -> None:
-    x = normal(200, 24, seed=22)
-    first = spectral_split(x, 4, sample_frac=0.1, key=Key(3))
-    other = spectral_split(x, 4, sample_frac=0.1, key=Key(4))
-    assert not torch.allclose(first.vh.abs(), other.vh.abs(), atol=1e-3)
-
-
-@pytest.mark.parametrize("sample_frac", [1.0, 0.1])
-def test_global_rng_is_untouched(sample_frac) -> None:
-    x = normal(100, 24, seed=23)
-    before = torch.get_rng_state()
-    spectral_split(x, 4, sample_frac=sample_frac)
-    spectral_split(x, 4, sample_frac=sample_frac, row_mask=torch.arange(100) % 2 == 0)
-    assert torch.equal(torch.get_rng_state(), before)
+    if sample_frac < 1:  # another key samples other rows
+        other = spectral_split(x, 4, key=Key(4), **options)
+        assert not torch.allclose(first.vh.abs(), other.vh.abs(), atol=1e-3)
