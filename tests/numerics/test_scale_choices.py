@@ -1,39 +1,24 @@
-"""Rules that choose a block's scale among several by its error: Four Over Six and the search."""
+"""Rules that choose a block's scale among several by its error: Four Over Six and the search.
+
+test_formats.py holds their values to the reference; here is what they are good for.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
 from metis_hf.numerics import fake_quantize, quantize
 from metis_hf.numerics.storage import unpack
-from numerics.cases import assert_same_bits, label
 from numerics.helpers import SCALE_ROUNDINGS, expected, normal, seeded
 
 BOTH_TILES = pytest.mark.parametrize("tile", ["row", "square"])
-BOTH_SCALES = pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
 
-# On N(0, 1): 0.8 dB over always 6. Sampling error of 2^18 elements is about 0.02 dB.
-SQNR_FOUR_OVER_SIX, SQNR_TOLERANCE = 21.2, 0.1
 # Share of blocks of N(0, 1) that TransformerEngine's own reference scales to 4, by its error.
 SHARE_OF_FOUR, SHARE_TOLERANCE = 0.453, 0.02
 FOUR_OVER_SIX = {"fmt": "nvfp4", "scale_rule": "four-over-six"}
-
-
-@BOTH_TILES
-@BOTH_SCALES
-@pytest.mark.parametrize("two_level", [True, False], ids=["two_level", "one_level"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
-def test_four_over_six_equals_reference(tile, scale_rounding, two_level, dtype) -> None:
-    options = {"tile": tile, "scale_rounding": scale_rounding, "two_level": two_level}
-    plain = torch.randn(34, 50, generator=seeded(1)).to(dtype)
-    for x in (plain, normal(34, 50, seed=2, dtype=dtype), plain * 64):
-        actual = fake_quantize(x, **FOUR_OVER_SIX, **options)
-        assert_same_bits(actual, expected(x, **FOUR_OVER_SIX, **options))
-        assert not torch.equal(actual, expected(x, fmt="nvfp4", scale_rule="six", **options))
 
 
 def one_block(values: list[float]) -> tuple[list[float], float]:
@@ -89,29 +74,24 @@ def block_errors(x: Tensor, y: Tensor, tile: str) -> np.ndarray:
 
 
 @BOTH_TILES
-@BOTH_SCALES
-@pytest.mark.parametrize("rows", ["alike", "of many sizes"])
-def test_no_block_is_worse_than_always_six(tile, scale_rounding, rows) -> None:
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+def test_no_block_is_worse_than_always_six(tile, scale_rounding) -> None:
     """With the same tensor scale; the choice costs nothing but the rounding of fp32.
 
     Some block is better, but for the few square tiles: their 256 elements seldom agree on 4.
     """
     fp32_noise = 1e-5
-    x = torch.randn(64, 96, generator=seeded(3)) if rows == "alike" else normal(64, 96, seed=4)
     options = {"tile": tile, "scale_rounding": scale_rounding}
-    chosen = block_errors(x, fake_quantize(x, **FOUR_OVER_SIX, **options), tile)
-    six = block_errors(x, expected(x, fmt="nvfp4", scale_rule="six", **options), tile)
-    assert (chosen <= six * (1 + fp32_noise)).all()
-    if tile == "row":
-        assert (chosen < six * (1 - fp32_noise)).any()
+    for x in (torch.randn(32, 48, generator=seeded(3)), normal(32, 48, seed=4)):
+        chosen = block_errors(x, fake_quantize(x, **FOUR_OVER_SIX, **options), tile)
+        six = block_errors(x, expected(x, fmt="nvfp4", scale_rule="six", **options), tile)
+        assert (chosen <= six * (1 + fp32_noise)).all()
+        if tile == "row":
+            assert (chosen < six * (1 - fp32_noise)).any()
 
 
-def test_four_over_six_on_a_normal_tensor() -> None:
-    x = torch.randn(512, 512, generator=seeded(5))
-    q = quantize(x, **FOUR_OVER_SIX)
-    assert ref.sqnr_db(x.numpy(), q.dequantize().numpy()) == pytest.approx(
-        SQNR_FOUR_OVER_SIX, abs=SQNR_TOLERANCE
-    )
+def test_how_many_blocks_of_a_normal_tensor_take_four() -> None:
+    q = quantize(torch.randn(512, 512, generator=seeded(5)), **FOUR_OVER_SIX)
     codes = q.fmt.element.decode(unpack(q.codes, 4)).unflatten(-1, (-1, 16))
     share = (codes.abs().amax(-1) == 4).double().mean().item()
     assert share == pytest.approx(SHARE_OF_FOUR, abs=SHARE_TOLERANCE)
@@ -119,21 +99,7 @@ def test_four_over_six_on_a_normal_tensor() -> None:
 
 # --- search ----------------------------------------------------------------------------------
 
-# On N(0, 1), as `SQNR_FOUR_OVER_SIX`.
-SQNR_SEARCH = 21.7
 SEARCH = {"fmt": "nvfp4", "scale_rule": "search"}
-
-
-@BOTH_TILES
-@BOTH_SCALES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
-def test_search_equals_reference(tile, scale_rounding, dtype) -> None:
-    options = {"tile": tile, "scale_rounding": scale_rounding}
-    plain = torch.randn(34, 50, generator=seeded(1)).to(dtype)
-    for x in (plain, normal(34, 50, seed=2, dtype=dtype), plain * 64):
-        actual = fake_quantize(x, **SEARCH, **options)
-        assert_same_bits(actual, expected(x, **SEARCH, **options))
-        assert not torch.equal(actual, fake_quantize(x, **FOUR_OVER_SIX, **options))
 
 
 @BOTH_TILES
@@ -143,13 +109,6 @@ def test_no_block_is_worse_than_with_four_over_six(tile) -> None:
     chosen = block_errors(x, fake_quantize(x, **FOUR_OVER_SIX, tile=tile), tile)
     assert (searched <= chosen * (1 + 1e-5)).all()
     assert (searched < chosen * (1 - 1e-5)).sum() > 0.3 * chosen.size
-
-
-def test_search_on_a_normal_tensor() -> None:
-    x = torch.randn(512, 512, generator=seeded(5))
-    assert ref.sqnr_db(x.numpy(), fake_quantize(x, **SEARCH).numpy()) == pytest.approx(
-        SQNR_SEARCH, abs=SQNR_TOLERANCE
-    )
 
 
 def test_search_may_clip_what_is_largest() -> None:
