@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-
-from paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
 
 from on_gpu import record as records
 from on_gpu.record import Clock, Entry

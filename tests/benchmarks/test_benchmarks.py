@@ -11,22 +11,19 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-import torch
-from design import thinned
-from paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 import first_step
 import gpu
 import imports
 import layer
+import pytest
 import report
 import roofline
 import scaling
 import step
 import timing
+import torch
+from design import thinned
+from paths import ROOT
 
 from metis_hf import MetisConfig
 from metis_hf.layers.make import convert_linear
@@ -88,10 +85,10 @@ def test_quick_run_writes_record_table_and_plot(script, tmp_path):
         assert (tmp_path / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", RECORDS)
-def test_committed_record_has_every_table(script):
-    check(report.read(script), script)
-    assert (BENCHMARKS / "results" / f"{script}.png").exists() == (script in PLOTS)
+def test_committed_records_have_every_table():
+    for script in RECORDS:
+        check(report.read(script), script)
+        assert (BENCHMARKS / "results" / f"{script}.png").exists() == (script in PLOTS)
 
 
 def test_pages_are_written_from_the_records():
@@ -141,20 +138,14 @@ def test_rounds_stand_beside_what_was_timed(monkeypatch):
     assert report.step_value("saved_over_bf16", "float32")().rounds is None
 
 
-def test_interleaved_rounds_run_each_in_turn():
+def test_rounds_run_each_in_turn_while_the_budget_lasts():
+    """The warm-up is not in it."""
     order: list[str] = []
     calls = [lambda: order.append("a"), lambda: order.append("b")]
     times = timing.interleave(calls, 3, budget=60)
     assert order == ["a", "b"] * 4  # a warm-up, three rounds
     assert [len(found) for found in times] == [3, 3]
-
-
-def test_rounds_stop_when_the_budget_is_spent():
-    times = timing.interleave([lambda: None], 100, budget=0)
-    assert len(times[0]) == 2
-
-
-def test_the_warm_up_is_not_in_the_budget():
+    assert len(timing.interleave([lambda: None], 100, budget=0)[0]) == 2
     calls = []
 
     def slow_at_first() -> None:
@@ -164,22 +155,15 @@ def test_the_warm_up_is_not_in_the_budget():
     assert len(timing.interleave([slow_at_first], 20, budget=0.25)[0]) == 20
 
 
-def test_one_round_has_quartiles():
-    assert timing.quartiles([3.0]) == (3.0, 3.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("times", "shown"),
-    [
+def test_few_rounds_are_shown_with_their_range():
+    """Quartiles of two or three are interpolated, and narrower than what was measured."""
+    for times, shown in (
         ([3.0], "3.00 (3.00-3.00)"),
         ([2.0, 4.0], "3.00 (2.00-4.00)"),
         ([9.0, 2.0, 4.0], "4.00 (2.00-9.00)"),
         ([2.0, 4.0, 6.0, 8.0], "5.00 (3.50-6.50)"),
-    ],
-)
-def test_few_rounds_are_shown_with_their_range(times, shown):
-    """Quartiles of two or three are interpolated, and narrower than what was measured."""
-    assert timing.spread(timing.summary(times, [1.0] * len(times))) == shown
+    ):
+        assert timing.spread(timing.summary(times, [1.0] * len(times))) == shown
 
 
 def test_a_predicted_step_holds_the_rounds_of_the_measured_one():
@@ -211,14 +195,12 @@ def test_machines_show_what_a_record_holds_of_other_work(monkeypatch):
     assert lines["| step"].endswith("| 25 % |")
 
 
-@pytest.mark.parametrize(
-    ("options", "folder"),
-    [([], timing.RESULTS), (["--device", "cuda"], timing.RESULTS / "cuda"), (["--out", "x"], "x")],
-)
-def test_runs_on_a_gpu_leave_the_records_of_cpus_alone(options, folder, monkeypatch):
+def test_runs_on_a_gpu_leave_the_records_of_cpus_alone(monkeypatch):
     monkeypatch.setattr(timing, "device_of", torch.device)
-    monkeypatch.setattr(sys, "argv", ["layer.py", *options])
-    assert timing.parse(timing.arguments("Measures.")).out == Path(folder)
+    own, on_gpu = timing.RESULTS, timing.RESULTS / "cuda"
+    for options, out in (([], own), (["--device", "cuda"], on_gpu), (["--out", "x"], Path("x"))):
+        monkeypatch.setattr(sys, "argv", ["layer.py", *options])
+        assert timing.parse(timing.arguments("Measures.")).out == out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -267,21 +249,6 @@ def test_bf16_units_of_arm_count(monkeypatch):
         probe = "_is_arm_bf16_supported"
         monkeypatch.setattr(torch.cpu, probe, lambda there=there: there, raising=False)
         assert timing.machine()["bf16_units"] == there
-
-
-def test_every_part_of_a_layer_is_drawn(tmp_path, monkeypatch):
-    drawn = []
-
-    def figure(*sizes):
-        drawn.append(timing.figure(*sizes))
-        return drawn[-1]
-
-    monkeypatch.setattr(scaling, "figure", figure)
-    scaling.draw(report.read("scaling")["rows"], tmp_path / "scaling.png")
-    ((_, axes),) = drawn
-    lines = axes[0, 0].get_lines()
-    assert [line.get_label() for line in lines] == list(scaling.THEORY)
-    assert len({line.get_color() for line in lines}) == len(scaling.THEORY)
 
 
 def test_memory_is_measured_with_the_optimizer_s_state_in_all(monkeypatch):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 from on_gpu import compare
 from on_gpu.context import Context
 from on_gpu.record import Clock, CutOff, Entry, OutOfTime

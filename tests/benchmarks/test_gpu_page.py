@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
-
-import pytest
-import torch
-from paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
 import layer
+import pytest
 import timing
+import torch
 from on_gpu import machine
 from on_gpu import record as records
 from on_gpu.page import page

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import time
 
-import pytest
-import torch
-from paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 import gpu
+import pytest
 import quantizers
+import torch
 from on_gpu import kernels, parts, suite
 from on_gpu import record as records
 from on_gpu.record import Clock, CutOff, Entry
+from paths import ROOT
 
 from metis_hf import MetisConfig
 from metis_hf.numerics import native
 from metis_hf.schemes.registry import layer_rank
+
+
+def context(quick: bool = True) -> gpu.Context:
+    return gpu.Context(torch.device("cpu"), quick, Clock(None), lambda name: Entry(), ROOT)
 
 
 def test_kernels_with_other_bits_are_named(monkeypatch):
@@ -54,8 +54,7 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_go_on(monkeypatc
     found = kernels.equal_bits(["nvfp4"], torch.float32, torch.device("cpu"))
     assert found[records.FAILURES] == [said]
     assert [row["kernels"] for row in found["rows"]] == ["reference"]
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = kernels.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
+    found = kernels.bandwidth(["nvfp4"], (64, 64), torch.float32, context())
     assert found[records.FAILURES] == [said]
     assert [row["kernels"] for row in found["rows"]] == ["torch", "reference"]
 
@@ -74,8 +73,7 @@ def test_bandwidth_leaves_out_what_does_not_fit(monkeypatch):
 
     row = {"name": "nvfp4", "kernels": "reference", "dtype": "float32"}
     monkeypatch.setattr(quantizers, "own_cases", lambda *_: [(row, large)])
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = kernels.bandwidth(["nvfp4"], (64, 64), torch.float32, context)
+    found = kernels.bandwidth(["nvfp4"], (64, 64), torch.float32, context())
     assert [row["name"] for row in found["rows"]] == ["copy"]
     assert found["without"] == [row | {"reason": "memory is too small"}]
     copy = found["rows"][0]
@@ -85,8 +83,7 @@ def test_bandwidth_leaves_out_what_does_not_fit(monkeypatch):
 def test_what_is_around_gemms_is_timed_as_operations_and_in_one_launch(monkeypatch):
     """In a CPU's operations here: Triton's kernels are refused, by name, and the others go on."""
     monkeypatch.setattr(quantizers, "available", lambda d: ["reference", "compiled", "triton"])
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = kernels.around_gemms((128, 64), context)
+    found = kernels.around_gemms((128, 64), context())
     names = [row["name"] for row in found["rows"] if row["kernels"] == "reference"]
     assert names[:3] == ["outer scale", "bias", "outer scale and bias"]
     assert names[3:] == ["sums of rows", "projection on 48 directions"]
@@ -101,8 +98,7 @@ def test_what_is_around_gemms_is_timed_as_operations_and_in_one_launch(monkeypat
 
 def test_layers_are_timed_with_the_fastest_kernels_first(monkeypatch):
     monkeypatch.setattr(quantizers, "available", lambda d: ["reference", "compiled", "triton"])
-    context = gpu.Context(torch.device("cpu"), False, Clock(None), lambda name: Entry(), ROOT)
-    keys = [item.key for item in parts.layers(context)]
+    keys = [item.key for item in parts.layers(context(quick=False))]
     shapes = len(parts.layer_shapes(quick=False))
     assert [key.split(", ")[-1] for key in keys] == (
         ["triton"] * shapes + ["compiled"] * shapes + ["reference"]
@@ -124,8 +120,7 @@ def test_native_gemms_are_skipped_with_the_reason(monkeypatch):
 
 def test_native_layers_name_what_cannot_run():
     """On a CPU nothing of it can: each scheme says so, and the emulated ones are timed."""
-    context = gpu.Context(torch.device("cpu"), True, Clock(None), lambda name: Entry(), ROOT)
-    found = parts.native_layers((64, 32, 32), context)
+    found = parts.native_layers((64, 32, 32), context())
     emulated = {row["name"] for row in found["rows"] if row.get("backend") == "emulated"}
     without = {row["name"]: row["reason"] for row in found["without"]}
     assert emulated == without.keys() == set(parts.NATIVE_SCHEMES)
@@ -175,13 +170,11 @@ def test_b():
 """
 
 
-@pytest.mark.parametrize(
-    ("cores", "options"), [(1, []), (3, []), (4, ["-n", "2"]), (16, ["-n", "8"]), (64, ["-n", "8"])]
-)
-def test_the_suite_uses_some_cores(cores, options, monkeypatch):
-    assert suite.side_by_side(cores) == options
+def test_the_suite_uses_some_cores(monkeypatch):
+    wanted = {1: [], 3: [], 4: ["-n", "2"], 16: ["-n", "8"], 64: ["-n", "8"]}
+    assert {cores: suite.side_by_side(cores) for cores in wanted} == wanted
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert suite.side_by_side(cores) == []
+    assert suite.side_by_side(16) == []
 
 
 def running(pid: str) -> bool:

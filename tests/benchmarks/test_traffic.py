@@ -6,16 +6,10 @@ benchmarks/traffic.py.
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from paths import ROOT
-from torch import Tensor
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 import traffic
+from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
@@ -74,17 +68,12 @@ def test_one_level_is_read_once_and_written_once():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_direct_operand():
     over_copy = moved(Operand(Quantizer()), "compiled")
     assert 1.5 <= over_copy <= DIRECT_BOUND  # read for amax, read again, written
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_stochastic_rounding_moves_no_more():
-    nearest = moved(Operand(Quantizer()), "compiled")
     stochastic = moved(Operand(Quantizer(rounding="stochastic")), "compiled")
-    assert stochastic == pytest.approx(nearest, rel=0.01)
+    assert stochastic == pytest.approx(over_copy, rel=0.01)
 
 
 @needs_compiler
@@ -100,12 +89,9 @@ def test_the_reference_moves_many_times_as_much():
     assert moved(Operand(Quantizer()), "reference") > 3 * DIRECT_BOUND
 
 
-@needs_compiler
 def test_counting_changes_no_value():
-    x = tensor()
-    quantizer = Quantizer()
-    with traffic.use_kernels("compiled"):
-        plain = quantizer(x)
-        with traffic.counting():
-            counted = quantizer(x)
+    x, quantizer = tensor(64), Quantizer()
+    plain = quantizer(x)
+    with traffic.counting():
+        counted = quantizer(x)
     assert torch.equal(plain, counted)
