@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from design import cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metis_hf.noise import Key
@@ -38,9 +39,10 @@ def representable(m: int, n: int, block: int) -> torch.Tensor:
     return values * scale.repeat_interleave(block, 1)[:, :n]
 
 
-@pytest.mark.parametrize("contracted", [(-1, -1), (-1, 0), (0, 0)])
-@pytest.mark.parametrize("fmt", [NVFP4, MXFP4])
-@pytest.mark.parametrize(("m", "p", "n"), SHAPES)
+@cases(
+    {"fmt": [NVFP4, MXFP4], "m, p, n": SHAPES},
+    rotated={"contracted": [(-1, -1), (-1, 0), (0, 0)]},
+)
 def test_exact_where_scales_are_powers_of_two(m, p, n, fmt, contracted):
     """Products of multiples of 2^-6 up to 24^2, n of them: exact in fp32 and in any order."""
     quantizer = Quantizer(fmt, two_level=False)
@@ -62,8 +64,7 @@ def test_exact_where_scales_are_powers_of_two(m, p, n, fmt, contracted):
     assert size == (-(-m // 16) * 16, -(-p // 16) * 16, -(-n // 32) * 32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("m", "p", "n"), SHAPES)
+@cases({"m, p, n": SHAPES}, rotated={"dtype": [torch.float32, torch.bfloat16]})
 def test_tensor_scales(m, p, n, dtype):
     quantizer = Quantizer()
     a, a_values = matrix_of(torch.randn(m, n) * 1e-3, quantizer, -1)
@@ -77,8 +78,9 @@ def test_tensor_scales(m, p, n, dtype):
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("split", ["a", "b", "both"])
-@pytest.mark.parametrize("contracted", [(-1, -1), (-1, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("split", "contracted"), [("a", (-1, -1)), ("b", (-1, 0)), ("both", (0, 0)), ("both", (-1, 0))]
+)
 def test_split_operands(split, contracted):
     """All four products of residuals and thin parts, with k a multiple of nothing."""
     n, operands, values = 72, [], []
@@ -104,8 +106,7 @@ def test_split_operands(split, contracted):
     assert len(slow.calls) == (4 if split == "both" else 2)
 
 
-@pytest.mark.parametrize("contracted", [-1, 0])
-@pytest.mark.parametrize("dtype", DTYPES["nvfp4"])
+@cases({"dtype": DTYPES["nvfp4"]}, rotated={"contracted": [-1, 0]})
 def test_errors_of_direct_operands(dtype, contracted):
     """Corrections quantize them: in BF16, too, they are those of values that are not rounded."""
     operand, x = Operand(Quantizer()), torch.randn(40, 72)
@@ -128,8 +129,7 @@ def arguments(m: int, p: int, n: int, fmt=NVFP4):
     return [None if x is None else x.to("meta") for pair in fields for x in pair]
 
 
-@pytest.mark.parametrize("dtype", DTYPES["nvfp4"])
-@pytest.mark.parametrize(("m", "p", "n"), SHAPES)
+@cases({"m, p, n": SHAPES}, rotated={"dtype": DTYPES["nvfp4"]})
 def test_torch_takes_the_arguments(m, p, n, dtype):
     """Through the checks that torch's own operator makes of shapes, layouts and recipes."""
     out = call_gemm(F.scaled_mm, *arguments(m, p, n), dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from design import cases
 from layers.layer_tools import FP4_SCHEME_MODES, layer_of
 
 from metis_hf import scheme_names
@@ -82,8 +83,7 @@ def operands(scheme: str, shape: tuple[int, int, int], **changes):
         yield role, getattr(emulated, method)(*args), getattr(native, method)(*args), native, matrix
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scheme", NATIVE)
+@cases({"scheme": NATIVE}, rotated={"shape": SHAPES})
 def test_operands_are_those_of_emulation_to_the_bit(scheme, shape):
     changes = {"rank": 3} if scheme == "metis" else {}
     for role, emulated, native, plan, matrix in operands(scheme, shape, **changes):
@@ -123,8 +123,7 @@ def test_square_tiles_serve_both_dimensions():
             assert torch.equal(read(matrix), values)
 
 
-@pytest.mark.parametrize("dim", [-1, 0])
-@pytest.mark.parametrize("two_level", [True, False])
+@pytest.mark.parametrize(("dim", "two_level"), [(-1, True), (0, False)])
 def test_blocks_along_each_dimension(dim, two_level):
     """In the layout of compiled kernels too, which the reference shares."""
     x, quantizer = torch.randn(48, 80), Quantizer(two_level=two_level, rounding="stochastic")

@@ -11,7 +11,7 @@ from metis_hf.numerics.kernels import pack
 from metis_hf.numerics.native import native_matrix, swizzle
 
 
-@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (128, 4), (130, 5), (300, 9)])
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (300, 9)])
 def test_swizzle(rows, blocks):
     scale = torch.randint(1, 256, (rows, blocks), dtype=torch.uint8)
     assert torch.equal(swizzle(scale), to_blocked(scale).flatten())
