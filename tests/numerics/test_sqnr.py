@@ -28,6 +28,7 @@ SQNR_NVFP4_NORMAL_STOCHASTIC = 17.24
 SQNR_NVFP4_NORMAL_SQUARE = 19.07
 SQNR_NVFP4_NORMAL_FOUR_OVER_SIX = 21.21
 SQNR_MXFP4_NORMAL = 18.79
+SQNR_NVFP4_NORMAL_SEARCH = 21.72  # measured
 # The two digits of the numbers above, and one phase of amax between two E4M3 scales: 0.02 dB.
 NUMBER_TOLERANCE = 0.03
 # What measurement and theory may differ by, beside SIGMAS sampling errors. Theory is exact up to
@@ -41,6 +42,7 @@ APPROXIMATE_TOLERANCE = 0.15
 LIGHT_TAILED_SAMPLING_ERROR = 0.05
 HEAVY_TAILED_SAMPLING_ERROR = 0.12  # also where a few columns or components hold the energy
 
+SOURCES = ("normal", "uniform", "student3", "outliers", "power-0.5", "power-1")
 SIGMAS = 4.0  # seeds are fixed, so this is a bound on the chosen draws, not a flaky rate
 SIDE = 1024
 OUTLIER_SIZE, OUTLIERS = 50.0, 10  # 1 % of the columns
@@ -162,27 +164,22 @@ def measure(src: Source, fmt: str, tile: str = "row", **options) -> Measured:
 
 
 def cases() -> list[tuple[str, dict]]:
-    """NVFP4 with everything; the other formats with each of their options on some source."""
+    """NVFP4 with everything; of the other formats each option on a normal tensor."""
     found = []
     for name, fmt in theory.FORMATS.items():
-        every = name == "nvfp4"
         other_tile = "tensor" if fmt.block is None else "square"
+        found.append(("outliers", {"fmt": name, "tile": other_tile}))
+        found.append(("normal", {"fmt": name, "rounding": "stochastic"}))
         for scale_rounding in SCALE_ROUNDINGS_OF[fmt.scale]:
-            for rounding in ("nearest", "stochastic"):
-                options = {"fmt": name, "rounding": rounding, "scale_rounding": scale_rounding}
-                default = scale_rounding != "up"
-                plain = default and rounding == "nearest"
-                for src in ("normal", "uniform", "student3", "outliers"):
-                    if every or plain or src == "normal":
-                        found.append((src, options))
-                    if every or (plain and src in ("normal", "outliers")):
-                        found.append((src, {**options, "tile": other_tile}))
-                for src in ("power-0.5", "power-1"):
-                    if every or (plain and name in ("mxfp4", "mxfp6-e2m3", "fp8-e4m3", "nvint4")):
-                        found.append((src, options))
-                if every or (plain and name == "nvint4"):
-                    found.append(("normal", {**options, "two_level": False}))
-    found.append(("power-0.5", {"fmt": "nvfp4", "tile": "square"}))
+            found.append(("normal", {"fmt": name, "scale_rounding": scale_rounding}))
+    turns = [("row", "nearest", "nearest"), ("row", "stochastic", "up"),
+             ("square", "stochastic", "nearest"), ("square", "nearest", "up")]  # fmt: skip
+    for src, (tile, rounding, scale_rounding) in itertools.product(SOURCES[1:], turns):
+        if tile == "row" or not src.startswith("power"):
+            options = {"tile": tile, "rounding": rounding, "scale_rounding": scale_rounding}
+            found.append((src, {"fmt": "nvfp4", **options}))
+    found += [("normal", {"fmt": fmt, "two_level": False}) for fmt in ("nvfp4", "nvint4")]
+    found += [("power-1", {"fmt": fmt}) for fmt in ("mxfp4", "fp8-e4m3")]
     return found
 
 
@@ -199,9 +196,15 @@ def test_sqnr_is_the_expected_one(src, options) -> None:
     assert actual.sqnr_db == pytest.approx(wanted.sqnr_db, abs=allowed)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("tile", ["row", "square"])
-@pytest.mark.parametrize("src", ["normal", "uniform", "student3"])
+@pytest.mark.parametrize(
+    ("src", "tile", "rounding"),
+    [
+        ("normal", "row", "nearest"),
+        ("normal", "square", "stochastic"),
+        ("uniform", "row", "stochastic"),
+        ("student3", "square", "nearest"),
+    ],
+)
 def test_four_over_six_sqnr_is_the_expected_one(src, tile, rounding) -> None:
     data = source(src)
     amax = float(data.x.abs().max())
@@ -228,6 +231,7 @@ def test_four_over_six_sqnr_is_the_expected_one(src, tile, rounding) -> None:
         ({"rounding": "stochastic"}, SQNR_NVFP4_NORMAL_STOCHASTIC),
         ({"tile": "square"}, SQNR_NVFP4_NORMAL_SQUARE),
         ({"scale_rule": "four-over-six"}, SQNR_NVFP4_NORMAL_FOUR_OVER_SIX),
+        ({"scale_rule": "search"}, SQNR_NVFP4_NORMAL_SEARCH),
         ({"fmt": "mxfp4"}, SQNR_MXFP4_NORMAL),
     ],
     ids=str,
@@ -252,51 +256,7 @@ def test_gradient_sized_tensors_need_the_second_level() -> None:
     assert actual == pytest.approx(SQNR_NVFP4_NORMAL_NEAREST, abs=NUMBER_TOLERANCE)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8-e5m2", "fp8-e4m3", "int4"])
-def test_gradient_sized_tensors_do_not_need_it_with_wide_scales(fmt) -> None:
-    """E8M0 and fp32 scales go with the tensor: by a power of two, without any change."""
-    x = source("normal").x
-    assert torch.equal(fake_quantize(x * 2.0**-17, fmt), fake_quantize(x, fmt) * 2.0**-17)
-
-
 # --- orderings -----------------------------------------------------------------------------------
-
-
-def error_ratio(src: str, first: dict, second: dict) -> float:
-    """Mean squared error of the second choice over that of the first, on the same tensor."""
-    data = source(src)
-    return 10 ** ((measure(data, **first).sqnr_db - measure(data, **second).sqnr_db) / 10)
-
-
-@pytest.mark.parametrize("src", ["normal", "uniform", "student3", "outliers"])
-def test_scale_up_costs_as_much_as_theory_says(src) -> None:
-    """E4M3 scales lie 1/15 to 1/8 apart, so rounded up they are 1/20 larger than to nearest.
-
-    Steps enter squared: 1.05^2 is 10 % more error where all elements count alike. Where block
-    maxima hold the energy, their own error counts: nearest scales clip them by up to 1/16 only.
-    """
-    nearest, up = {"fmt": "nvfp4"}, {"fmt": "nvfp4", "scale_rounding": "up"}
-    wanted = expectation(source(src), **up).error / expectation(source(src), **nearest).error
-    low, high = {"outliers": (1.4, 1.7), "student3": (1.15, 1.33)}.get(src, (1.08, 1.13))
-    assert low < wanted < high
-    assert error_ratio(src, nearest, up) == pytest.approx(wanted, rel=0.03)
-
-
-@pytest.mark.parametrize("fmt", ["int4", "fp8-e4m3", "fp8-e5m2"])
-def test_stochastic_rounding_doubles_the_error_where_nothing_clips(fmt) -> None:
-    """Uniform in a cell of width h: h^2 / 12 to nearest, h^2 / 6 stochastically; 3.01 dB."""
-    ratio = error_ratio("uniform", {"fmt": fmt}, {"fmt": fmt, "rounding": "stochastic"})
-    assert ratio == pytest.approx(2, rel=0.01)
-
-
-def test_stochastic_rounding_costs_more_than_double_on_nvfp4() -> None:
-    """Block maxima land near 6, the end of the widest cell, and the density falls over 4 .. 6.
-
-    Near an end of a cell nearest rounding errs little; at a distance d stochastic rounding has
-    d (h - d), more than 2 d^2.
-    """
-    ratio = error_ratio("normal", {"fmt": "nvfp4"}, {"fmt": "nvfp4", "rounding": "stochastic"})
-    assert ratio == pytest.approx(2.085, rel=0.01)  # 3.19 dB, the theory tested above
 
 
 def test_orderings_on_a_normal_tensor() -> None:
@@ -345,34 +305,29 @@ NOTHING_CLIPS = [
 ]
 
 
-@pytest.mark.parametrize("src", ["normal", "student3", "outliers"])
 @pytest.mark.parametrize("options", NOTHING_CLIPS, ids=case_id)
-def test_the_gain_is_one_where_nothing_clips(options, src) -> None:
-    options = {**options, "rounding": "stochastic"}
-    actual = measure(source(src), **options)
-    assert actual.gain == pytest.approx(1, abs=SIGMAS * actual.gain_error)
-    assert actual.gain_error < {"normal": 3e-4}.get(src, 4e-3)
+def test_nothing_clips_with_scales_rounded_up_and_the_gain_is_one(options) -> None:
+    for src in SOURCES:
+        assert Quantizer(**options).saturated(source(src).x) == 0
+    for src, error in (("normal", 3e-4), ("outliers", 4e-3)):
+        actual = measure(source(src), rounding="stochastic", **options)
+        assert actual.gain == pytest.approx(1, abs=SIGMAS * actual.gain_error)
+        assert actual.gain_error < error
 
 
 CLIPPED_SHARE_NORMAL = 0.0346  # of NVFP4 with nearest scales: .0341 to .0353, by phase of amax
 
 
-@pytest.mark.parametrize("src", ["normal", "uniform", "student3"])
 @pytest.mark.parametrize(
     "fmt", [name for name, fmt in theory.FORMATS.items() if fmt.scale != "fp32"]
 )
-def test_clipped_share_is_the_expected_one(fmt, src) -> None:
-    data = source(src)
-    wanted = expectation(data, fmt).clipped_share
-    actual = float(Quantizer(fmt).saturated(data.x))
-    # Elements of a block clip together: at worst whole blocks of 32 count as one draw each.
-    spread = math.sqrt(32 * wanted * (1 - wanted) / data.x.numel())
-    assert actual == pytest.approx(wanted, abs=SIGMAS * spread)
-    if fmt == "nvfp4" and src == "normal":
-        assert wanted == pytest.approx(CLIPPED_SHARE_NORMAL, abs=7e-4)
-
-
-@pytest.mark.parametrize("options", NOTHING_CLIPS, ids=case_id)
-@pytest.mark.parametrize("src", ["normal", "uniform", "student3", "outliers", "power-1"])
-def test_nothing_clips_with_scales_rounded_up(src, options) -> None:
-    assert Quantizer(**options).saturated(source(src).x) == 0
+def test_clipped_share_is_the_expected_one(fmt) -> None:
+    for src in ("normal", "uniform", "student3"):
+        data = source(src)
+        wanted = expectation(data, fmt).clipped_share
+        actual = float(Quantizer(fmt).saturated(data.x))
+        # Elements of a block clip together: at worst whole blocks of 32 count as one draw each.
+        spread = math.sqrt(32 * wanted * (1 - wanted) / data.x.numel())
+        assert actual == pytest.approx(wanted, abs=SIGMAS * spread), src
+        if fmt == "nvfp4" and src == "normal":
+            assert wanted == pytest.approx(CLIPPED_SHARE_NORMAL, abs=7e-4)
