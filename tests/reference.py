@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from reference_formats import E2M1_GRID as E2M1_GRID
-from reference_formats import E2M1_MAX as E2M1_MAX
 from reference_formats import E4M3_GRID as E4M3_GRID
 from reference_formats import (
     E4M3_MAX,
@@ -28,8 +27,6 @@ from reference_formats import (
     element_nearest,
     neighbours,
 )
-from reference_formats import e2m1_nearest as e2m1_nearest
-from reference_formats import midpoints as midpoints
 
 Tile = Literal["row", "square", "tensor"]
 ScaleRule = Literal["absmax", "four-over-six", "search", "six", "unbiased"]
@@ -329,24 +326,3 @@ def captured_energy(x: np.ndarray, vh: np.ndarray) -> float:
     basis, _ = np.linalg.qr(np.asarray(vh, np.float64).T)
     best = np.linalg.eigvalsh(x.T @ x)[-basis.shape[1] :].sum()
     return float(np.sum((x @ basis) ** 2) / best)
-
-
-class LinearGradients(NamedTuple):
-    y: np.ndarray  # [t o]
-    dx: np.ndarray  # [t i]
-    dw: np.ndarray  # [o i]
-    db: np.ndarray  # [o]
-
-
-def linear(
-    x: np.ndarray,  # [t i]
-    w: np.ndarray,  # [o i]
-    dy: np.ndarray,  # [t o]
-    bias: np.ndarray | None = None,  # [o]
-) -> LinearGradients:
-    """y = x w' + b and the three gradients for an upstream gradient dy, in float64."""
-    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
-    y = x @ w.T  # [t i] @ [i o] -> [t o]
-    if bias is not None:
-        y = y + np.asarray(bias, np.float64)
-    return LinearGradients(y=y, dx=dy @ w, dw=dy.T @ x, db=dy.sum(axis=0))

@@ -51,7 +51,6 @@ class Element(NamedTuple):
 
 E2M1_GRID: list[float] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3_GRID: list[float] = _enumerate_float(4, 3, 7)[:-1]  # exponent 15 mantissa 7 is NaN
-E2M1_MAX = E2M1_GRID[-1]
 E4M3_MAX = E4M3_GRID[-1]
 
 ELEMENTS: dict[str, Element] = {
