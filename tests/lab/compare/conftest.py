@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 
@@ -9,6 +10,14 @@ import pytest
 from paths import ROOT
 
 from metis_hf.schemes import registry
+
+
+@pytest.fixture(scope="module")
+def study(request):
+    """The study of eval/studies that the test's module names as STUDY."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "eval" / "studies")
+        yield importlib.import_module(request.module.STUDY)
 
 
 @pytest.fixture

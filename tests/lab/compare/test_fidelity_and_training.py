@@ -5,15 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from paths import ROOT
 
-
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
-    import fidelity_and_training
-
-    return fidelity_and_training
+STUDY = "fidelity_and_training"
 
 
 def measured(name, kl, training=None, rise=1.0, error=0.5):

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
-import sys
 
 import pytest
-from paths import ROOT
 
+STUDY = "four_bit_share"
 LAYERS, WIDTH, INNER, KEYS, WORDS, CONTEXT = 30, 576, 1536, 192, 49152, 2048  # SmolLM2-135M
 
 
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
-    yield importlib.import_module("four_bit_share")
-    for name in ("four_bit_share", "publish"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def record(study):
-    return json.loads(study.RECORD.read_text())
-
-
-def test_the_pages_are_the_record(study, record):
+def test_the_pages_are_the_record(study):
+    record = json.loads(study.RECORD.read_text())
     pages = [page.read_text() for page in study.PAGES]
     assert [study.with_tables(page, record) for page in pages] == pages
     assert "".join(pages).count("<!-- four bits: ") == 3

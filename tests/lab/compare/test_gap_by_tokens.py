@@ -7,16 +7,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paths import ROOT
 
-
-@pytest.fixture(scope="module")
-def study():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(ROOT / "eval" / "studies")
-        import gap_by_tokens
-
-        return gap_by_tokens
+STUDY = "gap_by_tokens"
 
 
 def record(tokens, losses, width=64, seeds=(0,)):

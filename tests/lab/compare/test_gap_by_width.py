@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from paths import ROOT
 
-
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
-    import gap_by_width
-
-    return gap_by_width
+STUDY = "gap_by_width"
 
 
 def record(width, rate=1e-3, tokens=1000, **gaps):

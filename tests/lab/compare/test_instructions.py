@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 
 import pytest
-from paths import ROOT
 from texts import documents
 
 from metis_hf.data.chat import read_documents
 
+STUDY = "instructions"
 PARAGRAPH = (
     "The {n} valley lies between two hills. A river runs through it from north to south! "
     "Who was it that built the bridge over it? Nobody in the village remembers that anymore. "
@@ -19,29 +18,16 @@ PARAGRAPH = (
 )
 
 
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("study", ROOT / "eval/studies/instructions.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def paragraphs():
     return [PARAGRAPH.format(n=name) for name in ("first", "second", "third", "fourth", "fifth")]
 
 
-def test_each_kind_takes_its_turn(study, paragraphs):
+def test_answers_are_what_the_text_says(study, paragraphs):
     found = list(study.conversations(["\n\n".join(paragraphs)]))
     starts = ("Continue", "Which sentence", "Put these sentences", "Restore", "Quote")
-    assert len(found) == len(starts)
-    for start, (request, _) in zip(starts, found):
-        assert request.startswith(start)
-
-
-def test_answers_are_what_the_text_says(study, paragraphs):
-    goes_on, gap, order, restore, find = study.conversations(["\n\n".join(paragraphs)])
+    assert all(request.startswith(start) for start, (request, _) in zip(starts, found))
+    goes_on, gap, order, restore, find = found
     assert f"{goes_on[0].split(chr(10))[-1]} {goes_on[1]}" == paragraphs[0]
     assert gap[0].split("\n")[-1].replace("[...]", gap[1]) == paragraphs[1]
     numbered = re.findall(r"^\d+\. (.*)$", order[0], re.MULTILINE)
@@ -73,13 +59,10 @@ def test_text_without_paragraphs_is_refused(study, tmp_path):
     assert not list(tmp_path.glob("out.jsonl"))
 
 
-@pytest.mark.parametrize("part", ["couldn't", "couldn\u2019t", "fianc\u00e9e", "river's"])
-def test_a_word_to_find_is_whole(study, part):
-    assert study._WORD.findall(f"nobody {part} arrives, or the bridge.") == [
-        "nobody",
-        "arrives",
-        "bridge",
-    ]
+def test_a_word_to_find_is_whole(study):
+    for part in ("couldn't", "couldn\u2019t", "fianc\u00e9e", "river's"):
+        found = study._WORD.findall(f"nobody {part} arrives, or the bridge.")
+        assert found == ["nobody", "arrives", "bridge"]
 
 
 def test_a_first_conversation_that_is_too_long_is_named(study, paragraphs, tmp_path):

@@ -7,17 +7,10 @@ import math
 import pytest
 import torch
 import transformers
-from paths import ROOT
 
 from metis_hf.numerics import Quantizer
 
-
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "eval" / "studies")
-    import weight_scales
-
-    return weight_scales
+STUDY = "weight_scales"
 
 
 def test_each_row_has_its_own_best_share(study):
