@@ -1,8 +1,9 @@
-"""Studies of eval/studies: their tables are their records, and they measure what they say."""
+"""Studies of eval/studies: tables are records, measurements and schemes are what titles say."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import sys
 
@@ -10,14 +11,21 @@ import pytest
 import torch
 from paths import ROOT
 
-from lab.compare.scripts import script
-from metis_hf import MetisConfig
 from metis_hf.noise import key_of
 from metis_hf.numerics import fake_quantize, relative_error
-from metis_hf.schemes import Scheme, build_scheme
+from metis_hf.schemes import Role, build_scheme
 
 RESULTS = ROOT / "eval/results"
 pytestmark = pytest.mark.usefixtures("eval_directory")
+
+
+def script(name):
+    """Return a script of eval/studies as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"eval/studies/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def operand_study():
@@ -139,14 +147,37 @@ def test_table_of_two_devices_is_that_of_its_losses():
     assert (study.GPU.parent / "table.md").read_text() == text
 
 
-def test_variants_of_the_training_studies_can_be_built():
-    compensation, refresh = script("compensation"), script("refresh")
-    configs = [*compensation.VARIANTS.values(), *map(refresh.config_of, ("metis", "metis-paper"))]
-    for config in configs:
-        assert isinstance(build_scheme(config, 128, 128), Scheme)
-    alone = build_scheme(MetisConfig(scheme="compensated"), 128, 128)
-    assert alone.weight.is_split
-    assert not alone.corrected
+# title -> (rank of x, w and dy; None: not split; corrected; directions of a stored split weight)
+WIDTH = 128  # of the model that compensation.py trains: the smaller side of each of its layers
+ALL = {Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_WEIGHT}
+COMPENSATION = {
+    "published, rank 2 (metis-paper)": ((2, None, 2), set(), 2),
+    "compensated, rank 2, stochastic everywhere": ((2, None, 2), set(), 2),
+    "compensated, rank 16, nearest forward": ((16, None, 16), set(), 16),
+    "the same, unit vectors": ((16, None, 16), set(), 16),
+    "the same, weight dense and not split": (
+        (16, None, 16), ALL - {Role.FPROP_INPUT}, None
+    ),
+    "metis: weight dense and split, both corrected, rank 32": ((32, 32, 32), ALL, None),
+    "metis, contraction mode": ((32, 32, 32), ALL, None),
+}  # fmt: skip
+
+
+def test_titles_of_compensation_say_what_its_schemes_are():
+    compensation = script("compensation")
+    assert compensation.VARIANTS.keys() >= COMPENSATION.keys()
+    for title, (ranks, corrected, stored) in COMPENSATION.items():
+        scheme = build_scheme(compensation.VARIANTS[title], WIDTH, WIDTH)
+        operands = (scheme.fprop_input, scheme.fprop_weight, scheme.dgrad_grad_output)
+        found = [getattr(operand.conditioner, "rank", None) for operand in operands]
+        assert tuple(found) == ranks, title
+        assert scheme.corrected == corrected, title
+        assert (scheme.weight.rank if scheme.weight.is_split else None) == stored, title
+        stochastic = "stochastic" in title or "published" in title
+        expected = "stochastic" if stochastic else "nearest"
+        assert scheme.fprop_input.quantizer.rounding == expected, title
+    for scheme in ("metis", "metis-paper"):
+        assert build_scheme(script("refresh").config_of(scheme), WIDTH, WIDTH)
 
 
 @pytest.mark.parametrize("name", ["compensation", "refresh"])
@@ -184,3 +215,11 @@ def test_losses_of_continued_pretraining_are_those_on_record():
             gap = None if loss is None else loss / float(control[row["text"]][when]) - 1
             cells.append("" if not gap else f"+{100 * gap:.1f}")
         assert f"| {' | '.join(cells)} |" in page
+
+
+def test_an_interrupted_operand_study_keeps_the_other_variants_of_a_question():
+    kept = {"rank": {"rank 1": 1, "rank 2": 2}, "input": {"direct": 3}}
+    found = {"rank": {"rank 1": 4}, "weight": {"split": 5}}
+    assert operand_study().merged(kept, found) == {
+        "rank": {"rank 1": 4, "rank 2": 2}, "input": {"direct": 3}, "weight": {"split": 5}
+    }  # fmt: skip
