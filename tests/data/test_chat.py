@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from texts import documents
 
 from metis_hf.data.chat import (
     check_vocabulary,
@@ -19,7 +20,7 @@ from metis_hf.data.chat import (
     read_documents,
     tokens_of,
 )
-from metis_hf.data.corpus import Document, stdlib_documents, train_tokenizer
+from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.lab.texts import read_sequences
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
@@ -28,7 +29,7 @@ TALK = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    found = train_tokenizer(stdlib_documents()[:3], vocab_size=300)
+    found = train_tokenizer(documents()[:3], vocab_size=300)
     found.chat_template = TEMPLATE
     return found
 
@@ -49,13 +50,14 @@ def test_line_breaks_inside_strings_and_a_byte_order_mark(tmp_path):
         read_documents(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("read", [read_documents, lambda path: read_sequences(None, path, 1, 8)])
-def test_a_file_that_is_not_utf8_is_named(read, name, tmp_path):
-    """Of several that were given; a compressed file is read as a text by its name."""
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
+def test_a_file_that_is_not_utf8_is_named(name, tmp_path):
+    """A compressed file is read as a text by its name."""
     (tmp_path / name).write_bytes(gzip.compress(b"text"))
-    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 text \('utf-8' codec can't decode"):
-        read(tmp_path / name)
+    for read in (read_documents, lambda path: read_sequences(None, path, 1, 8)):
+        message = rf"{name} is not UTF-8 text \('utf-8' codec can't decode"
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / name)
 
 
 def test_sequences_of_a_text(tokenizer, tmp_path):
@@ -77,9 +79,6 @@ def test_sequences_of_json_lines_are_those_that_are_trained_on(tokenizer, tmp_pa
     found, count = read_sequences(tokenizer, path, 3, 8)
     assert torch.equal(found, first_sequences(path, tokenizer, 8, 3))
     assert count >= 24
-    path = lines(tmp_path / "notes.txt", {"text": "one"})
-    with pytest.raises(ValueError, match=r"notes.txt holds JSON objects.*; name it notes.jsonl"):
-        read_sequences(tokenizer, path, 1, 1)
 
 
 def test_a_text_whose_tokens_are_long_is_read_until_they_suffice(tmp_path):
@@ -109,25 +108,16 @@ def test_chunks_keep_the_order_and_drops_the_rest_alone(documents, length):
     assert all(len(row) == length for row in found)
 
 
-@pytest.mark.parametrize("between", ["\n", " "])
-def test_the_last_tokens_of_a_text_are_held_out(between, tokenizer, tmp_path):
+def test_the_last_tokens_of_a_text_are_held_out(tokenizer, tmp_path):
     """And no more, however long its paragraphs are."""
     path = tmp_path / "a.txt"
-    text = "A title\n\n" + between.join(f"line {i}" for i in range(2000))
+    text = "A title\n\n" + " ".join(f"line {i}" for i in range(2000))
     path.write_text(text)
     train, held = chunked_sequences(path, tokenizer, 16, 2)
     wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert held.flatten().tolist() == wanted[-32:]
     kept = (len(wanted) - 32) // 16 * 16
     assert train.flatten().tolist() == wanted[:kept]
-
-
-def test_long_documents_at_the_end_are_refused_not_wasted(tokenizer, tmp_path):
-    path = lines(tmp_path / "a.jsonl", {"text": "word " * 900}, {"text": "word " * 900})
-    with pytest.raises(
-        ValueError, match=r"those that hold 32 tokens have [\d,]+, so that [\d,]+ of"
-    ):
-        chunked_sequences(path, tokenizer, 16, 2)
 
 
 def test_the_last_documents_are_held_out(tokenizer, tmp_path):
@@ -147,18 +137,20 @@ def test_the_last_documents_are_held_out(tokenizer, tmp_path):
     ("content", "message"),
     [
         ("", "is empty"),
-        ('{"text": "a"}\n{"text": ', "line 2, is not JSON"),
-        ('[\n  {"text": "a"}\n]', r"line 1, is not JSON: .*\. Each line is one whole object"),
+        ('{"text": "a"}\n{"text": ', r"line 2, is not JSON: .*\. Each line is one whole object"),
         (f'{{"text": "a", "id": {"1" * 5000}}}', "a.jsonl, line 1, is not JSON: .*4300"),
         ('{"text": "a"}\n{"messages": []}', "a.jsonl, line 2: no messages"),
         (
             '{"text": "a"}\n{"text": "cut \\ud83d"}',
             r"a.jsonl, line 2: \\ud83d is one half of a surr",
         ),
-        ('{"messages": [{"role": "user", "content": "\\ude00"}]}', r"line 1: \\ude00 is one half"),
         ('{"prompt": "a"}', "line 1: expected an object with messages or text"),
         ('{"messages": [{"content": "a"}]}', "line 1: expected an object"),
         ('{"text": "short"}', "at least one to train on are needed.*eval_sequences"),
+        (
+            f'{{"text": "{"word " * 900}"}}\n' * 2,  # whole documents would be held out
+            r"those that hold 16 tokens have [\d,]+, so that [\d,]+ of",
+        ),
     ],
 )
 def test_bad_files(content, message, tokenizer, tmp_path):
@@ -171,7 +163,7 @@ def test_bad_files(content, message, tokenizer, tmp_path):
 def test_no_file_and_no_template(tmp_path):
     with pytest.raises(FileNotFoundError, match="is no file; give JSON lines"):
         read_documents(tmp_path / "none.jsonl")
-    plain = train_tokenizer(stdlib_documents()[:2], vocab_size=300)
+    plain = train_tokenizer(documents()[:2], vocab_size=300)
     with pytest.raises(ValueError, match="no chat template; set tokenizer"):
         tokens_of(TALK, plain)
 
@@ -180,7 +172,6 @@ def test_no_file_and_no_template(tmp_path):
     ("template", "content"),
     [
         ("{{ raise_exception('no user may speak') }}", "a"),
-        ("{% for m in messages %}{{ m.content.strip() }}{% endfor %}", None),
         ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", None),
     ],
 )

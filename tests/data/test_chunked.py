@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 
@@ -12,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from metis_hf.data.chunked import load_chunked, load_tokens, write_shards
+from data.chunks import write_chunked
+from metis_hf.data.chunked import load_chunked, load_tokens
 
 VOCAB, SEQ_LEN, ROWS = 400, 64, 130
 
@@ -26,12 +26,7 @@ def stream():
 def directory(tmp_path_factory, stream):
     """Two shards, of a stream that comes in three pieces."""
     path = tmp_path_factory.mktemp("chunked") / "run [a]*"  # a name that is a pattern, too
-    path.mkdir()
-    pieces = np.split(stream, [100, 5000])
-    rows = write_shards(path, pieces.__getitem__, [*map(len, pieces)], SEQ_LEN, 70, lambda n: None)
-    meta = {"tokenizer": "t", "seq_len": SEQ_LEN, "num_sequences": rows, "vocab_size": VOCAB,
-            "num_tokens": rows * SEQ_LEN, "eos_token_id": 0}  # fmt: skip
-    (path / "meta.json").write_text(json.dumps(meta))
+    write_chunked(path, np.split(stream, [100, 5000]), SEQ_LEN, VOCAB, 70)
     (path / "arguments.json").write_text("{}")
     return path
 

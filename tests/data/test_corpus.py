@@ -30,12 +30,9 @@ def test_documents_are_code_in_a_fixed_shuffle(documents):
     assert not [path for path in paths if "site-packages" in path or "__pycache__" in path]
     assert min(len(document.text) for document in documents) >= corpus.MIN_CHARACTERS
     assert sum(len(document.text) for document in documents) > 8_000_000
-
-
-def test_generated_tables_are_left_out(documents):
-    paths = {document.path for document in documents}
-    for table in ("pydoc_data/topics.py", "encodings/koi8_r.py", "html/entities.py"):
-        assert table not in paths
+    # Generated tables are left out.
+    tables = {"pydoc_data/topics.py", "encodings/koi8_r.py", "html/entities.py"}
+    assert not tables & set(paths)
     assert not [path for path in paths if path.startswith("_sysconfigdata")]
     assert "encodings/utf_8.py" in paths
 
@@ -90,24 +87,16 @@ def test_tokenizer_round_trips_text(documents, tokenizer):
     assert tokenizer.unk_token is None
 
 
-def test_tokenizer_training_is_deterministic(documents, tokenizer):
+def test_tokenizer_is_the_same_trained_again_and_read_from_beside_a_model(
+    documents, tokenizer, tmp_path
+):
     again = train_tokenizer(documents, VOCAB, max_chars=300_000)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-
-
-def test_tokenizer_loads_from_beside_a_model(documents, tokenizer, tmp_path):
     LlamaConfig(vocab_size=VOCAB).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert loaded.special_tokens_map == tokenizer.special_tokens_map
-
-
-def test_tokenizer_errors():
-    with pytest.raises(ValueError, match=r"vocab_size=256, .* need 257"):
-        train_tokenizer([Document("a.py", "x = 1\n")], 256)
-    with pytest.raises(ValueError, match="no text in 0 documents"):
-        train_tokenizer([], 300)
 
 
 def test_pack_is_exactly_the_joined_stream(documents, tokenizer):
@@ -130,12 +119,14 @@ def test_pack_is_exactly_the_joined_stream(documents, tokenizer):
     ]
 
 
-def test_pack_errors(documents, tokenizer):
+def test_errors(documents, tokenizer):
+    with pytest.raises(ValueError, match=r"vocab_size=256, .* need 257"):
+        train_tokenizer([Document("a.py", "x = 1\n")], 256)
+    with pytest.raises(ValueError, match="no text in 0 documents"):
+        train_tokenizer([], 300)
     text = Document("a.py", "x = 1\n")
     tokens = len(tokenizer.encode(text.text)) + 1
     with pytest.raises(ValueError, match=rf"sequence_length=64 .* {tokens} tokens"):
         chunk([text], tokenizer, 64)
-    with pytest.raises(ValueError, match="there are 0 tokens"):
-        chunk([], tokenizer, 64)
     with pytest.raises(ValueError, match=r"there are 50 tokens .*max_tokens=50"):
         chunk(documents, tokenizer, 64, max_tokens=50)
