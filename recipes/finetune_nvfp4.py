@@ -47,6 +47,8 @@ from metis_hf.data.corpus import stdlib_documents, train_tokenizer
 from metis_hf.deploy import export_checkpoint
 from metis_hf.deploy.packed import load_deployed, load_packed
 from metis_hf.deploy.source import check_packable
+from metis_hf.lab.compare.training import whole_batches
+from metis_hf.lab.cost import meta_model
 from metis_hf.lab.finetune_table import (
     HEADER,
     Measured,
@@ -128,9 +130,8 @@ class Arguments:
             "method": METHODS, "scheme": ("w4a4", "w4a16"), "calibration": CALIBRATIONS,
             "layout": ("compressed-tensors", "modelopt"),
         }.items():  # fmt: skip
-            for value in (
-                (parts(self.method) or [""]) if name == "method" else [getattr(self, name)]
-            ):
+            given = getattr(self, name)
+            for value in parts(given) or [""] if name == "method" else [given]:
                 if value not in known:
                     raise ValueError(f"--{name} {value!r}; choose of {', '.join(known)}")
         finite, share = "a finite number above 0", "a share from 0 to 1"
@@ -247,11 +248,8 @@ def check(a: Arguments, training: TrainingArguments) -> tuple[Any, int, int]:
             f"--sequence_length {a.sequence_length} does not fit the model's context of {context} "
             "tokens; choose shorter sequences"
         )
-    with (
-        torch.device("meta"),
-        no_warnings(),
-    ):  # what cannot be packed is refused before anything is read
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    with no_warnings():  # what cannot be packed is refused before anything is read
+        model = meta_model(config)
         parameters = sum(param.numel() for param in model.parameters())
         report = get_metis_model(model, MetisConfig(scheme=a.scheme)).metis_report
     check_packable(model)
@@ -280,21 +278,9 @@ def fit(kind: type[Trainer], method: str, model: Any, a: Arguments, training: An
         args.learning_rate = a.lora_learning_rate
         # Packed weights are buffers, equal everywhere, that DDP cannot send.
         args.ddp_broadcast_buffers = False
-    if len(train) < a.global_batch:
-        raise ValueError(
-            f"{len(train)} sequences to train on are no batch of {a.global_batch}; give more data, "
-            "or choose a smaller batch"
-        )
     rows = Dataset.from_dict({"input_ids": train.tolist()}).shuffle(seed=args.seed)
-    if args.max_steps * a.global_batch > len(rows):  # each step of an epoch has a whole batch
-        rows = rows.select(range(len(rows) - len(rows) % a.global_batch))
-    run = kind(
-        model=model,
-        args=args,
-        train_dataset=rows.with_format("torch"),
-        data_collator=causal_batch,
-        **options,
-    )
+    rows = whole_batches(rows, args).with_format("torch")
+    run = kind(model=model, args=args, train_dataset=rows, data_collator=causal_batch, **options)
     run.train(resume_from_checkpoint=last_checkpoint(Path(args.output_dir)))
     # accelerate has wrapped the forward pass in autocast; losses are measured without.
     run.accelerator.unwrap_model(run.model_wrapped, keep_fp32_wrapper=False)
@@ -463,8 +449,9 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
             finished[method] = run_method(
                 method, a, training, tokenizer, train, texts, folder, packed
             )
-            order = [name for name in finished if name not in METHODS[1:]]
-            order += [name for name in METHODS[1:] if name in finished]
+            # What is measured as it is, then what was trained.
+            names = [name for name in finished if name not in METHODS[1:]] + list(METHODS[1:])
+            outcomes = [finished[name] for name in names if name in finished]
             record = {
                 "format_version": RESULT_VERSION,
                 "arguments": asdict(a) | {"data": Path(str(a.data)).name},
@@ -472,10 +459,9 @@ def finetune(a: Arguments, training: TrainingArguments) -> list[Outcome]:
                 "seed": training.seed,
                 "tokens": training.max_steps * a.global_batch * a.sequence_length,
                 "held_out_tokens": {name: rows[:, 1:].numel() for name, rows in texts.items()},
-                "outcomes": [asdict(finished[name]) for name in order],
+                "outcomes": [asdict(outcome) for outcome in outcomes],
                 **environment(training.device),
             }
-            outcomes = [finished[name] for name in order]
             if main:
                 write_json(results, {**record, "exporting": begun})
                 (out / "table.md").write_text(markdown_tables(outcomes) + different_code(outcomes))

@@ -239,38 +239,32 @@ def read_parts(a: Arguments, source, json_column: str | None, tokenizer, work: P
     if parts:
         source.load_state_dict(json.loads(pq.read_schema(parts[-1]).metadata[b"stream"]))
     batches = source.iter(batch_size=a.documents_per_part)
+    options = {"tokenizer": tokenizer, "key": json_column, "share": a.validation_share}
     with tqdm(desc="reading", unit=" documents", initial=documents, unit_scale=True) as bar:
         while a.max_tokens is None or tokens < a.max_tokens:
             raw = next(batches, None)
             if raw is None:
                 break
             column = raw.column(0).cast(pa.large_binary())
-            part = (
-                datasets.Dataset(pa.table({"document": column}))
-                .map(
-                    filter_and_tokenize,
-                    fn_kwargs={
-                        "tokenizer": tokenizer,
-                        "key": json_column,
-                        "share": a.validation_share,
-                    },
-                    batched=True,
-                    batch_size=256,
-                    num_proc=min(a.num_proc, len(raw)) if a.num_proc > 1 else None,
-                    remove_columns=["document"],
-                    features=FEATURES,
-                    keep_in_memory=True,
-                    new_fingerprint="part",  # nothing is cached, so nothing needs a hash
-                )
-                .with_format("arrow")[:]
+            mapped = datasets.Dataset(pa.table({"document": column})).map(
+                filter_and_tokenize,
+                fn_kwargs=options,
+                batched=True,
+                batch_size=256,
+                num_proc=min(a.num_proc, len(raw)) if a.num_proc > 1 else None,
+                remove_columns=["document"],
+                features=FEATURES,
+                keep_in_memory=True,
+                new_fingerprint="part",  # nothing is cached, so nothing needs a hash
             )
+            part = mapped.with_format("arrow")[:]
             if a.max_tokens is not None:  # up to the document that reaches it
                 ends = np.cumsum(part["num_tokens"].to_numpy())
                 part = part.slice(0, int(np.searchsorted(ends, a.max_tokens - tokens)) + 1)
             scores = np.full(len(part), np.nan)
             if a.perplexity_filter:
-                options = a.perplexity_tokens, a.perplexity_batch_size
-                scorer = scorer or Scorer(a.reference_model, *options)
+                limits = a.perplexity_tokens, a.perplexity_batch_size
+                scorer = scorer or Scorer(a.reference_model, *limits)
                 kept = np.flatnonzero(part["num_tokens"].to_numpy())
                 scores[kept] = scorer.score(part["text"].take(kept).to_pylist())
             part = part.drop_columns(["text"]).append_column("score", pa.array(scores))
