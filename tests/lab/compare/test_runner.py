@@ -1,4 +1,4 @@
-"""What a run trains on, and the memory that it takes."""
+"""What a run trains on, the clock of its steps, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from transformers import TrainingArguments
+import transformers
 
-from metis_hf.lab.compare.meters import PeakMemory
-from metis_hf.lab.compare.training import whole_batches
+from metis_hf.lab.compare import meters
+from metis_hf.lab.compare.training import training_arguments, whole_batches
+from metis_hf.lab.compare.variants import Experiment
 
 
 def arguments(folder, steps):
-    return TrainingArguments(
+    return transformers.TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, use_cpu=True,
     )  # fmt: skip
@@ -31,10 +32,7 @@ def test_every_step_of_several_epochs_has_a_whole_batch(tmp_path):
     ids = torch.arange(10)
     found = whole_batches(torch.utils.data.TensorDataset(ids), arguments(tmp_path, steps=3))
     assert [int(row[0]) for row in found] == list(range(8))
-
-
-def test_nothing_is_taken_off_a_run_within_one_epoch(tmp_path):
-    rows = datasets.Dataset.from_dict({"input_ids": [[n] for n in range(10)]})
+    # Nothing is taken off a run within one epoch.
     assert whole_batches(rows, arguments(tmp_path, steps=2)) is rows
 
 
@@ -57,5 +55,43 @@ def test_memory_is_the_peak_where_there_is_no_proc(platform, unit, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=next(peaks)))
-    memory = PeakMemory()
+    memory = meters.PeakMemory()
     assert [memory.bytes(), memory.bytes()] == [600 * unit] * 2
+
+
+def test_an_accelerator_has_ended_its_work_when_the_clock_is_read(monkeypatch):
+    """Launched kernels take 3 s, which no clock of the CPU sees before a synchronization."""
+    now, queued = [100.0], [0.0]
+
+    def synchronize():
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    said: list[tuple] = []
+    clock = meters.StepClock(lambda *values: said.append(values))
+    state = SimpleNamespace(log_history=[{"loss": 2.0}], global_step=1)
+    queued[0] = 50.0  # of what ran before
+    clock.on_step_begin(None, state, None)
+    now[0] += 1.0
+    queued[0] = 3.0
+    clock.on_optimizer_step(None, state, None)
+    clock.on_log(None, state, None, logs={"loss": 2.0})
+    assert state.log_history[-1]["step_seconds"] == 4.0
+    assert said == [(1, 2.0)]
+
+
+@pytest.mark.parametrize(("every", "logged"), [(10, 4), (0.5, 2)])
+def test_a_short_run_is_logged_at_least_once(every, logged):
+    """Its last step is, where the experiment logs more seldom than it has steps."""
+    training = {"max_steps": 4, "logging_steps": every}
+    experiment = Experiment(
+        model={}, training=training, sequence_length=8, health_interval=0, seed=0
+    )
+    arguments = training_arguments(experiment, Path("unused"))
+    state = transformers.TrainerState(max_steps=4)
+    state.compute_steps(arguments, max_steps=4)
+    assert state.logging_steps == logged
+    assert training["logging_steps"] == every  # what the comparison is recorded with
