@@ -23,7 +23,7 @@ def png(width=30, height=20):
 
 @pytest.fixture
 def page():
-    made = Page("A <page>", "of 3 & more").section("First", "Some text.")
+    made = Page("A <page>", "of 3 & more").section("First", "Some text.").notice("half <written>")
     made.cards(("loss", "2.5", "step 3")).figure(png(), "Noise.").figure(png(), "", wide=False)
     rows = [
         [Cell("b"), number(10.0), Cell("x")],
@@ -39,14 +39,12 @@ class TestText:
         assert "A &lt;page&gt;" in text
         assert "of 3 &amp; more" in text
         assert "<page>" not in text
+        assert '<p class="notice" role="note">half &lt;written&gt;</p>' in text
         assert not re.findall(r"https?://|//cdn|@import", text)
         assert all(src.startswith("data:") for src in re.findall(r'src="([^"]*)"', text))
-
-    def test_contents_lead_to_sections(self, page):
-        text = page.render()
-        for anchor in re.findall(r'href="#(\w+)"', text):
-            assert f'id="{anchor}"' in text
-        assert len(re.findall(r'href="#', text)) == 2
+        anchors = re.findall(r'href="#(\w+)"', text)  # contents lead to sections
+        assert len(anchors) == 2
+        assert all(f'id="{anchor}"' in text for anchor in anchors)
 
     def test_what_is_not_finite_is_flagged(self):
         for value in (math.nan, math.inf, -math.inf):
@@ -59,15 +57,9 @@ class TestText:
         heads = re.findall(r'<th scope="col"( class="words")?>(\w+)</th>', page.render())
         assert heads == [(' class="words"', "name"), ("", "value"), (' class="words"', "word")]
 
-    def test_notice_is_set_apart_and_escaped(self):
-        text = Page("x").notice("half <written>").render()
-        assert '<p class="notice" role="note">half &lt;written&gt;</p>' in text
-
-    def test_a_row_of_another_length(self):
+    def test_rows_are_as_long_as_the_header(self):
         with pytest.raises(ValueError, match="a row has 1 cells, the header 2"):
             Page("x").table(["a", "b"], [["1"]])
-
-    def test_empty_table(self):
         assert "<tbody>" in Page("x").table(["a", "b"], []).render()
 
     def test_is_written_whole_or_not_at_all(self, page, tmp_path, monkeypatch):
@@ -82,22 +74,19 @@ class TestText:
 
 
 class TestBrowser:
-    def test_shows_images_and_fetches_nothing(self, page, tmp_path):
-        page.save(tmp_path / "page.html")
-        view = browser.open_page(tmp_path / "page.html", tmp_path, browser.IMAGES)
-        assert view.console == []
-        assert view.result("images") == "30 30"
-        assert view.result("fetched") == "0"
-
     @pytest.mark.parametrize(
         ("column", "up", "down"),
         [("value", "9|10|nan", "10|9|nan"), ("name", "a|b|c", "c|b|a")],
     )
-    def test_a_click_sorts(self, page, tmp_path, column, up, down):
+    def test_shows_images_fetches_nothing_and_sorts_at_a_click(
+        self, page, tmp_path, column, up, down
+    ):
         """Numbers as numbers; NaN is last in both directions."""
         page.save(tmp_path / "page.html")
-        view = browser.open_page(tmp_path / "page.html", tmp_path, browser.sort_by(column))
+        script = browser.IMAGES + browser.sort_by(column)
+        view = browser.open_page(tmp_path / "page.html", tmp_path, script)
         assert view.console == []
+        assert (view.result("images"), view.result("fetched")) == ("30 30", "0")
         assert view.result("up") == up
         assert view.result("mark") == "ascending"
         assert view.result("down") == down
