@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
-import yaml
 from conftest import VOCAB, llama
+from lab.compare.comparing import METIS_HF, write_config
 from paths import ROOT
 from typer.testing import CliRunner
 
@@ -39,21 +38,6 @@ def build(config, rank):
     return Scheme(fprop_input=Operand(nearest), fprop_weight=Operand(nearest))
 """
 LOSS = ("--tasks", "none", "--loss-text")
-COMPARISON = {
-    "size": "tiny",
-    "model": {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    },
-    "training": {"max_steps": 3},
-    "sequence_length": 32,
-    "global_batch": 4,
-    "eval_sequences": 8,
-    "seeds": [0],
-}
 
 
 def metis_hf(*arguments):
@@ -140,23 +124,20 @@ def test_eval_and_export(folder):
     assert "14 layers in NVFP4" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"scheme": NAME},
-        {"scheme": "nvfp4", "scheme_pattern": {"down_proj": NAME}},
-        {"scheme": "nvfp4", "attention": NAME},
-    ],
-)
 @pytest.mark.usefixtures("folder")  # which registers the scheme
-def test_a_changed_file_is_noticed_wherever_it_is_used(config, tmp_path):
+def test_a_changed_file_is_noticed_wherever_it_is_used(tmp_path):
     """By a comparison, fidelity and eval: in all layers, in some, in attention."""
     digests = source_digests([NAME])
     assert digests.keys() == {NAME}
-    assert source_digests(MetisConfig(**config).schemes) == digests
-    assert Task(Variant("mine", config), 0, tmp_path).sources == digests
-    checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
-    assert own_schemes(checkpoint) == digests
+    for config in (
+        {"scheme": NAME},
+        {"scheme": "nvfp4", "scheme_pattern": {"down_proj": NAME}},
+        {"scheme": "nvfp4", "attention": NAME},
+    ):
+        assert source_digests(MetisConfig(**config).schemes) == digests
+        assert Task(Variant("mine", config), 0, tmp_path).sources == digests
+        checkpoint = Checkpoint(tmp_path, "mine", MetisConfig(**config).to_dict())
+        assert own_schemes(checkpoint) == digests
 
 
 def test_lm_eval_wrapper(folder, tmp_path):
@@ -174,9 +155,9 @@ def test_compare_in_real_processes(folder, monkeypatch):
     """Two workers that have not seen the file, and a second start that is not told of it."""
     few = stdlib_documents()[:200]
     monkeypatch.setattr("metis_hf.data.corpus.stdlib_documents", lambda: few)
-    (folder / "compare.yaml").write_text(yaml.safe_dump(COMPARISON))
+    config = write_config(folder, training={"max_steps": 3}, seeds=[0])
     out, file = folder / "out", folder / "mine.py"
-    command = ("compare", "--config", folder / "compare.yaml", "--out", out, "--jobs", 1)
+    command = ("compare", "--config", config, "--out", out, "--jobs", 1)
     command += ("--schemes", f"bf16,{NAME}")
     done = metis_hf(*command, "--import", file)
     assert done.exit_code == 0, done.output
@@ -187,7 +168,7 @@ def test_compare_in_real_processes(folder, monkeypatch):
     assert json.loads((run / "result.json").read_text())["config"]["scheme"] == NAME
     assert json.loads((run / "run.json").read_text())["imports"] == [str(file)]
     again = subprocess.run(
-        [sys.executable, "-m", "metis_hf.cli.main", *map(str, command)],
+        [*METIS_HF, *map(str, command)],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
