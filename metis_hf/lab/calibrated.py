@@ -36,25 +36,15 @@ _WHICH_LAYERS = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """The choices of a calibration.
+    """The choices of a calibration."""
 
-    Attributes:
-        text: UTF-8 text, or .jsonl of messages or texts; None where only weights are quantized.
-        scheme: what a model without static scales is converted to, of `SCHEMES`; None: "w4a4".
-        sequences: at most so many of the text's beginning.
-        length: tokens of each; the model's context if that is shorter.
-        method: how the scales of inputs are found; see `calibrate`.
-        device: such as "cuda".
-        exclude: modules that stay as they are, as `MetisConfig.modules_to_not_convert` names them.
-    """
-
-    text: str | Path | None
-    scheme: str | None = None
-    sequences: int = 128
-    length: int = 512
-    method: str = METHODS[0]
+    text: str | Path | None  # UTF-8, or .jsonl; None where only weights are quantized
+    scheme: str | None = None  # of `SCHEMES`, for a model without static scales; None: "w4a4"
+    sequences: int = 128  # at most so many of the text's beginning
+    length: int = 512  # tokens of each; the model's context if that is shorter
+    method: str = METHODS[0]  # how the scales of inputs are found; see `calibrate`
     device: str = "cpu"
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # modules to leave, as `MetisConfig.modules_to_not_convert`
 
     def __post_init__(self) -> None:
         for name, value, known in (

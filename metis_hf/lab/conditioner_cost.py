@@ -29,21 +29,13 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class ConditionerCost:
-    """Work of a conditioner on a matrix [t c].
+    """Work of a conditioner on a matrix [t c]."""
 
-    Attributes:
-        encode: FLOPs from the matrix to what is quantized, by kind.
-        low_rank: rank of a part that a GEMM of FP4 codes has to multiply apart.
-        channels: channels that are quantized twice, and so are as many more channels of a GEMM.
-        sparse: elements that a GEMM multiplies apart, one by one, at most.
-        rotated: (a name of the rotation, the dimension that is rotated); None: no rotation.
-    """
-
-    encode: Mapping[str, float] = field(default_factory=dict)
-    low_rank: int = 0
-    channels: int = 0
-    sparse: int = 0
-    rotated: tuple[Hashable, int] | None = None
+    encode: Mapping[str, float] = field(default_factory=dict)  # FLOPs until it quantizes, by kind
+    low_rank: int = 0  # rank of a part that a GEMM of FP4 codes has to multiply apart
+    channels: int = 0  # that are quantized twice, and so are as many more channels of a GEMM
+    sparse: int = 0  # elements that a GEMM multiplies apart, one by one, at most
+    rotated: tuple[Hashable, int] | None = None  # (name of the rotation, dimension)
 
 
 @singledispatch

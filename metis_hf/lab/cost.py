@@ -42,16 +42,10 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class Overhead:
-    """Costs of a scheme beyond the three GEMMs of some layers.
+    """Costs of a scheme beyond the three GEMMs of some layers."""
 
-    Attributes:
-        parts: kind of work ("projection", "corrections", ...) -> multiply-adds, as a share of the
-            three GEMMs'; kinds without any are left out.
-        weight_bits: stored for each element of the weights in fprop, low-rank factors included.
-    """
-
-    parts: Mapping[str, float]
-    weight_bits: float
+    parts: Mapping[str, float]  # kind of work -> multiply-adds, as a share of the three GEMMs'
+    weight_bits: float  # for each element of the weights in fprop, low-rank factors included
 
     @property
     def share(self) -> float:
@@ -101,10 +95,7 @@ def overhead(
 def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) -> Overhead:
     """Count a scheme on a layer of `WIDTH` inputs and outputs, with defaults for all else.
 
-    Args:
-        name: of a registered scheme.
-        mode: `MetisConfig.operand_mode`; a scheme without that mode is counted in its own.
-        tokens: of a step.
+    A scheme without the `operand_mode` is counted in its own.
     """
     config = MetisConfig(scheme=name, operand_mode=mode)
     try:
@@ -115,16 +106,7 @@ def scheme_overhead(name: str, mode: str | None = None, tokens: int = TOKENS) ->
 
 
 def model_overhead(config: PreTrainedConfig, metis: MetisConfig, tokens: int = TOKENS) -> Overhead:
-    """Count a scheme on a causal language model of a transformers config; nothing is allocated.
-
-    Args:
-        config: of the model before it is converted.
-        metis: how it is converted.
-        tokens: of a step.
-
-    Raises:
-        ValueError: nothing of the model is converted.
-    """
+    """Count a scheme on a causal language model of a transformers config; nothing is allocated."""
     model = meta_model(config)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     reads = inputs_of(model, linears, torch.zeros(1, 8, dtype=torch.int64, device="meta"))
@@ -161,9 +143,7 @@ def inputs_of(
 ) -> dict[str, Hashable]:
     """Run a model on token ids [b length], and name the tensor that each layer reads.
 
-    Returns:
-        Equal values for layers that read the same tensor; a layer that does not run has one of its
-        own.
+    Layers that read the same tensor get equal names; one that does not run has its own.
     """
     found: dict[str, Hashable] = {name: name for name in layers}
     held: list[Tensor] = []  # so that no two tensors have one identity
@@ -204,21 +184,13 @@ def _places(t: int, i: int, o: int) -> tuple[tuple[Role, Shape, int], ...]:
 def _encodings(
     layer: MetisLayer, tokens: int, read: Hashable, number: int, encoded: set[Hashable]
 ) -> Iterator[tuple[str, float]]:
-    """Count the FLOPs that make the codes of a layer's operands.
-
-    Args:
-        layer: the layer.
-        tokens: of a step.
-        read: names the tensor that it reads.
-        number: its place, which names its weight and its output gradient.
-        encoded: what was made for layers before it, which is not made again; completed here.
-    """
+    """Count the FLOPs that make the codes of a layer's operands, but for those in `encoded`."""
     for role, shape, dim in _places(tokens, layer.in_features, layer.out_features):
         operand = layer.scheme.operand(role)
         if operand is None or operand.quantizer is None or _is_stored_split(layer, role):
             continue
         kind = _TENSORS[role]
-        tensor = kind, read if kind == "input" else number
+        tensor = kind, read if kind == "input" else number  # its place names weight and gradient
         cost = conditioner_cost(operand.conditioner, shape, dim)
         made = dict(cost.encode)
         if cost.rotated is not None:  # the same rotation may serve two ways to quantize

@@ -19,39 +19,23 @@ HEADER = ("Method", "Trained", "Steps", "Loss", "Rise %", "Recovered %", "KL", "
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a model on one text; nats per token.
+    """Measurements of a model on one text; nats per token."""
 
-    Attributes:
-        loss: cross entropy, in the scheme, computed in fp32 between the quantizers.
-        kl: divergence of the unquantized model's next-token distributions from these.
-        exported: the loss of the export, read and computed in BF16 as `load_deployed` says; None
-            where it was not read.
-    """
-
-    loss: float
-    kl: float = 0.0
-    exported: float | None = None
+    loss: float  # cross entropy, in the scheme, computed in fp32 between the quantizers
+    kl: float = 0.0  # of the unquantized model's next-token distributions from these
+    exported: float | None = None  # loss of the export in BF16, as `load_deployed` reads it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one method.
+    """The result of one method."""
 
-    Attributes:
-        method: its name; "exact" for the model as it was, or a scheme it was measured in.
-        texts: the measurements by the name of the text.
-        trained: parameters that trained.
-        steps: of the optimizer.
-        directory: of the export; None where nothing is exported.
-        code: commit and digest of the numerics; None where they were not noted.
-    """
-
-    method: str
-    texts: dict[str, Measured]
-    trained: int = 0
-    steps: int = 0
-    directory: str | None = None
-    code: str | None = None
+    method: str  # "exact" for the model as it was, or a scheme it was measured in
+    texts: dict[str, Measured]  # by the name of the text
+    trained: int = 0  # parameters
+    steps: int = 0  # of the optimizer
+    directory: str | None = None  # of the export
+    code: str | None = None  # commit and digest of the numerics
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Outcome:
@@ -62,16 +46,13 @@ class Outcome:
 
 @torch.no_grad()
 def losses(model: Any, rows: Tensor, batch: int, exact: Any = None) -> tuple[float, float]:
-    """Measure a causal language model on sequences, in evaluation mode.
+    """Return (cross entropy, divergence from an exact model; 0 without one), nats per token.
 
     Args:
-        model: computes in the precision of its weights.
+        model: a causal language model; it is measured in evaluation mode.
         rows: token ids [sequences length].
         batch: sequences of a forward pass.
-        exact: the unquantized model; None: the divergence is 0.
-
-    Returns:
-        (cross entropy, divergence of the exact model's distributions), nats per token.
+        exact: the unquantized model.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     training, device = model.training, next(model.parameters()).device
@@ -105,8 +86,7 @@ def rows_of(runs: Sequence[Run], text: str) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     losses = [{one.method: one.texts[text].loss for one in run} for run in runs]
     for one in runs[0]:
-        seeds = [each for run in runs for each in run if each.method == one.method]
-        found = [each.texts[text] for each in seeds]
+        found = [each.texts[text] for run in runs for each in run if each.method == one.method]
         own = [of for of in losses if one.method in of]
         rises = [100 * (of[one.method] / of["exact"] - 1) for of in own]
         undone = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -34,29 +35,17 @@ _RATIO = "noise_ratio"
 
 @dataclass(frozen=True)
 class Panel:
-    """A statistic and how it is shown.
+    """A statistic and how it is shown."""
 
-    Args:
-        stat: its name in the health file.
-        title: heading of the picture.
-        unit: what the figure is, or what it is measured in.
-        explanation: what is good and what is bad, for the caption.
-        marks: (value, what it is): lines across the scale of colours, which is made to hold them.
-        log: logarithmic colours.
-        share: from 0 up, in percent.
-        tensors: that can have it.
-        colors: matplotlib's colour map; bright is what to look at.
-    """
-
-    stat: str
+    stat: str  # its name in the health file
     title: str
-    unit: str
-    explanation: str
-    marks: tuple[tuple[float, str], ...] = ()
-    log: bool = False
-    share: bool = False
-    tensors: tuple[str, ...] = TENSORS
-    colors: str = "viridis"
+    unit: str  # or what the figure is
+    explanation: str  # for the caption: what is good and what is bad
+    marks: tuple[tuple[float, str], ...]  # (value, what it is): lines across the scale of colours
+    log: bool = False  # logarithmic colours
+    share: bool = False  # from 0 up, in percent
+    tensors: tuple[str, ...] = TENSORS  # that can have it
+    colors: str = "viridis"  # matplotlib's colour map; bright is what to look at
 
 
 PANELS = (
@@ -110,18 +99,15 @@ PANELS = (
 )  # fmt: skip
 
 
-def _order_layers(names: list[str]) -> list[str]:
-    """Return layers by kind, kinds and layers in model order."""
+def _order_layers(run: RunRecord) -> list[str]:
+    """Return the layers of the rows: by kind, kinds and layers in model order."""
+    names = dict.fromkeys(name for measured in run.layers.values() for name in measured)
     kinds = list(dict.fromkeys(map(group_of, names)))
     return sorted(names, key=lambda name: kinds.index(group_of(name)))  # stable
 
 
 def _short_names(names: list[str]) -> list[str]:
-    """Return "q_proj 3" for model.layers.3.self_attn.q_proj: kind and indices of a name.
-
-    Where several layers have the same, as of an encoder and a decoder, the first part of the name
-    goes before it.
-    """
+    """Return "q_proj 3" for model.layers.3.self_attn.q_proj; where layers share it, with more."""
     indices = [re.findall(r"(?<=\.)\d+", name) for name in names]
     short = [f"{group_of(n)} {'.'.join(i)}".strip() for n, i in zip(names, indices)]
     counts = Counter(short)
@@ -133,7 +119,7 @@ def _short_names(names: list[str]) -> list[str]:
 
 def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray]:
     """Return ([layer step] values, NaN where not measured; [layer step] whether not finite)."""
-    layers = _layers(run)
+    layers = _order_layers(run)
     values = np.full((len(layers), len(run.layers)), np.nan)
     bad = np.zeros_like(values, dtype=bool)
     for column, step in enumerate(run.layers):
@@ -150,17 +136,10 @@ def grid(run: RunRecord, tensor: str, stat: str) -> tuple[np.ndarray, np.ndarray
     return values, bad
 
 
-def _layers(run: RunRecord) -> list[str]:
-    """Return all layers of the run, in the order of the rows."""
-    names = dict.fromkeys(name for measured in run.layers.values() for name in measured)
-    return _order_layers(list(names))
-
-
 def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
-    """Return one picture of a statistic, with the tensors that have it side by side.
+    """Return a PNG of a statistic, with the tensors that have it side by side.
 
-    Returns:
-        A PNG; None where the run has no such number, or a share is zero everywhere.
+    None where the run has no such number, or a share is zero everywhere.
     """
     grids = {tensor: grid(run, tensor, panel.stat) for tensor in panel.tensors}
     found = np.concatenate([values for values, _ in grids.values()])
@@ -168,7 +147,7 @@ def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
         return None
     shown = {t: (values, bad) for t, (values, bad) in grids.items()
              if np.isfinite(values).any() or bad.any()}  # fmt: skip
-    layers = _layers(run)
+    layers = _order_layers(run)
     height = min(max(2.6, 1.2 + 0.19 * len(layers)), 12)
     width = 2.9 * len(shown) + 1.3 + 1.6 * (len(shown) == 1)
     figure, axes = figure_axes(1, len(shown), (width, height), sharey=True)
@@ -185,9 +164,15 @@ def heat_map_of(run: RunRecord, panel: Panel) -> bytes | None:
             bar.ax.axhline(value, color="white", lw=3)
             bar.ax.axhline(value, color="black", lw=1.4)
         bar.outline.set_visible(False)
-    _row_labels(axes[0][0], layers)
-    for axis in axes[0]:
-        _group_lines(axis, layers)
+    kinds = [group_of(layer) for layer in layers]
+    if len(layers) <= _ROW_LABELS:
+        axes[0][0].set_yticks(range(len(layers)), _short_names(layers))
+    else:
+        middles = {k: kinds.index(k) + (kinds.count(k) - 1) / 2 for k in dict.fromkeys(kinds)}
+        axes[0][0].set_yticks(list(middles.values()), list(map(plain_text, middles)))
+    for row, (above, below) in enumerate(itertools.pairwise(kinds)):
+        for axis in axes[0] if above != below else ():
+            axis.axhline(row + 0.5, color="white", lw=1.6)
     return as_png(figure)
 
 
@@ -225,21 +210,3 @@ def _step_ticks(axis: Axes, steps: list[int]) -> None:
     places = list(range(0, len(steps), stride))
     axis.set_xticks(places, [str(steps[place]) for place in places])
     axis.set_xlabel("step", fontsize=9)
-
-
-def _row_labels(axis: Axes, layers: list[str]) -> None:
-    if len(layers) <= _ROW_LABELS:
-        axis.set_yticks(range(len(layers)), _short_names(layers))
-        return
-    kinds = [group_of(layer) for layer in layers]
-    middles = {
-        kind: kinds.index(kind) + (kinds.count(kind) - 1) / 2 for kind in dict.fromkeys(kinds)
-    }
-    axis.set_yticks(list(middles.values()), list(map(plain_text, middles)))
-
-
-def _group_lines(axis: Axes, layers: list[str]) -> None:
-    kinds = [group_of(layer) for layer in layers]
-    for row in range(1, len(kinds)):
-        if kinds[row] != kinds[row - 1]:
-            axis.axhline(row - 0.5, color="white", lw=1.6)

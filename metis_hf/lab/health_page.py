@@ -12,7 +12,6 @@ from metis_hf.lab.health_maps import PANELS, heat_map_of
 from metis_hf.lab.run_records import RunRecord, read_runs
 from metis_hf.lab.show.page import Cell, Page, number
 from metis_hf.schemes import CONTROL
-from metis_hf.training.gradient_noise import Crossing
 from metis_hf.training.reference_values import (
     ORTHOGONAL,
     RELATIVE_ERROR,
@@ -81,13 +80,8 @@ def run_page(run: RunRecord) -> Page:
     return page
 
 
-def table_page(runs: Sequence[RunRecord], left_out: Sequence[str] = ()) -> Page:
-    """Return a table of several runs, and the findings of each.
-
-    Args:
-        runs: at least one.
-        left_out: sentences about runs that could not be read.
-    """
+def table_page(runs: Sequence[RunRecord], left_out: Sequence[str]) -> Page:
+    """Return a table of several runs, and the findings of each; why others were left out."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:  # two runs of a scheme
@@ -109,13 +103,10 @@ def table_page(runs: Sequence[RunRecord], left_out: Sequence[str] = ()) -> Page:
 
 def _row(run: RunRecord) -> list[Cell]:
     losses, worst = run.series("loss")[1], _by_sqnr(run)
-    crossing = run.crossing()
+    crossing, bad = run.crossing(), len(run.not_finite())
     place = Cell("never", math.inf)
-    if crossing is None:
-        place = _cell(None)
-    elif crossing.step is not None:
-        place = number(float(crossing.step), ",.0f")
-    bad = len(run.not_finite())
+    if crossing is None or crossing.step is not None:
+        place = _cell(crossing and crossing.step, ",.0f")
     return [
         Cell(run.name),
         _cell(losses[-1] if losses else None, ".4f"),
@@ -135,7 +126,7 @@ def _cell(value: float | None, spec: str = ".3g") -> Cell:
 
 def findings(run: RunRecord) -> list[str]:
     """Return the findings of a run, a sentence or two each."""
-    found = [_about_losses(run), _about_nan(run), crossing_text(run.crossing(), run.quantized)]
+    found = [_about_losses(run), _about_nan(run), _about_noise(run)]
     worst = _by_sqnr(run)[:_WORST]
     if worst:
         shown = ", ".join(f"{name} ({value:.1f} dB)" for value, name in worst)
@@ -172,12 +163,13 @@ def _about_nan(run: RunRecord) -> str:
     )
 
 
-def crossing_text(crossing: Crossing | None, quantized: bool = True) -> str:
+def _about_noise(run: RunRecord) -> str:
     """Return a sentence that says where gradient / (√3 noise) crosses 1."""
+    crossing = run.crossing()
     if crossing is None:
-        why = "the records have no norms of gradient and noise" if quantized else (
-            "no quantized GEMM makes a weight's gradient in this run, as nothing is quantized"
-        )  # fmt: skip
+        why = "the records have no norms of gradient and noise"
+        if not run.quantized:
+            why = "no quantized GEMM makes a weight's gradient in this run, as nothing is quantized"
         return f"The gradient was not measured against quantization noise: {why}."
     if crossing.step is None:
         return "The gradient of all layers does not fall below √3 times its quantization noise."
@@ -226,13 +218,13 @@ def _about_refreshes(run: RunRecord) -> str:
 def _about_switches(run: RunRecord) -> str:
     texts = []
     for step, switch in run.switches.items():
-        passes = switch.get("high_precision") or []
+        scheme, passes = switch.get("scheme"), switch.get("high_precision")
         how = "all passes in FP4"
-        if switch.get("scheme") == CONTROL:
+        if scheme == CONTROL:
             how = "nothing is quantized"
         elif passes:
             how = f"high precision in the {' and '.join(passes)} pass"
-        texts.append(f"to scheme {switch.get('scheme')}, {how}, at step {step:,}")
+        texts.append(f"to scheme {scheme}, {how}, at step {step:,}")
     return f"The precision was switched {'; '.join(texts)}." if texts else ""
 
 

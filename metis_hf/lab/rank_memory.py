@@ -11,7 +11,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 import torch
@@ -31,26 +31,17 @@ _SAVED = ("linear_activations", "activations", "weight_copies")
 class Workload:
     """The amount of training: in which portions, on how many processes.
 
-    Args:
-        steps: optimizer steps.
-        sequence_length: tokens per sequence.
-        global_batch: sequences per optimizer step, over all processes.
-        device_batch: sequences per process and forward pass.
-        world_size: processes, one for each device.
-        bf16: GEMMs under bf16 autocast; weights and optimizer stay in fp32.
-        checkpointing: activations of blocks are computed again in the backward pass.
-
     Raises:
         ValueError: a number below 1, or a global batch that the processes cannot divide.
     """
 
-    steps: int
-    sequence_length: int
-    global_batch: int
-    device_batch: int
-    world_size: int = 1
-    bf16: bool = True
-    checkpointing: bool = False
+    steps: int  # of the optimizer
+    sequence_length: int  # tokens
+    global_batch: int  # sequences per optimizer step, over all processes
+    device_batch: int  # sequences per process and forward pass
+    world_size: int = 1  # processes, one for each device
+    bf16: bool = True  # GEMMs under bf16 autocast; weights and optimizer stay in fp32
+    checkpointing: bool = False  # activations of blocks are computed again
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -135,19 +126,15 @@ def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dic
     blocks = list(blocks_of(model))
     alike = len(blocks) > 2 and len({_signature(block) for block in blocks}) == 1
     parts: tuple[int | None, ...] = (1, 2) if alike else (None,)
-
-    def traced(checkpointing: bool) -> list[Counter[str]]:
-        weights = torch.bfloat16 if load.bf16 and sharded else torch.float32
-        return [_trace(model, n, load, weights, checkpointing) for n in parts]
-
-    first, *second = traced(load.checkpointing)
+    weights = torch.bfloat16 if load.bf16 and sharded else torch.float32
+    first, *second = (_trace(model, n, load, weights) for n in parts)
     total = {kind: first[kind] for kind in _SAVED}
     for more in second:
-        total = {
-            kind: total[kind] + (more[kind] - first[kind]) * (len(blocks) - 1) for kind in _SAVED
-        }
+        for kind in _SAVED:
+            total[kind] += (more[kind] - first[kind]) * (len(blocks) - 1)
     if load.checkpointing:
-        one, *two = traced(False)
+        whole = replace(load, checkpointing=False)
+        one, *two = (_trace(model, n, whole, weights) for n in parts)
         for kind in _SAVED:
             own = (two[0][kind] - one[kind]) if two else (one[kind] - first[kind]) / len(blocks)
             total[kind] += round(own)
@@ -155,11 +142,7 @@ def saved_bytes(model: PreTrainedModel, load: Workload, *, sharded: bool) -> dic
 
 
 def _trace(
-    model: PreTrainedModel,
-    blocks: int | None,
-    load: Workload,
-    weights: torch.dtype,
-    checkpointing: bool,
+    model: PreTrainedModel, blocks: int | None, load: Workload, weights: torch.dtype
 ) -> Counter[str]:
     """Trace a forward pass of the first blocks (None: all), loss included, in `weights`' dtype."""
     model = copy.deepcopy(model).to(weights)  # type: ignore[arg-type]
@@ -169,7 +152,7 @@ def _trace(
         del stacks[0][blocks:]
         model.config.num_hidden_layers = blocks
     model.config.use_cache = False
-    if checkpointing:
+    if load.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Fake tensors have no values, so transformers cannot look for packed sequences.
     packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from metis_hf.config import MetisConfig
 from metis_hf.schemes import Role, build_scheme
-from metis_hf.training.gradient_noise import (
-    Crossing,
-    GradientNoise,
-    find_crossing,
-    noise_ratios,
-)
+from metis_hf.training.gradient_noise import Crossing, GradientNoise, find_crossing, noise_ratios
 from metis_hf.training.health import nonfinite_layers
 from metis_hf.training.run_record import HEALTH_FILE, LOG_FILE, RUN_FILE, parse_records
 
@@ -31,40 +27,23 @@ LayerStats = dict[str, dict[str, dict[str, float]]]  # layer -> tensor -> statis
 
 @dataclass
 class RunRecord:
-    """One run as its files tell it.
+    """One run as its files tell it; what they do not tell is empty or None."""
 
-    Attributes:
-        path: its directory.
-        name: its scheme, or its directory's name where no config was found.
-        model: class of the model.
-        config: its MetisConfig as a dict; empty where none was found.
-        conversion: the conversion report (`ConversionReport.to_dict`).
-        summary: the conversion report as text.
-        environment: versions and device.
-        max_steps: the steps that were planned; None where unknown.
-        log: step -> Trainer's log entries of the step, joined.
-        layers: measured step -> statistics of each layer.
-        noise: measured step -> layer -> norms of the weight gradient and of the noise in it.
-        refreshes: step -> layer -> "before" and "after" -> statistic -> value; a layer's is empty
-            where health was not measured.
-        switches: step -> what the precision was switched to.
-        notes: what was wrong with the files.
-    """
-
-    path: Path
-    name: str = ""
-    model: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    conversion: dict[str, Any] = field(default_factory=dict)
-    summary: str = ""
-    environment: dict[str, Any] = field(default_factory=dict)
-    max_steps: int | None = None
-    log: dict[int, dict[str, float]] = field(default_factory=dict)
-    layers: dict[int, LayerStats] = field(default_factory=dict)
-    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)
+    path: Path  # of its directory
+    name: str = ""  # its scheme, or its directory's name
+    model: str = ""  # class of the model
+    config: dict[str, Any] = field(default_factory=dict)  # MetisConfig.to_dict()
+    conversion: dict[str, Any] = field(default_factory=dict)  # ConversionReport.to_dict()
+    summary: str = ""  # the conversion report as text
+    environment: dict[str, Any] = field(default_factory=dict)  # versions and device
+    max_steps: int | None = None  # as planned
+    log: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> Trainer's entries
+    layers: dict[int, LayerStats] = field(default_factory=dict)  # by measured step
+    noise: dict[int, dict[str, GradientNoise]] = field(default_factory=dict)  # step -> layer -> it
+    # Step -> layer -> "before" and "after" -> statistic -> value; empty where nothing was measured.
     refreshes: dict[int, LayerStats] = field(default_factory=dict)
-    switches: dict[int, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    switches: dict[int, dict[str, Any]] = field(default_factory=dict)  # step -> what to
+    notes: list[str] = field(default_factory=list)  # on what was wrong with the files
 
     @property
     def last_step(self) -> int:
@@ -94,21 +73,16 @@ class RunRecord:
         found = {step: entry[name] for step, entry in self.log.items() if name in entry}
         return list(found), list(found.values())
 
-    def noise_series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Return (steps, |G| / (sqrt(3) noise)) for "all" layers together, then for each group."""
-        found: dict[str, tuple[list[int], list[float]]] = {"all": ([], [])}
-        for step, per_layer in self.noise.items():
-            for key, value in noise_ratios(per_layer).items():
-                group = key.removeprefix("noise/").removesuffix("ratio").removesuffix("/")
-                steps, values = found.setdefault(group or "all", ([], []))
-                steps.append(step)
-                values.append(value)
-        return found if found["all"][0] else {}
+    def noise_series(self) -> tuple[list[int], list[float]]:
+        """Return (steps, |G| / (sqrt(3) noise)) of all layers together."""
+        measured = {step: noise_ratios(layers) for step, layers in self.noise.items()}
+        found = {step: each["noise/ratio"] for step, each in measured.items() if each}
+        return list(found), list(found.values())
 
     def crossing(self) -> Crossing | None:
         """Return where noise takes over from the gradient; None where it was not measured."""
-        series = self.noise_series()
-        return find_crossing(*series["all"]) if series else None
+        steps, ratios = self.noise_series()
+        return find_crossing(steps, ratios) if steps else None
 
     def not_finite(self) -> dict[int, list[str]]:
         """Return step -> names of logged numbers and of tensors with NaN or infinity."""
@@ -153,18 +127,13 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
-    """Read several runs, each once, and leave out those without a record.
-
-    Returns:
-        The runs; for each path that was left out, a sentence that says why.
+    """Read several runs, each once, and say in a sentence why a path is left out.
 
     Raises:
         FileNotFoundError: none of them has a record.
     """
     runs, left_out = [], []
-    unique: dict[Path, Path] = {}
-    for path in paths:
-        unique.setdefault(path.resolve(), path)
+    unique = {path.resolve(): path for path in paths}
     for path in unique.values():
         try:
             runs.append(read_run(path))
@@ -201,20 +170,18 @@ def _number(value: Any, what: str) -> float:
     return value
 
 
-def _items(value: Any, what: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (key, value, name for an error) of an object."""
+def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise _Malformed(f"{what} is {_shown(value)}, no object")
-    for key, inner in value.items():
-        yield key, inner, f"{what}, {key}"
+    return value
 
 
 def _numbers(value: Any, what: str) -> dict[str, float]:
-    return {key: _number(inner, name) for key, inner, name in _items(value, what)}
+    return {key: _number(each, f"{what}, {key}") for key, each in _object(value, what).items()}
 
 
 def _tensors(value: Any, what: str) -> dict[str, dict[str, float]]:
-    return {key: _numbers(inner, name) for key, inner, name in _items(value, what)}
+    return {key: _numbers(each, f"{what}, {key}") for key, each in _object(value, what).items()}
 
 
 def _norms(value: Any, what: str) -> GradientNoise:
@@ -233,22 +200,18 @@ def _moments(value: Any, what: str) -> dict[str, dict[str, float]]:
     return moments
 
 
-def _by_layer(check: Callable[[Any, str], Any]) -> Callable[[Any], dict[str, Any]]:
-    def checked(value: Any) -> dict[str, Any]:
-        found = {layer: check(inner, layer) for layer, inner, _ in _items(value, "it")}
-        if not found:
-            raise _Malformed("it has no layer")
-        return found
-
-    return checked
+def _by_layer(value: Any, check: Callable[[Any, str], Any]) -> dict[str, Any]:
+    found = {layer: check(each, layer) for layer, each in _object(value, "it").items()}
+    if not found:
+        raise _Malformed("it has no layer")
+    return found
 
 
 def _switch(value: Any) -> dict[str, Any]:
-    found = {key: inner for key, inner, _ in _items(value, "it")}
-    passes = found.get("high_precision") or []
+    passes = _object(value, "it").get("high_precision") or []
     if not isinstance(passes, list) or not all(isinstance(name, str) for name in passes):
         raise _Malformed(f"high_precision is {_shown(passes)}, no list of names")
-    return found
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -301,9 +264,9 @@ def _take_log(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
 def _take_health(run: RunRecord, records: Mapping[int, dict[str, Any]]) -> None:
     """Sort the parts of the records; a step that was written twice counts as written last."""
     checks: dict[str, tuple[Callable[[Any], Any], dict[int, Any]]] = {
-        "layers": (_by_layer(_tensors), run.layers),
-        "noise": (_by_layer(_norms), run.noise),
-        "refresh": (_by_layer(_moments), run.refreshes),
+        "layers": (partial(_by_layer, check=_tensors), run.layers),
+        "noise": (partial(_by_layer, check=_norms), run.noise),
+        "refresh": (partial(_by_layer, check=_moments), run.refreshes),
         "switch": (_switch, run.switches),
     }
     faults: dict[str, str] = {}

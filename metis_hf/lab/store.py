@@ -59,17 +59,11 @@ class DamagedRecord(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """A finished result.
+    """A finished result."""
 
-    Attributes:
-        key: what it was made under, see `task_key`.
-        value: the result.
-        made: versions, commit and device that made it.
-    """
-
-    key: str
+    key: str  # what it was made under, see `task_key`
     value: dict[str, Any]
-    made: dict[str, Any]
+    made: dict[str, Any]  # versions, commit and device that made it
 
 
 class Store:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from metis_hf.data.chat import check_vocabulary, is_json_lines, read_tokens, refuse_objects
-from metis_hf.shared.texts import utf8_text
+from metis_hf.data.chat import check_vocabulary, read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_LENGTH = 8  # tokens of a sequence
-_CHARACTERS = 32  # of a token: a long text is cut before it is tokenized
 
 
 def model_sequences(
@@ -33,16 +31,15 @@ def model_sequences(
     Args:
         tokenizer: adds no special tokens.
         text: see `read_sequences`.
-        sequences: at most so many.
+        sequences: at most so many, and at least `fewest`.
         length: tokens of each.
         config: the model's.
         model: its name, for messages.
         fewest: sequences that are needed.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: impossible sizes, a text too short, more tokens than the model has positions,
-            tokens that it does not embed; or as `read_sequences`.
+        FileNotFoundError, ValueError: impossible sizes, a text too short, more tokens than the
+            model has positions, tokens that it does not embed; or as `read_sequences`.
     """
     if length < MIN_LENGTH or sequences < fewest:
         raise ValueError(
@@ -70,38 +67,14 @@ def read_sequences(
 ) -> tuple[Tensor, int]:
     """Return token ids [n length], n <= sequences, and how many tokens were read.
 
-    Where n < sequences, the file has no more.
-
-    Args:
-        tokenizer: adds no special tokens.
-        text: a UTF-8 file, or JSON lines, see `data.chat`; its beginning is read.
-        sequences: at most so many; there are fewer, or none, where the text is short.
-        length: tokens of each.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the text is not UTF-8; or as `read_tokens`.
+    The beginning of a UTF-8 file, or of JSON lines (see `data.chat`), is read; where n < sequences
+    it has no more. Errors as of `read_tokens`.
     """
-    wanted = sequences * length
     tokens: list[int] = []
-    if is_json_lines(text):
-        for document in read_tokens(text, tokenizer):
-            tokens += document
-            if len(tokens) >= wanted:
-                break
-    else:
-        content = utf8_text(text, "utf-8-sig")
-        refuse_objects(text, content)
-        tokens = _first_tokens(tokenizer, content, wanted)
+    for document in read_tokens(text, tokenizer):
+        tokens += document
+        if len(tokens) >= sequences * length:
+            break
     count = min(sequences, len(tokens) // length)
     ids = torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
     return ids, len(tokens)
-
-
-def _first_tokens(tokenizer: PreTrainedTokenizerBase, content: str, wanted: int) -> list[int]:
-    cut = _CHARACTERS * wanted
-    while True:
-        ids = tokenizer(content[:cut], add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) >= wanted or cut >= len(content):
-            return ids
-        cut *= 2

@@ -74,12 +74,12 @@ class TestRecords:
         assert found.key == key
         assert {"versions", "device", "commit"} <= found.made.keys()
 
-    @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a:b*?", "x" * 60, "."])
-    def test_no_name_leads_out_of_the_directory(self, tmp_path, name):
+    def test_no_name_leads_out_of_the_directory(self, tmp_path):
         store = Store(tmp_path / "out")
-        store.put(name, "key", {"a": 1})
-        assert store.get(name, "key") == {"a": 1}
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        for name in ("../x", "a/../../x", "/x", "a:b*?", "x" * 60, "."):
+            store.put(name, "key", {"a": name})
+            assert store.get(name, "key") == {"a": name}
+            assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
     def test_a_process_that_dies_in_a_write_leaves_what_was_there(self, tmp_path):
         store = Store(tmp_path)
@@ -103,21 +103,17 @@ class TestRecords:
         assert store.get("task", "key") == {"loss": 1.0}
         assert len(list(tmp_path.iterdir())) == 1
 
-    @pytest.mark.parametrize(
-        ("content", "error", "said"),
-        [
+    def test_what_is_no_record_is_named_with_a_way_out(self, tmp_path):
+        for content, error, said in (
             ('{"loss": 1.', DamagedRecord, "is not a whole JSON file"),
             ("[1]", DamagedRecord, "is not the record of 'task'"),
             ('{"loss": 1.0}', DamagedRecord, "is not the record of 'task'"),
             ('{"store": {"format": 1, "name": "b", "key": ""}}', DamagedRecord, "not the record"),
             ('{"store": {"format": 99}}', ValueError, "has format 99, of another version"),
-        ],
-    )
-    def test_what_is_no_record_is_named_with_a_way_out(self, tmp_path, content, error, said):
-        (tmp_path / "task.json").write_text(content)
-        with pytest.raises(error, match=rf"task\.json.*{said}.*; delete it .*another --to") as info:
-            Store(tmp_path, "--to").get("task", "key")
-        assert "\n" not in str(info.value)
+        ):
+            (tmp_path / "task.json").write_text(content)
+            with pytest.raises(error, match=rf"task\.json.*{said}.*; delete it .*another --to$"):
+                Store(tmp_path, "--to").get("task", "key")
 
 
 class TestClaim:
@@ -155,11 +151,6 @@ class TestHold:
         with store.hold("runs/b"), store.hold():
             store.claim({})
 
-    def test_it_is_given_back_after_an_error(self, tmp_path):
-        with pytest.raises(KeyError), Store(tmp_path).hold():
-            raise KeyError
-        assert free(Store(tmp_path))
-
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked")
     def test_forks_hold_nothing_and_give_nothing_back(self, tmp_path):
         """Pools that `Dataset.map` forks notice no parent's end, and run on to the block's end."""
@@ -186,17 +177,18 @@ class TestHold:
         staying.join()
 
     @pytest.mark.parametrize("make", [os.symlink, os.link])
-    @pytest.mark.parametrize("name", [".lock", ".lock.json", ".lock.json.tmp"])
-    def test_a_link_in_the_directory_changes_no_file_outside(self, tmp_path, make, name):
-        victim, out = tmp_path / "victim", tmp_path / "out"
+    def test_a_link_in_the_directory_changes_no_file_outside(self, tmp_path, make):
+        victim = tmp_path / "victim"
         victim.write_text("precious")
-        out.mkdir()
-        make(victim, out / name)
-        if name == ".lock":
-            with pytest.raises(ValueError, match=r"\.lock is a link to another file"):
-                Store(out).hold().__enter__()
-        else:
-            assert free(Store(out))
+        for name in (".lock", ".lock.json", ".lock.json.tmp"):
+            out = tmp_path / f"out{name}"
+            out.mkdir()
+            make(victim, out / name)
+            if name == ".lock":
+                with pytest.raises(ValueError, match=r"\.lock is a link to another file"):
+                    Store(out).hold().__enter__()
+            else:
+                assert free(Store(out))
         assert victim.read_text() == "precious"
 
     def test_a_file_system_without_locks(self, tmp_path, monkeypatch):
