@@ -36,24 +36,14 @@ _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory that `from_pretrained` can load.
+    """A directory that `from_pretrained` can load."""
 
-    Attributes:
-        path: the directory with `config.json`; for an adapter, its base's.
-        label: its name in a table.
-        quantization: `quantization_config` of its `config.json`; empty for a dense model.
-        conversion: what a dense model is converted to once it is loaded; None leaves it dense.
-        adapter: the directory of the PEFT adapter on top of it; None where there is none.
-        trained: whether the conversion comes from the adapter's training, and was not
-            asked for.
-    """
-
-    path: Path
-    label: str
-    quantization: dict[str, Any]
-    conversion: MetisConfig | None = None
-    adapter: Path | None = None
-    trained: bool = False
+    path: Path  # with `config.json`; for an adapter, its base's
+    label: str  # its name in a table
+    quantization: dict[str, Any]  # `quantization_config`; empty for a dense model
+    conversion: MetisConfig | None = None  # of a dense model once it is loaded
+    adapter: Path | None = None  # directory of the PEFT adapter on top of it
+    trained: bool = False  # the conversion comes from the adapter's training, and was not asked for
 
     @property
     def place(self) -> Path:
@@ -62,11 +52,7 @@ class Checkpoint:
 
     @cached_property
     def metis(self) -> MetisConfig | None:
-        """The config that it is evaluated under; None where there is none.
-
-        Raises:
-            ValueError: its `config.json` holds none.
-        """
+        """The config that it is evaluated under; None where there is none."""
         if self.quantization.get("quant_method") != MetisConfig.quant_method:
             return self.conversion
         try:
@@ -110,12 +96,7 @@ class Checkpoint:
         return self.metis is None and self.scheme != DENSE
 
     def check(self, asked: str) -> None:
-        """Refuse what cannot be loaded, before anything is evaluated.
-
-        Raises:
-            ValueError: a library is missing, a scheme is not registered, or there are no dense
-                weights.
-        """
+        """Refuse a missing library, an unknown scheme, or dense weights that are not there."""
         for name in self.schemes:
             scheme_info(name)
         without = importlib.util.find_spec("compressed_tensors") is None
@@ -154,11 +135,7 @@ class Checkpoint:
         return model.eval()
 
     def config(self) -> transformers.PreTrainedConfig:
-        """Return the model's config.
-
-        Raises:
-            ValueError: it is no causal language model, or an encoder that could be one.
-        """
+        """Return the model's config; refuse one that is no causal language model."""
         config = transformers.AutoConfig.from_pretrained(self.path)
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ValueError(
@@ -179,7 +156,7 @@ class Checkpoint:
         options: dict[str, Any] = {}
         if self.scheme == COMPRESSED:
             wanted: Any = config.dtype if kind == "auto" else kind
-            if self.packed_nvfp4:
+            if self.quantization.get("format") == FORMAT:
                 # PEFT needs the layers' weights before the library has unpacked them.
                 load = load_deployed if self.adapter is None else load_packed
                 model = load(self.path, dtype=wanted)
@@ -200,11 +177,6 @@ class Checkpoint:
             get_metis_model(model, self.conversion)
         return model
 
-    @property
-    def packed_nvfp4(self) -> bool:
-        """Return whether it is packed as `load_packed` reads it."""
-        return self.quantization.get("format") == FORMAT
-
     def _check_weights_alone(self, dtype: torch.dtype) -> None:
         """Refuse a checkpoint whose quantized inputs would be lost in this dtype."""
         groups = self.quantization.get("config_groups") or {}
@@ -215,14 +187,13 @@ class Checkpoint:
                 "out or ask for bfloat16"
             )
 
-    def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
-        """Return the checkpoint's tokenizer, or another.
+    @property
+    def _places(self) -> list[Path]:
+        return [self.path] if self.adapter is None else [self.adapter, self.path]
 
-        Raises:
-            ValueError: there is none, and the message says how to save one; or it is cut short.
-        """
-        own = [self.path] if self.adapter is None else [self.adapter, self.path]
-        places = [Path(other)] if other is not None else own
+    def tokenizer(self, other: str | Path | None = None) -> PreTrainedTokenizerBase:
+        """Return the checkpoint's tokenizer, or another; refuse none, or one cut short."""
+        places = self._places if other is None else [Path(other)]
         place = next((each for each in places if _has_tokenizer(each)), places[-1])
         if not _has_tokenizer(place):
             raise ValueError(
@@ -241,10 +212,9 @@ class Checkpoint:
 
     def weight_files(self) -> list[Path]:
         """Return files that hold the weights, sorted; an adapter's first."""
-        places = [self.path] if self.adapter is None else [self.adapter, self.path]
         return [
             file
-            for place in places
+            for place in self._places
             for file in sorted(file for pattern in WEIGHTS for file in place.glob(pattern))
         ]
 

@@ -79,10 +79,7 @@ def _refuse_side_file(path: Path) -> None:
 
 
 def _open_adapter(path: Path) -> Checkpoint:
-    """Return the model that a PEFT adapter names, with the adapter on top of it.
-
-    A plain model is converted as it was when the adapter was trained over it.
-    """
+    """Return the model that a PEFT adapter names, converted as in its training, with it on top."""
     kind: Any = peft.PeftConfig.from_pretrained(str(path))
     if kind.task_type not in (None, "CAUSAL_LM") or not kind.base_model_name_or_path:
         raise ValueError(
@@ -135,10 +132,7 @@ def _damage(directory: Path) -> str | None:
 
 
 def download(name: str) -> Path:
-    """Fetch a model from the hub, or from its cache on this machine.
-
-    Returns:
-        The directory with config, weights and tokenizer.
+    """Return the directory of a model of the hub, which is fetched if it is not in the cache.
 
     Raises:
         FileNotFoundError: the hub has no model of that name, or cannot be reached.
@@ -184,28 +178,23 @@ def open_checkpoints(names: Sequence[str | Path]) -> list[Checkpoint]:
     twice = [str(path) for path, count in places.items() if count > 1]
     if twice:
         raise ValueError(f"named twice: {', '.join(twice)}")
-    labels, more = [one.label for one in found], 0
+    labels, before, more = [one.label for one in found], None, 0
     local = [Path(name).is_dir() for name in names]  # a model of the hub keeps its name
-    while len(set(labels)) < len(labels):
-        more += 1
-        before = labels
+    while len(set(labels)) < len(labels) and labels != before:
+        more, before = more + 1, labels
         labels = [
             _label(one.place, more, places) if here else one.label
             for one, here in zip(found, local)
         ]
-        if labels == before:  # a directory at the root has the name of a model of the hub
-            labels = [
-                str(one.place.resolve()) if here else one.label for one, here in zip(found, local)
-            ]
-            break
+    if labels == before:  # a directory at the root has the name of a model of the hub
+        labels = [
+            str(one.place.resolve()) if here else one.label for one, here in zip(found, local)
+        ]
     return [replace(one, label=label) for one, label in zip(found, labels)]
 
 
 def _label(path: Path, more: int, beside: Container[Path] = ()) -> str:
-    """Return the run's name, with `more` of the directories above it.
-
-    The name does not say `model`, unless the run's own directory is one of those `beside` it.
-    """
+    """Return the run's name (not `model`, unless it is `beside`), with `more` directories above."""
     parts = list(path.resolve().parts[1:])
     own = 1
     if parts[-1] == "model" and len(parts) > 1 and path.resolve().parent not in beside:

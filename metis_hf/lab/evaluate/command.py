@@ -16,13 +16,12 @@ from metis_hf.config import MetisConfig
 from metis_hf.lab.checkpoint import Checkpoint
 from metis_hf.lab.evaluate import formats
 from metis_hf.lab.evaluate.held_out import LOSS_TASK, HeldOutText, read_text
-from metis_hf.lab.evaluate.jobs import RESULTS, Job, Step
+from metis_hf.lab.evaluate.jobs import RESULTS, Job
 from metis_hf.lab.evaluate.models import choose_models
 from metis_hf.lab.evaluate.paper import PAPER_TASKS, published_method, shared_methods
 from metis_hf.lab.evaluate.table import Comparison, compare, parse_metrics
 from metis_hf.lab.evaluate.tasks import PlannedTask, plan_tasks
 from metis_hf.lab.store import Store
-from metis_hf.schemes import scheme_info
 from metis_hf.shared.devices import device_of
 from metis_hf.shared.inputs import digest
 from metis_hf.shared.quiet import quiet
@@ -35,8 +34,6 @@ PAPER_TOKENS = 2048  # more than a request of the paper's tasks has
 # A CPU gains nothing from more, and the logits of 8 sequences of 1024 GPT-2 tokens take 1.6 GB.
 CPU_BATCH_SIZE = 8
 MAX_BATCH_SIZE = 256
-PRECISIONS = ("scheme", "dense", "both")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = {
     "md": ("table.md", formats.markdown),
     "tex": ("table.tex", formats.latex),
@@ -46,45 +43,23 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an evaluation; the same for all checkpoints of a command.
+    """Options of an evaluation; the same for all checkpoints of a command."""
 
-    Args:
-        tasks: names of lm-eval tasks, in the order of the columns.
-        tasks_dir: folder of local tasks; None lets lm-eval fetch their data.
-        loss_text: held-out text, plain or JSON lines.
-        precision: "scheme", "dense" or "both".
-        batch_size: sequences per forward pass; None takes the largest power of two that fits.
-        limits: task -> only its first documents; "" stands for all tasks without their own limit.
-        device: e.g. "cuda:1"; None takes the accelerator that there is.
-        dtype: of the weights; "auto" as saved.
-        tokenizer: directory of a tokenizer for all checkpoints, in place of their own.
-        overwrite: evaluate again what has a finished result.
-        conversions: what every dense model is converted to, one evaluation each; with precision
-            "both" the dense model itself is evaluated too. Checkpoints that were trained under a
-            scheme stay as they are.
-    """
-
-    tasks: tuple[str, ...] = PAPER_TASKS
-    tasks_dir: Path | None = None
-    loss_text: Path | None = None
-    precision: str = "scheme"
-    batch_size: int | None = None
-    limits: Mapping[str, int] = field(default_factory=dict)
-    device: str | None = None
-    dtype: str = "auto"
-    tokenizer: Path | None = None
-    overwrite: bool = False
-    conversions: tuple[MetisConfig, ...] = ()
+    tasks: tuple[str, ...] = PAPER_TASKS  # in the order of the columns
+    tasks_dir: Path | None = None  # folder of local tasks; None lets lm-eval fetch their data
+    loss_text: Path | None = None  # held-out text, plain or JSON lines
+    precision: str = "scheme"  # "scheme", "dense" or "both"
+    batch_size: int | None = None  # None takes the largest power of two that fits
+    limits: Mapping[str, int] = field(default_factory=dict)  # as `parse_limits` gives them
+    device: str | None = None  # None takes the accelerator that there is
+    dtype: str = "auto"  # of the weights; "auto" as saved
+    tokenizer: Path | None = None  # for all checkpoints, in place of their own
+    overwrite: bool = False  # evaluate again what has a finished result
+    conversions: tuple[MetisConfig, ...] = ()  # what every dense model is converted to
 
     def __post_init__(self) -> None:
-        for name, known in (("precision", PRECISIONS), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}; expected {', '.join(known)}")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}; expected at least 1")
-        for conversion in self.conversions:
-            for scheme in conversion.schemes:
-                scheme_info(scheme)
 
     def limit_of(self, task: str) -> int | None:
         """Return the number of documents of a task that are evaluated; None for all."""
@@ -127,8 +102,7 @@ def run_eval(
         out: directory for result files and tables.
         formats_wanted: some of `FORMATS`; result files are always written.
         metrics: as `parse_metrics` takes them.
-        control: the row that differences are taken to: its name, its checkpoint's label, or
-            another checkpoint, which gets a row.
+        control: as `choose_models` takes it.
         published: the paper's model whose rows are added.
         console: where the table is printed.
 
@@ -158,7 +132,12 @@ def run_eval(
     text = None if options.loss_text is None else read_text(options.loss_text)
     planned = plan_tasks(options.tasks, options.tasks_dir)
     jobs = _jobs(checkpoints, options, text, console)
-    _make_folder(out)
+    try:
+        (out / RESULTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written to ({error.strerror}); name a directory with --out"
+        ) from None
     store = Store(out)
     with store.hold():
         planned = [*([] if text is None else [text.task()]), *planned]
@@ -172,15 +151,6 @@ def run_eval(
             (out / file).write_text(writer(comparison), encoding="utf-8")
             _say(console, str(out / file))
     return comparison
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        (out / RESULTS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{out} cannot be written to ({error.strerror}); name a directory with --out"
-        ) from None
 
 
 def _jobs(
@@ -207,10 +177,7 @@ def _jobs(
 
 
 def _check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose tokens the model does not embed, or that has no prefix token.
-
-    Added tokens may stay unused.
-    """
+    """Refuse a tokenizer whose tokens (but added ones) a model lacks, or without prefix token."""
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:
         raise ValueError(
@@ -239,20 +206,11 @@ def _evaluate(
 ) -> list[list[dict[str, Any]]]:
     """Return the results of each job task by task, evaluating those that are not finished."""
     batch_size = _batch_size(jobs, options, device, store, console)
+    chosen = {"dtype": options.dtype, "device": device.type, "batch_size": batch_size}
     rows = []
     for number, job in enumerate(jobs, start=1):
         progress = f"[{number}/{len(jobs)}] {job.name}"
-        steps = [
-            Step.of(
-                job,
-                task,
-                dtype=options.dtype,
-                device=device.type,
-                batch_size=batch_size,
-                limit=options.limit_of(task.name),
-            )
-            for task in tasks
-        ]
+        steps = [job.step(task, limit=options.limit_of(task.name), **chosen) for task in tasks]
         found = [None if options.overwrite else step.find(store) for step in steps]
         finished = [step.task.name for step, result in zip(steps, found) if result is not None]
         if finished:
@@ -277,11 +235,7 @@ def _evaluate(
 def _batch_size(
     jobs: Sequence[Job], options: Options, device: torch.device, store: Store, console: Console
 ) -> int:
-    """Return the batch size asked for, or one that fits the largest of the models.
-
-    The choice is remembered: another one would change the numbers, and what is finished would not
-    be found.
-    """
+    """Return the batch size asked for, or one that fits the largest of the models."""
     if options.batch_size is not None:
         return options.batch_size
     if device.type == "cpu":
@@ -290,6 +244,7 @@ def _batch_size(
         jobs, key=lambda job: sum(f.stat().st_size for f in job.checkpoint.weight_files())
     )
     tokens = longest_sequence(largest.checkpoint.config(), options)
+    # Another choice would change the numbers, and what is finished would not be found.
     key = digest(largest.weights, largest.precision, options.dtype, device_name(device), tokens)
     name = f"batch_size-{key}"
     known = None if options.overwrite else store.get(name, key)
@@ -305,12 +260,7 @@ def _batch_size(
 
 
 def largest_batch_size(model: PreTrainedModel, tokens: int) -> int:
-    """Return the largest power of two, at most 256, of sequences that a model evaluates at once.
-
-    Args:
-        model: in evaluation mode, on its accelerator.
-        tokens: of the longest sequence.
-    """
+    """Return the largest power of two, at most 256, of sequences that a model evaluates at once."""
     size = MAX_BATCH_SIZE
     while size > 1:
         try:

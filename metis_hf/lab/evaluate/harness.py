@@ -31,14 +31,12 @@ PRECISIONS = ("scheme", "dense")
 class MetisLM(HFLM):
     """HFLM with a choice of precision.
 
-    Log-probabilities are taken in float32 unless `softmax_dtype` says otherwise.
-
     Args:
         pretrained: a checkpoint or run directory, the name of a model on a hub, or a model.
         precision: "scheme" evaluates in the scheme that the model was trained in, "dense" in the
             dense weights that it represents.
         tokenizer: as for HFLM; by default the checkpoint's.
-        softmax_dtype: as for HFLM.
+        softmax_dtype: as for HFLM, for log-probabilities.
         kwargs: HFLM's other arguments, and `import`: a Python file or module that registers
             schemes, or a list of some, as `import_schemes` takes them.
 
@@ -46,10 +44,6 @@ class MetisLM(HFLM):
         truncated: requests longer than the context, cut from the left.
         truncated_tokens: tokens cut off them.
         nonfinite: per task, requests whose log-likelihood is NaN.
-
-    Raises:
-        ValueError: no such precision, a checkpoint that cannot be evaluated, or a source of
-            schemes that cannot be imported.
     """
 
     def __init__(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metis_hf.data.chat import is_json_lines, refuse_objects
-from metis_hf.data.corpus import Document
 from metis_hf.lab.evaluate.results import EvalResult
 from metis_hf.lab.evaluate.tasks import PlannedTask, json_lines
 from metis_hf.shared.texts import utf8_text
@@ -27,7 +25,7 @@ MIN_LOSS_TOKENS = 100
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Documents whose loss is measured, and the SHA-256 of their file."""
+    """Documents whose loss is measured, their file and its SHA-256."""
 
     path: Path
     sha256: str
@@ -55,11 +53,7 @@ class HeldOutText:
         return PlannedTask(LOSS_TASK, spec, self.sha256)
 
     def check(self, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> int:
-        """Return the number of tokens that will be scored.
-
-        Raises:
-            ValueError: too few to say anything.
-        """
+        """Return the number of tokens that will be scored; refuse too few to say anything."""
         count = sum(count_tokens(tokenizer, text) for text in self.documents[:limit])
         if count < MIN_LOSS_TOKENS:
             raise ValueError(
@@ -103,7 +97,7 @@ def held_out_loss(
     result: EvalResult,
     task: str,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[Document | str] | str | Path,
+    documents: Sequence[str],
 ) -> float:
     """Return the cross entropy in nats per token of a rolling log-likelihood task.
 
@@ -111,10 +105,10 @@ def held_out_loss(
     were scored is the loss that training reports, each document being preceded by one prefix token.
 
     Args:
-        result: Holds `bits_per_byte` of `task`.
+        result: of the task.
         task: A `loglikelihood_rolling` task whose target is the document itself.
         tokenizer: The tokenizer of the evaluation.
-        documents: The task's documents in order, or the path of its JSONL with a `text` column.
+        documents: The task's documents in order.
 
     Raises:
         ValueError: If the task has no bits_per_byte or fewer documents are given than were scored.
@@ -125,16 +119,13 @@ def held_out_loss(
             f"{task!r} has no bits_per_byte (it has {sorted(values)}); pass a "
             "loglikelihood_rolling task that was evaluated"
         )
-    if isinstance(documents, str | Path):
-        lines = Path(documents).read_text("utf-8").split("\n")
-        documents = [json.loads(line)["text"] for line in lines if line]
-    texts = [item if isinstance(item, str) else item.text for item in documents]
     count = result.harness["n-samples"][task]["effective"]
-    if len(texts) < count:
+    if len(documents) < count:
         raise ValueError(
-            f"{task!r} scored {count} documents, but {len(texts)} were given; pass the task's own"
+            f"{task!r} scored {count} documents, but {len(documents)} were given; pass the task's "
+            "own"
         )
-    texts = texts[:count]
+    texts = documents[:count]
     nats = values["bits_per_byte,none"] * math.log(2) * sum(len(t.encode()) for t in texts)
     return nats / sum(count_tokens(tokenizer, text) for text in texts)
 

@@ -7,12 +7,13 @@ caches stay off: neither of them knows which model or which data an entry belong
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -74,13 +75,14 @@ def evaluate_model(
         tokenizer = copy.deepcopy(tokenizer)
     device_type = model.device.type
     autocast = torch.is_autocast_enabled(device_type)
-    with contextlib.ExitStack() as stack:
+    with (
         # Every rank computes everything, yet lm-eval keeps the result on local rank 0 alone, and it
         # forks a process per core for the bootstrap unless told otherwise.
-        stack.enter_context(isolation.environment(DISABLE_MULTIPROC="1", LOCAL_RANK="0"))
-        stack.enter_context(isolation.quiet_harness(progress))
-        stack.enter_context(isolation.preserve_random_state(device_type))
-        stack.enter_context(isolation.preserve_model(model))
+        mock.patch.dict(os.environ, DISABLE_MULTIPROC="1", LOCAL_RANK="0"),
+        isolation.quiet_harness(progress),
+        isolation.preserve_random_state(device_type),
+        isolation.preserve_model(model),
+    ):
         manager = task_manager(tasks, include_path)
         lm = MetisLM(
             pretrained=model,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,21 +17,6 @@ from metis_hf.shared.quiet import quiet_datasets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for a while."""
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -52,18 +37,12 @@ def preserve_random_state(device_type: str) -> Iterator[None]:
 def preserve_model(model: PreTrainedModel) -> Iterator[None]:
     """Evaluate without a key-value cache; afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
-    had_cache_flag = hasattr(model.config, "use_cache")
-    use_cache = getattr(model.config, "use_cache", None)
-    model.config.use_cache = False
     try:
-        yield
+        with mock.patch.object(model.config, "use_cache", False, create=True):
+            yield
     finally:
         for module, training in modes:
             module.training = training
-        if had_cache_flag:
-            model.config.use_cache = use_cache
-        else:
-            del model.config.use_cache
 
 
 @contextlib.contextmanager
@@ -87,25 +66,15 @@ def quiet_harness(progress: bool) -> Iterator[None]:
     level = harness.level
     harness.setLevel(logging.ERROR)
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(quiet_datasets())
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        with (
+            quiet_datasets(),
+            contextlib.redirect_stdout(io.StringIO()),
             # Outside a repository git complains on the terminal, and the hash is not used here.
-            stack.enter_context(_replaced(evaluator, "get_git_commit_hash", lambda: ""))
+            mock.patch.object(evaluator, "get_git_commit_hash", return_value=""),
             # It lists all packages, which takes seconds for each evaluation.
-            stack.enter_context(_replaced(collect_env, "get_pretty_env_info", lambda: ""))
-            stack.enter_context(_replaced(std.tqdm, "__init__", quieter))
+            mock.patch.object(collect_env, "get_pretty_env_info", return_value=""),
+            mock.patch.object(std.tqdm, "__init__", quieter),
+        ):
             yield
     finally:
         harness.setLevel(level)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # What the owner holds may make another function at each access, as a partialmethod does.
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -38,19 +38,12 @@ _SOURCE = ("../checkpoint.py", "harness.py", "held_out.py", "in_memory.py", "tas
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the table: a checkpoint in a precision, with its tokenizer.
-
-    Attributes:
-        checkpoint: what is evaluated.
-        precision: "scheme" or "dense".
-        tokenizer: the checkpoint's, or the one that was asked for.
-        weights: SHA-256 of config and weights.
-    """
+    """One row of the table: a checkpoint in a precision, with its tokenizer."""
 
     checkpoint: Checkpoint
-    precision: str
-    tokenizer: PreTrainedTokenizerBase
-    weights: str
+    precision: str  # "scheme" or "dense"
+    tokenizer: PreTrainedTokenizerBase  # the checkpoint's, or the one that was asked for
+    weights: str  # SHA-256 of config and weights
 
     @property
     def name(self) -> str:
@@ -58,52 +51,35 @@ class Job:
         one = self.checkpoint
         return row_name(one.label, one.scheme, self.precision, converted=one.conversion is not None)
 
-
-@dataclass(frozen=True)
-class Step:
-    """One task of a job.
-
-    Attributes:
-        job: the row.
-        task: with its data.
-        settings: everything that decides the numbers.
-    """
-
-    job: Job
-    task: PlannedTask
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, job: Job, task: PlannedTask, *, dtype: str, device: str, batch_size: int,
-        limit: int | None,
-    ) -> Step:  # fmt: skip
-        """Return the step with its settings.
+    def step(self, task: PlannedTask, **chosen: Any) -> Step:
+        """Return one task of the row.
 
         Args:
-            job: the row.
             task: with its data.
-            dtype: of the weights, as asked for.
-            device: its kind, such as "cuda".
-            batch_size: sequences per forward pass; a tensor scale spans the batch.
-            limit: how many of the task's first documents are evaluated; None for all.
+            chosen: dtype of the weights, kind of device, batch_size (a tensor scale spans the
+                batch) and limit (of the task's documents; None for all).
         """
-        one = job.checkpoint
+        one = self.checkpoint
         settings = {
-            "weights_sha256": job.weights,
-            "tokenizer_sha256": tokenizer_digest(job.tokenizer),
-            "precision": job.precision,
+            "weights_sha256": self.weights,
+            "tokenizer_sha256": tokenizer_digest(self.tokenizer),
+            "precision": self.precision,
             "conversion": None if one.conversion is None else one.conversion.to_dict(),
             "own_schemes": own_schemes(one),
-            "dtype": dtype,
-            "device": device,
-            "batch_size": batch_size,
-            "limit": limit,
             "task": task.name,
             "data": task.data,
             "lm_eval": version("lm_eval"),
         }
-        return cls(job, task, settings)
+        return Step(self, task, settings | chosen)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One task of a job."""
+
+    job: Job
+    task: PlannedTask
+    settings: dict[str, Any]  # everything that decides the numbers
 
     @property
     def key(self) -> str:
@@ -117,11 +93,7 @@ class Step:
         return f"{FINISHED}/{task}-{self.key}"
 
     def find(self, store: Store) -> dict[str, Any] | None:
-        """Return the finished result as `read_result` gives it, or None.
-
-        Raises:
-            ValueError: a file of the result is damaged.
-        """
+        """Return the finished result as `read_result` gives it, or None."""
         files = store.get(self.record_name, self.key)
         paths = [store.directory / name for name in files["files"]] if files else []
         if not paths or not all(path.is_file() for path in paths):
@@ -140,17 +112,7 @@ class Step:
     def evaluate(
         self, model: PreTrainedModel, text: HeldOutText | None, store: Store, *, progress: bool
     ) -> dict[str, Any]:
-        """Evaluate the task, write its files and return the result as `read_result` gives it.
-
-        Args:
-            model: the job's, loaded.
-            text: whose loss is measured, if this is the task of the loss.
-            store: of the output directory.
-            progress: show lm-eval's progress bars.
-
-        Raises:
-            OSError: the files cannot be written.
-        """
+        """Evaluate the task, write its files and return the result as `read_result` gives it."""
         from lm_eval.loggers import EvaluationTracker
 
         folder = store.directory / RESULTS
@@ -184,7 +146,6 @@ class Step:
             "truncated_tokens": result.truncated_tokens,
             "nonfinite": result.nonfinite,
         }
-        # lm-eval logs errors of writing at a level that nobody sees.
         config = tracker.general_config_tracker
         named = {"pretrained": re.sub(r"[^\w.-]+", "-", self.job.name)}
         config.log_experiment_args("metis", named, None, None, False)
@@ -194,7 +155,7 @@ class Step:
         end, folder = getattr(tracker, "date_id", ""), folder / str(config.model_name_sanitized)
         files = [folder / f"results_{end}.json"]
         files += [folder / f"samples_{task}_{end}.jsonl" for task in result.samples]
-        try:
+        try:  # lm-eval logs errors of writing at a level that nobody sees
             found = read_result(*files)
         except (OSError, ValueError) as error:
             raise OSError(
@@ -207,11 +168,7 @@ class Step:
 
 
 def read_result(results: Path, *samples: Path) -> dict[str, Any]:
-    """Read lm-eval's files of one evaluation.
-
-    Args:
-        results: `results_<time>.json`, written with the key `metis`.
-        samples: `samples_<task>_<time>.jsonl` of its tasks.
+    """Read lm-eval's files of one evaluation, `results_<time>.json` with the key `metis`.
 
     Returns:
         The results, and under `items` task -> metric -> one digit per document, for metrics that

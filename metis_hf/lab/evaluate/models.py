@@ -15,14 +15,11 @@ from metis_hf.shared.records import read_json
 
 
 def read_conversions(schemes: Sequence[str], file: Path | None) -> tuple[MetisConfig, ...]:
-    """Read what `--scheme` and `--config` ask dense models to be converted to.
+    """Return one config for each conversion that `--scheme` and `--config` ask for.
 
     Args:
         schemes: names; the rest of the config holds for each. Empty: the config's own scheme.
         file: JSON of a MetisConfig, or the config.json of a checkpoint that has one.
-
-    Returns:
-        One config for each conversion; none if there are neither names nor file.
 
     Raises:
         FileNotFoundError: no such file.
@@ -57,17 +54,12 @@ def choose_models(
     Args:
         names: checkpoints, runs, or models of the hub.
         conversions: of dense checkpoints; others stay as they are.
-        precision: "scheme" evaluates the conversions alone, "dense" the dense models alone, "both"
-            all of them.
+        precision: "scheme": the conversions alone, "dense": the dense models alone, or "both".
         control: the row that differences are taken to: its name, its checkpoint's label, or
             another checkpoint. A dense one is a row as it is, whatever it is converted to.
 
     Returns:
         The checkpoints in the order of the table, and the control as a label or a row's name.
-
-    Raises:
-        FileNotFoundError, ValueError: as `open_checkpoints`; there is nothing dense to convert; or
-            no such control.
     """
     found = open_checkpoints(names)
     if conversions and all(one.scheme != DENSE for one in found):

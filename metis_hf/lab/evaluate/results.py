@@ -8,24 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # What a table shows where it is not plain accuracy.
-HEADLINE_METRICS = {
-    "arc_challenge": "acc_norm",
-    "hellaswag": "acc_norm",
-    # Likelihood relative to the choice without context: a small model's likelihoods vary more
-    # between texts than between contexts.
-    "demo_choice": "acc_mutual_info",
-}
+HEADLINE_METRICS = {"arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the metrics among lm-eval's values of one task.
+    """Return metric -> (value, standard error) among lm-eval's values of one task.
 
-    Args:
-        values: `"<metric>,<filter>"` and `"<metric>_stderr,<filter>"`, besides "alias"
-            and the like; of several filters the first counts.
-
-    Returns:
-        metric -> (value, standard error); NaN where lm-eval has "N/A" or nothing.
+    NaN stands where lm-eval has "N/A" or nothing; of several filters the first counts.
     """
     found: dict[str, Any] = {}
     errors: dict[str, Any] = {}
@@ -40,15 +29,12 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 def headline(
     results: Mapping[str, Mapping[str, Any]], task: str, metric: str | None = None
 ) -> tuple[str, float, float]:
-    """Return the metric that a table shows of a task.
+    """Return (name, value, standard error) of the metric that a table shows of a task.
 
     Args:
         results: lm-eval's `results`.
         task: its name.
         metric: the one to take; `None` takes `HEADLINE_METRICS`, else acc, else the likeliest.
-
-    Returns:
-        (metric name, value, standard error); the error is NaN where lm-eval gives none.
 
     Raises:
         ValueError: the task was not evaluated, or has no metric, or not this one.
@@ -73,9 +59,7 @@ def is_share(value: float, *, lower_is_better: bool) -> bool:
 def right_items(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return metric -> one digit per document, for metrics that are 0 or 1 for each.
 
-    Args:
-        documents: the samples of one task as lm-eval logs them, once for each filter of the task;
-            a task's scores come from the first filter.
+    lm-eval logs a document for each filter of its task; the scores come from the first.
     """
     first = [each for each in documents if each.get("filter") == documents[0].get("filter")]
     found = {}
@@ -128,7 +112,7 @@ class EvalResult:
         return headline(self.results, task, metric)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return results, versions, numbers of samples and truncations, ready for `json.dump`."""
+        """Return results, versions, and numbers of samples and of cut requests; JSON-ready."""
         return {
             "results": self.results,
             "versions": self.harness["versions"],

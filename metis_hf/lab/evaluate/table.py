@@ -6,8 +6,8 @@ Numbers only; `formats` turns them into text. Scores are in percent, errors are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,50 +25,27 @@ FEW_ITEMS = 100  # below, a score's standard error is 5 points
 
 @dataclass(frozen=True)
 class Score:
-    """A number of a table.
+    """A number of a table."""
 
-    Attributes:
-        value: percent, or nats per token, or what the metric is in; NaN is shown and flagged.
-        error: one standard error, in the same unit; NaN if unknown.
-        metric: its name.
-        percent: whether it is a share of right answers, which the average takes.
-        lower_is_better: of losses and perplexities.
-        items: one digit per document, if it is 0 or 1 for each.
-        digits: decimals that are known; by default as many as the column shows.
-    """
-
-    value: float
-    error: float = math.nan
+    value: float  # percent, or nats per token, or what the metric is in; NaN is flagged
+    error: float = math.nan  # one standard error, in the same unit; NaN if unknown
     metric: str = ""
-    percent: bool = True
+    percent: bool = True  # a share of right answers, which the average takes
     lower_is_better: bool = False
-    items: str = ""
-    digits: int | None = None
-
-    def decimals(self, column: str) -> int:
-        """Return decimals that are shown."""
-        return digits(column) if self.digits is None else self.digits
+    items: str = ""  # one digit per document, if it is 0 or 1 for each
+    digits: int | None = None  # decimals that are known; None: as many as the column shows
 
 
 @dataclass(frozen=True)
 class Row:
-    """One evaluation, or one published row.
+    """One evaluation, or one published row, which has neither label, scheme nor precision."""
 
-    Attributes:
-        name: shown in the first column.
-        label: the checkpoint's.
-        scheme: the checkpoint's; empty for a published row.
-        precision: "scheme" or "dense"; empty for a published row.
-        scores: column title -> score; a column without a number is absent.
-        method: the paper's name of the method, if it has it.
-    """
-
-    name: str
-    scores: dict[str, Score]
+    name: str  # shown in the first column
+    scores: dict[str, Score]  # by column title; a column without a number is absent
     label: str = ""
     scheme: str = ""
-    precision: str = ""
-    method: str | None = None
+    precision: str = ""  # "scheme" or "dense"
+    method: str | None = None  # the paper's name of the method, if it has it
 
 
 @dataclass(frozen=True)
@@ -131,7 +108,7 @@ def compare(
     results: Sequence[Sequence[dict[str, Any]]],
     tasks: Sequence[str],
     *,
-    metrics: dict[str, str] | None = None,
+    metrics: Mapping[str, str],
     control: str | None = None,
     published: str | None = None,
 ) -> Comparison:
@@ -150,12 +127,9 @@ def compare(
     """
     notes: list[str] = []
     records = [_joined(each) for each in results]
-    rows = [_measured(record, tasks, metrics or {}) for record in records]
-    columns = [title(task) for task in tasks]
-    if any(LOSS in row.scores for row in rows):
-        columns.insert(0, LOSS)
-    if any(AVERAGE in row.scores for row in rows):
-        columns.append(AVERAGE)
+    rows = [_measured(record, tasks, metrics) for record in records]
+    found = {column for row in rows for column in row.scores}
+    columns = [c for c in (LOSS, *map(title, tasks), AVERAGE) if c in found]
     blocks = [Block("measured", "", rows)]
     reference = _control(rows, control)
     others = [row for row in rows if row is not reference]
@@ -165,7 +139,7 @@ def compare(
             Block("difference to control", f"Difference to {reference.name}", differences)
         )
     if tasks:
-        notes += _metric_notes(rows, tasks, metrics or {})
+        notes += _metric_notes(rows, tasks, metrics)
         notes += _error_notes(rows, reference if others else None)
     of_note: dict[str, list[str]] = {}
     for record, row in zip(records, rows):
@@ -180,13 +154,14 @@ def compare(
     return Comparison(columns, blocks, notes)
 
 
-def average(scores: Sequence[Score]) -> Score | None:
-    """Return the mean over the tasks, NaN if one is; errors of different tasks are independent."""
-    if not scores:
-        return None
-    count = len(scores)
-    error = math.sqrt(sum(score.error**2 for score in scores)) / count
-    return Score(sum(score.value for score in scores) / count, error)
+def _average(scores: dict[str, Score]) -> dict[str, Score]:
+    """Return the mean over shares of right answers, if any; errors of tasks are independent."""
+    shares = [score for column, score in scores.items() if column != LOSS and score.percent]
+    if not shares:
+        return {}
+    count = len(shares)
+    error = math.sqrt(sum(score.error**2 for score in shares)) / count
+    return {AVERAGE: Score(sum(score.value for score in shares) / count, error)}
 
 
 def difference(row: Row, reference: Row) -> Row:
@@ -196,17 +171,11 @@ def difference(row: Row, reference: Row) -> Row:
         other = reference.scores.get(column)
         if other is None or column == AVERAGE:
             continue
-        scores[column] = Score(
-            score.value - other.value,
-            _difference_error(score, other),
-            score.metric,
-            score.percent,
-            digits=other.digits,
-        )
-    mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
-    if mean is not None and AVERAGE in row.scores and AVERAGE in reference.scores:
-        scores[AVERAGE] = mean
-    return Row(row.name, scores, row.label, row.scheme, row.precision, row.method)
+        value, error = score.value - other.value, _difference_error(score, other)
+        scores[column] = replace(score, value=value, error=error, digits=other.digits)
+    if AVERAGE in row.scores and AVERAGE in reference.scores:
+        scores |= _average(scores)
+    return replace(row, scores=scores)
 
 
 def _difference_error(score: Score, other: Score) -> float:
@@ -236,17 +205,14 @@ def _joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: dict[str, str]) -> Row:
+def _measured(record: dict[str, Any], tasks: Sequence[str], metrics: Mapping[str, str]) -> Row:
     scores: dict[str, Score] = {}
     if record["held_out_loss"] is not None:
         scores[LOSS] = Score(
             record["held_out_loss"], metric="loss", percent=False, lower_is_better=True
         )
-    for task in tasks:
-        scores[title(task)] = _score(record, task, metrics)
-    mean = average([s for column, s in scores.items() if column != LOSS and s.percent])
-    if mean is not None:
-        scores[AVERAGE] = mean
+    scores |= {title(task): _score(record, task, metrics) for task in tasks}
+    scores |= _average(scores)
     converted = record["settings"]["conversion"] is not None
     return Row(
         row_name(record["label"], record["scheme"], record["precision"], converted=converted),
@@ -268,7 +234,7 @@ def row_name(label: str, scheme: str, precision: str, *, converted: bool) -> str
     return f"{name}, dense" if precision == "dense" and scheme not in BASES else name
 
 
-def _score(record: dict[str, Any], task: str, metrics: dict[str, str]) -> Score:
+def _score(record: dict[str, Any], task: str, metrics: Mapping[str, str]) -> Score:
     results = record["results"]
     wanted = metrics.get(task)
     if wanted is None and metrics.get("", "default") in metrics_of(results.get(task, {})):
@@ -323,12 +289,15 @@ def _published_row(row: dict[str, Any], tasks: Sequence[str]) -> Row:
     of_task = dict(zip(paper.paper_tables()["tasks"], row["scores"], strict=True))
     scores = {LOSS: Score(row["loss"], percent=False, lower_is_better=True, digits=2)}
     known = {title(task): Score(of_task[task]) for task in tasks if task in of_task}
-    mean = average(list(known.values())) if len(known) == len(tasks) else None
-    scores |= known | ({AVERAGE: mean} if mean is not None else {})
+    scores |= known
+    if len(known) == len(tasks):
+        scores |= _average(known)
     return Row(f"{row['method']} (published)", scores, method=row["method"])
 
 
-def _metric_notes(rows: Sequence[Row], tasks: Sequence[str], metrics: dict[str, str]) -> list[str]:
+def _metric_notes(
+    rows: Sequence[Row], tasks: Sequence[str], metrics: Mapping[str, str]
+) -> list[str]:
     of_metric: dict[str, list[str]] = {}
     for task in tasks:
         score = rows[0].scores[title(task)]

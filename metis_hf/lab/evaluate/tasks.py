@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metis_hf.data.chat import refuse_surrogates
 from metis_hf.lab.evaluate import isolation
@@ -41,12 +41,15 @@ TASK_FOLDERS = {
 _DEFINITIONS = (".yaml", ".yml", ".py")  # endings of files that make up tasks of lm-eval
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """The contents that a column of a task's file must have, in words and as a test."""
 
     what: str
     holds: Callable[[Any], bool]
+
+
+def _is_bit(value: Any) -> bool:
+    return type(value) is int and value in (0, 1)
 
 
 def _is_text(value: Any) -> bool:
@@ -69,25 +72,27 @@ def _is_problems(value: Any) -> bool:
         problems = ast.literal_eval(value) if isinstance(value, str) else None
     except (SyntaxError, ValueError):
         return False
+    return isinstance(problems, list) and bool(problems) and all(map(_is_problem, problems))
+
+
+def _is_problem(value: Any) -> bool:
     return (
-        isinstance(problems, list)
-        and bool(problems)
-        and all(
-            isinstance(one, dict)
-            and _is_text(one.get("question"))
-            and one.get("answer") in ("A", "B", "C", "D")
-            and _is_texts(one.get("options"))
-            and len(one["options"]) == 4
-            for one in problems
-        )
+        isinstance(value, dict)
+        and _is_text(value.get("question"))
+        and value.get("answer") in ("A", "B", "C", "D")
+        and _is_four_texts(value.get("options"))
     )
+
+
+def _is_four_texts(value: Any) -> bool:
+    return _is_texts(value) and len(value) == 4
 
 
 TEXT = Column("text", _is_text)
 ARC = {
     "question": TEXT,
     "choices": Column('{"text": [...], "label": [...]} of one length', _is_choices),
-    "answerKey": Column("the label of the right choice", _is_text),
+    "answerKey": Column("the label of the right choice", _is_text),  # last: see `read_rows`
 }
 # Of each task of the paper, in the order of its columns: the split that lm-eval scores, and what
 # its documents need.
@@ -96,11 +101,7 @@ LOCAL_TASKS: dict[str, tuple[str, dict[str, Column]]] = {
     "arc_easy": ("test", ARC),
     "boolq": (
         "validation",
-        {
-            "passage": TEXT,
-            "question": TEXT,
-            "label": Column("0 for no, 1 for yes", lambda v: type(v) is int and v in (0, 1)),
-        },
+        {"passage": TEXT, "question": TEXT, "label": Column("0 for no, 1 for yes", _is_bit)},
     ),
     "lambada_openai": (
         "test",
@@ -117,7 +118,7 @@ LOCAL_TASKS: dict[str, tuple[str, dict[str, Column]]] = {
             "goal": TEXT,
             "sol1": TEXT,
             "sol2": TEXT,
-            "label": Column("0 for sol1, 1 for sol2", lambda v: type(v) is int and v in (0, 1)),
+            "label": Column("0 for sol1, 1 for sol2", _is_bit),
         },
     ),
     "race": (
@@ -137,7 +138,7 @@ LOCAL_TASKS: dict[str, tuple[str, dict[str, Column]]] = {
             "activity_label": TEXT,
             "ctx_a": TEXT,
             "ctx_b": Column("text, may be empty", lambda v: isinstance(v, str)),
-            "endings": Column("a list of four texts", lambda v: _is_texts(v) and len(v) == 4),
+            "endings": Column("a list of four texts", _is_four_texts),
             "label": Column('"0" to "3", a string', lambda v: v in ("0", "1", "2", "3")),
         },
     ),
@@ -146,19 +147,12 @@ LOCAL_TASKS: dict[str, tuple[str, dict[str, Column]]] = {
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """A task to evaluate.
+    """A task to evaluate."""
 
-    Attributes:
-        name: as asked for.
-        spec: what lm-eval is asked for.
-        data: digest of its local data and definition; None where lm-eval fetches the data.
-        include_path: the folder where lm-eval finds the task's YAML file, if it is not its own.
-    """
-
-    name: str
-    spec: TaskSpec
-    data: str | None = None
-    include_path: Path | None = None
+    name: str  # as asked for
+    spec: TaskSpec  # what lm-eval is asked for
+    data: str | None = None  # digest of local data and definition; None where lm-eval fetches them
+    include_path: Path | None = None  # of the task's YAML file, if it is not lm-eval's own
 
 
 def plan_tasks(names: Sequence[str], directory: Path | None) -> list[PlannedTask]:
@@ -208,25 +202,14 @@ def local_task(name: str, rows: list[Row]) -> dict[str, Any]:
 
         return {split: datasets.Dataset.from_list(rows)}
 
-    splits = dict.fromkeys(("training_split", "validation_split", "test_split"))
-    member = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_name": None,
-        "custom_dataset": dataset,
-        **splits,
-        f"{split}_split": split,
-    }
+    member = {"task": name, "dataset_path": "json", "dataset_name": None, "custom_dataset": dataset}
+    member |= dict.fromkeys(("training_split", "validation_split", "test_split"))
+    member |= {f"{split}_split": split}
     return {"group": f"local_{name}", "task": [member]}
 
 
 def read_rows(task: str, path: Path) -> list[Row]:
-    """Read the data of one of the paper's tasks, of each line the columns that it needs.
-
-    Raises:
-        FileNotFoundError: there is no such file; the message says what it must hold.
-        ValueError: a line is no JSON object, or a column is missing or wrong.
-    """
+    """Read the columns that one of the paper's tasks needs; raises as `plan_tasks`."""
     columns = LOCAL_TASKS[task][1]
     needed = "; ".join(f"{name}: {column.what}" for name, column in columns.items())
     if not path.is_file():
@@ -236,21 +219,14 @@ def read_rows(task: str, path: Path) -> list[Row]:
     rows = []
     for number, row in json_lines(path):
         for name, column in columns.items():
+            place = f'{path}, line {number}: field "{name}" is'
             if name not in row:
-                raise ValueError(
-                    f'{path}, line {number}: field "{name}" is missing; there are '
-                    f"{', '.join(row) or 'none'}, and needed are {needed}"
-                )
+                there = ", ".join(row) or "none"
+                raise ValueError(f"{place} missing; there are {there}, and needed are {needed}")
             if not column.holds(row[name]):
-                raise ValueError(
-                    f'{path}, line {number}: field "{name}" is {_short(repr(row[name]))}, '
-                    f"expected {column.what}"
-                )
-        if columns is ARC and row["answerKey"] not in row["choices"]["label"]:
-            raise ValueError(
-                f'{path}, line {number}: field "answerKey" is {row["answerKey"]!r}, not one of '
-                f"the labels {row['choices']['label']}"
-            )
+                raise ValueError(f"{place} {_short(repr(row[name]))}, expected {column.what}")
+        if columns is ARC and row[name] not in (labels := row["choices"]["label"]):
+            raise ValueError(f"{place} {row[name]!r}, not one of the labels {labels}")
         rows.append({name: row[name] for name in columns})
     if not rows:
         raise ValueError(f"{path} is empty; give one JSON object a line ({needed})")
@@ -261,8 +237,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
     """Yield (line number, object) of every line that is not blank.
 
     Raises:
-        ValueError: a line is not UTF-8, no JSON object, or holds half a character; the message
-            names file and line.
+        ValueError: a line is not UTF-8, no JSON object, or holds half a character.
     """
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -306,8 +281,7 @@ def task_manager(
     """Return a task manager that knows `tasks`, and all of lm-eval's only if it must.
 
     Raises:
-        ImportError: If lm_eval is not installed.
-        ValueError: If a task has an unknown name.
+        ImportError, ValueError: lm_eval is not installed; or a task has an unknown name.
     """
     lm_eval = import_lm_eval()
     own = [include_path] if isinstance(include_path, str | Path) else list(include_path or ())
@@ -334,11 +308,7 @@ def task_manager(
 
 
 def check_names(names: Sequence[str], include_path: Path | None) -> None:
-    """Refuse names that lm-eval gives no score: unknown ones, and those that stand for several.
-
-    Raises:
-        ImportError, ValueError: as `task_manager`; or a tag, or a group without a score of its own.
-    """
+    """Refuse names that lm-eval gives no score: unknown ones, and those that stand for several."""
     index = task_manager(names, include_path).task_index
     for name in (name for name in names if name in index):
         kind, config = index[name].kind.name, index[name].cfg or {}
@@ -365,17 +335,12 @@ def import_lm_eval() -> ModuleType:
     return lm_eval
 
 
-def _names(spec: TaskSpec) -> Iterator[str]:
-    """Yield registered names that a task or group refers to; inline definitions have none."""
+def _names(spec: TaskSpec, *, member: bool = False) -> Iterator[str]:
+    """Yield registered names that a task, or a group's member, refers to; definitions have none."""
     if isinstance(spec, str):
         yield spec
     elif isinstance(spec.get("task"), list):
-        for member in spec["task"]:
-            yield from _names(member) if isinstance(member, str) else _member_names(member)
-
-
-def _member_names(member: dict[str, Any]) -> Iterator[str]:
-    if isinstance(member.get("task"), str) and not member.keys() & {"output_type", "class"}:
-        yield member["task"]
-    else:
-        yield from _names(member)
+        for each in spec["task"]:
+            yield from _names(each, member=True)
+    elif member and "task" in spec and not spec.keys() & {"output_type", "class"}:
+        yield spec["task"]

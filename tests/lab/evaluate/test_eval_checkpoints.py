@@ -71,18 +71,12 @@ def test_a_directory_at_the_root_with_the_name_of_a_model_of_the_hub(monkeypatch
     assert [one.label for one in open_checkpoints(list(places))] == ["/gpt2", "gpt2"]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "precisions"),
-    [
-        (None, {"scheme": ("dense",), "dense": ("dense",), "both": ("dense",)}),
-        ("bf16", {"scheme": ("dense",), "dense": ("dense",), "both": ("dense",)}),
-        ("metis", {"scheme": ("scheme",), "dense": ("dense",), "both": ("scheme", "dense")}),
-    ],
-)
-def test_precisions(scheme, precisions, tmp_path):
-    checkpoint = open_checkpoint(save(tmp_path, scheme))
-    assert checkpoint.scheme == (scheme or "dense")
-    assert {asked: checkpoint.precisions(asked) for asked in precisions} == precisions
+def test_what_is_not_quantized_has_one_precision(tmp_path):
+    for scheme in (None, "bf16"):
+        checkpoint = open_checkpoint(save(tmp_path / str(scheme), scheme))
+        assert checkpoint.scheme == (scheme or "dense")
+        for asked in ("scheme", "dense", "both"):
+            assert checkpoint.precisions(asked) == ("dense",)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +84,17 @@ def test_precisions(scheme, precisions, tmp_path):
     [
         ("metis", {}, "metis", "FP4-Metis"),
         ("bf16", {"attention": "nvfp4-rne"}, "bf16, attention nvfp4-rne", None),
-        ("nvfp4", {"attention": "nvfp4"}, "nvfp4, attention nvfp4", None),
     ],
 )
 def test_both_precisions_are_what_they_say(scheme, options, name, method, tmp_path, ids):
     checkpoint = open_checkpoint(save(tmp_path, scheme, **options))
     assert checkpoint.scheme == name
     assert checkpoint.precisions("both") == ("scheme", "dense")
+    for asked in ("scheme", "dense"):
+        assert checkpoint.precisions(asked) == (asked,)
     assert published_method(checkpoint.quantization) == method
-    converted = replace(
-        open_checkpoint(save(tmp_path / "dense", None)), conversion=checkpoint.metis
-    )
+    dense = open_checkpoint(save(tmp_path / "dense", None))
+    converted = replace(dense, conversion=checkpoint.metis)
     assert (converted.scheme, converted.precisions("both")) == (name, ("scheme",))
     trained = make_model(scheme, **options)
     with torch.no_grad():
@@ -145,12 +139,7 @@ def test_packed_export(tmp_path, tokenizer, ids, monkeypatch):
     assert (found - exact).norm() < BF16_TOLERANCE * exact.norm()
     with pytest.raises(ValueError, match="holds weights in compressed-tensors only"):
         checkpoint.check("dense")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda n, *a: None if n == "compressed_tensors" else find(n, *a),
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed; pip install compressed-tensors"):
         checkpoint.check("scheme")
 
@@ -245,9 +234,8 @@ def test_packed_inputs_are_quantized_in_every_dtype(tmp_path, tokenizer, ids):
     config = json.loads((tmp_path / "packed/config.json").read_text())
     config["quantization_config"]["format"] = "int-quantized"
     (tmp_path / "packed/config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match=r"quantizes inputs \(int-quantized\), which .* bfloat16 alone"
-    ):
+    said = r"quantizes inputs \(int-quantized\), which .* bfloat16 alone"
+    with pytest.raises(ValueError, match=said):
         open_checkpoint(tmp_path / "packed").load("scheme", "float32", CPU)
 
 
@@ -263,6 +251,7 @@ def test_schemes_that_nobody_knows_are_named(tmp_path):
 
 
 def test_fingerprint_is_of_weights_and_config(tmp_path):
+    """An adapter's too: its alpha scales what it adds."""
     one = open_checkpoint(save(tmp_path / "a", "metis"))
     same = open_checkpoint(save(tmp_path / "b", "metis"))
     assert one.fingerprint() == same.fingerprint()
@@ -271,6 +260,13 @@ def test_fingerprint_is_of_weights_and_config(tmp_path):
     config["quantization_config"]["two_level"] = False
     (same.path / "config.json").write_text(json.dumps(config))
     assert one.fingerprint() != same.fingerprint()
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", lora_alpha=8))
+    model.base_model.model.name_or_path = str(one.path)
+    model.save_pretrained(tmp_path / "adapter")
+    before = open_checkpoint(tmp_path / "adapter").fingerprint()
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 16}))
+    assert open_checkpoint(tmp_path / "adapter").fingerprint() != before
 
 
 def test_refusals(tmp_path, tokenizer):
@@ -289,39 +285,28 @@ def test_refusals(tmp_path, tokenizer):
         with pytest.raises(ValueError, match=message):
             open_checkpoint(adapter)
     bare = save(tmp_path / "bare", None)
-    with pytest.raises(
-        ValueError, match=r"bare holds no tokenizer; save it there with tokenizer\."
-    ):
+    with pytest.raises(ValueError, match="bare holds no tokenizer; save it there with"):
         open_checkpoint(bare).tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     assert open_checkpoint(bare).tokenizer(tmp_path / "tokenizer").vocab_size == len(tokenizer)
     (bare / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"bare has a config.json but no weights"):
         open_checkpoint(bare)
-    t5 = transformers.T5Config(
-        vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8
-    )
-    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match="t5 is a t5 model, not a causal language model"):
-        open_checkpoint(tmp_path / "t5").load("scheme", "auto", CPU)
 
 
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
          "num_attention_heads": 2}  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [None, "metis"])
-def test_a_checkpoint_without_a_head_is_refused(scheme, tmp_path):
+def test_a_checkpoint_without_a_head_is_refused(tmp_path):
     """Its head would be random; one that is tied to the embedding is known."""
     for tied in (False, True):
         config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
         model = transformers.LlamaForSequenceClassification(config)
-        if scheme is not None:
-            get_metis_model(model, MetisConfig(scheme=scheme, rank=8))
+        get_metis_model(model, MetisConfig(scheme="metis", rank=8))
         model.save_pretrained(tmp_path / str(tied))
-    with pytest.raises(
-        ValueError, match=r"False lacks lm_head\.weight, .* saved from LlamaForSequenceClass"
-    ):
+    said = r"False lacks lm_head\.weight, .* saved from LlamaForSequenceClass"
+    with pytest.raises(ValueError, match=said):
         open_checkpoint(tmp_path / "False").load("dense", "auto", CPU)
     assert open_checkpoint(tmp_path / "True").load("dense", "auto", CPU).lm_head is not None
 
@@ -345,13 +330,14 @@ def test_an_encoder_is_refused(tmp_path):
         open_checkpoint(tmp_path / name).config()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_files_cut_short_are_named(name, tmp_path, tokenizer):
+def test_files_cut_short_are_named(tmp_path, tokenizer):
     place = save(tmp_path / "cut", None, tokenizer)
-    text = (place / name).read_text()
-    (place / name).write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match=rf"{name} is (cut short|not a whole JSON file)"):
-        open_checkpoint(place).tokenizer()
+    for name in ("tokenizer_config.json", "tokenizer.json", "config.json"):
+        text = (place / name).read_text()
+        (place / name).write_text(text[: len(text) // 2])
+        with pytest.raises(ValueError, match=rf"{name} is (cut short|not a whole JSON file)"):
+            open_checkpoint(place).tokenizer()
+        (place / name).write_text(text)
 
 
 def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
@@ -366,14 +352,3 @@ def test_added_tokens_beyond_the_model_may_stay_unused(tmp_path, tokenizer):
     tokenizer.save_pretrained(place)
     with pytest.raises(ValueError, match=r"gives tokens up to \d+, and the model knows 512"):
         raise run(*given).exception
-
-
-def test_fingerprint_is_of_an_adapters_config_too(tmp_path):
-    """Its alpha scales what it adds, and metis_config says in what the base computes."""
-    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", lora_alpha=8))
-    model.base_model.model.name_or_path = str(save(tmp_path / "base", None))
-    model.save_pretrained(tmp_path / "adapter")
-    before = open_checkpoint(tmp_path / "adapter").fingerprint()
-    path = tmp_path / "adapter/adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 16}))
-    assert open_checkpoint(tmp_path / "adapter").fingerprint() != before

@@ -58,9 +58,7 @@ def test_a_dense_model_in_two_schemes(folder, evaluate, tmp_path):
     for name in ("base nvfp4", "base metis"):
         loss, difference = rows[name]
         assert loss != dense
-        assert difference == pytest.approx(
-            loss - dense, abs=SIX_DIGITS
-        )  # the dense base is the control
+        assert difference == pytest.approx(loss - dense, abs=SIX_DIGITS)  # the base is the control
     found = results(tmp_path / "out")
     for name in ("nvfp4", "metis"):
         settings = found[f"base {name}"]["held_out_loss"]["metis"]["settings"]
@@ -82,18 +80,15 @@ def test_conversion_is_that_of_get_metis_model(folder):
         assert torch.equal(found, get_metis_model(make_model(), config)(ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("precision", "rows"),
-    [
+def test_trained_checkpoints_stay_as_they_are(folder):
+    config = MetisConfig(scheme="nvfp4")
+    for precision, rows in (
         ("scheme", ["nvfp4", "metis"]),
         ("dense", ["dense", "metis"]),
         ("both", ["dense", "nvfp4", "metis"]),
-    ],
-)
-def test_trained_checkpoints_stay_as_they_are(precision, rows, folder):
-    config = MetisConfig(scheme="nvfp4")
-    found, _ = choose_models([folder / "base", folder / "run"], [config], precision=precision)
-    assert [one.scheme for one in found] == rows
+    ):
+        found, _ = choose_models([folder / "base", folder / "run"], [config], precision=precision)
+        assert [one.scheme for one in found] == rows
     with pytest.raises(ValueError, match=r"convert dense models, and there is none: run \(metis\)"):
         choose_models([folder / "run"], [config])
 
@@ -104,9 +99,8 @@ def test_control_is_another_model(folder, evaluate):
     assert difference == pytest.approx(trained - dense, abs=SIX_DIGITS)
     rows, _ = evaluate(folder / "run", folder / "base")  # the same without being told
     assert rows["run metis"][1] == pytest.approx(trained - dense, abs=SIX_DIGITS)
-    rows, _ = evaluate(
-        folder / "base", "--scheme", "nvfp4", "--control", folder / "other"
-    )  # the control is not converted
+    # The control is not converted.
+    rows, _ = evaluate(folder / "base", "--scheme", "nvfp4", "--control", folder / "other")
     assert set(rows) == {"base nvfp4", "other dense"}
 
 
@@ -167,10 +161,7 @@ def test_config_file(folder, tmp_path):
     assert trained == (MetisConfig(scheme="metis"),)
     assert read_conversions([], None) == ()
     for content, message in (
-        (
-            '{"scheme": "nvfp4", "rnk": 3}',
-            r"config .*config.json: unknown key 'rnk'.* did you mean",
-        ),
+        ('{"scheme": "nvfp4", "rnk": 3}', r"config.json: unknown key 'rnk'.* did you mean"),
         ("[]", "expected a JSON object"),
         ("{", "config.json is not a whole JSON file"),
     ):

@@ -78,8 +78,6 @@ def test_precision_decides_the_model(checkpoint):
 def test_refusals(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="precision='both'; expected one of scheme, dense"):
         MetisLM(str(checkpoint), precision="both")
-    with pytest.raises(ValueError, match="bare holds no tokenizer"):
-        MetisLM(str(save(tmp_path / "bare", None)), device="cpu")
     with pytest.raises(ValueError, match="holds no checkpoint"):
         MetisLM(str(tmp_path), device="cpu")
 

@@ -73,8 +73,8 @@ def test_cloze_agrees_with_direct_scoring(model, tokenizer, folder):
     assert (result.truncated, result.headline("cloze")[0]) == (0, "acc")
 
 
-@pytest.mark.parametrize("texts", [[SHORT], [LONG, SHORT]])
-def test_held_out_loss_is_the_cross_entropy(texts, model, tokenizer, tmp_path):
+def test_held_out_loss_is_the_cross_entropy(model, tokenizer):
+    texts = [LONG, SHORT]
     total = count = 0.0
     for text in texts:
         ids = tokenizer.encode(text)
@@ -88,8 +88,6 @@ def test_held_out_loss_is_the_cross_entropy(texts, model, tokenizer, tmp_path):
     result = evaluate_model(model, tokenizer, [text_task(*texts)])
     loss = held_out_loss(result, LOSS_TASK, tokenizer, texts)
     assert loss == pytest.approx(total / count, rel=SAME_FLOAT32)
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    assert held_out_loss(result, LOSS_TASK, tokenizer, tmp_path / "t.jsonl") == loss
     with pytest.raises(ValueError, match=r"scored \d documents, but 0 were given"):
         held_out_loss(result, LOSS_TASK, tokenizer, [])
     with pytest.raises(ValueError, match="'piqa' has no bits_per_byte"):
@@ -205,28 +203,26 @@ def test_nan_reaches_the_groups_around_a_group(model, tokenizer, tmp_path):
     assert math.isnan(held_out_loss(result, LOSS_TASK, tokenizer, [SHORT]))
 
 
-@pytest.mark.parametrize(("beyond", "cut"), [(0, 0), (1, 0), (2, 1), (8, 7)])
-def test_a_request_that_just_fits_is_not_truncated(beyond, cut, model, tokenizer, folder):
+def test_a_request_that_just_fits_is_not_truncated(model, tokenizer, folder):
     """The last token is only predicted: the context has room for one more than its length."""
     row = {"context": "99 bottles of" * 3, "target": " beer on the wall"}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     tokens = sum(len(tokenizer.encode(text)) for text in row.values())
-    result = evaluate_model(
-        model, tokenizer, ["cloze"], include_path=folder, max_length=tokens - beyond
-    )
-    assert (result.truncated, result.truncated_tokens) == (cut > 0, cut)
+    for beyond, cut in ((1, 0), (2, 1)):
+        length = tokens - beyond
+        result = evaluate_model(model, tokenizer, ["cloze"], include_path=folder, max_length=length)
+        assert (result.truncated, result.truncated_tokens) == (cut, cut)
 
 
-@pytest.mark.parametrize(
-    "special", [{"bos_token": "<|endoftext|>"}, {"eos_token": "<|endoftext|>"}]
-)
-def test_a_tokenizer_without_padding_stays_so(special, model, tokenizer):
+def test_a_tokenizer_without_padding_stays_so(model, tokenizer):
     """HFLM pads with the EOS token, or adds a token."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special)
-    before = len(tokenizer)
-    evaluate_model(model, tokenizer, [text_task("text")])
-    assert tokenizer.pad_token is None
-    assert len(tokenizer) == before
+    backend = tokenizer.backend_tokenizer
+    for name in ("bos_token", "eos_token"):
+        bare = PreTrainedTokenizerFast(tokenizer_object=backend, **{name: "<|endoftext|>"})
+        before = len(bare)
+        evaluate_model(model, bare, [text_task("text")])
+        assert bare.pad_token is None
+        assert len(bare) == before
 
 
 def test_errors(model, tokenizer, tmp_path, monkeypatch):

@@ -38,32 +38,31 @@ def rows(task):
     return [json.loads(line) for line in (DATA / f"{task}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("task", LOCAL_TASKS)
-def test_definition_is_lm_evals_but_for_the_data(task):
-    group = local(task)
-    ours = task_manager([group], None).load([group])["tasks"][task]
-    root = os.path.join(os.path.dirname(lm_eval.tasks.__file__), TASK_FOLDERS[task])
-    file = "default" if task == "boolq" else task
-    theirs = TaskConfig(**load_yaml(os.path.join(root, f"{file}.yaml"), resolve_func=True))
-    shown = [config.to_dict() for config in (ours.config, theirs)]
-    ours_fields, their_fields = ({k: c[k] for k in c.keys() - SOURCE} for c in shown)
-    assert ours_fields == their_fields
-    assert len(ours_fields) > 8
-    assert ours.config.metadata["version"] == theirs.metadata["version"]
-    split = f"{LOCAL_TASKS[task][0]}_split"
-    assert getattr(theirs, split) == getattr(ours.config, split)  # the split that is scored
-    assert len(ours.eval_docs) == len(rows(task))
+def test_definitions_are_lm_evals_but_for_the_data():
+    for task in LOCAL_TASKS:
+        group = local(task)
+        ours = task_manager([group], None).load([group])["tasks"][task]
+        root = os.path.join(os.path.dirname(lm_eval.tasks.__file__), TASK_FOLDERS[task])
+        file = "default" if task == "boolq" else task
+        theirs = TaskConfig(**load_yaml(os.path.join(root, f"{file}.yaml"), resolve_func=True))
+        shown = [config.to_dict() for config in (ours.config, theirs)]
+        ours_fields, their_fields = ({k: c[k] for k in c.keys() - SOURCE} for c in shown)
+        assert ours_fields == their_fields
+        assert len(ours_fields) > 8
+        assert ours.config.metadata["version"] == theirs.metadata["version"]
+        split = f"{LOCAL_TASKS[task][0]}_split"
+        assert getattr(theirs, split) == getattr(ours.config, split)  # the split that is scored
+        assert len(ours.eval_docs) == len(rows(task))
 
 
-@pytest.mark.parametrize("task", LOCAL_TASKS)
-def test_missing_data_names_the_file_and_its_columns(task, tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
-        plan_tasks([task], tmp_path)
-    assert str(tmp_path / f"{task}.jsonl") in str(caught.value)
-    assert all(f"{name}: " in str(caught.value) for name in LOCAL_TASKS[task][1])
+def test_missing_data_names_the_file_and_its_columns(tmp_path):
+    for task, (_, columns) in LOCAL_TASKS.items():
+        with pytest.raises(FileNotFoundError, match=rf"{task}\.jsonl is missing") as caught:
+            plan_tasks([task], tmp_path)
+        assert all(f"{name}: " in str(caught.value) for name in columns)
 
 
-WRONG = [
+WRONG = (
     ("arc_easy", "answerKey", "E", "not one of the labels"),
     ("arc_challenge", "choices", {"text": ["a"], "label": ["A"]}, "of one length"),
     ("arc_challenge", "choices", {"text": ["a", "b"]}, "of one length"),
@@ -75,36 +74,33 @@ WRONG = [
     ("race", "problems", [{"question": "q"}], "repr, as a string"),
     ("hellaswag", "label", 0, '"0" to "3", a string'),
     ("hellaswag", "endings", ["a", "b", "c"], "four texts"),
-]
+)
 
 
-@pytest.mark.parametrize(("task", "name", "value", "expected"), WRONG)
-def test_wrong_field_is_named_with_its_line(task, name, value, expected, tmp_path):
-    lines = [json.dumps(row) for row in [*rows(task)[:2], {**rows(task)[2], name: value}]]
-    (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=rf'{task}.jsonl, line 3: field "{name}" is') as caught:
-        plan_tasks([task], tmp_path)
-    assert expected in str(caught.value)
-    del (row := rows(task)[0])[name]
-    (tmp_path / f"{task}.jsonl").write_text("\n\n" + json.dumps(row))
-    with pytest.raises(ValueError, match=rf'line 3: field "{name}" is missing; there are'):
-        plan_tasks([task], tmp_path)
+def test_wrong_field_is_named_with_its_line(tmp_path):
+    for task, name, value, expected in WRONG:
+        lines = [json.dumps(row) for row in [*rows(task)[:2], {**rows(task)[2], name: value}]]
+        (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=rf'{task}.jsonl, line 3: field "{name}" is') as caught:
+            plan_tasks([task], tmp_path)
+        assert expected in str(caught.value)
+        del (row := rows(task)[0])[name]
+        (tmp_path / f"{task}.jsonl").write_text("\n\n" + json.dumps(row))
+        with pytest.raises(ValueError, match=rf'line 3: field "{name}" is missing; there are'):
+            plan_tasks([task], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_broken_files_are_named(tmp_path):
+    for content, message in (
         (b"", "is empty"),
         (b'{"text": "cut sh', "line 1 is not JSON"),
         (b"[1]\n", "line 1 is not a JSON object: [1]"),
         (b"\xff", "line 1 is not JSON ('utf-8' codec can't decode"),
-    ],
-)
-def test_broken_files_are_named(content, message, tmp_path):
-    (tmp_path / "lambada_openai.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=r"lambada_openai\.jsonl") as caught:
-        plan_tasks(["lambada_openai"], tmp_path)
-    assert message in str(caught.value)
+    ):
+        (tmp_path / "lambada_openai.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=r"lambada_openai\.jsonl") as caught:
+            plan_tasks(["lambada_openai"], tmp_path)
+        assert message in str(caught.value)
 
 
 def test_names_without_a_score_of_their_own(tmp_path):
