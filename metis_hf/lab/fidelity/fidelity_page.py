@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from metis_hf.lab.fidelity.fidelity_figures import cost_figure, layers_figure
@@ -86,7 +87,7 @@ def _cards(results: Sequence[SchemeFidelity]) -> list[tuple[str, str, str]]:
     if not finite:
         return []
     best = min(finite, key=lambda r: r.rise.mean)
-    exact = sum(b["exact"] for b in best.batches) / len(best.batches)
+    exact = fmean(b["exact"] for b in best.batches)
     found = [
         ("exact loss", f"{exact:.4f}", "nats per token, held-out"),
         ("smallest loss rise", best.rise.text("+.2f") + " %", best.name),
@@ -109,17 +110,15 @@ def _table(results: Sequence[SchemeFidelity]) -> tuple[list[str], list[list[Cell
     return header, rows
 
 
+_KIND_SPECS = {"loss": "+.2f", "kl": ".4f", "gradient_error": ".3f", "gradient_cosine": ".3f"}
+
+
 def _kind_rows(result: SchemeFidelity) -> list[list[Cell]]:
     rows = []
     for kind, found in result.kinds.items():
         numbers = [
             number(found[key], spec) if key in found else Cell("", math.nan)
-            for key, spec in (
-                ("loss", "+.2f"),
-                ("kl", ".4f"),
-                ("gradient_error", ".3f"),
-                ("gradient_cosine", ".3f"),
-            )
+            for key, spec in _KIND_SPECS.items()
         ]
         rows.append([Cell(result.name), Cell(kind), *numbers])
     return rows
@@ -135,16 +134,11 @@ def _alone(page: Page, result: SchemeFidelity) -> None:
         f"together give {whole['kl']:.4f}; loss rises sum to {rise:+.2f} %, all together "
         f"{whole['loss']:+.2f} %."
     )
-    order = sorted(layers, key=lambda name: -layers[name]["kl"])
-    rows = [
-        [
-            Cell(name),
-            number(layers[name]["kl"], ".5f"),
-            number(100 * layers[name]["kl"] / total if total else math.nan, ".1f"),
-            number(layers[name]["loss"], "+.3f"),
-        ]
-        for name in order[:_WORST]
-    ]
+    rows = []
+    for name in sorted(layers, key=lambda name: -layers[name]["kl"])[:_WORST]:
+        kl, loss = layers[name]["kl"], layers[name]["loss"]
+        share = number(100 * kl / total if total else math.nan, ".1f")
+        rows.append([Cell(name), number(kl, ".5f"), share, number(loss, "+.3f")])
     page.table(("Layer alone", "KL (nats)", "% of the sum", "Loss rise %"), rows)
 
 
@@ -154,14 +148,10 @@ def _group_rows(result: SchemeFidelity) -> list[list[Cell]]:
         groups.setdefault(group_of(name), []).append(found)
     rows = []
     for group, members in groups.items():
-        means = {key: sum(m[key] for m in members) / len(members) for key in members[0]}
-        rows.append(
-            [
-                Cell(group),
-                *(_sqnr([m[key] for m in members]) for key in ("input", "weight", "grad_output")),
-                *(number(means[key], ".3f") for key in ("y", "dx", "dw")),
-            ]
-        )
+        columns_of = {key: [m[key] for m in members] for key in members[0]}
+        sqnr = [_sqnr(columns_of[key]) for key in ("input", "weight", "grad_output")]
+        errors = [number(fmean(columns_of[key]), ".3f") for key in ("y", "dx", "dw")]
+        rows.append([Cell(group), *sqnr, *errors])
     return rows
 
 
@@ -170,4 +160,4 @@ def _sqnr(values: Sequence[float]) -> Cell:
     quantized = [value for value in values if value != math.inf]
     if not quantized:
         return Cell("exact", math.inf)
-    return number(sum(quantized) / len(quantized), ".1f")
+    return number(fmean(quantized), ".1f")

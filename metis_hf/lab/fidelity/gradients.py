@@ -28,12 +28,8 @@ _CHUNK = 1 << 22  # weights whose gradients are multiplied at a time
 class GradientFile:
     """The gradients of some weights for each of some batches, fp32, on disk.
 
-    Every weight lies there as [o i], so that files of schemes that store it otherwise compare.
-
-    Args:
-        path: the file; one of that name is overwritten.
-        batches: rows.
-        layers: whose weights they are.
+    Every weight lies there as [o i], so that files of schemes that store it otherwise compare. A
+    file of that name is overwritten.
 
     Raises:
         OSError: the disk cannot hold it.
@@ -82,13 +78,8 @@ def run_batches(
 ) -> None:
     """Run forward and backward over batches [b length], training rounding, `.grad` of each alone.
 
-    Dropout is off: it would differ from one run to the next.
-
-    Args:
-        model: with its converted layers.
-        weights: the only parameters that get a gradient.
-        batches: token ids.
-        done: called with the number of each batch while its gradients are there.
+    Dropout is off: it would differ from one run to the next. Only `weights` get a gradient, and
+    `done` is called with the number of each batch while its gradients are there.
     """
     wanted = {id(weight) for weight in weights}
     for parameter in model.parameters():
@@ -109,11 +100,9 @@ def on_calls(
     layers: Mapping[str, MetisLayer],
     measure: Callable[[str, Tensor, Tensor, Tensor | None], None],
 ) -> Iterator[None]:
-    """Call `measure` for each call of a layer in the block, in the backward pass.
+    """Call measure(layer's name, input, output's gradient, row mask) for each call in the block.
 
-    Args:
-        layers: what is watched; calls that `measure` makes of a layer do not count.
-        measure: takes (layer's name, its input, its output's gradient, its row mask).
+    That is in the backward pass. Calls that `measure` itself makes of a layer do not count.
     """
     busy: set[str] = set()
 

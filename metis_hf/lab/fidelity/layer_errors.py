@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def layer_errors(
     """Measure every layer in its scheme on the exact model's inputs and output gradients.
 
     Args:
-        model: with its converted layers.
+        model: with its converted `layers`.
         layers: those layers.
         weights: of each, the parameter whose gradient counts.
         rows: token ids [b length], one batch.
@@ -97,11 +97,11 @@ def layer_errors(
     with on_calls(layers, measure), running(layers):
         run_batches(model, list(weights.values()), [rows], lambda _: None)
     # Hooks of the backward pass filled it from the last layer to the first.
-    return {name: _mean(found[name]) for name in layers if name in found}
-
-
-def _mean(calls: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: sum(call[key] for call in calls) / len(calls) for key in calls[0]}
+    return {
+        name: {key: fmean(call[key] for call in found[name]) for key in found[name][0]}
+        for name in layers
+        if name in found
+    }
 
 
 def _layer_error(
@@ -129,16 +129,13 @@ def _operand_sqnr(
 ) -> dict[str, float]:
     plan = plan_of_call(layer, x, mask, x.dtype)
     params = layer.weight_params()
-    matrices = {
-        "input": (x.flatten(0, -2), Role.FPROP_INPUT),
-        "grad_output": (dy.flatten(0, -2), Role.DGRAD_GRAD_OUTPUT),
-    }
-    found = {}
-    for kind, (matrix, role) in matrices.items():
-        found[kind] = _sqnr(matrix, plan.matrix_operand(role, matrix))
+    x, dy = x.flatten(0, -2), dy.flatten(0, -2)
     dense = layer.weight_form.dense(params)
-    found["weight"] = _sqnr(dense, plan.weight_operand(Role.FPROP_WEIGHT, params))
-    return found
+    return {
+        "input": _sqnr(x, plan.matrix_operand(Role.FPROP_INPUT, x)),
+        "grad_output": _sqnr(dy, plan.matrix_operand(Role.DGRAD_GRAD_OUTPUT, dy)),
+        "weight": _sqnr(dense, plan.weight_operand(Role.FPROP_WEIGHT, params)),
+    }
 
 
 def _sqnr(x: Tensor, x_hat: Any) -> float:

@@ -30,8 +30,6 @@ def predictions(
 ) -> list[list[Batch]]:
     """Compare the next-token distributions of schemes with the exact model's, batch by batch.
 
-    The exact model runs once for each batch, and its logits are kept no longer than that.
-
     Args:
         model: with its converted layers.
         layers: those layers, and its attention where that is quantized.

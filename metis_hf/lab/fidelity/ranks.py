@@ -59,13 +59,7 @@ def write_ranks(
 ) -> LayerRanks:
     """Choose ranks for a model by the beginning of a text, print them, and write the config.
 
-    Args:
-        measured: the model and the text.
-        budget: multiply-adds beyond the three GEMMs, as a share of theirs.
-        out: file for the config as JSON.
-        scheme: a scheme that splits operands.
-        tokens: of a training step, by which the cost is counted.
-        console: to print to.
+    For `budget` and `tokens` see `allocate_ranks`.
 
     Raises:
         FileNotFoundError, ValueError: as `ModelAndText.open` and `allocate_ranks`; or `out` cannot
@@ -125,12 +119,11 @@ class _Group:
         """Return (gain for its cost, from, to) of each step along the lower convex hull."""
         found, place = [], 0
         while place + 1 < len(self.ranks):
-            ahead = range(place + 1, len(self.ranks))
-            gain, back = max((self._gain(place, k), -k) for k in ahead)  # of equals the nearest
-            best = -back
-            if gain <= 0:
+            gains = [self._gain(place, k) for k in range(place + 1, len(self.ranks))]
+            if max(gains) <= 0:
                 break
-            found.append((gain, place, best))
+            best = place + 1 + gains.index(max(gains))  # of equals the nearest
+            found.append((max(gains), place, best))
             place = best
         return found
 
@@ -283,10 +276,7 @@ def _groups(
     ranks: Sequence[int],
     tokens: Mapping[str, int],
 ) -> tuple[float, list[_Group]]:
-    """Return the cost of layers without a split, and the groups of the others, without errors.
-
-    A group has one rank: it is of layers that read one tensor, or that the config calls alike.
-    """
+    """Return the cost of layers without a split, and the groups of the others, without errors."""
 
     def gemms(names: Iterable[str]) -> int:
         return sum(tokens[n] * layers[n].in_features * layers[n].out_features for n in names)
@@ -300,7 +290,7 @@ def _groups(
 
     rest = [name for name in layers if name not in split]
     together: dict[Hashable, list[str]] = {}
-    for name in split:
+    for name in split:  # layers that read one tensor, or that the config calls alike
         of = reads[name] if called[name] == name else called[name]
         together.setdefault(of, []).append(name)
     known: dict[Hashable, list[float]] = {}  # costs of groups of equal shapes and configs
@@ -326,12 +316,7 @@ def _shape(layer: MetisLayer, config: Any) -> tuple[tuple[int, int], Any]:
 
 
 def _spend(groups: Sequence[_Group], left: float) -> list[int]:
-    """Return the place of each group's rank: steps of the largest gain first, while they fit.
-
-    Args:
-        groups: with costs and errors.
-        left: of the budget, once every group has its lowest rank.
-    """
+    """Return the place of each group's rank: steps of the largest gain first, while they fit."""
     at = [0] * len(groups)
     steps = [
         (gain, number, low, high)

@@ -36,37 +36,25 @@ class Estimate:
 
 @dataclass
 class SchemeFidelity:
-    """Measurements of one scheme.
+    """Measurements of one scheme."""
 
-    Attributes:
-        name: in tables: the scheme's, with the rank where several were asked for.
-        scheme: the registered name.
-        rank: of `metis` at a rank of its own; None: as the scheme chooses.
-        overhead: kind of work -> share of the GEMMs' multiply-adds.
-        weight_bits: for each element of a weight.
-        batches: statistics of each batch of the held-out text; see `predictions.predictions`.
-        training: the same with the rounding of training, where the forward pass has noise then.
-        gradients: of each batch: "error", "cosine"; of their mean: "mean".
-        kinds: what operands of one kind alone do (see `layer_errors.KINDS`), and all of them on the
-            same batches: a third of the loss's batches, one of the gradient's.
-        layers: errors of each layer on exact inputs; see `layer_errors.layer_errors`.
-        alone: what each layer alone does to the predictions: "loss" above the exact model's, "kl";
-            and "whole", all of them together, on the same tokens.
-        note: why there is nothing; empty where there is.
-    """
-
-    name: str
-    scheme: str
-    rank: int | None = None
-    overhead: dict[str, float] = field(default_factory=dict)
-    weight_bits: float = math.nan
+    name: str  # in tables: the scheme's, with the rank where several were asked for
+    scheme: str  # the registered name
+    rank: int | None = None  # of `metis` at a rank of its own; None: as the scheme chooses
+    overhead: dict[str, float] = field(default_factory=dict)  # work -> share of the GEMMs'
+    weight_bits: float = math.nan  # for each element of a weight
+    # Of each batch of the held-out text, see `predictions.predictions`; and with the rounding of
+    # training, where the forward pass has noise then.
     batches: list[dict[str, float]] = field(default_factory=list)
     training: list[dict[str, float]] = field(default_factory=list)
-    gradients: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)  # "error", "cosine", "mean"
+    # What operands of one kind alone do (see `layer_errors.KINDS`), and all of them on the same
+    # batches: a third of the loss's batches, one of the gradient's.
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
-    layers: dict[str, dict[str, float]] = field(default_factory=dict)
+    layers: dict[str, dict[str, float]] = field(default_factory=dict)  # see `layer_errors`
+    # What each layer alone does to the predictions, and "whole", all of them on the same tokens.
     alone: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
+    note: str = ""  # why there is nothing; empty where there is
 
     def take(
         self,
@@ -114,19 +102,12 @@ class SchemeFidelity:
 
 @dataclass(frozen=True)
 class Column:
-    """A number of each scheme, as tables show it.
-
-    Attributes:
-        title: of the column.
-        value: of a scheme.
-        spec: its format, such as ".2f".
-        short: the title in a terminal of 80 characters; empty: it has no room for the column.
-    """
+    """A number of each scheme, as tables show it."""
 
     title: str
     value: Callable[[SchemeFidelity], Estimate]
-    spec: str
-    short: str = ""
+    spec: str  # its format, such as ".2f"
+    short: str = ""  # the title in a terminal of 80 characters; empty: it has no room for it
 
 
 _KL_IN_TRAINING = Column("KL in training", lambda r: r.kl_in_training, ".4f", "in training")
@@ -145,10 +126,7 @@ _COLUMNS = (
 
 
 def columns(results: Sequence[SchemeFidelity]) -> list[Column]:
-    """Return the columns of a table of these schemes.
-
-    The divergence in training has one where it differs from that in evaluation for some scheme.
-    """
+    """Return the columns of a table; the divergence in training only where it differs."""
     differs = any(result.training for result in results)
     return [column for column in _COLUMNS if differs or column is not _KL_IN_TRAINING]
 

@@ -26,19 +26,12 @@ from metis_hf.shared.quiet import quiet
 
 @dataclass
 class Subject:
-    """A causal language model in its dense weights, and tokens of a text.
-
-    Attributes:
-        model: dense; on its device.
-        held_out: sequences for the loss [n length].
-        training: sequences for gradients [m length].
-        identity: what tells this model from another, JSON-ready.
-    """
+    """A causal language model in its dense weights, and tokens of a text."""
 
     model: PreTrainedModel
-    held_out: Tensor
-    training: Tensor
-    identity: Any
+    held_out: Tensor  # [n length], for the loss
+    training: Tensor  # [m length], for gradients
+    identity: Any  # what tells this model and text from others, JSON-ready
 
 
 @dataclass(frozen=True)
@@ -67,10 +60,7 @@ class ModelAndText:
     tokenizer: str | None = None
 
     def open(self) -> Subject:
-        """Open both, and refuse what cannot be measured.
-
-        The text's first two thirds of sequences give the loss, the last third gradients, in whole
-        batches.
+        """Open both: the text's first two thirds give the loss, the last third gradients.
 
         Raises:
             FileNotFoundError: no such model or file.
@@ -106,14 +96,10 @@ class ModelAndText:
 
 
 def _in_batches(ids: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Return the sequences for the loss and those for gradients, about a third, in whole batches.
-
-    A smaller one would count as much as they do. Where there are not two, each side is one batch of
-    everything there is.
-    """
+    """Return the sequences for the loss and those for gradients, about a third."""
     count = len(ids)
     training = max(1, count // 3)
-    if count >= 2 * batch:
+    if count >= 2 * batch:  # whole batches: a smaller one would count as much as they do
         training = max(batch, training - training % batch)
         held_out = (count - training) // batch * batch
     else:
@@ -142,8 +128,9 @@ def converted(model: PreTrainedModel, config: MetisConfig) -> Iterator[dict[str,
     needs_grad = {name: p.requires_grad for name, p in model.named_parameters()}
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     # Fused experts become one weight again from their layers, which stored factors round.
+    plain = config.replace(scheme_pattern={})
     splits = any(
-        build_scheme(config.replace(scheme=scheme, scheme_pattern={}), 256, 256).weight.is_split
+        build_scheme(plain.replace(scheme=scheme), 256, 256).weight.is_split
         for scheme in {config.scheme, *config.scheme_pattern.values()}
     )
     fused = {n: p.detach().clone() for n, p in model.named_parameters() if splits and p.dim() == 3}
@@ -188,7 +175,6 @@ def running(layers: Mapping[str, Part], schemes: Mapping[str, Scheme] | None = N
 
 
 def _forget(part: Part) -> None:
-    """Drop what earlier calls left for later ones."""
     if isinstance(part, MetisLayer):
         part.evaluation_weight.forget()
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from lab.fidelity.measuring import load, settings, token_ids
-from metis_hf import MetisConfig, get_metis_model, metis_layers
+from lab.fidelity.measuring import gradients, load, settings, token_ids
+from metis_hf import MetisConfig, get_metis_model
 from metis_hf.cli.main import main
 from metis_hf.lab.fidelity.measurements import fidelity
 
-PLAIN = MetisConfig(scheme="nvfp4-rne")
-CONFIG = PLAIN.replace(attention="nvfp4-rne")
+CHOICE = {"scheme": "nvfp4-rne", "attention": "nvfp4-rne"}
+CONFIG = MetisConfig(**CHOICE)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def results(place, tmp_path_factory):
     """The row with attention, beside two that would show if it stayed in the model."""
     folder = tmp_path_factory.mktemp("attention")
     (folder / "with-attention.json").write_text(CONFIG.to_json())
-    (folder / "after.json").write_text(PLAIN.to_json())
+    (folder / "after.json").write_text(CONFIG.replace(attention=None).to_json())
     chosen = settings(
         place,
         schemes=("nvfp4-rne",),
@@ -43,15 +43,7 @@ def test_losses_are_those_of_a_converted_model(place, results):
 
 
 def test_gradients_are_those_of_a_converted_model(place, results):
-    rows = []
-    for config in (MetisConfig(scheme="bf16"), CONFIG):
-        model = get_metis_model(load(place), config).train()
-        rows.append([])
-        for ids in token_ids(place)[8:].split(2):
-            model.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            grads = [layer.weight.grad.flatten() for _, layer in metis_layers(model)]
-            rows[-1].append(torch.cat(grads).double())
+    rows = [gradients(place, **options) for options in ({"scheme": "bf16"}, CHOICE)]
     for exact, grad, error in zip(*rows, results["with"].gradients["error"], strict=True):
         assert error == pytest.approx(((grad - exact).norm() / exact.norm()).item(), rel=1e-5)
 
@@ -71,7 +63,7 @@ def test_single_kinds_and_layers_are_measured_in_an_exact_attention(results):
     assert found.gradients["mean"]["error"] > before.gradients["mean"]["error"]
 
 
-def test_command(place, tmp_path, monkeypatch):
+def test_command(place, tmp_path, monkeypatch, capsys):
     """A row in the table; a scheme that attention does not take has the reason beside its row."""
     (tmp_path / "good.json").write_text(CONFIG.to_json())
     (tmp_path / "bad.json").write_text(CONFIG.replace(attention="metis").to_json())
@@ -85,6 +77,9 @@ def test_command(place, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as done:
         main()
     assert done.value.code in (0, None)
+    printed = capsys.readouterr().out
+    assert "mxfp4" in printed
+    assert "index.html" in printed
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["schemes"]
     assert [row["name"] for row in rows] == ["mxfp4", "good", "bad"]
     assert rows[1]["batches"]

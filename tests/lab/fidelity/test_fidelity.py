@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
-from lab.fidelity.measuring import load, token_ids
+from lab.experts import mixtral
+from lab.fidelity.measuring import gradients, load, token_ids
 from metis_hf import MetisConfig, get_metis_model, metis_layers, scheme_names
 from metis_hf.lab.fidelity.gradients import errors, mean_errors
 from metis_hf.lab.fidelity.layer_errors import KINDS, only
@@ -49,24 +49,12 @@ class TestNumbers:
             assert found["kl"] == pytest.approx(kl.item(), rel=1e-3)
 
     def test_gradients_are_those_of_two_plain_models(self, place, measured):
-        rows = {}
-        for name, scheme in (("exact", None), ("scheme", "nvfp4-rne")):
-            model = load(place)
-            linears = [n for n, _ in metis_layers(get_metis_model(load(place)))]
-            if scheme:
-                get_metis_model(model, MetisConfig(scheme=scheme))
-            model.train()
-            rows[name] = []
-            for ids in token_ids(place)[8:].split(2):
-                model.zero_grad()
-                model(input_ids=ids, labels=ids).loss.backward()
-                grads = [model.get_submodule(n).weight.grad.flatten() for n in linears]
-                rows[name].append(torch.cat(grads).double())
+        rows = [gradients(place, scheme) for scheme in ("bf16", "nvfp4-rne")]
         found = measured[1][0].gradients
-        for place_, (a, b) in enumerate(zip(rows["exact"], rows["scheme"])):
-            assert found["error"][place_] == pytest.approx(((b - a).norm() / a.norm()).item())
-            assert found["cosine"][place_] == pytest.approx(F.cosine_similarity(a, b, 0).item())
-        a, b = (torch.stack(r).mean(0) for r in rows.values())
+        for a, b, error, cosine in zip(*rows, found["error"], found["cosine"], strict=True):
+            assert error == pytest.approx(((b - a).norm() / a.norm()).item())
+            assert cosine == pytest.approx(F.cosine_similarity(a, b, 0).item())
+        a, b = (torch.stack(r).mean(0) for r in rows)
         assert found["mean"]["error"] == pytest.approx(((b - a).norm() / a.norm()).item())
         assert found["mean"]["cosine"] == pytest.approx(F.cosine_similarity(a, b, 0).item())
 
@@ -106,14 +94,12 @@ class TestNumbers:
         def relative(a, b):
             return pytest.approx(((a - b).norm() / b.norm()).item(), rel=1e-4)
 
+        order = [n for n, _ in metis_layers(get_metis_model(load(place), MetisConfig()))]
+        assert list(measured[1][0].layers) == order
         assert found["y"] == relative(y, taken["y"])
         assert found["dw"] == relative(ours.weight.grad, layer.weight.grad)
         assert found["dx"] == relative(x.grad, taken["dy"] @ layer.weight)
         assert 15 < found["weight"] < 25  # about 20 dB: direct NVFP4 of a normal matrix
-
-    def test_layers_are_in_the_order_of_the_model(self, place, measured):
-        order = [n for n, _ in metis_layers(get_metis_model(load(place), MetisConfig()))]
-        assert list(measured[1][0].layers) == order
 
     def test_a_split_at_a_higher_rank_is_nearer(self, measured):
         _, (direct, metis, _, low) = measured
@@ -157,25 +143,26 @@ class TestNumbers:
 
 
 class TestOnly:
-    @pytest.mark.parametrize("scheme", scheme_names())
     @pytest.mark.parametrize("kind", KINDS)
-    def test_other_operands_are_exact(self, scheme, kind):
-        torch.manual_seed(1)
-        linear = torch.nn.Linear(64, 96, bias=False)
-        whole = build_scheme(MetisConfig(scheme=scheme, rank=8), 64, 96)
-        part = only(whole, kind)
-        assert part.corrected <= whole.corrected
-        x = torch.randn(48, 64)
-        model = torch.nn.Sequential(linear)
-        get_metis_model(model, MetisConfig(scheme=scheme, rank=8))
-        layer = model[0].train()
-        layer.scheme, layer.eval_scheme = part, part.deterministic()
-        y = layer(x)
-        exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
-        error = ((y - exact).norm() / exact.norm()).item()
-        rounds = part.resolve(Role.FPROP_INPUT)[1], part.resolve(Role.FPROP_WEIGHT)[1]
-        quantized = kind != "grad_output" and any(r.quantizer for r in rounds)
-        assert (error > 1e-3) == quantized if scheme != "bf16-split" else error < 1e-5
+    def test_other_operands_are_exact(self, kind):
+        """A split weight that is exact has no factors of its own to correct another along."""
+        configs = [MetisConfig(scheme=scheme, rank=8) for scheme in scheme_names()]
+        for config in (*configs, MetisConfig(scheme="metis", split_weight=True, rank=8)):
+            model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False))
+            layer = get_metis_model(model, config)[0].train()
+            whole, part = layer.scheme, only(layer.scheme, kind)
+            assert part.corrected <= whole.corrected, config.scheme
+            layer.scheme, layer.eval_scheme = part, part.deterministic()
+            x = torch.randn(48, 64, requires_grad=True)
+            y = layer(x)
+            exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
+            error = ((y - exact).norm() / exact.norm()).item()
+            rounds = part.resolve(Role.FPROP_INPUT)[1], part.resolve(Role.FPROP_WEIGHT)[1]
+            quantized = kind != "grad_output" and any(r.quantizer for r in rounds)
+            rounded = error > (1e-5 if config.scheme == "bf16-split" else 1e-3)
+            assert rounded == quantized, config.scheme
+            y.square().sum().backward()
+            assert x.grad.isfinite().all(), config.scheme
 
     def test_corrections_follow_the_split_of_the_exact_operand(self):
         """Of metis: an input that alone is quantized is corrected along the exact weight."""
@@ -196,51 +183,29 @@ class TestOnly:
             errors_.append(((y - x @ w.T).norm() / (x @ w.T).norm()).item())
         assert errors_[1] < 0.2 * errors_[0]
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_split_weights(self, kind):
-        """A weight that is exact has no factors of its own to correct another operand along."""
-        config = MetisConfig(scheme="metis", split_weight=True, rank=8)
-        torch.manual_seed(1)
-        model = get_metis_model(torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False)), config)
-        layer = model[0].train()
-        x = torch.randn(48, 64, requires_grad=True)
-        exact = F.linear(x, layer.weight_form.dense(layer.weight_params()))
-        layer.scheme = only(layer.scheme, kind)
-        y = layer(x)
-        y.square().sum().backward()
-        error = ((y - exact).norm() / exact.norm()).item()
-        assert (error > 1e-3) == (kind != "grad_output")
-        assert x.grad.isfinite().all()
-
 
 class TestConverted:
-    @pytest.mark.parametrize("scheme", ["metis", "metis-paper", "omniquant", "smoothquant"])
-    def test_the_model_has_its_own_weights_again(self, place, scheme):
-        model, before = load(place), load(place)
-        parameters = dict(model.named_parameters())
-        with converted(model, MetisConfig(scheme=scheme)) as layers:
-            assert len(layers) == 14
-        after = dict(model.named_parameters())
-        assert after.keys() == parameters.keys()
-        for name, parameter in before.named_parameters():
-            assert torch.equal(after[name], parameter), name
-            assert after[name].requires_grad
-        assert not hasattr(model.config, "quantization_config")
+    def test_the_model_has_its_own_weights_again(self, place):
+        model, before = load(place), dict(load(place).named_parameters())
+        for scheme in ("metis", "metis-paper", "omniquant", "smoothquant"):
+            with converted(model, MetisConfig(scheme=scheme)) as layers:
+                assert len(layers) == 14
+            after = dict(model.named_parameters())
+            assert after.keys() == before.keys()
+            for name, parameter in before.items():
+                assert torch.equal(after[name], parameter), (scheme, name)
+                assert after[name].requires_grad
+            assert not hasattr(model.config, "quantization_config")
 
     def test_experts(self):
-        config = transformers.MixtralConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
-        )  # fmt: skip
-        model = transformers.MixtralForCausalLM(config)
+        model = mixtral(2)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         with converted(model, MetisConfig(scheme="metis-paper")):
             pass
         assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
-    @pytest.mark.parametrize("split", [True, False])
-    def test_a_converted_model_is_refused_and_stays_as_it_is(self, place, split):
-        model = get_metis_model(load(place), MetisConfig(rank=8, split_weight=split))
+    def test_a_converted_model_is_refused_and_stays_as_it_is(self, place):
+        model = get_metis_model(load(place), MetisConfig(rank=8, split_weight=True))
         before = dict(metis_layers(model))
         with (
             pytest.raises(ValueError, match=r"converted already.*call to_dense\(model\) first"),

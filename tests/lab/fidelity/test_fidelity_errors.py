@@ -37,28 +37,21 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"32 tokens do not fit the context of .*, 16"):
             ModelAndText(str(tmp_path), place / "text.txt", sequences=3, length=32, batch=1).open()
 
-    @pytest.mark.parametrize(
-        ("changes", "error", "message"),
-        [
-            ({"schemes": ("metsi",)}, ValueError, "did you mean 'metis'?"),
-            (
-                {"schemes": ("metis", "metis")},
-                ValueError,
-                "two rows would be called metis: name each",
-            ),
-            ({"schemes": ()}, ValueError, "nothing to measure: name schemes, or all"),
-            ({"length": 65}, ValueError, "do not fit the context of"),
-            ({"sequences": 2}, ValueError, "choose at least 3 sequences"),
-            ({"ranks": (8, 8)}, ValueError, "two rows would be called metis, rank 8:"),
-            ({"alone": ("nvida",)}, ValueError, "'nvida' is not among what is measured"),
-            ({"dtype": "float4"}, ValueError, "dtype 'float4' is not known"),
-            ({"tokens_per_step": 0}, ValueError, "tokens_per_step=0"),
-        ],
-    )
-    def test_settings(self, place, tmp_path, changes, error, message):
-        with pytest.raises(error, match=message.replace("?", r"\?")):
-            fidelity(settings(place, **changes), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+    def test_settings(self, place, tmp_path):
+        for changes, message in (
+            ({"schemes": ("metsi",)}, r"did you mean 'metis'\?"),
+            ({"schemes": ("metis", "metis")}, "two rows would be called metis: name each"),
+            ({"schemes": ()}, "nothing to measure: name schemes, or all"),
+            ({"length": 65}, "do not fit the context of"),
+            ({"sequences": 2}, "choose at least 3 sequences"),
+            ({"ranks": (8, 8)}, "two rows would be called metis, rank 8:"),
+            ({"alone": ("nvida",)}, "'nvida' is not among what is measured"),
+            ({"dtype": "float4"}, "dtype 'float4' is not known"),
+            ({"tokens_per_step": 0}, "tokens_per_step=0"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                fidelity(settings(place, **changes), tmp_path / "out")
+            assert not (tmp_path / "out").exists()
 
     def test_a_disk_that_the_gradients_do_not_fit_on(self, place, tmp_path, monkeypatch):
         """Named before any is computed; a mapped file that is too large would end the process."""
@@ -88,43 +81,9 @@ class TestBadInput:
         given = replace(bare, tokenizer=str(place / "model"), schemes=("bf16",), alone=())
         assert fidelity(given, tmp_path / "out")[0].rise.mean == 0
 
-    def test_an_encoder_decoder(self, place, tmp_path):
-        config = transformers.T5Config(
-            vocab_size=300, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
-        )
-        transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        with pytest.raises(ValueError, match="t5 model, not a causal language model"):
-            fidelity(
-                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
-            )
-
-    def test_a_model_of_the_wrong_class(self, place, tmp_path):
-        """A classifier opens with a head that is random, another one at each start."""
-        config = load(place).config
-        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        with pytest.raises(
-            ValueError, match=r"lacks lm_head\.weight, which LlamaForCausalLM needs"
-        ):
-            fidelity(
-                Settings(str(tmp_path / "model"), place / "text.txt", **SMALL), tmp_path / "out"
-            )
-
-    def test_command(self, place, tmp_path, monkeypatch, capsys):
-        command = ["metis-hf", "fidelity", str(place / "model"), "--text", str(place / "text.txt")]
-        command += ["--out", str(tmp_path), "--limit", "6", "--length", "16"]
-        command += ["--schemes", "nvfp4-rne", "--alone", "none"]
+    def test_ranks_that_are_no_numbers(self, monkeypatch, capsys):
+        command = ["metis-hf", "fidelity", "model", "--text", "text", "--ranks", "8,x"]
         monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        printed = capsys.readouterr().out
-        assert "nvfp4-rne" in printed
-        assert "index.html" in printed
-        monkeypatch.setattr(sys, "argv", [*command, "--ranks", "8,x"])
         with pytest.raises(SystemExit) as end:
             main()
         assert end.value.code == 2

@@ -7,12 +7,12 @@ import io
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 from lab.fidelity.measuring import SMALL, load, settings
 from metis_hf import MetisConfig, get_metis_model
@@ -27,28 +27,16 @@ from metis_hf.lab.show.table import terminal_table
 from metis_hf.lab.store import DamagedRecord
 
 
-@pytest.mark.slow
-def test_a_terminal_shows_whole_names(measured):
-    from rich.console import Console
-
-    console = Console(width=80, file=io.StringIO())
-    results = [replace(r, name="outlier-suppression-plus") for r in measured[1]]
-    console.print(terminal_table(*narrow_table(results), title="Fidelity"))
-    shown = console.file.getvalue()
-    assert shown.count("outlier-suppression-plus") == len(results)
-    assert "±" not in shown
-
-
-@pytest.mark.parametrize("markup", [True, False])
-def test_a_terminal_shows_brackets(markup):
+def test_a_terminal_shows_whole_names_with_brackets():
     """They are no markup, whether or not the console reads any."""
-    from rich.console import Console
-
-    names = ["metis [rank 8]", "metis [/8]", r"metis \[bold]", "metis \\"]
-    console = Console(width=80, file=io.StringIO(), markup=markup)
-    console.print(terminal_table(names[:2], [[name, "1"] for name in names], title="of [m]"))
-    shown = console.file.getvalue()
-    assert all(name in shown for name in [*names, "of [m]"])
+    names = ["outlier-suppression-plus", "metis [rank 8]", "metis [/8]", r"metis \[bold]", "m \\"]
+    results = [point(name, "metis", 0.1) for name in names]
+    for markup in (True, False):
+        console = Console(width=80, file=io.StringIO(), markup=markup)
+        console.print(terminal_table(*narrow_table(results), title="of [m]"))
+        shown = console.file.getvalue()
+        assert all(name in shown for name in [*names, "of [m]"])
+        assert "±" not in shown
 
 
 def test_divergence_in_training_is_shown_where_it_differs(measured):
@@ -65,7 +53,7 @@ def test_divergence_in_training_is_shown_where_it_differs(measured):
 
 
 def point(name, scheme, cost):
-    batches = [{"exact": 4.0, "loss": 4.1, "kl": 0.1, "top1": 0.9}]
+    batches = [{"exact": 4.0, "loss": loss, "kl": 0.1, "top1": 0.9} for loss in (4.1, 4.2)]
     return SchemeFidelity(name, scheme, overhead={"projection": cost}, batches=batches)
 
 
@@ -99,17 +87,29 @@ class TestFiles:
         assert "Not complete" not in page
 
     def test_nothing_is_measured_twice(self, place, measured, monkeypatch):
+        """And progress counts it as done."""
         out, results = measured
+        counts = collections.Counter()
 
         def fail(*args, **kwargs):
             raise AssertionError("measured again")
 
+        def advance(_bars, name, *, reused=False):
+            counts[name, reused] += 1
+
+        monkeypatch.setattr(TaskProgress, "advance", advance)
         monkeypatch.setattr(predictions, "predictions", fail)
         monkeypatch.setattr(gradients, "run_batches", fail)
         monkeypatch.setattr(layer_errors, "layer_errors", fail)
         chosen = ("nvfp4-rne", "metis", "metis-paper")
         again = fidelity(settings(place, schemes=chosen, ranks=(8,)), out)
         assert [r.rise.mean for r in again] == [r.rise.mean for r in results]
+        assert counts == {
+            ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
+            ("gradients", True): len(results) * (2 + 3),
+            ("operands", True): len(results),
+            ("layers alone", True): 14 + 1,
+        }
 
     def test_other_settings_cost_no_measurement(self, place, measured, tmp_path, monkeypatch):
         """Those before are there again when their command is."""
@@ -139,25 +139,6 @@ class TestFiles:
         assert again.cost > metis.cost
 
     @pytest.mark.slow
-    def test_what_was_measured_before_counts_as_done(self, place, measured, tmp_path, monkeypatch):
-        out, results = measured
-        shutil.copytree(out, tmp_path / "out")
-        counts = collections.Counter()
-
-        def advance(_bars, name, *, reused=False):
-            counts[name, reused] += 1
-
-        monkeypatch.setattr(TaskProgress, "advance", advance)
-        schemes = ("nvfp4-rne", "metis", "metis-paper")
-        fidelity(settings(place, schemes=schemes, ranks=(8,)), tmp_path / "out")
-        assert counts == {
-            ("loss", True): len(results) * (4 + 2),  # four batches, two kinds on one of them
-            ("gradients", True): len(results) * (2 + 3),
-            ("operands", True): len(results),
-            ("layers alone", True): 14 + 1,
-        }
-
-    @pytest.mark.slow
     def test_an_interrupted_measurement_goes_on(self, place, measured, tmp_path, monkeypatch):
         chosen, calls = ("nvfp4-rne", "metis"), []
         real = layer_errors.layer_errors
@@ -180,17 +161,26 @@ class TestFiles:
             assert mine.gradients == whole.gradients
 
 
+def small_gpt2(**changes):
+    config = transformers.GPT2Config(
+        vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64, **changes
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def saved(model, place, folder, **changes):
+    """Save a model with the tokenizer of `place`, and return the settings that measure it."""
+    model.save_pretrained(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return Settings(str(folder / "model"), place / "text.txt", **SMALL | changes)
+
+
 class TestOtherModels:
     def test_dropout_is_no_error(self, place, tmp_path):
         """Of a model that drops half of everything, under the scheme that quantizes nothing."""
-        config = transformers.GPT2Config(
-            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64,
-            resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
-        )  # fmt: skip
-        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        options = Settings(str(tmp_path / "model"), place / "text.txt", schemes=("bf16",), **SMALL)
+        model = small_gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+        options = saved(model, place, tmp_path, schemes=("bf16",))
         (result,) = fidelity(options, tmp_path / "out")
         assert result.gradients["error"] == [0.0, 0.0]
         assert result.rise.mean == 0
@@ -198,29 +188,16 @@ class TestOtherModels:
     @pytest.mark.slow
     def test_storage_of_a_weight_changes_no_gradient(self, place, tmp_path):
         """A Conv1D's weight is [i o], a stored split [o i], and the exact gradient is one."""
-        config = transformers.GPT2Config(
-            vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64
-        )
-        torch.manual_seed(0)
-        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
+        model = small_gpt2()
         for order in (("nvfp4-rne", "bf16-split"), ("bf16-split", "nvfp4-rne")):
-            options = Settings(
-                str(tmp_path / "model"), place / "text.txt", schemes=order, alone=(), **SMALL
-            )
+            options = saved(model, place, tmp_path, schemes=order, alone=())
             found = {r.name: r.gradients["error"] for r in fidelity(options, tmp_path / order[0])}
             assert max(found["bf16-split"]) < 1e-5  # nothing is quantized
             assert 0.1 < min(found["nvfp4-rne"]) < 1.2
 
     def test_a_converted_checkpoint_counts_in_its_dense_weights(self, place, measured, tmp_path):
         model = get_metis_model(load(place), MetisConfig(scheme="nvidia"))
-        model.save_pretrained(tmp_path / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        options = Settings(
-            str(tmp_path / "model"), place / "text.txt", schemes=("nvfp4-rne",), alone=(), **SMALL
-        )
+        options = saved(model, place, tmp_path, schemes=("nvfp4-rne",), alone=())
         (result,) = fidelity(options, tmp_path / "out")
         assert result.batches == measured[1][0].batches
 
@@ -243,12 +220,11 @@ class TestOtherModels:
         assert "| metis, rank 32 | rank=32 keeps" in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
-def test_documents_of_json_lines(suffix, place, tmp_path):
+def test_documents_of_json_lines(place, tmp_path):
     """Their texts are read and no JSON."""
     texts = (place / "text.txt").read_text().split("\n\n")[0]
     half = len(texts) // 2
-    file = tmp_path / f"text{suffix}"
+    file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (texts[:half], texts[half:])))
     subject = ModelAndText(str(place / "model"), file, **SMALL).open()
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
@@ -256,21 +232,17 @@ def test_documents_of_json_lines(suffix, place, tmp_path):
     assert texts.startswith(shown)
 
 
-@pytest.mark.parametrize(
-    ("sequences", "batch", "held_out", "training"),
-    [
+def test_batches_are_whole(place):
+    model, text = str(place / "model"), place / "text.txt"
+    for sequences, batch, held_out, training in (
         (9, 2, 6, 2),  # one is left over: a batch of one would count as much as one of two
         (18, 8, 8, 8),
-        (18, 2, 12, 6),
         (5, 4, 4, 1),  # no two whole batches
         (18, 10, 10, 8),  # and of the larger side no batch and a small one
         (3, 3, 2, 1),
-    ],
-)
-def test_batches_are_whole(sequences, batch, held_out, training, place):
-    model, text = str(place / "model"), place / "text.txt"
-    subject = ModelAndText(model, text, sequences, 24, batch).open()
-    assert (len(subject.held_out), len(subject.training)) == (held_out, training)
+    ):
+        subject = ModelAndText(model, text, sequences, 24, batch).open()
+        assert (len(subject.held_out), len(subject.training)) == (held_out, training)
 
 
 def test_seeds(tmp_path):

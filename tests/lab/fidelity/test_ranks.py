@@ -8,13 +8,14 @@ import json
 import os
 import re
 
+import conftest
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import main
 from metis_hf.lab.cost import Overhead, model_overhead, overhead, tokens_of_layers
@@ -29,15 +30,7 @@ RANKS = (2, 4, 8, 16)
 
 def llama():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return conftest.llama()
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +44,9 @@ def plan(batches):
 
 
 class TestPlan:
-    @pytest.mark.parametrize(
-        "name", ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"]
-    )
-    def test_errors_are_those_of_plain_layers(self, name, plan, batches):
+    def test_errors_are_those_of_plain_layers(self, plan, batches):
         """In the converted layer of that rank alone, on inputs and gradients of a plain model."""
+        name = "model.layers.0.self_attn.k_proj"
         expected = [0.0] * len(RANKS)
         for ids in batches:
             model, kept = llama(), {}
@@ -78,20 +69,15 @@ class TestPlan:
         assert plan.overhead.share == pytest.approx(counted.share)
         assert 0.3 < plan.overhead.share <= 0.6
 
-    def test_layers_of_other_schemes_cost_what_theirs_do(self, batches):
-        """Blocks of one shape, of which one splits its weights too."""
-        mixed = MetisConfig(scheme_pattern={r"model\.layers\.0\..*": "svdquant"})
-        plan = allocate_ranks(llama(), batches[:1], 0.2, mixed, tokens=512, ranks=RANKS)
-        assert plan.overhead.share <= 0.2
+    @pytest.mark.parametrize(("scheme", "budget"), [("svdquant", 0.2), ("quarot", 0.6)])
+    def test_layers_of_other_schemes_cost_what_theirs_do(self, scheme, budget, batches):
+        """Of those that split their weights, and of those that rotate and split nothing."""
+        mixed = MetisConfig(scheme_pattern={r"model\.layers\.0\..*": scheme})
+        plan = allocate_ranks(llama(), batches[:1], budget, mixed, tokens=512, ranks=RANKS)
+        assert plan.overhead.share <= budget
         counted = model_overhead(llama().config, plan.config, tokens=512)
         assert plan.overhead.share == pytest.approx(counted.share)
-
-    def test_layers_without_a_split_are_paid_for_too(self, batches):
-        """Their rotations are multiply-adds of the budget as well."""
-        mixed = MetisConfig(scheme_pattern={r"model\.layers\.0\..*": "quarot"})
-        plan = allocate_ranks(llama(), batches[:1], 0.6, mixed, tokens=512, ranks=RANKS)
-        assert plan.overhead.parts["rotation"] > 0.3
-        assert plan.overhead.share <= 0.6
+        assert (plan.overhead.parts.get("rotation", 0) > 0.3) == (scheme == "quarot")
 
     def test_layers_of_one_input_have_one_rank(self, plan):
         for block in (0, 1):
@@ -131,27 +117,12 @@ class TestPlan:
     def test_experts_of_one_weight_have_one_rank_under_its_name(self, batches):
         """A config means the fused weight; the names of single experts it refuses."""
 
-        def mixtral():
-            torch.manual_seed(0)
-            return transformers.MixtralForCausalLM(
-                transformers.MixtralConfig(
-                    vocab_size=97,
-                    hidden_size=32,
-                    intermediate_size=48,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    num_key_value_heads=2,
-                    num_local_experts=3,
-                    num_experts_per_tok=2,
-                )
-            )
-
-        plan = allocate_ranks(mixtral(), batches[:1], 3.0, tokens=512, ranks=RANKS)
+        plan = allocate_ranks(mixtral(3), batches[:1], 3.0, tokens=512, ranks=RANKS)
         experts = "model.layers.0.mlp.experts"
         assert {n for n in plan.config.rank_pattern if "experts" in n} == {
             f"{experts}.gate_up_proj", f"{experts}.down_proj"
         }  # fmt: skip
-        model = get_metis_model(mixtral(), plan.config)
+        model = get_metis_model(mixtral(3), plan.config)
         layers = dict(metis_layers(model))
         assert {n: layer.scheme.rank for n, layer in layers.items()} == dict(plan.ranks)
         assert len({plan.ranks[f"{experts}.metis_down_proj.{n}"] for n in range(3)}) == 1
@@ -183,22 +154,21 @@ class TestSpending:
         )
         assert left == best
 
-    def test_steps_over_a_rank_that_gains_nothing(self):
+    def test_steps_over_ranks(self):
+        """Over one that gains nothing; and one that is too dear keeps those behind it."""
         group = _Group(["layer"], (1, 2, 3), [0.0, 1.0, 2.0], [5.0, 6.0, 1.0])
-        assert _spend([group], 2.0) == [2]
-        assert _spend([group], 1.0) == [0]
-
-    def test_a_step_that_is_too_dear_keeps_those_behind_it(self):
-        """The budget would do for the last one alone, from a rank that was not reached."""
+        assert [_spend([group], budget) for budget in (1.0, 2.0)] == [[0], [2]]
         group = _Group(["layer"], (1, 2, 3), [0.0, 5.0, 6.0], [100.0, 40.0, 39.0])
-        assert _spend([group], 1.0) == [0]
-        assert _spend([group], 5.0) == [1]
+        assert [_spend([group], budget) for budget in (1.0, 5.0)] == [[0], [1]]
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
+    def test_says_why_before_anything_is_measured(self):
+        def measured():
+            raise AssertionError("measured")
+            yield
+
+        for changes, said in (
             ({"config": MetisConfig(scheme="nvidia")}, "splits no operand"),
             ({"budget": 0.001}, r"a budget of 0.1% is less than rank 2 everywhere takes, \d+"),
             ({"ranks": (8, 4)}, "that rise"),
@@ -206,40 +176,26 @@ class TestRefusals:
             ({"batches": []}, "there is none"),
             ({"budget": float("nan")}, "a budget of nan%; expected a number"),
             ({"tokens": 0}, "tokens=0 of a step"),
-        ],
-    )
-    def test_says_why(self, changes, said, batches):
-        arguments = {"batches": batches[:1], "budget": 0.6, "ranks": RANKS, "tokens": 512}
-        with pytest.raises(ValueError, match=said):
-            allocate_ranks(llama(), **arguments | changes)
+        ):
+            arguments = {"batches": measured(), "budget": 0.6, "ranks": RANKS, "tokens": 512}
+            with pytest.raises(ValueError, match=said):
+                allocate_ranks(llama(), **arguments | changes)
 
-    def test_a_budget_is_refused_before_anything_is_measured(self):
-        def batches():
-            raise AssertionError("measured")
-            yield
-
-        with pytest.raises(ValueError, match="is less than rank 2 everywhere takes"):
-            allocate_ranks(llama(), batches(), 0.001, tokens=512, ranks=RANKS)
-
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
+    def test_before_the_model_is_opened(self, tmp_path, monkeypatch):
+        model = ModelAndText("no model", tmp_path / "no text")
+        for changes, said in (
             ({"out": "nowhere/x.json"}, "x.json cannot be written; name a file in a directory"),
             ({"out": "."}, "cannot be written"),
             ({"budget": float("nan")}, "a budget of nan%"),
             ({"tokens": 0}, "tokens=0 of a step"),
-        ],
-    )
-    def test_before_the_model_is_opened(self, changes, said, tmp_path):
-        arguments = {"budget": 0.6, "out": "x.json"} | changes
-        arguments["out"] = tmp_path / arguments["out"]
-        with pytest.raises(ValueError, match=said):
-            write_ranks(ModelAndText("no model", tmp_path / "no text"), **arguments)
-
-    def test_a_directory_that_is_not_to_be_written_to(self, tmp_path, monkeypatch):
+        ):
+            arguments = {"budget": 0.6, "out": "x.json"} | changes
+            arguments["out"] = tmp_path / arguments["out"]
+            with pytest.raises(ValueError, match=said):
+                write_ranks(model, **arguments)
         monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
         with pytest.raises(ValueError, match=r"x.json cannot be written; .* may be written to"):
-            write_ranks(ModelAndText("no model", tmp_path / "no text"), 0.6, tmp_path / "x.json")
+            write_ranks(model, 0.6, tmp_path / "x.json")
 
 
 def test_the_table_has_one_row_for_all_experts(tmp_path, monkeypatch):
