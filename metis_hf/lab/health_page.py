@@ -104,9 +104,9 @@ def table_page(runs: Sequence[RunRecord], left_out: Sequence[str]) -> Page:
 def _row(run: RunRecord) -> list[Cell]:
     losses, worst = run.series("loss")[1], _by_sqnr(run)
     crossing, bad = run.crossing(), len(run.not_finite())
-    place = Cell("never", math.inf)
-    if crossing is None or crossing.step is not None:
-        place = _cell(crossing and crossing.step, ",.0f")
+    place = _cell(None if crossing is None else crossing.step, ",.0f")
+    if crossing is not None and crossing.step is None:
+        place = Cell("never", math.inf)
     return [
         Cell(run.name),
         _cell(losses[-1] if losses else None, ".4f"),
