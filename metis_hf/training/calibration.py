@@ -51,13 +51,7 @@ class UnseenLayers(ValueError):
 
 
 class _Layers(dict[str, MetisLayer]):
-    """Layers with static scales that calls of the model reach, by name.
-
-    Attributes:
-        groups: names of the layers that are deployed together, by the name of each.
-        waiting: copies that PEFT keeps in the place of a layer (`modules_to_save`). They get its
-            scales, which leave room for their weights too.
-    """
+    """Layers with static scales that calls of the model reach, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = {
@@ -65,8 +59,9 @@ class _Layers(dict[str, MetisLayer]):
         }
         running, waiting = by_place(model, layers)
         super().__init__({name: layers[name] for name in running.values()})
+        # PEFT's copies (`modules_to_save`) get the scales too, which have room for their weights.
         self.waiting = {name: waiting.get(place, []) for place, name in running.items()}
-        self.groups = {
+        self.groups = {  # deployed together
             running[place]: tuple(running[member] for member in group)
             for place, group in deployed_groups(running).items()
         }
@@ -142,7 +137,9 @@ def calibrate(
             tops = {name: max(one.largest for one in group) for name, group in groups.items()}
 
             def measure(name: str, x: Tensor) -> None:
-                _add_errors(seen[name], x, tops[name], _input_quantizer(layers[name]))
+                # In high precision for now: what it would be quantized with.
+                quantizer = layers[name].eval_scheme.fprop_input.quantizer or Quantizer()
+                _add_errors(seen[name], x, tops[name], quantizer)
 
             with _together(model, seen):
                 _observe(model, batches, observed, measure)
@@ -221,12 +218,6 @@ def _reset_buffers(layers: dict[str, MetisLayer]) -> Iterator[None]:
         raise
 
 
-def _input_quantizer(layer: MetisLayer) -> Quantizer:
-    quantizer = layer.eval_scheme.fprop_input.quantizer
-    # In high precision for now: what it would be quantized with.
-    return Quantizer() if quantizer is None else quantizer
-
-
 def _observe(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any] | Tensor],
@@ -279,10 +270,7 @@ def _note(seen: _Seen, x: Tensor, share: float | None) -> None:
 
 
 def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) -> None:
-    """Add the squared errors of rows x [t i] under each share of the largest magnitude.
-
-    Rows with NaN or inf in them are left out, as `_note` leaves them out.
-    """
+    """Add the squared errors of rows x [t i] under each share of the largest magnitude."""
     if not x.isfinite().all():
         return
     x32 = x.float()
@@ -294,16 +282,13 @@ def _add_errors(seen: _Seen, x: Tensor, largest: float, quantizer: Quantizer) ->
 
 @contextmanager
 def _together(model: nn.Module, seen: dict[str, _Seen]) -> Iterator[None]:
-    """Give all processes what a block notes; where it fails in one, raise in all, so none waits.
-
-    Of a sharded model the others are in the middle of a forward pass, where nothing reaches them.
-    """
+    """Give all processes what a block notes; where it fails in one, raise in all, so none waits."""
     failed: Exception | None = None
     try:
         yield
     except Exception as error:
         if not _is_whole(model):
-            raise
+            raise  # the others are in the middle of a forward pass, where nothing reaches them
         failed = error
     others = _gather(seen, failed)
     if failed is not None:
@@ -353,22 +338,18 @@ def _choose(method: str, group: list[_Seen]) -> float:
 
 
 def _fix(
-    layers: _Layers,
-    inputs: dict[str, float],
-    largest: dict[str, float],
+    layers: _Layers, inputs: dict[str, float], largest: dict[str, float]
 ) -> dict[str, CalibratedScale]:
     """Write scales into the layers' buffers."""
+    copies = {name: (layer, *layers.waiting[name]) for name, layer in layers.items()}
     weights = {
-        name: max(
-            largest_magnitude(whole_params(one)[-1]).item()
-            for one in (layer, *layers.waiting[name])
-        )
-        for name, layer in layers.items()
+        name: max(largest_magnitude(whole_params(one)[-1]).item() for one in each)
+        for name, each in copies.items()
     }
     fixed = {}
     for name, layer in layers.items():
         of_weight = max(weights[member] for member in layers.groups[name])
-        for one in (layer, *layers.waiting[name]):
+        for one in copies[name]:
             buffers = one.state_buffers()
             buffers["input_amax"].fill_(inputs.get(name, 0.0))
             buffers["weight_amax"].fill_(of_weight)

@@ -160,10 +160,8 @@ class DistillTrainerMixin:
     def _divergence(
         self, logits: Tensor, taught: Tensor, mask: Tensor, labels_of_step: Tensor | int | None
     ) -> Tensor:
-        """Return a micro-batch's part of the step's KL, such that Trainer makes their mean of it.
-
-        Trainer adds the gradients of a step's micro-batches and averages over processes.
-        """
+        """Return a micro-batch's part of the step's KL, of which Trainer makes their mean."""
+        # Trainer adds the gradients of a step's micro-batches and averages over processes.
         trainer: Any = self
         loss = distillation_loss(
             logits, taught, mask, temperature=self.temperature, tokens=self._tokens_of_step

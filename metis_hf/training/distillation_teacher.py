@@ -64,7 +64,7 @@ class Teacher:
         if isinstance(source, str | Path):
             source = _load(str(source), student, dtype, tokenizer)
         _check_causal("the teacher", source)
-        _check_widths(student, source)
+        _check_sizes(_vocabulary(student), _vocabulary(source))
         _check_apart(student, source)
         if getattr(source, "hf_device_map", None) is None:
             source.to(device)
@@ -122,10 +122,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_adapters(model: Any) -> Iterator[None]:
-    """Turn PEFT's adapters off inside the block.
-
-    On leaving it PEFT would let all of them train; each parameter is as it was.
-    """
+    """Turn PEFT's adapters off inside the block."""
+    # On leaving it PEFT would let all of them train.
     before = [(param, param.requires_grad) for param in model.parameters()]
     try:
         with model.disable_adapter():
@@ -181,10 +179,6 @@ def _vocabulary(model: Any) -> int:
     """Return the number of logits of a token."""
     width = getattr(_head(model), "out_features", None)
     return width or model.config.get_text_config().vocab_size
-
-
-def _check_widths(student: nn.Module, teacher: nn.Module) -> None:
-    _check_sizes(_vocabulary(student), _vocabulary(teacher))
 
 
 def _check_sizes(student: int, teacher: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,14 +72,21 @@ def set_precision(model: nn.Module, **changes: Any) -> None:
     configs = {name: layer.config.replace(**changes) for name, layer in layers.items()}
     _check_patterns(next(iter(layers.values())).config, changes)
     for name, layer in layers.items():
-        _check_form(name, layer, configs[name])
-    parts = [_Part.of(owner, changes) for owner in owners(model) if any(metis_layers(owner))]
+        try:
+            layer.check_config(configs[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; nothing was changed") from error
+    parts = []
+    for owner in owners(model):
+        if own := dict(metis_layers(owner)):
+            config = next(iter(own.values())).config.replace(**changes)
+            parts.append((owner, config, select_attention(owner, config, tuple(own))))
     before = {n: (layer.scheme.state, layer.state_buffers()) for n, layer in layers.items()}
     for name, layer in layers.items():
         layer.set_config(configs[name])
     _warn_of_lost({n: _lost(layer, *before[n]) for n, layer in layers.items()}, layers)
-    for part in parts:
-        part.change(changes)
+    for owner, config, attending in parts:
+        _follow(owner, changes, config, attending)
     for adapter in (getattr(model, "peft_config", None) or {}).values():
         if recorded := getattr(adapter, "metis_config", None):  # what it is trained over
             adapter.metis_config = MetisConfig.from_dict(recorded).replace(**changes).to_dict()
@@ -150,36 +157,17 @@ def _warn_of_lost(lost: dict[str, set[str]], layers: dict[str, MetisLayer]) -> N
     )
 
 
-class _Part(NamedTuple):
-    """A converted model, which may be a part of another, and what its attention is to take."""
-
-    owner: Any
-    layers: dict[str, MetisLayer]
-    attention: MetisConfig
-    attending: tuple[str, ...]
-
-    @classmethod
-    def of(cls, owner: nn.Module, changes: dict[str, Any]) -> _Part:
-        """Return a part before the change; see `select_attention` for what it raises."""
-        layers = dict(metis_layers(owner))
-        config = next(iter(layers.values())).config.replace(**changes)
-        return cls(owner, layers, config, select_attention(owner, config, tuple(layers)))
-
-    def change(self, changes: dict[str, Any]) -> None:
-        """Let attention, config and report be as the layers are now."""
-        set_attention(self.owner, self.attention, self.attending)
-        config = getattr(getattr(self.owner, "config", None), "quantization_config", None)
-        if config is not None:
-            self.owner.config.quantization_config = config.replace(**changes)
-        if "metis_report" in vars(self.owner):
-            _update_report(self.owner, self.layers, changes, self.attending)
-
-
-def _update_report(
-    owner: Any, layers: dict[str, MetisLayer], changes: dict[str, Any], attending: tuple[str, ...]
+def _follow(
+    owner: Any, changes: dict[str, Any], attention: MetisConfig, attending: tuple[str, ...]
 ) -> None:
-    """Let a model's report say how its layers compute now."""
-    by_name = {layer.name: layer for layer in layers.values()}  # without what PEFT puts around
+    """Let attention, config and report of a converted model be as its layers are now."""
+    set_attention(owner, attention, attending)
+    config = getattr(getattr(owner, "config", None), "quantization_config", None)
+    if config is not None:
+        owner.config.quantization_config = config.replace(**changes)
+    if "metis_report" not in vars(owner):
+        return
+    by_name = {layer.name: layer for _, layer in metis_layers(owner)}  # without what PEFT adds
     report = owner.metis_report
     rows = [
         _as_it_is(row, by_name[row.name]) if row.name in by_name else row for row in report.layers
@@ -219,11 +207,3 @@ def _check_patterns(config: MetisConfig, changes: dict[str, Any]) -> None:
             f"the model has scheme_pattern={dict(config.scheme_pattern)}: give both scheme=... and "
             "scheme_pattern={} to set one scheme for all layers, or neither"
         )
-
-
-def _check_form(name: str, layer: MetisLayer, config: MetisConfig) -> None:
-    """Refuse a scheme for which a checkpoint of the stored parameters could not be loaded."""
-    try:
-        layer.check_config(config)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}; nothing was changed") from error

@@ -61,12 +61,9 @@ class MetisTrainerMixin:
         self._bind_callbacks()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with recordings of its own: `auto_find_batch_size` may train several times.
-
-        Callbacks are bound to the trial, if there is one.
-        """
+        """Train with recordings of its own: `auto_find_batch_size` may train several times."""
         self._graphs = None
-        self._bind_callbacks()
+        self._bind_callbacks()  # to the trial, if there is one
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -74,11 +71,8 @@ class MetisTrainerMixin:
                 self._graphs.forget()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch; none where the last step is done already.
-
-        Trainer asks whether that step is done only after a step: a run that is resumed from its
-        last checkpoint would make one more.
-        """
+        """Run an epoch; none where the last step is done already."""
+        # Trainer asks after a step: a run resumed from its last checkpoint would make one more.
         state, control = self.state, self.control  # type: ignore[attr-defined]
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
@@ -105,17 +99,9 @@ class MetisTrainerMixin:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)  # type: ignore[misc]
-        factors = factor_names(model)
+        layers = metis_layers(model)
+        factors = {f"{name}.{key}" for name, one in layers for key in one.weight_form.undecayed}
         return [name for name in names if name not in factors]
-
-
-def factor_names(model: nn.Module) -> set[str]:
-    """Return names of the parameters that weight decay leaves alone: u and vh of split weights."""
-    return {
-        f"{name}.{key}"
-        for name, layer in metis_layers(model)
-        for key in layer.weight_form.undecayed
-    }
 
 
 class MetisTrainer(MetisTrainerMixin, Trainer):

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from metis_hf.conversion.convert import metis_layers
-from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.sharding import is_sharded
 from metis_hf.operands.kept_weight import KeptWeight
 
@@ -55,7 +54,9 @@ def hold(model: nn.Module) -> None:
         held = weakref.ref(model)
         _FORGETTING[model] = register_optimizer_step_post_hook(lambda *_: _forget(held()))
     for _, layer in metis_layers(model):
-        if not _is_sharded(layer):
+        # Operands of a cut layer take the tensor scale of all processes, call by call.
+        is_cut = layer.shards is not None and layer.shards.cut
+        if not is_cut and not any(map(is_sharded, layer.parameters(recurse=False))):
             layer.reused_weight = KeptWeight()
 
 
@@ -69,10 +70,3 @@ def release(model: nn.Module) -> None:
 def _forget(model: nn.Module | None) -> None:
     for _, layer in metis_layers(model) if model is not None else ():
         layer.reused_weight = None
-
-
-def _is_sharded(layer: MetisLayer) -> bool:
-    """Return whether FSDP2 (a DTensor), ZeRO-3 or tensor parallelism shards it."""
-    if layer.shards is not None and layer.shards.cut:
-        return True  # its operands take the tensor scale of all processes, call by call
-    return any(map(is_sharded, layer.parameters(recurse=False)))
