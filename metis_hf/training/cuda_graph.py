@@ -2,14 +2,10 @@
 
 A quantized layer is some hundred small operations, each of which Python starts by itself: on a
 GPU that is most of a step. `StepGraphs` runs the forward and the backward pass of a few steps in
-Python, records the next, and from then on replays the recording on each new batch: the same
-kernels, the same numbers. The optimizer's step is not part of it.
-
-What changes how a step runs makes another recording: batches of other shapes, another precision of
-the layers. One that comes back finds its recordings again; where there are too many, recordings
-of another precision go. Steps that cannot be recorded run in Python, and one warning says why: they
-wait for the GPU (routing to experts), their scheme keeps a state, or there is one shape too many.
-Steps that are measured run in Python, too.
+Python, records the next, and from then on plays the recording on each new batch: the same kernels,
+the same numbers. Batches of other shapes and another precision of the layers make other recordings.
+Steps that cannot be recorded run in Python, and one warning says why: they wait for the GPU
+(routing to experts), their scheme keeps a state, or there is one shape too many.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,19 +33,13 @@ logger = logging.get_logger(__name__)
 
 Inputs = Mapping[str, Any]
 Step = Callable[[Inputs, Any], Tensor]
+# Records what a function does: gives (what plays it, its result, to which playing gives contents).
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 ENVIRONMENT = "METIS_CUDA_GRAPHS"  # 0: record nothing
 WARM_UP = 3  # steps in Python before one is recorded: kernels compile, constants are made
 _MOST = 4  # recordings: each keeps the memory of a step
 _KNOWN = (Tensor, bool, int, float, str, np.generic, type(None))  # of the values of a batch
-
-
-class Recorder(Protocol):
-    """Records what a function does on the device."""
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Return (what plays the recording, the tensor that `run` returned: played again, it has
-        new contents). Nothing has been computed yet."""
 
 
 class CudaRecorder:
@@ -70,23 +60,14 @@ class CudaRecorder:
 
 @dataclass
 class _Recording:
-    """A recorded step, and where its inputs and results lie.
+    """A recorded step, and where its inputs and results lie."""
 
-    Attributes:
-        inputs: places of the tensors of the batch, in order.
-        count: place of `num_items_in_batch`.
-        play: computes loss and gradients of the inputs in place.
-        loss: 0-dim.
-        gradients: with each parameter that has one.
-        precision: of the layers, as `StepGraphs._precision` numbers it.
-    """
-
-    inputs: list[Tensor]
-    count: Tensor | None
+    inputs: list[Tensor]  # places of the tensors of the batch, in order
+    count: Tensor | None  # place of `num_items_in_batch`
     play: Callable[[], None]
-    loss: Tensor
+    loss: Tensor  # 0-dim
     gradients: list[tuple[nn.Parameter, Tensor]]
-    precision: int
+    precision: int  # of the layers, as `StepGraphs._precision` numbers it
 
 
 class StepGraphs:
@@ -95,6 +76,10 @@ class StepGraphs:
     Args:
         model: a converted model.
         record: records a step; None: into CUDA graphs.
+
+    Attributes:
+        recordings: how many were made.
+        refused: why steps run in Python; None where they are recorded.
     """
 
     def __init__(self, model: nn.Module, record: Recorder | None = None) -> None:
@@ -102,24 +87,14 @@ class StepGraphs:
         self._layers: list[MetisLayer] = [layer for _, layer in metis_layers(model)]
         self._record = CudaRecorder() if record is None else record
         self._made: dict[Hashable, _Recording] = {}
-        self._count = 0
+        self.recordings = 0
         self._seen: dict[Hashable, int] = {}
         self._precisions: list[list[tuple[MetisConfig, Scheme]]] = []
         self._is_full = False  # and it has been said
         self._places: set[int] = set()  # of the gradients of all recordings, which keep them
-        self._refused: str | None = None
-        if reason := _reason_of_model(self._layers):
-            self._refuse(reason)
-
-    @property
-    def recordings(self) -> int:
-        """Return the number of recordings made."""
-        return self._count
-
-    @property
-    def refused(self) -> str | None:
-        """Return why steps run in Python; None where they are recorded."""
-        return self._refused
+        self.refused: str | None = None
+        if with_state := sorted({one.config.scheme for one in self._layers if one.state_names}):
+            self._refuse(f"{', '.join(with_state)} keeps a state that changes with each step")
 
     def run(self, step: Step, inputs: Inputs, count: Any, *, extra: Hashable = None) -> Tensor:
         """Compute the loss of a batch, and add its gradients to the parameters'.
@@ -133,7 +108,7 @@ class StepGraphs:
         Returns:
             The loss, 0-dim.
         """
-        if self._refused or any(layer._forward_hooks for layer in self._layers):
+        if self.refused or any(layer._forward_hooks for layer in self._layers):
             return step(inputs, count)
         leaves, tree = tree_flatten(dict(inputs))
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
@@ -153,15 +128,13 @@ class StepGraphs:
             if found is None:
                 return step(inputs, count)
             self._made[key] = found
-            self._count += 1
+            self.recordings += 1
             self._places |= {id(grad) for _, grad in found.gradients}
         return self._play(found, leaves, count)
 
     def _precision(self) -> int:
-        """Return a number for the precision of the layers: its place among all that were seen.
-
-        Configs and schemes are compared by value: each switch makes other objects.
-        """
+        """Return a number for the precision of the layers: its place among all that were seen."""
+        # By value: each switch makes other configs and schemes.
         now = [(layer.config, layer.scheme) for layer in self._layers]
         for place, seen in enumerate(self._precisions):
             if seen == now:
@@ -188,7 +161,7 @@ class StepGraphs:
         return False
 
     def _refuse(self, reason: str) -> None:
-        self._refused = reason
+        self.refused = reason
         logger.warning("cuda_graphs: steps run in Python: %s", reason)
 
     def forget(self) -> None:
@@ -257,11 +230,9 @@ class StepGraphs:
 
 @contextlib.contextmanager
 def _masks_of_whole_rows(inputs: Inputs) -> Iterator[None]:
-    """Let transformers leave causal masks to the attention kernel while a step is recorded.
-
-    It reads from the GPU whether rows are padded or packed, and makes a mask in full where it
-    cannot ask: that takes a slower kernel. A batch without mask and without positions is neither.
-    """
+    """Let transformers leave causal masks to the attention kernel while a step is recorded."""
+    # It reads from the GPU whether rows are padded or packed, and makes a mask in full where it
+    # cannot ask: that takes a slower kernel. A batch without mask and positions is neither.
     found: list[tuple[Any, str, Any]] = []
     if not {"attention_mask", "position_ids"} & inputs.keys():
         for module, name, answer in (
@@ -312,13 +283,6 @@ def check(args: TrainingArguments) -> None:
         raise ValueError(
             f"cuda_graphs=True: {'; '.join(reasons)}. Leave cuda_graphs out to run steps in Python"
         )
-
-
-def _reason_of_model(layers: list[MetisLayer]) -> str | None:
-    with_state = sorted({layer.config.scheme for layer in layers if layer.state_names})
-    if with_state:
-        return f"{', '.join(with_state)} keeps a state that changes with each step"
-    return None
 
 
 def _form(value: Any) -> Hashable:
