@@ -1,12 +1,9 @@
 """MetisCallback: what a quantized run needs from Trainer besides the training itself.
 
-At the start it checks that the optimizer owns the model's split weights. Every `refresh_interval`
-steps it decomposes split weights again. After each step it does what schemes with a state need.
-Every `health_interval` steps it measures spectral health and quantization noise, and has the step
-logged: the means go to Trainer's own logs (a summary to the console), the figures of each layer to
-`metis_health.jsonl`.
-Trainer's log entries go to `metis_log.jsonl`, whatever is saved. `metis-hf report` makes a page of
-these files.
+It checks model and optimizer at the start, decomposes split weights again, does what schemes with a
+state need after each step, and measures spectral health and quantization noise: means go to
+Trainer's own logs (a summary to the console), figures of each layer to `metis_health.jsonl`.
+Trainer's log entries go to `metis_log.jsonl`. `metis-hf report` makes a page of these files.
 """
 
 from __future__ import annotations
@@ -79,12 +76,11 @@ class MetisCallback(ResumeGuard):
         refresh_interval: int | None = None,
         freeze_scales: int | None = None,
     ) -> None:
-        for name, value in (
-            ("health_interval", health_interval),
-            ("refresh_interval", refresh_interval),
-            ("freeze_scales", freeze_scales),
+        for name, value, least in (
+            ("health_interval", health_interval, 0),
+            ("refresh_interval", refresh_interval, 0),
+            ("freeze_scales", freeze_scales, 1),
         ):
-            least = 1 if name == "freeze_scales" else 0
             if value is not None and not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name}={value}; expected a whole number of steps >= {least}")
         self.health_interval = health_interval

@@ -91,11 +91,9 @@ def operand_health(
     if not x.numel():
         return {}
     x = x.detach().float()
-    finite = torch.isfinite(x)
-    stats = {"nonfinite": 1 - finite.float().mean()}
-    if not bool(finite.all()) or not x.any():  # ratios of zeros are no numbers
-        return {name: float(value) for name, value in stats.items()}
-    stats["stable_rank"] = stable_rank(x)
+    stats = _first_stats(x)
+    if "stable_rank" not in stats:
+        return _floats(stats)
     split = operand.conditioner if isinstance(operand.conditioner, Spectral) else None
     if _leaves_a_residual(x, rank if split is None else split.rank):
         if split is None:
@@ -111,7 +109,20 @@ def operand_health(
         last = operand.conditioner.parts(x, operand.quantizer, **options)[-1]
         amax = operand.conditioner.tensor_amax()
         stats["zeroed"], stats["saturated"] = element_fates(last.before, operand.quantizer, amax)
+    return _floats(stats)
+
+
+def _floats(stats: dict[str, Tensor]) -> Stats:
     return {name: float(value) for name, value in stats.items()}
+
+
+def _first_stats(x: Tensor) -> dict[str, Tensor]:
+    """Return what can be said of any x [t c]; its stable rank too, if it is finite and not zero."""
+    finite = torch.isfinite(x)
+    stats = {"nonfinite": 1 - finite.float().mean()}
+    if bool(finite.all()) and x.any():  # ratios of zeros are no numbers
+        stats["stable_rank"] = stable_rank(x)
+    return stats
 
 
 def _leaves_a_residual(x: Tensor, rank: int) -> bool:
@@ -139,11 +150,9 @@ def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
     """
     params = whole_params(layer)
     weight = layer.weight_form.dense(params).float()
-    finite = torch.isfinite(weight)
-    stats: dict[str, Tensor] = {"nonfinite": 1 - finite.float().mean()}
-    if not bool(finite.all()) or not weight.any():
-        return {name: float(value) for name, value in stats.items()}
-    stats["stable_rank"] = stable_rank(weight)
+    stats = _first_stats(weight)
+    if "stable_rank" not in stats:
+        return _floats(stats)
     if isinstance(layer.weight_form, SplitWeight):
         residual = params[-1].float()
         stats |= _stored_split_stats(layer.weight_form, params, weight)
@@ -165,7 +174,7 @@ def weight_health(layer: MetisLayer, state: Any = None) -> Stats:
             parts = operand.conditioner.parts(residual, quantizer, dim=-1, key=key)
             residual, amax = parts[-1].before, operand.conditioner.tensor_amax()
         stats["zeroed"], stats["saturated"] = element_fates(residual, quantizer, amax)
-    return {name: float(value) for name, value in stats.items()}
+    return _floats(stats)
 
 
 @torch.no_grad()
@@ -177,8 +186,7 @@ def split_health(layer: MetisLayer) -> Stats:
     params = whole_params(layer)
     weight = layer.weight_form.dense(params).float()
     assert isinstance(layer.weight_form, SplitWeight)
-    stats = _stored_split_stats(layer.weight_form, params, weight)
-    return {name: float(value) for name, value in stats.items()}
+    return _floats(_stored_split_stats(layer.weight_form, params, weight))
 
 
 def _stored_split_stats(
@@ -212,9 +220,9 @@ class LayerProbe:
     def attach(self, layers: dict[str, MetisLayer]) -> None:
         """Start measuring."""
         self.detach()
-        self.stats, self.noise, self.states = {}, {}, {}
+        self.stats, self.noise, self.states = {name: {} for name in layers}, {}, {}
         for name, layer in layers.items():
-            hook = _ProbeHook(name, self.stats.setdefault(name, {}), self.noise, self.states)
+            hook = _ProbeHook(name, self)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
@@ -225,14 +233,9 @@ class LayerProbe:
 
 
 class _ProbeHook:
-    def __init__(
-        self,
-        name: str,
-        stats: dict[str, Stats],
-        noise: dict[str, GradientNoise],
-        states: dict[str, Any],
-    ) -> None:
-        self.name, self.stats, self.noise, self.states = name, stats, noise, states
+    def __init__(self, name: str, probe: LayerProbe) -> None:
+        self.name, self.stats = name, probe.stats[name]
+        self.noise, self.states = probe.noise, probe.states
         self.armed = True
 
     @torch.compiler.disable  # a measured step of a compiled model runs its measurements eagerly
@@ -256,13 +259,7 @@ class _ProbeHook:
             self.armed = False
             output.register_hook(lambda grad: self._on_gradient(layer, grad, plan, held))
 
-    def _on_gradient(
-        self,
-        layer: MetisLayer,
-        grad: Tensor,
-        plan: GemmPlan,
-        held: Tensor,
-    ) -> None:
+    def _on_gradient(self, layer: MetisLayer, grad: Tensor, plan: GemmPlan, held: Tensor) -> None:
         stats = self._measure(layer, grad, Role.DGRAD_GRAD_OUTPUT, plan)
         self.stats.setdefault("gradient", stats)
         if not layer.weight_params()[-1].requires_grad:
@@ -288,11 +285,7 @@ class _ProbeHook:
 
 
 class _Held(torch.autograd.Function):
-    """Keeps a tensor for the backward pass as autograd keeps its own.
-
-    Under activation checkpointing it is recomputed and under offloading it is offloaded, so that a
-    measured step needs little more memory than another.
-    """
+    """Keeps a tensor for the backward pass as autograd keeps its own: recomputed, or offloaded."""
 
     @staticmethod
     def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ taken in parts, or read in other units, without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -128,30 +128,23 @@ def _refuse_other_form(
     layers = {f"{prefix}{name}": layer for name, layer in metis_layers(module)}
     split = {name: layer for name, layer in layers.items() if isinstance(layer, MetisLinear)}
     stored = {key.removesuffix(_RESIDUAL) for key in state_dict if key.endswith(_RESIDUAL)}
-    if other := sorted(stored - split.keys()):
-        ours = "stores it densely" if other[0] in layers else "has no converted layer there"
-        raise ValueError(
-            f"the checkpoint has a split weight (u, s, vh, weight_residual) for {other[0]}"
-            f"{_and_more(other)}, and this model {ours}. {_ADVICE}"
-        )
-    if other := sorted(name for name in split if f"{name}.weight" in state_dict):
-        raise ValueError(
-            f"the checkpoint has a dense weight for {other[0]}{_and_more(other)}, and this model "
-            f"stores it as u, s, vh and weight_residual. {_ADVICE}"
-        )
-    experts = [key for key in state_dict if ".metis_" in key]
-    own = set(module.state_dict(prefix=prefix)) if experts else set()
-    if other := sorted(key for key in experts if key not in own):
-        raise ValueError(
-            f"the checkpoint has converted experts ({other[0]}{_and_more(other)}), which this "
-            f"model does not have. {_ADVICE}"
-        )
-    in_layers = {f"{prefix}{name}" for name in weights_in_layers(module)}
-    if other := sorted(in_layers & state_dict.keys()):
-        raise ValueError(
-            f"the checkpoint has fused experts ({other[0]}{_and_more(other)}), and this model has "
-            f"a converted layer for each expert. {_ADVICE}"
-        )
+    dense = {name for name in split if f"{name}.weight" in state_dict}
+    experts = {key for key in state_dict if ".metis_" in key}
+    if experts:
+        experts -= module.state_dict(prefix=prefix).keys()
+    fused = {f"{prefix}{name}" for name in weights_in_layers(module)} & state_dict.keys()
+    factors = stored - split.keys()
+    ours = "stores it densely" if factors & layers.keys() else "has no converted layer there"
+    for names, kind, this in (
+        (factors, "a split weight (u, s, vh, weight_residual) for {}", ours),
+        (dense, "a dense weight for {}", "stores it as u, s, vh and weight_residual"),
+        (experts, "converted experts ({})", "does not have these"),
+        (fused, "fused experts ({})", "has a converted layer for each expert"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found = kind.format(min(names) + more)
+            raise ValueError(f"the checkpoint has {found}, and this model {this}. {_ADVICE}")
     for name, layer in split.items():
         for key in _FACTORS:
             tensor = state_dict.get(f"{name}.{key}")
@@ -168,11 +161,6 @@ _ADVICE = (
     "it; split_weight=True stores u, s, vh and weight_residual), or load it with "
     "from_pretrained"
 )
-
-
-def _and_more(names: Iterable[str]) -> str:
-    count = len(list(names)) - 1
-    return f" and {count} more" if count else ""
 
 
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
