@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from conftest import llama
 from peft import LoraConfig, get_peft_model
 
 from metis_hf import (
@@ -92,14 +91,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="all split weights of this model are frozen"):
             trainer(tmp_path, model, [MetisCallback(refresh_interval=1)]).train()
 
-    @pytest.mark.parametrize("scheme", ["metis", "bf16"])
-    def test_refresh_of_one_stored_matrix(self, scheme, tmp_path):
+    def test_refresh_of_one_stored_matrix(self, tmp_path):
         """Nothing is there to decompose, and asking for it is an error before any step."""
-        message = rf".*no layer of this model has them \(scheme '{scheme}' .*split_weight=True"
-        config = MetisConfig(scheme=scheme, refresh_interval=2)
+        message = r".*no layer of this model has them \(scheme 'metis' .*split_weight=True"
         for model, callback in (
-            (get_metis_model(one_block(), config), MetisCallback()),
-            (get_metis_model(one_block(), config.replace(refresh_interval=0)), MetisCallback(2, 2)),
+            (converted(refresh_interval=2), MetisCallback()),
+            (converted(), MetisCallback(2, 2)),
         ):
             made = trainer(tmp_path, model, [callback])
             with pytest.raises(ValueError, match="^refresh_interval=2 " + message):
@@ -126,16 +123,15 @@ class TestErrors:
         with pytest.raises(ValueError, match="freeze_scales=5 of 4 steps: scales would never"):
             made.train()
 
-    @pytest.mark.parametrize("torch_compile", [True, False])
-    def test_compiling_a_model_says_that_it_takes_minutes(self, tmp_path, caplog, torch_compile):
+    def test_compiling_a_model_says_that_it_takes_minutes(self, tmp_path, caplog):
         """Before the first step, which shows nothing until it is done."""
         callback = MetisCallback(health_interval=0)
-        model = get_metis_model(llama(), MetisConfig())
-        made = trainer(tmp_path, model, [callback])
-        made.args.torch_compile = torch_compile
-        callback.on_train_begin(made.args, made.state, made.control, model=model)
-        said = "take minutes" in caplog.text and "14 quantized layers" in caplog.text
-        assert said == torch_compile
+        made = trainer(tmp_path, converted(), [callback])
+        for compiles in (False, True):
+            made.args.torch_compile = compiles
+            callback.on_train_begin(made.args, made.state, made.control, model=made.model)
+            assert ("take minutes" in caplog.text) == compiles
+        assert "7 quantized layers" in caplog.text
 
     def test_non_finite_activation_is_shown_and_named(self, tmp_path, caplog):
         """The loss is NaN in the logs, the health log names the layer and has the next step too."""
