@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from metis_hf import MetisConfig, MetisLinear, QuantLinear, get_metis_model, metis_layers, to_dense
+from metis_hf import MetisConfig, get_metis_model, metis_layers, to_dense
 from metis_hf.conversion.linears import why_not_plain
 
 
@@ -31,46 +31,25 @@ def logits(model, ids):
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("scheme", ["metis", "metis-paper", "nvidia"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scheme", "bias"), [("metis-paper", True), ("nvidia", False)])
 def test_falcon(scheme, bias, tmp_path, token_ids):
-    """Convert, train a step, save, reload, turn back."""
+    """Convert, save, reload, turn back."""
     ids = token_ids % 128
     model = get_metis_model(falcon(bias=bias), MetisConfig(scheme=scheme))
     report = model.metis_report
     assert len(report.layers) == 8  # query_key_value, dense and two of the MLP in each block
     assert {layer.kind for layer in report.layers} == {"FalconLinear"}
     assert report.skipped == {"lm_head": "output head"}
-    kind = MetisLinear if scheme == "metis-paper" else QuantLinear
-    assert all(isinstance(layer, kind) for _, layer in metis_layers(model))
-
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model.train()(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    changed = {name for name, param in model.named_parameters() if (param != before[name]).any()}
-    assert {name for name in before if "query_key_value" in name} <= changed
-
     model.save_pretrained(tmp_path / "metis")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "metis")
-    assert {name: type(layer) for name, layer in metis_layers(loaded)} == {
-        name: type(layer) for name, layer in metis_layers(model)
-    }
-    state = loaded.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert torch.equal(logits(loaded, ids), logits(model, ids))
-
-    for each in (model, loaded):
-        weights = {name: layer.weight.detach().clone() for name, layer in metis_layers(each)}
-        dense = to_dense(each)
-        for name, weight in weights.items():
-            layer = dense.get_submodule(name)
-            assert type(layer) is FalconLinear
-            assert torch.equal(layer.weight, weight)
-            assert (layer.bias is not None) is bias
-    model.save_pretrained(tmp_path / "dense")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
-    assert torch.equal(logits(plain, ids), logits(model, ids))
+    weights = {name: layer.weight.detach().clone() for name, layer in metis_layers(loaded)}
+    dense = to_dense(loaded)
+    for name, weight in weights.items():
+        layer = dense.get_submodule(name)
+        assert type(layer) is FalconLinear
+        assert torch.equal(layer.weight, weight)
+        assert (layer.bias is not None) is bias
 
 
 def test_falcon_in_high_precision_is_falcon(token_ids):
@@ -169,16 +148,16 @@ IN_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("path", IN_TRANSFORMERS)
-def test_subclasses_in_transformers(path):
-    module, _, name = path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-    except (ImportError, AttributeError):
-        pytest.skip("not in this version of transformers")
-    layer = cls.__new__(cls)
-    nn.Linear.__init__(layer, 8, 8)
-    assert (why_not_plain(layer) is None) is IN_TRANSFORMERS[path]
+def test_subclasses_in_transformers():
+    for path, plain in IN_TRANSFORMERS.items():
+        module, _, name = path.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+        except (ImportError, AttributeError):  # not in this version of transformers
+            continue
+        layer = cls.__new__(cls)
+        nn.Linear.__init__(layer, 8, 8)
+        assert (why_not_plain(layer) is None) is plain, path
 
 
 def test_a_model_of_other_linears_alone_says_why():

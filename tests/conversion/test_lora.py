@@ -41,7 +41,7 @@ FP32_SUM = 4 * torch.finfo(torch.float32).eps
 MERGED_LOGITS = 1e-5
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_unquantized_equals_peft_on_the_plain_model(architecture, token_ids):
     """Scheme bf16, same A and B: PEFT's logits and its gradients, bit for bit."""
     plain = ARCHITECTURES[architecture]()
@@ -93,9 +93,8 @@ def test_forward_and_backward_are_the_frozen_layer_plus_the_branch(scheme):
         assert not param.requires_grad
 
 
-@pytest.mark.parametrize("scheme", ["nvidia", "metis", "metis-paper"])
-def test_trainer_trains_the_adapter_and_nothing_else(scheme, tmp_path):
-    model, _ = adapted(llama(), scheme, init_lora_weights=True)
+def test_trainer_trains_the_adapter_and_nothing_else(tmp_path):
+    model, _ = adapted(llama(), "metis-paper", init_lora_weights=True)
     before, start = base_state(model), copy.deepcopy(model.state_dict())
     ids = torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(2))
     trainer = transformers.Trainer(
@@ -117,8 +116,7 @@ def test_trainer_trains_the_adapter_and_nothing_else(scheme, tmp_path):
     assert changed == {k for k in start if "lora_" in k}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("scheme", ["nvidia", "metis"])
+@pytest.mark.parametrize(("architecture", "scheme"), [("llama", "nvidia"), ("gpt2", "metis")])
 def test_save_and_load_the_adapter(architecture, scheme, token_ids, tmp_path):
     base = ARCHITECTURES[architecture]()
     model, _ = adapted(copy.deepcopy(base), scheme)
@@ -139,7 +137,7 @@ def test_save_and_load_the_adapter(architecture, scheme, token_ids, tmp_path):
 
 
 @cases(
-    {"scheme": ["bf16", "nvidia", "bf16-split", "metis", "metis-paper"]},
+    {"scheme": ["nvidia", "bf16-split", "metis-paper"]},
     rotated={"architecture": ["llama", "gpt2"]},
 )
 def test_merge_and_unload_represents_w_plus_ba(architecture, scheme, token_ids, tmp_path):
@@ -179,8 +177,10 @@ def test_refresh_after_a_merge_decomposes_the_sum(token_ids):
     assert after < 1.1 * first_left
 
 
-@pytest.mark.parametrize(("scheme", "split"), [("nvidia", None), ("metis", None), ("metis", True)])
-@pytest.mark.parametrize(("make", "rslora"), [(llama, False), (gpt2, False), (llama, True)])
+@pytest.mark.parametrize(
+    ("make", "scheme", "split", "rslora"),
+    [(gpt2, "nvidia", None, False), (llama, "metis", None, True), (gpt2, "metis", True, False)],
+)
 def test_merge_and_unmerge(make, scheme, split, rslora):
     model, expected = adapted(make(), scheme, split=split, use_rslora=rslora)
     before = base_state(model)
@@ -193,13 +193,6 @@ def test_merge_and_unmerge(make, scheme, split, rslora):
     for key, value in base_state(model).items():
         bound = FP32_SUM * max(w.abs().max() for w in expected.values())
         assert (value - before[key]).abs().max() <= bound, key
-
-
-def test_merged_logits_equal_the_branch_without_quantization(token_ids):
-    model, _ = adapted(llama(), "bf16-split", rank=16)
-    beside = logits(model, token_ids)
-    merged = logits(model.merge_and_unload(), token_ids)
-    assert (merged - beside).abs().max() <= MERGED_LOGITS * beside.abs().max()
 
 
 def test_several_adapters_and_none(token_ids):
@@ -287,22 +280,14 @@ def test_plain_models_keep_pefts_own_layers():
     assert not lora_layers(model)
 
 
-def test_lora_bias_is_merged_too(token_ids):
+def test_lora_bias_is_merged_too_and_taken_out_again(token_ids):
     model, _ = adapted(gpt2(), "bf16", lora_bias=True)
     for layer in lora_layers(model).values():
         torch.nn.init.normal_(layer.lora_B["default"].bias)
-    beside = logits(model, token_ids)
-    merged = logits(model.merge_and_unload(), token_ids)
-    assert (merged - beside).abs().max() <= MERGED_LOGITS * beside.abs().max()
-
-
-def test_lora_bias_is_taken_out_again():
-    model, _ = adapted(gpt2(), "bf16", lora_bias=True)
-    for layer in lora_layers(model).values():
-        torch.nn.init.normal_(layer.lora_B["default"].bias)
-    before = base_state(model)
+    beside, before = logits(model, token_ids), base_state(model)
     biases = [key for key in before if key.endswith("base_layer.bias")]
     model.merge_adapter()
+    assert (logits(model, token_ids) - beside).abs().max() <= MERGED_LOGITS * beside.abs().max()
     assert min((base_state(model)[key] - before[key]).abs().max() for key in biases) > 0.1
     model.unmerge_adapter()
     for key in biases:
@@ -315,7 +300,6 @@ class TestErrors:
         [
             ({"use_dora": True}, r"DoraLinearVariant is not supported over a Metis layer"),
             ({"init_lora_weights": "pissa"}, r"'pissa' rewrites the base weight.*'gaussian'"),
-            ({"init_lora_weights": "olora"}, r"'olora' rewrites the base weight"),
         ],
     )
     def test_variants_that_need_the_dense_weight(self, changes, match):
@@ -339,15 +323,9 @@ class TestErrors:
             model.merge_adapter()
 
 
-def test_converting_after_peft_is_refused():
-    """The adapters' own linear layers would be quantized."""
-    adapted = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"PEFT adapters already.*convert the base model"):
-        get_metis_model(adapted)
-
-
 @pytest.mark.parametrize("form", ["added", "base of a PeftModel", "inside"])
 def test_converting_around_adapters_is_refused(form):
+    """The adapters' own linear layers would be quantized."""
     model, config = llama(1), LoraConfig(r=4, target_modules=["q_proj"])
     if form == "added":
         model.add_adapter(config)

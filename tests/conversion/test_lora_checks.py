@@ -23,7 +23,6 @@ FUSED = {
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
     "as modules": {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]},
-    "one in full": {"target_modules": ["q_proj"], "target_parameters": [f"{EXPERTS}.down_proj"]},
 }
 
 

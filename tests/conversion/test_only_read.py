@@ -24,7 +24,6 @@ MODELS = {
         {"q_proj", "k_proj", "v_proj", "out_proj"},
     ),
     "mamba": ("MambaForCausalLM", SSM, {"x_proj", "dt_proj", "out_proj"}),
-    "falcon-mamba": ("FalconMambaForCausalLM", SSM, {"x_proj", "dt_proj", "out_proj"}),
     "mamba2": (
         "Mamba2ForCausalLM",
         {**SSM, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8},

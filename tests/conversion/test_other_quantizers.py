@@ -49,7 +49,6 @@ def packed() -> nn.Linear:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: stored(nn.Parameter(torch.ones(32, 32, dtype=torch.int8), False)), "in int8"),
         (
             lambda: stored(nn.Parameter(torch.ones(32, 32).to(torch.float8_e4m3fn), False)),
             "in float8_e4m3fn",

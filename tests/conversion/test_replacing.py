@@ -57,14 +57,6 @@ class TestHooks:
             handle.remove()
         assert run() == []
 
-    def test_a_hook_that_changes_the_output_still_does(self, token_ids):
-        model = llama()
-        model.get_submodule(NAME).register_forward_hook(lambda module, args, out: out * 0)
-        with torch.no_grad():
-            expected = model(token_ids).logits
-            converted = convert(model, scheme="bf16")(token_ids).logits
-        torch.testing.assert_close(converted, expected)
-
     def test_accelerate_s_follow(self, token_ids):
         """They are a forward pass put on the instance."""
 
@@ -135,11 +127,10 @@ class TestHooks:
 class TestOffloaded:
     MESSAGE = r"q_proj: its weight is offloaded .*Load the model without device_map, convert it"
 
-    @pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "metis-paper"])
-    def test_by_accelerate(self, scheme):
+    def test_by_accelerate(self):
         model = cpu_offload(llama(), execution_device="cpu")
         with pytest.raises(ValueError, match=self.MESSAGE):
-            convert(model, scheme=scheme)
+            convert(model, scheme="metis-paper")
         assert type(model.get_submodule(NAME)) is nn.Linear
 
     @pytest.mark.parametrize("early", [False, True])
@@ -190,15 +181,13 @@ class Twice(nn.Module):
 
 class TestSeveralPlaces:
     @pytest.mark.parametrize(
-        "options",
+        ("options", "split"),
         [
-            {},
-            {"target_modules": ["a"]},
-            {"target_modules": ["b", "0"]},
-            {"target_modules": r"c\.1"},
+            ({}, True),
+            ({"target_modules": ["b", "0"]}, False),
+            ({"target_modules": r"c\.1"}, True),
         ],
     )
-    @pytest.mark.parametrize("split", [False, True])
     def test_all_are_replaced(self, options, split):
         model = Twice()
         convert(model, split_weight=split, rank=2, **options)
@@ -211,12 +200,10 @@ class TestSeveralPlaces:
         assert type(model.a) is nn.Linear
         assert model.a is model.b is model.c[1]
 
-    def test_any_name_excludes(self):
+    def test_any_name_excludes_and_has_patterns(self):
         model = convert(Twice(), exclude_modules=["b"])
         assert model.metis_report.skipped == {"a": "excluded by exclude_modules"}
         assert type(model.b) is nn.Linear
-
-    def test_any_name_has_patterns(self):
         model = convert(Twice(), scheme_pattern={"b": "bf16"})
         assert model.a.config.scheme == "bf16"
 
@@ -237,8 +224,7 @@ class TestSeveralPlaces:
 class TestFastPath:
     """torch's encoder layers read weights in evaluation, and call no layer."""
 
-    @pytest.mark.parametrize("nested", [False, True])
-    @pytest.mark.parametrize("split", [False, True])
+    @pytest.mark.parametrize(("nested", "split"), [(False, True), (True, False)])
     def test_converted_layers_run(self, nested, split):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
