@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,7 +44,8 @@ def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Namin
     other = Naming(removed=f"{prefix}.") if has_head else Naming(added=f"{prefix}.")
     first, second = (other, AS_THEY_ARE) if _renamed(model, files) else (AS_THEY_ARE, other)
     for naming in (first, second):
-        if _all_names_mean_something(model, config, naming):
+        with suppress(ValueError):  # a name means nothing
+            select_modules(model, config, naming=naming)
             return naming
     return first  # a part without the head that the config names
 
@@ -60,22 +62,12 @@ def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors: of a checkpoint, or of a shard of it, by the names in its files; names of the model
             stay.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     own = model.state_dict()
     if tensors.keys() <= own.keys():
         return dict(tensors)
-    mapping = getattr(model, "_weight_conversions", None)  # of `from_pretrained`
-    if mapping is None:
-        mapping = get_model_conversion_mapping(model, None, None)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = _mapping(model, getattr(model, "_weight_conversions", None))
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found: dict[str, Tensor] = {}
     waiting = _WAITING.setdefault(model, {})
@@ -128,32 +120,31 @@ def _converted(
     return made if fits else {}
 
 
-def _all_names_mean_something(model: Any, config: MetisConfig, naming: Naming) -> bool:
-    try:
-        select_modules(model, config, naming=naming)
-    except ValueError:
-        return False
-    return True
-
-
 def _renamed(model: Any, files: Iterable[str]) -> bool:
     """Return whether transformers puts the prefix on the files' names, or takes it off."""
-    # Not at the top: transformers' models import its quantizers, and these import us.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import rename_source_key
 
-    mapping = get_model_conversion_mapping(model, None, None)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    mapping = _mapping(model)
     state = model.state_dict()
     for path in files:
         if not str(path).endswith(".safetensors"):
             continue
         with safe_open(path, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118, no dict
-                name, _ = rename_source_key(
-                    key, renamings, converters, model.base_model_prefix, state
-                )
+                name, _ = rename_source_key(key, *mapping, model.base_model_prefix, state)
                 if name in state:
-                    return name != rename_source_key(key, renamings, converters)[0]
+                    return name != rename_source_key(key, *mapping)[0]
     return False
+
+
+def _mapping(model: Any, mapping: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
+    """Return how transformers renames and how it converts the tensors of a model's checkpoints."""
+    # Not at the top: transformers' models import its quantizers, and these import us.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    if mapping is None:
+        mapping = get_model_conversion_mapping(model, None, None)
+    kinds = WeightRenaming, WeightConverter
+    renamings, converters = ([each for each in mapping if isinstance(each, k)] for k in kinds)
+    return renamings, converters
