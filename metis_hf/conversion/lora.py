@@ -32,7 +32,12 @@ from transformers import PreTrainedModel
 from metis_hf.config import MetisConfig
 from metis_hf.conversion.convert import convert, metis_layers
 from metis_hf.conversion.hub import read_config
-from metis_hf.conversion.lora_checks import Asked, check_experts, check_saved
+from metis_hf.conversion.lora_checks import (
+    check_experts,
+    check_saved,
+    names_of,
+    put_names_back,
+)
 from metis_hf.layers.linear import MetisLayer
 from metis_hf.layers.packed import PackedLinear, PackedWeight, packed_layers
 from metis_hf.numerics import relative_error
@@ -147,15 +152,10 @@ class MetisLoraLinear(QuantizedLoraLinear):
             self._add(self.merged_adapters.pop(), sign=-1)
 
     def _add(self, name: str, sign: int) -> None:
-        _add_to_weight(self.base, sign * self.get_delta_weight(name))
+        self.base.weight_params()[-1].add_(sign * self.get_delta_weight(name))
         if self.lora_bias[name]:
             assert self.base.bias is not None  # `merge` looked
             self.base.bias.add_(sign * self.scaling[name] * self.lora_B[name].bias)
-
-
-def _add_to_weight(layer: MetisLayer, delta: Tensor) -> None:
-    """Add delta [o i] to the weight that a layer represents, in place."""
-    layer.weight_params()[-1].add_(delta)
 
 
 class PackedLoraLinear(QuantizedLoraLinear):
@@ -274,13 +274,13 @@ class MetisLoraModel(LoraModel):
                 # it into names of fused parameters, which conversion has replaced by layers.
                 config.target_modules = _targets(config, model)
             self.peft_config[adapter_name] = config
-        self._asked = Asked.of(config)
+        self._asked = names_of(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Check names of experts, which PEFT has brought into their last form by now."""
         if _quantized_names(model):
-            self._asked.put_back(peft_config, model)
+            put_names_back(peft_config, self._asked, model)
             check_experts(peft_config, model)
         super()._prepare_model(peft_config, model)
 

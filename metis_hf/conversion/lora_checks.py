@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import Any
 
 from peft import LoraConfig
@@ -25,36 +25,27 @@ def check_saved(config: LoraConfig, model: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The names of an adapter's config before PEFT turns some into names of fused experts."""
+_NAMES = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
-    targets: frozenset[str]
-    values: dict[str, Any]
 
-    @classmethod
-    def of(cls, config: LoraConfig) -> Asked:
-        """Keep the names of a config."""
-        targets = config.target_modules
-        named = ("target_parameters", "rank_pattern", "alpha_pattern")
-        values = {name: getattr(config, name) for name in named}
-        values = {name: value and type(value)(value) for name, value in values.items()}
-        listed = () if targets is None or isinstance(targets, str) else targets
-        return cls(frozenset(listed), values)
+def names_of(config: LoraConfig) -> dict[str, Any]:
+    """Return the names of an adapter's config, before PEFT turns some into names of experts."""
+    return {name: copy.copy(getattr(config, name)) for name in _NAMES}
 
-    def put_back(self, config: LoraConfig, model: nn.Module) -> None:
-        """Undo what PEFT did to full names of layers, such as "all-linear" becomes.
 
-        Of a model type with fused experts it takes every `..gate_proj` for one of them, in
-        dense layers and shared experts too.
-        """
-        if isinstance(config.target_modules, str):
-            return
-        lost = self.targets.difference(config.target_modules or ())
-        if lost and lost <= {name for name, _ in model.named_modules()}:
-            config.target_modules = set(self.targets)  # type: ignore[assignment]  # as PEFT's
-            for name, value in self.values.items():
-                setattr(config, name, value)
+def put_names_back(config: LoraConfig, asked: dict[str, Any], model: nn.Module) -> None:
+    """Undo what PEFT did to full names of layers, such as "all-linear" becomes.
+
+    Of a model type with fused experts it takes every `..gate_proj` for one of them, in dense layers
+    and shared experts too.
+    """
+    targets = asked["target_modules"]
+    if targets is None or isinstance(targets, str) or isinstance(config.target_modules, str):
+        return
+    lost = set(targets).difference(config.target_modules or ())
+    if lost and lost <= {name for name, _ in model.named_modules()}:
+        for name, value in asked.items():
+            setattr(config, name, value)
 
 
 def check_experts(config: LoraConfig, model: nn.Module) -> None:
