@@ -218,13 +218,14 @@ def to_dense(model: nn.Module) -> nn.Module:
         replace_module(model, everywhere[frozen], frozen.to_dense())
     restore_fast_path(model)
     if packed:
-        _unmark_quantized(model)
+        unmark_quantized(model)
+        converted += [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     for owner in converted:
         vars(owner).pop("metis_report", None)
         TokenMask.unregister(owner)
         forget_part(owner)
-        if isinstance(owner, PreTrainedModel) and hasattr(owner.config, "quantization_config"):
-            del owner.config.quantization_config
+        if isinstance(owner, PreTrainedModel):
+            vars(owner.config).pop("quantization_config", None)
     return model
 
 
@@ -236,17 +237,14 @@ def owners(model: nn.Module) -> list[nn.Module]:
     return [each for each in model.modules() if "metis_report" in vars(each)] or [model]
 
 
-def _unmark_quantized(model: nn.Module) -> None:
-    """Take off what transformers puts on a model that it loaded with a quantizer."""
+def unmark_quantized(model: nn.Module) -> None:
+    """Take off what transformers puts on a model that it loads with a quantizer."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.is_quantized = False  # type: ignore[assignment]
             for name in ("hf_quantizer", "quantization_method"):
-                if name in module.__dict__:
-                    delattr(module, name)
-            for name in ("quantization_config", "_is_quantized"):
-                if hasattr(module.config, name):
-                    delattr(module.config, name)
+                vars(module).pop(name, None)
+            vars(module.config).pop("_is_quantized", None)
 
 
 # Of a decoder's attention to the encoder's output: T5's name, BART's, BERT's and GPT-2's, T5Gemma's
@@ -370,9 +368,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _report(name: str, kind: str, original: Tensor, layer: MetisLayer) -> LayerReport:
     o, i = layer.out_features, layer.in_features
-    rank, error = None, 0.0
-    if layer.scheme.splits:
-        rank = layer.scheme.rank
+    rank, error = layer.scheme.rank if layer.scheme.splits else None, 0.0
     bits = layer.scheme.weight_bits(o, i)
     if layer.weight_form.is_split and not original.is_meta:
         with torch.no_grad():

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from metis_hf.config import MetisConfig
 from metis_hf.layers.parallelism import check_plan, planned
+from metis_hf.shared.messages import some
 
 # `conversion.convert` and what imports it are imported where they are used: this module is imported
 # by `registration` while transformers' quantizers are, and models import those.
@@ -71,7 +72,7 @@ class MetisLoader(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        from metis_hf.conversion.convert import get_metis_model
+        from metis_hf.conversion.convert import get_metis_model, unmark_quantized
         from metis_hf.conversion.distributed import join_layers
 
         if self.pre_quantized:
@@ -79,14 +80,7 @@ class MetisLoader(HfQuantizer):
         elif not self._converts_early:
             get_metis_model(model, self.quantization_config)
         join_layers(model)
-        for name in ("hf_quantizer", "quantization_method"):
-            if hasattr(model, name):
-                delattr(model, name)
-        model.is_quantized = False
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if getattr(config, "_is_quantized", False):
-                config._is_quantized = False
+        unmark_quantized(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -125,14 +119,11 @@ def _check_shapes(model: nn.Module, files: Iterable[str]) -> None:
 
 
 def _check_complete(model: nn.Module) -> None:
-    """Refuse a checkpoint that lacks tensors of converted layers, which would be made up.
-
-    transformers marks the parameters that it loads. A way of loading that marks none is left alone.
-    """
+    """Refuse a checkpoint that lacks tensors of converted layers, which would be made up."""
     from metis_hf.conversion.convert import metis_layers
 
     def loaded(tensor: Tensor) -> bool:
-        # On meta it stays on disk until a call needs it.
+        # transformers marks what it loads. On meta it stays on disk until a call needs it.
         return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
     missing = [
@@ -142,11 +133,10 @@ def _check_complete(model: nn.Module) -> None:
         if not loaded(tensor)
     ]
     if missing and any(loaded(param) for param in model.parameters()):
-        shown = ", ".join(missing[:4]) + (f", ... ({len(missing)})" if len(missing) > 4 else "")
         path = getattr(getattr(model, "config", None), "name_or_path", "") or "the checkpoint"
         raise ValueError(
-            f"{path} lacks tensors of converted layers: {shown}. Nothing can stand in for them; "
-            "restore the files, or correct quantization_config in its config.json"
+            f"{path} lacks tensors of converted layers: {some(missing)}. Nothing can stand in for "
+            "them; restore the files, or correct quantization_config in its config.json"
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from metis_hf.conversion.candidates import unknown_matrices
 from metis_hf.conversion.linears import is_linear
 from metis_hf.layers.experts import expert_shape, fused_weights, is_fused_experts
+from metis_hf.shared.messages import some
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,7 @@ class ConversionReport:
         for reason, count in self.emulated.items():
             lines.append(f"  GEMMs emulated in {count} layers: {reason}")
         for reason, names in self.skipped_by_reason().items():
-            shown = ", ".join(names[:4]) + (f", ... ({len(names)})" if len(names) > 4 else "")
-            lines.append(f"  kept in high precision ({reason}): {shown}")
+            lines.append(f"  kept in high precision ({reason}): {some(names)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

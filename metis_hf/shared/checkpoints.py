@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from metis_hf.shared.messages import some
 from metis_hf.shared.records import read_json
 
 STATE_FILE = "trainer_state.json"  # written last, when everything else of a checkpoint is on disk
@@ -116,12 +117,11 @@ def load_complete(cls: Any, path: str | Path, **options: Any) -> Any:
     model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     made_up = [name for name, _ in model.named_parameters() if name in found["missing_keys"]]
     if made_up:
-        shown = ", ".join(made_up[:4]) + (f", ... ({len(made_up)})" if made_up[4:] else "")
         saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
         raise ValueError(
-            f"{path} lacks {shown}, which {type(model).__name__} needs and which would be random: "
-            f"it was saved from {saved}. Copy its files again, or name a checkpoint of the whole "
-            "model, with its head"
+            f"{path} lacks {some(made_up)}, which {type(model).__name__} needs and which would be "
+            f"random: it was saved from {saved}. Copy its files again, or name a checkpoint of the "
+            "whole model, with its head"
         )
     return (model, found) if with_info else model
 

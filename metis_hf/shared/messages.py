@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -27,6 +27,12 @@ _SHOWN = _Shown()
 def shown(value: object) -> str:
     """Return the repr of a value, shortened where it is long or deeply nested."""
     return _SHOWN.repr(value)
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first four names in a line, and how many there are where that is not all."""
+    more = f", ... ({len(names)})" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 @contextmanager
