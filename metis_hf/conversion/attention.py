@@ -250,10 +250,7 @@ def attention_forward(
 
 
 def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that a model hands over only where its attention is none that it knows.
-
-    Under "eager" and "sdpa" it has put them into the mask: not even these two would heed them.
-    """
+    """Refuse arguments of which "eager" and "sdpa" find nothing in the mask either."""
     foreign = [each for each in _FOREIGN if kwargs.get(each) is not None]
     if foreign:
         raise NotImplementedError(

@@ -294,10 +294,8 @@ def _kept_block(model: nn.Module, name: str, config: MetisConfig) -> str | None:
 
 
 def _block(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Return (number of the block that a layer is in, blocks), or None: it is in no list of them.
-
-    The outermost ModuleList counts, and where there is none, the outermost Sequential.
-    """
+    """Return (number of the block that a layer is in, blocks); None: it is in no list of them."""
+    # The outermost ModuleList counts, and where there is none, the outermost Sequential.
     for kind in (nn.ModuleList, nn.Sequential):
         for match in re.finditer(r"(?:^|\.)(\d+)(?=\.)", name):
             blocks = model.get_submodule(name[: match.start()])

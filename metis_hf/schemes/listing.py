@@ -109,10 +109,7 @@ def conditioner_name(conditioner: Conditioner) -> str:
 
 
 def _bits(scheme: Scheme, operand: Operand, role: Role) -> float | None:
-    """Count stored bits per element of a matrix [WIDTH WIDTH], with scales, factors and means.
-
-    None where a conditioner looks at values: the matrix that is counted has none.
-    """
+    """Count stored bits per element of a matrix [WIDTH WIDTH]; None: a conditioner needs values."""
     try:
         return round(_counted_bits(scheme, operand, role), 3)
     except (RuntimeError, TypeError):
