@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from metis_hf.schemes.nvidia import nvidia
-from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_scheme
+from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_scheme, with_rule
 
 
 @register_scheme(
@@ -24,10 +22,5 @@ def four_over_six(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.
     """
-    scheme = nvidia(config, rank)
-    changes = {}
-    for name in ("fprop_input", "fprop_weight", "wgrad_input"):
-        operand = getattr(scheme, name)
-        rule = replace(operand.quantizer, scale_rule=ScaleRule.FOUR_OVER_SIX)
-        changes[name] = replace(operand, quantizer=rule)
-    return replace(scheme, **changes)
+    forward = "fprop_input", "fprop_weight", "wgrad_input"
+    return with_rule(nvidia(config, rank), ScaleRule.FOUR_OVER_SIX, *forward)

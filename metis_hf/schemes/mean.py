@@ -5,11 +5,10 @@ from __future__ import annotations
 from metis_hf.schemes.parts import (
     MeanRemoved,
     MetisConfig,
-    Operand,
     Scheme,
-    in_mode,
     register_scheme,
     stochastic_everywhere,
+    three_operands,
 )
 
 
@@ -24,10 +23,5 @@ def mean(config: MetisConfig, rank: int) -> Scheme:
     The rest is taken against the exact mean. Stochastic rounding everywhere with scales rounded up
     is what the same group's arXiv 2509.00404 has; this paper leaves the scales open.
     """
-    forward, backward = stochastic_everywhere(config)
-    scheme = Scheme(
-        fprop_input=Operand(forward, MeanRemoved()),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward, MeanRemoved()),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    quantizers = stochastic_everywhere(config)
+    return three_operands(config, quantizers, input=MeanRemoved(), grad_output=MeanRemoved())

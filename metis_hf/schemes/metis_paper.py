@@ -7,16 +7,14 @@ from dataclasses import replace
 from metis_hf.config import DECOMPOSABLE
 from metis_hf.schemes.parts import (
     IDENTITY,
-    DenseWeight,
     MetisConfig,
-    Operand,
     Scheme,
     SplitWeight,
     gradient_rank,
-    in_mode,
     register_scheme,
     spectral,
     stochastic_everywhere,
+    three_operands,
 )
 
 
@@ -35,7 +33,6 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `decompose` names the weight, and `split_weight` is False.
     """
-    forward, backward = stochastic_everywhere(config)
     split = spectral(config, rank, compensated=False)
     of_gradients = replace(split, rank=gradient_rank(config, rank))
     tensors = DECOMPOSABLE if config.decompose is None else config.decompose
@@ -47,10 +44,10 @@ def metis_paper(config: MetisConfig, rank: int) -> Scheme:
         )
     if config.split_weight is not None:
         stored_split = config.split_weight
-    scheme = Scheme(
-        fprop_input=Operand(forward, split if "activation" in tensors else IDENTITY),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward, of_gradients if "gradient" in tensors else IDENTITY),
-        weight=SplitWeight(rank, compensated=False) if stored_split else DenseWeight(),
+    scheme = three_operands(
+        config,
+        stochastic_everywhere(config),
+        input=split if "activation" in tensors else IDENTITY,
+        grad_output=of_gradients if "gradient" in tensors else IDENTITY,
     )
-    return in_mode(scheme, config.operand_mode or "shared")
+    return replace(scheme, weight=SplitWeight(rank, compensated=False)) if stored_split else scheme

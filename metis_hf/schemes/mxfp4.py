@@ -5,11 +5,10 @@ from __future__ import annotations
 from metis_hf.schemes.parts import (
     MXFP4,
     MetisConfig,
-    Operand,
     Scheme,
-    in_mode,
     quantizer,
     register_scheme,
+    three_operands,
 )
 
 
@@ -29,9 +28,4 @@ def mxfp4(config: MetisConfig, rank: int) -> Scheme:
     backward = quantizer(
         config, rounding="stochastic", scale_rounding="up", backward=True, fmt=MXFP4
     )
-    scheme = Scheme(
-        fprop_input=Operand(forward),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    return three_operands(config, (forward, backward))

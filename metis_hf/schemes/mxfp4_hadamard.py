@@ -6,12 +6,11 @@ from metis_hf.schemes.parts import (
     MXFP4,
     Hadamard,
     MetisConfig,
-    Operand,
     Scheme,
     quantizer,
     refuse_shared,
     register_scheme,
-    with_own_copies,
+    rotated_scheme,
 )
 
 
@@ -43,9 +42,5 @@ def mxfp4_hadamard(config: MetisConfig, rank: int) -> Scheme:
         config, rounding="nearest", scale_rounding="even", backward=True, fmt=MXFP4
     )
     rotation = Hadamard(seed=None)
-    scheme = Scheme(
-        fprop_input=Operand(forward, rotation),
-        fprop_weight=Operand(forward, rotation),
-        dgrad_grad_output=Operand(backward, rotation),
-    )
-    return with_own_copies(scheme, "contraction")
+    own_copies = config.replace(operand_mode="contraction")
+    return rotated_scheme(own_copies, (forward, backward), rotation)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from metis_hf.schemes.parts import MetisConfig, Operand, Scheme, in_mode, quantizer, register_scheme
+from metis_hf.schemes.parts import (
+    MetisConfig,
+    Scheme,
+    register_scheme,
+    stochastic_everywhere,
+    three_operands,
+)
 
 
 @register_scheme(
@@ -12,11 +18,4 @@ from metis_hf.schemes.parts import MetisConfig, Operand, Scheme, in_mode, quanti
 )
 def nvfp4(config: MetisConfig, rank: int) -> Scheme:
     """Return every operand straight to NVFP4; block scales rounded up, as the paper says."""
-    forward = quantizer(config, rounding="stochastic", scale_rounding="up")
-    backward = quantizer(config, rounding="stochastic", scale_rounding="up", backward=True)
-    scheme = Scheme(
-        fprop_input=Operand(forward),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    return three_operands(config, stochastic_everywhere(config))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from metis_hf.schemes.parts import (
     MetisConfig,
-    Operand,
     Scheme,
-    in_mode,
     nearest_forward,
     register_scheme,
+    three_operands,
 )
 
 
@@ -23,10 +22,4 @@ def nvfp4_rne(config: MetisConfig, rank: int) -> Scheme:
     Open in the paper and chosen here: block scales to nearest in the forward pass, up for
     gradients, so that these are unbiased; the input of wgrad is rounded as in fprop.
     """
-    forward, backward = nearest_forward(config)
-    scheme = Scheme(
-        fprop_input=Operand(forward),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    return three_operands(config, nearest_forward(config))

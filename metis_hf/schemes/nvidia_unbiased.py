@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from metis_hf.schemes.nvidia import nvidia
-from metis_hf.schemes.parts import MetisConfig, Operand, ScaleRule, Scheme, register_scheme
+from metis_hf.schemes.parts import MetisConfig, ScaleRule, Scheme, register_scheme, with_rule
 
 _SOURCE = "github.com/IST-DASLab/Quartet-II, its scheme Nvidia"
-
-
-def _with_rule(operand: Operand | None, rule: ScaleRule) -> Operand:
-    """Return an operand with another rule for its block scales."""
-    assert operand is not None
-    assert operand.quantizer is not None
-    return replace(operand, quantizer=replace(operand.quantizer, scale_rule=rule))
 
 
 @register_scheme(
@@ -34,12 +25,8 @@ def nvidia_unbiased(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.
     """
-    scheme = nvidia(config, rank)
-    return replace(
-        scheme,
-        dgrad_grad_output=_with_rule(scheme.dgrad_grad_output, ScaleRule.UNBIASED),
-        wgrad_grad_output=_with_rule(scheme.wgrad_grad_output, ScaleRule.UNBIASED),
-    )
+    gradients = "dgrad_grad_output", "wgrad_grad_output"
+    return with_rule(nvidia(config, rank), ScaleRule.UNBIASED, *gradients)
 
 
 @register_scheme(
@@ -55,8 +42,4 @@ def four_over_six_unbiased(config: MetisConfig, rank: int) -> Scheme:
         ValueError: `operand_mode="shared"`, as `nvidia`.
     """
     scheme = nvidia_unbiased(config, rank)
-    return replace(
-        scheme,
-        fprop_input=_with_rule(scheme.fprop_input, ScaleRule.FOUR_OVER_SIX),
-        fprop_weight=_with_rule(scheme.fprop_weight, ScaleRule.FOUR_OVER_SIX),
-    )
+    return with_rule(scheme, ScaleRule.FOUR_OVER_SIX, "fprop_input", "fprop_weight")

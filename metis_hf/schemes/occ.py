@@ -8,11 +8,10 @@ from metis_hf.schemes.parts import (
     DifferentiableEstimator,
     MetisConfig,
     MixedFormat,
-    Operand,
     Scheme,
-    in_mode,
     nearest_forward,
     register_scheme,
+    three_operands,
 )
 
 
@@ -33,16 +32,12 @@ def occ(config: MetisConfig, rank: int) -> Scheme:
     Raises:
         ValueError: a format whose blocks have one of two grids, or whose grid a codebook gives.
     """
-    forward, backward = nearest_forward(config)
-    if isinstance(forward.fmt.element, MixedFormat | CodebookFormat):
+    quantizers = nearest_forward(config)
+    fmt = quantizers[0].fmt
+    if isinstance(fmt.element, MixedFormat | CodebookFormat):
         raise ValueError(
             "the estimator of its weights' gradients works between the codes of one grid, the same "
-            f"on both sides of zero, which blocks of {forward.fmt.name} need not have; choose "
+            f"on both sides of zero, which blocks of {fmt.name} need not have; choose "
             "another format or scheme"
         )
-    scheme = Scheme(
-        fprop_input=Operand(forward, Clamped()),
-        fprop_weight=Operand(forward, DifferentiableEstimator()),
-        dgrad_grad_output=Operand(backward),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    return three_operands(config, quantizers, input=Clamped(), weight=DifferentiableEstimator())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from metis_hf.schemes.parts import (
     ClippedWeight,
     MetisConfig,
-    Operand,
     Scheme,
-    in_mode,
     nearest_forward,
     register_scheme,
+    three_operands,
 )
 
 
@@ -26,14 +27,8 @@ def omniquant(config: MetisConfig, rank: int) -> Scheme:
     the first; the second, trained scales per channel, is what "smoothquant" computes. Nearest
     rounding forward, stochastic backward.
     """
-    forward, backward = nearest_forward(config)
-    block = forward.fmt.block_size
-    if block is None:
-        raise ValueError(f"{forward.fmt.name} has one scale per row, and clipping is by blocks")
-    scheme = Scheme(
-        fprop_input=Operand(forward),
-        fprop_weight=Operand(forward),
-        dgrad_grad_output=Operand(backward),
-        weight=ClippedWeight(block),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    quantizers = nearest_forward(config)
+    fmt = quantizers[0].fmt
+    if fmt.block_size is None:
+        raise ValueError(f"{fmt.name} has one scale per row, and clipping is by blocks")
+    return replace(three_operands(config, quantizers), weight=ClippedWeight(fmt.block_size))

@@ -21,7 +21,7 @@ A scheme is a function (config, rank) -> `Scheme`, registered by name:
 - Operands: `Operand` is a quantizer and a conditioner; `spectral` makes the dynamic split. A
   conditioner of one's own subclasses `AroundQuantizer` or `Conditioner`.
 - Modes: `in_mode`, `with_own_copies` and `rotated_scheme` say which copy each GEMM takes,
-  `refuse_shared` that there is one mode only.
+  `refuse_shared` that there is one mode only. `three_operands` makes the usual scheme in one call.
 - Weights: `DenseWeight`, `ClippedWeight` and `SplitWeight` say how the weight is stored.
 - States: a `LayerState` keeps something of a layer from step to step.
 
@@ -144,7 +144,9 @@ __all__ = [
     "rotated_scheme",
     "spectral",
     "stochastic_everywhere",
+    "three_operands",
     "with_own_copies",
+    "with_rule",
 ]
 
 
@@ -241,6 +243,32 @@ def in_mode(scheme: Scheme, mode: str) -> Scheme:
     )
 
 
+def three_operands(
+    config: MetisConfig,
+    quantizers: tuple[Quantizer, Quantizer],
+    *,
+    input: Conditioner = IDENTITY,
+    weight: Conditioner = IDENTITY,
+    grad_output: Conditioner = IDENTITY,
+) -> Scheme:
+    """Return a scheme in the operand mode that the config asks for, else "shared"; see `in_mode`.
+
+    Args:
+        config: of the layer; its `operand_mode` counts.
+        quantizers: of the forward and of the backward pass.
+        input: what conditions inputs.
+        weight: what conditions weights.
+        grad_output: what conditions output gradients.
+    """
+    forward, backward = quantizers
+    scheme = Scheme(
+        fprop_input=Operand(forward, input),
+        fprop_weight=Operand(forward, weight),
+        dgrad_grad_output=Operand(backward, grad_output),
+    )
+    return in_mode(scheme, config.operand_mode or "shared")
+
+
 def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
     """Return `in_mode` for weights too: in contraction mode dgrad quantizes a copy of its own."""
     if mode == "shared":
@@ -251,6 +279,15 @@ def with_own_copies(scheme: Scheme, mode: str) -> Scheme:
         wgrad_grad_output=scheme.dgrad_grad_output,
         wgrad_input=scheme.fprop_input,
     )
+
+
+def with_rule(scheme: Scheme, rule: ScaleRule, *names: str) -> Scheme:
+    """Return a scheme with another rule for the block scales of the operands of these names."""
+    changes = {}
+    for name in names:
+        operand = getattr(scheme, name)
+        changes[name] = replace(operand, quantizer=replace(operand.quantizer, scale_rule=rule))
+    return replace(scheme, **changes)
 
 
 def refuse_shared(config: MetisConfig) -> None:

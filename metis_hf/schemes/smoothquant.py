@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from metis_hf.schemes.parts import (
     MetisConfig,
-    Operand,
     PerChannel,
     Scheme,
     Smoothing,
-    in_mode,
     nearest_forward,
     register_scheme,
+    three_operands,
 )
 
 
@@ -26,11 +27,6 @@ def smoothquant(config: MetisConfig, rank: int) -> Scheme:
     conditioner of NVFP4: nearest rounding forward, stochastic backward, gradients quantized
     directly; the maxima come from `RunningRange`, alpha is 1/2.
     """
-    forward, backward = nearest_forward(config)
-    scheme = Scheme(
-        fprop_input=Operand(forward, PerChannel()),
-        fprop_weight=Operand(forward, PerChannel(weight=True)),
-        dgrad_grad_output=Operand(backward),
-        state=Smoothing(),
-    )
-    return in_mode(scheme, config.operand_mode or "shared")
+    quantizers, weight = nearest_forward(config), PerChannel(weight=True)
+    scheme = three_operands(config, quantizers, input=PerChannel(), weight=weight)
+    return replace(scheme, state=Smoothing())

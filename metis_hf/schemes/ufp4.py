@@ -6,13 +6,12 @@ from metis_hf.schemes.parts import (
     UFP4,
     Hadamard,
     MetisConfig,
-    Operand,
     Scheme,
     key_of,
     quantizer,
     refuse_shared,
     register_scheme,
-    with_own_copies,
+    rotated_scheme,
 )
 
 
@@ -45,9 +44,5 @@ def ufp4(config: MetisConfig, rank: int) -> Scheme:
         config, rounding="stochastic", scale_rounding="nearest", backward=True, fmt=UFP4
     )
     rotation = Hadamard(seed=key_of("hadamard", config.seed).static)
-    scheme = Scheme(
-        fprop_input=Operand(forward, rotation),
-        fprop_weight=Operand(forward, rotation),
-        dgrad_grad_output=Operand(backward, rotation),
-    )
-    return with_own_copies(scheme, "contraction")
+    own_copies = config.replace(operand_mode="contraction")
+    return rotated_scheme(own_copies, (forward, backward), rotation)
