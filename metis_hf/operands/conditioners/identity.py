@@ -15,21 +15,21 @@ from metis_hf.operands.conditioner import Conditioner, Encoded, Part
 
 @dataclass(frozen=True)
 class Identity(Conditioner):
-    """Quantizes the matrix as it is."""
+    """Quantizes the matrix as it is, under a tensor scale made of `tensor_amax`."""
 
     is_direct: ClassVar[bool] = True
 
     def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        return quantizer(x, dim=dim, key=key, dtype=dtype)
+        return quantizer(x, dim=dim, key=key, dtype=dtype, amax=self.tensor_amax())
 
     def basis(self, tensor: str) -> Hashable:
         return "plain"
 
     def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        return [Part("tensor", x, quantizer(x, dim=dim, key=key))]
+        return [Part("tensor", x, quantizer(x, dim=dim, key=key, amax=self.tensor_amax()))]
 
     def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return Encoded(pack(x, quantizer, dim=dim, key=key))
+        return Encoded(pack(x, quantizer, dim=dim, key=key, amax=self.tensor_amax()))
 
     def decode(self, encoded, quantizer, *, dim, shape, dtype=torch.float32) -> Tensor:
         return unpack(Packed(*encoded.tensors), quantizer, dim=dim, shape=shape, dtype=dtype)

@@ -10,11 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from metis_hf.numerics.kernels import pack
-from metis_hf.operands.conditioner import Encoded, Part
 from metis_hf.operands.conditioners.identity import Identity
 from metis_hf.operands.kept import Mark, mark_of
 
@@ -62,8 +59,6 @@ class GivenScale(Identity):
     amax: Tensor
     mark: Mark | None = None
 
-    is_direct: ClassVar[bool] = True
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GivenScale) or self.mark is None:
             return self is other
@@ -78,12 +73,3 @@ class GivenScale(Identity):
 
     def tensor_amax(self) -> Tensor:
         return self.amax
-
-    def __call__(self, x, quantizer, *, dim, key, row_mask=None, dtype=torch.float32) -> Tensor:
-        return quantizer(x, dim=dim, key=key, dtype=dtype, amax=self.amax)
-
-    def parts(self, x, quantizer, *, dim, key, row_mask=None) -> list[Part]:
-        return [Part("tensor", x, quantizer(x, dim=dim, key=key, amax=self.amax))]
-
-    def encode(self, x, quantizer, *, dim, key, row_mask=None) -> Encoded:
-        return Encoded(pack(x, quantizer, dim=dim, key=key, amax=self.amax))
