@@ -46,15 +46,6 @@ _CUT = {
     ROWWISE: dict.fromkeys(_WEIGHTS, 1) | dict.fromkeys(_INPUTS, 1),
     WHOLE: {},
 }
-# The dimension along which row blocks of each operand run.
-_CONTRACTED = {
-    Role.FPROP_INPUT: 1,
-    Role.FPROP_WEIGHT: 1,
-    Role.DGRAD_GRAD_OUTPUT: 1,
-    Role.DGRAD_WEIGHT: 0,
-    Role.WGRAD_GRAD_OUTPUT: 0,
-    Role.WGRAD_INPUT: 0,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,32 +137,27 @@ def _tensor(role: Role) -> str:
     return role.name.lower().split("_", 1)[1]
 
 
-def _scale_is_shared(scheme: Scheme, shards: Shards, role: Role) -> bool:
-    """Return whether this operand has a tensor scale, made of a matrix that is cut."""
-    role, operand = scheme.resolve(role)
-    return bool(operand.quantizer and operand.quantizer.two_level) and shards.cuts(role)
-
-
-def _is_rotated(scheme: Scheme, role: Role) -> bool:
-    """Return whether this operand reduces the amax of its own rotated tensor."""
-    return isinstance(scheme.resolve(role)[1].conditioner, Hadamard)
+def _contracted(role: Role) -> int:
+    """Return the dimension along which row blocks of an operand run."""
+    return 1 if role in (Role.FPROP_INPUT, Role.FPROP_WEIGHT, Role.DGRAD_GRAD_OUTPUT) else 0
 
 
 def needs_amax(scheme: Scheme, shards: Shards, *roles: Role) -> bool:
-    """Return whether any of these operands needs the amax of a matrix that is cut."""
-    return any(
-        _scale_is_shared(scheme, shards, role) and not _is_rotated(scheme, role) for role in roles
-    )
+    """Return whether any of these operands has a tensor scale of a matrix that is cut.
+
+    A rotated one reduces the amax of its rotated tensor itself.
+    """
+    for source, operand in map(scheme.resolve, roles):
+        scaled = operand.quantizer is not None and operand.quantizer.two_level
+        if scaled and shards.cuts(source) and not isinstance(operand.conditioner, Hadamard):
+            return True
+    return False
 
 
 def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
     """Return the amax of whole input and weight as far as a call needs them, by one all-reduce.
 
-    Args:
-        scheme: of the call.
-        shards: of the layer.
-        x: input of this process, [t i].
-        weight: of this process, [o i].
+    x [t i] and weight [o i] are this process's.
     """
     tensors = {}
     if needs_amax(scheme, shards, *_INPUTS):
@@ -183,26 +169,10 @@ def shared_amax(scheme: Scheme, shards: Shards, x: Tensor, weight: Tensor) -> di
     return dict(zip(tensors, shards.largest(*tensors.values())))
 
 
-def shared_numbers(scheme: Scheme, shards: Shards) -> tuple[int, int]:
-    """Return the count of numbers that all processes reduce in a layer's forward and backward pass.
-
-    One is the amax of one matrix: of input and weight once for all copies, of rotated tensors and
-    gradients for each copy that the scheme quantizes.
-    """
-    quantized = {scheme.resolve(role)[0] for role in Role}
-    cut = {role for role in quantized if _scale_is_shared(scheme, shards, role)}
-    backward = cut & {*_GRADIENTS}
-    forward = needs_amax(scheme, shards, *_INPUTS) + needs_amax(scheme, shards, *_WEIGHTS)
-    return forward + sum(_is_rotated(scheme, role) for role in cut - backward), len(backward)
-
-
 def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | None:
     """Return why a layer cannot be cut so that it equals the whole one; None: it can be.
 
-    Args:
-        scheme: of the layer.
-        shards: how it would be cut.
-        shape: of the whole weight, [o i].
+    `shape` is the whole weight's, [o i].
     """
     if shards.style == WHOLE:
         return None
@@ -223,7 +193,7 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
             return f"{type(conditioner).__name__} works on the whole {_tensor(role)} of a layer"
         if quantizer is None or not shards.cuts(source):
             continue
-        if quantizer.outer_scale is OuterScale.TOKEN and _CONTRACTED[source] == 1:
+        if quantizer.outer_scale is OuterScale.TOKEN and _contracted(source) == 1:
             return (
                 f"each token of its {_tensor(role)} has an outer scale, and every process would "
                 'make one of its own part of the token; use outer_scale="tensor"'
@@ -231,7 +201,7 @@ def obstacle(scheme: Scheme, shards: Shards, shape: tuple[int, int]) -> str | No
         block = _block_along(quantizer, source, _CUT[shards.style][source])
         if block is None:
             return f"a block of its {_tensor(role)} spans all of {side}"
-        if isinstance(conditioner, Hadamard) and _CONTRACTED[source] == _CUT[shards.style][source]:
+        if isinstance(conditioner, Hadamard) and _contracted(source) == _CUT[shards.style][source]:
             block = max(block, SIZE)
         if cut // shards.size % block:
             return (
@@ -245,6 +215,6 @@ def _block_along(quantizer: Quantizer, role: Role, dim: int) -> int | None:
     """Return the length of a block along a dimension of its matrix; None: all of it."""
     if quantizer.tile is Tile.TENSOR:
         return None
-    if quantizer.tile is Tile.SQUARE or _CONTRACTED[role] == dim:
+    if quantizer.tile is Tile.SQUARE or _contracted(role) == dim:
         return quantizer.fmt.block_size
     return 1
