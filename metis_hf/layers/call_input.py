@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def check_input(name: str, x: Tensor, width: int) -> None:
-    """Check that a layer can read x [... i].
-
-    Args:
-        name: of the layer.
-        x: its input.
-        width: the i that it takes.
+    """Check that a layer can read x [... i] with i = `width`.
 
     Raises:
         ValueError: x has another width, or is not of a floating-point dtype.
@@ -32,11 +27,6 @@ def check_input(name: str, x: Tensor, width: int) -> None:
 
 def check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
     """Check that an input and a weight may meet in a GEMM, as torch's own layers do.
-
-    Args:
-        name: of the layer.
-        x: its input.
-        weight: its weight.
 
     Raises:
         ValueError: their dtypes differ, and autocast does not make them one.

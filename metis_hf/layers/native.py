@@ -52,14 +52,8 @@ class NativePlan(GemmPlan):
 
         def make() -> NativeOperand:
             encoded = self.weight.encode(params, operand, dim=dim, key=key)
-            return NativeOperand.of(
-                encoded,
-                operand,
-                dim=dim,
-                shape=(rows, columns),
-                contracted=contracted,
-                dtype=self.dtype,
-            )
+            options: Any = {"dim": dim, "shape": (rows, columns), "contracted": contracted}
+            return NativeOperand.of(encoded, operand, dtype=self.dtype, **options)
 
         if self.kept is None or self.state is not None or not self._comes_again(source, operand):
             return make()
@@ -153,12 +147,9 @@ def _obstacle_of_gemm(scheme: Scheme, gemm: str, roles: tuple[Role, Role]) -> st
 
 
 def obstacle_of_call(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a call cannot run on FP4 units though its scheme can; None if it can.
+    """Return why a call cannot run on FP4 units though its scheme has no `obstacle`, or None.
 
-    Args:
-        scheme: one without an `obstacle`.
-        device: of the input.
-        dtype: of the GEMMs' results.
+    `dtype` belongs to the GEMMs' results.
     """
     for fmt in _formats(scheme):
         if dtype not in DTYPES[fmt]:
@@ -170,10 +161,7 @@ def obstacle_of_call(scheme: Scheme, device: torch.device, dtype: torch.dtype) -
 def why_emulated(config: MetisConfig, scheme: Scheme, device: torch.device) -> str | None:
     """Return why `backend="auto"` emulates a layer; None: it does not, or was not asked.
 
-    Args:
-        config: of the layer.
-        scheme: of the layer.
-        device: where its weight is while the model is converted.
+    `device` is where the layer's weight is while the model is converted.
 
     Raises:
         ValueError: `backend="native"`, which takes no other way.

@@ -46,9 +46,6 @@ def planned(model: nn.Module) -> dict[str, int]:
 def check_plan(model: nn.Module) -> None:
     """Refuse expert and pipeline parallelism before anything is loaded.
 
-    Args:
-        model: on its way through from_pretrained.
-
     Raises:
         NotImplementedError: one of them is asked for.
     """
@@ -62,11 +59,7 @@ def check_plan(model: nn.Module) -> None:
 
 
 def check_packed(model: nn.Module, where: str) -> None:
-    """Refuse to spread a base of packed weights while it is loaded.
-
-    Args:
-        model: on its way through from_pretrained.
-        where: the checkpoint.
+    """Refuse to spread a base of packed weights while it is loaded from the checkpoint `where`.
 
     Raises:
         NotImplementedError: `distributed_config` asks for several processes.

@@ -202,9 +202,7 @@ class TokenMask:
         running.rows = {}
         running.model = model
         running.call = None
-        running.grad_enabled = (
-            torch.is_grad_enabled()
-        )  # reentrant checkpointing turns it off inside
+        running.grad_enabled = torch.is_grad_enabled()  # reentrant checkpointing turns it off
 
     def _end(self, model: nn.Module, output: Any) -> None:
         running = self._here.running

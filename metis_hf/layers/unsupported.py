@@ -24,11 +24,6 @@ _TWICE = (
 def refuse_unsupported(name: str, x: Tensor, params: Sequence[Tensor]) -> None:
     """Check that a call of a quantized layer can run.
 
-    Args:
-        name: of the layer.
-        x: its input.
-        params: its stored weight.
-
     Raises:
         NotImplementedError: torch.jit.trace, a transform of torch.func, forward-mode
             differentiation or context parallelism is running, or a tensor is a DTensor.

@@ -225,14 +225,8 @@ class Conditioner(ABC):
     ) -> tuple[Encoded, tuple[int, int]]:
         """Return the codes that a GEMM multiplies as they are, where `basis` is not None.
 
-        Args:
-            encoded: from `encode`, of a matrix of this shape.
-            quantizer: as in `encode`.
-            dim: as in `encode`.
-            shape: of the matrix.
-
-        Returns:
-            The encoded matrix, with the low-rank part of a split one, and the shape of its codes.
+        `encoded` is from `encode`, of a matrix of this shape. The result is the encoded matrix,
+        with the low-rank part of a split one, and the shape of its codes.
         """
         return encoded, shape
 
