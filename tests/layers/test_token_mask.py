@@ -56,7 +56,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_threads_that_evaluate_one_model(scheme):
-    model, inputs = llama_with(scheme).eval(), batches()
+    model, inputs = llama_with(scheme, layers=1).eval(), batches()
     with torch.no_grad():
         alone = [model(**batch).logits for batch in inputs]
         unmasked = model(input_ids=inputs[1]["input_ids"]).logits
@@ -77,7 +77,7 @@ def test_threads_that_evaluate_one_model(scheme):
 @pytest.mark.parametrize(("scheme", "checkpointing"), [("metis", True), ("mean", False)])
 def test_threads_that_differentiate_one_model(scheme, checkpointing):
     """A recomputed layer gets the mask of its own call, whoever has begun another since."""
-    model, inputs = llama_with(scheme, checkpointing), batches()
+    model, inputs = llama_with(scheme, checkpointing, layers=1), batches()
     params = list(model.parameters())
 
     def gradients(index):
@@ -116,7 +116,7 @@ def replicas_of(model: nn.Module, count: int) -> list[tuple[nn.Module, list[torc
 @pytest.mark.parametrize(("scheme", "checkpointing"), [("metis", True), ("mean", False)])
 def test_replicas_of_data_parallel(scheme, checkpointing):
     """New threads for each forward pass, and one backward pass through all of them elsewhere."""
-    model, inputs = llama_with(scheme, checkpointing), batches()[:-1]
+    model, inputs = llama_with(scheme, checkpointing, layers=1), batches()[:-1]
 
     def step(run):
         """Losses and gradients; of each replica, since their sum has no fixed order."""
