@@ -88,7 +88,8 @@ def operand(recording, x: np.ndarray, row: Slot, conditioner) -> Terms:
     if kind == "random":
         return hadamard_operand(recording, x, row, random_signs(conditioner, x.shape[row.dim]))
     if kind in ("hadamard", "sylvester"):
-        signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])  # Sylvester's has none
+        assert (conditioner.seed is None) == (kind == "sylvester")
+        signs = np.sign(array(hadamard_matrix(conditioner.seed))[0])
         return hadamard_operand(recording, x, row, signs)
     assert kind == "rotated"
     axis = (row.dim + ("across" in options)) % 2

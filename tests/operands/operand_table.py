@@ -9,7 +9,6 @@ from layers.layer_reference import (
 )
 from layers.layer_tools import (
     CONTRACTION_ONLY,
-    FP4_SCHEME_MODES,
     SCHEME_MODES,
 )
 
@@ -60,7 +59,7 @@ VARIANT_MODES = [
     if name.split()[0] not in {*CONTRACTION_ONLY, "quarot"} or mode == "contraction"
 ]
 ALL_MODES = [*SCHEME_MODES, *VARIANT_MODES]
-ALL_FP4_MODES = [*FP4_SCHEME_MODES, *VARIANT_MODES]
+ALL_QUANTIZED_MODES = [pair for pair in ALL_MODES if not pair[0].startswith("bf16")]
 
 
 def options(scheme: str) -> dict:
@@ -76,7 +75,6 @@ TOKENS, IN, OUT = 37, 70, 52
 # Terms go through one sum over each dimension at most, and a few single operations each time.
 ROUNDINGS = TOKENS + IN + OUT + 32
 RANKS = {"thin": {"rank_frac": 0.05, "rank_multiple": 1}, "full block": {"rank_multiple": 16}}
-FAR = 16  # modes that differ by this many tolerances cannot be taken for each other
 
 
 def slot_of(role: Role) -> str:
