@@ -135,21 +135,11 @@ class QuantizerDefinition:
                 f'tile="tensor" is one fp32 scale for all, and the scales of {fmt.name} are '
                 f'{scale.name}; choose tile="row" or "square", or format fp8-e4m3 or int4'
             )
-        if self.scale_rule in TRIED_SCALES and fmt != NVFP4:
+        rule, mixed = self.scale_rule, isinstance(fmt.element, MixedFormat)
+        if rule in _OF_NVFP4 and fmt != NVFP4 and not (mixed and rule is ScaleRule.UNBIASED):
             raise ValueError(
-                f'scale_rule="{self.scale_rule.value}" compares scales for the codes of NVFP4, '
-                f'and the format is {fmt.name}; use scale_rule="absmax"'
-            )
-        if self.scale_rule is ScaleRule.EDEN and fmt != NVFP4:
-            raise ValueError(
-                f'scale_rule="eden" corrects E4M3 scales of NVFP4 blocks, '
-                f'and the format is {fmt.name}; use scale_rule="absmax"'
-            )
-        mixed = isinstance(fmt.element, MixedFormat)
-        if self.scale_rule is ScaleRule.UNBIASED and fmt != NVFP4 and not mixed:
-            raise ValueError(
-                'scale_rule="unbiased" leaves room for the rounding of E4M3 scales of NVFP4 '
-                f'blocks, and the format is {fmt.name}; use scale_rule="absmax"'
+                f'scale_rule="{rule.value}" {_OF_NVFP4[rule]}, and the format is {fmt.name}; '
+                'use scale_rule="absmax"'
             )
         if self.scale_rounding is ScaleRounding.EVEN and isinstance(fmt.element, CodebookFormat):
             raise ValueError(
@@ -275,6 +265,13 @@ _ENUMS: dict[str, type[enum.Enum]] = {
     "tile": Tile,
     "scale_rule": ScaleRule,
     "outer_scale": OuterScale,
+}
+
+
+_OF_NVFP4 = {
+    **dict.fromkeys(TRIED_SCALES, "compares scales for the codes of NVFP4"),
+    ScaleRule.EDEN: "corrects E4M3 scales of NVFP4 blocks",
+    ScaleRule.UNBIASED: "leaves room for the rounding of E4M3 scales of NVFP4 blocks",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,36 +31,6 @@ def _check_bits(name: str, bits: int) -> None:
         raise ValueError(
             f"format {name!r} has {bits} bits, and codes are stored in bytes; give 2 to 8 bits"
         )
-
-
-class SpacedFormat(Protocol):
-    """The constants with which to round to a format of constant spacing inside a power of two.
-
-    The spacing at y is `2^-mantissa_bits` times the power of two at or below |y|, that power held
-    within [min_normal, max_power].
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def mantissa_bits(self) -> int: ...
-    @property
-    def min_normal(self) -> float: ...
-    @property
-    def max_power(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def grid(self) -> tuple[float, ...]: ...
-    def encode(self, values: Tensor) -> Tensor:
-        """Return bit patterns (uint8) of fp32 values on the grid; arbitrary ones of NaN."""
-        ...
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Return fp32 values of bit patterns (uint8)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -199,6 +169,11 @@ class IntFormat:
         """Return fp32 values of codes (uint8)."""
         half = 2 ** (self.bits - 1)
         return ((codes.to(torch.int16) + half) % (2 * half) - half).float()
+
+
+# Constant spacing inside a power of two: at y it is `2^-mantissa_bits` times the power of two at or
+# below |y|, that power held within [min_normal, max_power].
+SpacedFormat: TypeAlias = FloatFormat | IntFormat
 
 
 @dataclass(frozen=True)
