@@ -252,19 +252,17 @@ def lane_hashes(device: torch.device) -> Tensor:
     return _index_hash(device)[:_LANES]
 
 
-@constant
-def lane_halves(device: torch.device) -> Tensor:
-    """Return the upper and the lower 16 bits of `lane_hashes` as fp32 numbers, [2 16].
-
-    Generated C++ loads vectors of fp32 directly, and vectors of int32 by way of a buffer.
-    """
-    lanes = lane_hashes(device)
-    return torch.stack([(lanes >> 16) & 0xFFFF, lanes & 0xFFFF]).float()
-
-
 def static_words(key: Key) -> tuple[int, int]:
     """Return the host's part of a key as two signed 32-bit words."""
     return _signed(_mix(key.static)), _signed(_mix(key.static ^ 0x5BD1E995))
+
+
+def seeds(key: Key) -> tuple[int, int]:
+    """Return the two numbers, of 32 bits, that a key adds to the hash of a block."""
+    word0, word1 = static_words(key)
+    data = 0 if key.data is None else int(key.data)
+    first = _mix(data + word0 & _MASK32)
+    return first, _mix(first + word1 & _MASK32)
 
 
 def block_hashes(count: int, words: tuple[Tensor | int, Tensor | int], data: Tensor) -> Tensor:
@@ -335,9 +333,7 @@ def random_bits(count: int, key: Key | int, device: torch.device | str | None = 
 def _bits_on_host(count: int, key: Key) -> Tensor:
     """Return the same as `random_bits`, on the CPU."""
     assert key.data is not None
-    word0, word1 = static_words(key)
-    first = _mix(int(key.data.item()) + word0 & _MASK32)
-    second = _mix(first + word1 & _MASK32)
+    first, second = seeds(key)
     blocks = np.arange(-(-count // _LANES), dtype=np.int32)
     blocks += np.int32(_signed(first))
     blocks = _hash(blocks)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from metis_hf.config import MetisConfig
-from metis_hf.layers import rehearsal
 from metis_hf.layers.linear import MetisLayer, MetisLinear, QuantLinear
 from metis_hf.layers.token_mask import TokenMask
 from metis_hf.schemes import build_scheme
@@ -54,7 +53,6 @@ def make_layer(
         weight, bias, config, name=name, conv1d=conv1d
     )
     layer.token_mask = token_mask
-    rehearsal.expect(layer)
     return layer
 
 

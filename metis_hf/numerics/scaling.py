@@ -30,9 +30,9 @@ from metis_hf.numerics.rounding import power_below, round_nearest
 SCALE_NOISE = 1  # what the noise of scales is folded with: elements take the key itself
 _SMALLEST_E8M0 = 2.0**-127
 SMALLEST_BASE = 2.0**-12  # below, either scale is zero, or rounded up the smallest of E4M3
-_LARGEST_ERROR = 4.0
+LARGEST_ERROR = 4.0
 _BLOCK = 16  # of NVFP4, which both rules are for
-_LARGEST_PRODUCT = 128.0
+LARGEST_PRODUCT = 128.0
 # MS-EDEN scales amax beyond the largest code: by 1 / .93, where nearest rounding of a rotated
 # tensor has the smallest error, less the 17/16 that rounding a scale down could add to that.
 EDEN_CLIP = 0.93 * 17 / 16
@@ -330,7 +330,7 @@ def whole_errors(errors: Tensor, count: int) -> Tensor:
         errors: fp32 >= 0.
         count: elements of a block, a power of two.
     """
-    return (errors.clamp(max=_LARGEST_ERROR) * (2.0**24 / _LARGEST_ERROR / count)).trunc()
+    return (errors.clamp(max=LARGEST_ERROR) * (2.0**24 / LARGEST_ERROR / count)).trunc()
 
 
 def whole_products(products: Tensor, count: int) -> Tensor:
@@ -338,7 +338,7 @@ def whole_products(products: Tensor, count: int) -> Tensor:
 
     They are 9.1^2 at most where a scale is an E4M3 number rounded to nearest and above zero.
     """
-    return (products.clamp(max=_LARGEST_PRODUCT) * (2.0**30 / _LARGEST_PRODUCT / count)).trunc()
+    return (products.clamp(max=LARGEST_PRODUCT) * (2.0**30 / LARGEST_PRODUCT / count)).trunc()
 
 
 def _exact_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:

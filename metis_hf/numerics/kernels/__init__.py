@@ -1,13 +1,12 @@
 """One quantizer, several implementations of it.
 
 `reference` computes `definition.QuantizerDefinition.blocks`, operation by operation. `compiled` is
-the same arithmetic in a form that torch's compiler turns into a few passes over memory, on CPU and
-GPU. `triton` are kernels written by hand, for CUDA devices. Results are equal to the bit,
-stochastic rounding included. What the kernels do not cover (formats other than NVFP4) the reference
-computes. What is inside torch.compile is compiled with all around it.
+C++ for CPUs, which the system's compiler compiles once, in seconds. `triton` is for CUDA devices.
+Results are equal to the bit, stochastic rounding included. The reference computes everything else
+(formats other than NVFP4, other devices). Inside torch.compile a `formulation` in few tensor
+operations is compiled with all around it.
 
-The choice is automatic: Triton's kernels on CUDA devices, elsewhere compiled ones where they can be
-and where it is worth it, because the tensor is large or the call has been made a thousand times.
+The choice is automatic: Triton's kernels on CUDA devices, C++ on CPUs where there is a compiler.
 The environment variable METIS_KERNELS and `use_kernels` override it.
 """
 
@@ -22,14 +21,13 @@ from torch import Tensor
 from metis_hf import noise
 from metis_hf.numerics.definition import QuantizerDefinition
 from metis_hf.numerics.formats import NVFP4
-from metis_hf.numerics.kernels import ahead, compiled, reference
+from metis_hf.numerics.kernels import cpu, formulation, reference
 from metis_hf.numerics.kernels.choice import (
     KERNELS,
     fall_back,
     kernels_for,
     triton_backend,
     use_kernels,
-    worth_it,
 )
 from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
 from metis_hf.numerics.kernels.layout import (
@@ -316,21 +314,11 @@ def _run(
     if noise_key is not None and variant.rule is ScaleRule.EDEN:
         noise_key = noise_key.fold(SCALE_NOISE)
     if kernels == "traced":
-        return compiled.traced(variant, noise_key, x, *others)
-    program = compiled.program_of(variant, x)
-    if ahead.note(program):
-        return None
-    ready = compiled.is_compiled(program)
-    if not ready and not worth_it(program, x):
-        return None
+        return formulation.run(variant, noise_key, x, *others)
     try:
-        if not ready:
-            ahead.prepare(program)
-        return compiled.run(variant, noise_key, x, *others)
-    except compiled.CompilationError as error:
-        fall_back(x, error)
-    except OSError as error:  # of the folder of compiled code: it cannot be made, or is a file
-        fall_back(x, compiled.failure(error))
+        return cpu.run(variant, noise_key, x, *others)
+    except cpu.CompilationError as error:
+        fall_back(error)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The choice of kernels: those asked for, or compiled ones where there can be any."""
+"""The choice of kernels: those asked for, or the fastest that can run on a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -15,23 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from metis_hf import noise
-from metis_hf.numerics.kernels import compiled
+from metis_hf.numerics.kernels import cpu
 
 KERNELS = ("reference", "compiled", "triton")
 ENVIRONMENT = "METIS_KERNELS"
-# Below this many elements a compilation is not worth its seconds at once: the reference takes about
-# a millisecond.
-_WORTH_COMPILING = 1 << 15
-# So many calls of the reference take about as long as what loads compiled code, where a rehearsal
-# has mostly left it (`ahead`): importing Inductor.
-_CALLS_WORTH_COMPILING = 1 << 10
 # benchmarks/quantizers.py: reference over compiled, 4096 x 1024, one core.
 _REFERENCE_SLOWER = "4 to 12"
 
 _chosen: str | None = os.environ.get(ENVIRONMENT) or None  # None: automatic
 _warned: set[str] = set()
-_failed: set[str] = set()  # types of devices for which a compilation failed
-_small_calls: Counter[compiled.Program] = Counter()  # with few elements
+_failed = False  # the compilation of the library for CPUs
 
 
 @contextlib.contextmanager
@@ -86,7 +78,7 @@ def kernels_for(*tensors: Tensor) -> str:
     if x.is_meta:
         return "reference"
     if _chosen is None:
-        return _automatic(x)
+        return _automatic(x.device)
     lacks = _missing(_chosen, x.device)
     if lacks:
         raise RuntimeError(
@@ -98,10 +90,10 @@ def kernels_for(*tensors: Tensor) -> str:
 
 def _missing(kernels: str, device: torch.device) -> str | None:
     """Name the part that kernels lack on this device; None if nothing."""
-    if kernels != "triton":
-        return compiled.missing(device)
-    triton = triton_backend()
-    return "package triton" if triton is None else triton.missing(device)
+    if kernels == "triton":
+        triton = triton_backend()
+        return "package triton" if triton is None else triton.missing(device)
+    return cpu.missing() if device.type == "cpu" else f"C++ for {device.type!r} devices"
 
 
 @functools.cache
@@ -116,11 +108,6 @@ def triton_backend() -> ModuleType | None:
     return triton_launch
 
 
-def _has_triton(device: torch.device) -> bool:
-    """Return whether Triton's kernels run there, the faster ones (benchmarks/gpu-*.md, layers)."""
-    return device.type == "cuda" and _missing("triton", device) is None
-
-
 def noise_backend(x: Tensor) -> ModuleType | None:
     """Import the Triton kernels that draw noise where `x` is, if Triton's are in force there."""
     if kernels_for(x) != "triton":
@@ -133,40 +120,27 @@ def noise_backend(x: Tensor) -> ModuleType | None:
 noise.use_kernels_of(noise_backend)
 
 
-def _automatic(x: Tensor) -> str:
-    if x.device.type in _failed:
+def _automatic(device: torch.device) -> str:
+    kernels = "triton" if device.type == "cuda" else "compiled"
+    if device.type not in ("cpu", "cuda") or (kernels == "compiled" and _failed):
         return "reference"
-    lacks = compiled.missing(x.device)
+    lacks = _missing(kernels, device)
     if lacks is None:
-        return "triton" if _has_triton(x.device) else "compiled"
-    if x.numel() >= _WORTH_COMPILING:
-        _warn_slow(f"there is no {lacks}")
+        return kernels
+    _warn_slow(f"there is no {lacks}")
     return "reference"
 
 
-def worth_it(program: compiled.Program, x: Tensor) -> bool:
-    """Return whether to compile a program for one more call, with this tensor.
-
-    Small tensors are counted: the layers of a small model make thousands of calls. Not on
-    a GPU, where a call may be part of a graph that is being captured.
-    """
-    if _chosen is not None or x.numel() >= _WORTH_COMPILING:
-        return True
-    if x.device.type != "cpu":
-        return False
-    _small_calls[program] += 1
-    return _small_calls[program] > _CALLS_WORTH_COMPILING
-
-
-def fall_back(x: Tensor, error: compiled.CompilationError) -> None:
-    """Let the reference run on this type of device, unless compiled code was asked for.
+def fall_back(error: Exception) -> None:
+    """Let the reference run on CPUs from now on, unless compiled kernels were asked for.
 
     Raises:
-        CompilationError: it was.
+        Exception: they were.
     """
+    global _failed
     if _chosen is not None:
         raise error
-    _failed.add(x.device.type)
+    _failed = True
     _warn_slow(str(error))
 
 

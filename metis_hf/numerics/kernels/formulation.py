@@ -22,7 +22,7 @@ taken to pieces: the halves of [p 2 16] where blocks are rows, of [g 2 8 c 16] w
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +65,37 @@ class Specialization(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """A noise key. In tensors, so that nothing in a compiled kernel depends on its values; in a
-    graph that torch.compile traces the words are numbers."""
+    """A noise key. Its words are numbers: tensors made of them would be copies from the CPU, and
+    keep a graph from being recorded."""
 
-    words: Any  # `noise.static_words`, as a tensor, int32 [2], or two numbers
+    words: tuple[int, int]  # `noise.static_words`
     data: Tensor  # int32, 0-dim
-    lanes: Tensor  # `noise.lane_hashes`, int32 [16], or its `noise.lane_halves`, fp32 [2 16]
+    lanes: Tensor  # `noise.lane_hashes`, int32 [16]
+
+
+def run(
+    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return `fake_quantize`, `pack` or `unpack`.
+
+    Args:
+        variant: which, and what it does.
+        key: noise key, where the variant needs one.
+        x: the first argument of the function.
+        others: tensors after it and the noise, in their order, or None.
+    """
+    if variant.task == "unpack":
+        return unpack(x, variant, *others)  # type: ignore[arg-type]
+    source = None
+    if key is not None:
+        data = key.data
+        if data is None:
+            data = torch.zeros((), dtype=torch.int32, device=x.device)
+        source = Noise(noise.static_words(key), data, noise.lane_hashes(x.device))
+    if variant.task == "pack":
+        return pack(x, variant, source, *others)
+    amax, minus, *plus = others
+    return fake_quantize(x, variant, source, amax, minus, minus if variant.same else plus[0])
 
 
 def _stochastic(magnitude: Tensor, uniform: Tensor) -> Tensor:
@@ -95,14 +120,9 @@ def _negative(x: Tensor) -> Tensor:
 
 
 def _uniform(shape: torch.Size, source: Noise) -> Tensor:
-    words = (source.words[0], source.words[1])
     lead = shape[:-1]
-    blocks = stored(noise.block_hashes(math.prod(lead), words, source.data)).view(*lead, 1)
-    lanes = source.lanes
-    if lanes.dtype == torch.float32:
-        upper, lower = lanes.to(torch.int32)
-        lanes = (upper << 16) | lower
-    return noise.to_uniform(noise.element_bits(blocks, lanes))
+    blocks = stored(noise.block_hashes(math.prod(lead), source.words, source.data)).view(*lead, 1)
+    return noise.to_uniform(noise.element_bits(blocks, source.lanes))
 
 
 class _Scaled(NamedTuple):
@@ -136,8 +156,7 @@ def _scaled(
     uniform = None
     if variant.rule is ScaleRule.EDEN:
         assert source is not None
-        words = (source.words[0], source.words[1])
-        bits = noise.element_bits(*noise.hashes_of_each(scale.numel(), words, source.data))
+        bits = noise.element_bits(*noise.hashes_of_each(scale.numel(), source.words, source.data))
         scale = corrected(x * inverse, scale, variant.dims, noise.to_uniform(bits))
     elif source is not None:
         uniform = _uniform(x.shape, source)

@@ -24,8 +24,8 @@ _M1, _M2 = tl.constexpr(noise._M1), tl.constexpr(noise._M2)
 _MAX_CODE = tl.constexpr(block_scales.MAX_CODE)
 _MAX_SCALE = tl.constexpr(E4M3.max)
 _SMALLEST_BASE = tl.constexpr(scaling.SMALLEST_BASE)
-_LARGEST_ERROR = tl.constexpr(scaling._LARGEST_ERROR)
-_LARGEST_PRODUCT = tl.constexpr(scaling._LARGEST_PRODUCT)
+_LARGEST_ERROR = tl.constexpr(scaling.LARGEST_ERROR)
+_LARGEST_PRODUCT = tl.constexpr(scaling.LARGEST_PRODUCT)
 _EDEN_CLIP = tl.constexpr(scaling.EDEN_CLIP)
 # The scales that are tried after the first, which is 1.
 _, *_OTHERS = scaling.TRIED_SCALES[scaling.ScaleRule.SEARCH]

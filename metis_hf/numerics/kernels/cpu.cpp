@@ -1,0 +1,628 @@
+// NVFP4 quantizers for CPUs: `numerics.definition`, bit for bit, in one pass over memory.
+//
+// Tensors come as `layout.form_of` cuts them. A tile is 16 rows of 16 consecutive elements. Of row
+// blocks each row is a block; of column blocks each column; of squares the whole tile. Scales are
+// computed for the 16 blocks of a tile side by side. Compile without contraction into fused
+// multiply-adds (-ffp-contract=off).
+#include <stdint.h>
+
+#include <algorithm>
+#include <thread>
+#include <vector>
+
+// Elements of a vector register. Larger vectors than the machine's are lowered badly.
+#if defined(__AVX512F__)
+#define W 16
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX2__)
+#define W 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define W 4
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#endif
+#define N (16 / W)
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define EACH for (int i = 0; i < N; i++)
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
+typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
+typedef Shorts LooseShorts __attribute__((aligned(2), may_alias));
+typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
+
+// 16 numbers.
+struct I {
+  Ints p[N];
+};
+struct F {
+  Floats p[N];
+};
+
+#define BINARY(T, R, op)               \
+  INLINE R operator op(T a, T b) {     \
+    R r;                               \
+    EACH r.p[i] = a.p[i] op b.p[i];    \
+    return r;                          \
+  }
+BINARY(F, F, +)
+BINARY(F, F, -)
+BINARY(F, F, *)
+BINARY(F, F, /)
+BINARY(F, I, <)
+BINARY(F, I, >)
+BINARY(F, I, >=)
+BINARY(F, I, ==)
+BINARY(I, I, +)
+BINARY(I, I, -)
+BINARY(I, I, &)
+BINARY(I, I, |)
+BINARY(I, I, ^)
+BINARY(I, I, >)
+BINARY(I, I, <)
+
+INLINE F all(float x) {
+  F r;
+  EACH r.p[i] = x - (Floats){};
+  return r;
+}
+INLINE I all(int32_t x) {
+  I r;
+  EACH r.p[i] = x - (Ints){};
+  return r;
+}
+INLINE F operator*(F a, float b) { return a * all(b); }
+INLINE I operator>(F a, float b) { return a > all(b); }
+INLINE I operator<(F a, float b) { return a < all(b); }
+INLINE I operator>=(F a, float b) { return a >= all(b); }
+INLINE I operator&(I a, int32_t b) { return a & all(b); }
+INLINE I operator+(I a, int32_t b) { return a + all(b); }
+INLINE I times(I a, uint32_t b) {
+  I r;
+  EACH r.p[i] = (Ints)((Words)a.p[i] * b);
+  return r;
+}
+INLINE I left(I a, int n) {
+  I r;
+  EACH r.p[i] = a.p[i] << n;
+  return r;
+}
+INLINE I right(I a, int n) {  // without the sign
+  I r;
+  EACH r.p[i] = (Ints)((Words)a.p[i] >> n);
+  return r;
+}
+INLINE F pick(I mask, F a, F b) {
+  F r;
+  EACH r.p[i] = mask.p[i] ? a.p[i] : b.p[i];
+  return r;
+}
+INLINE I pick(I mask, I a, I b) {
+  I r;
+  EACH r.p[i] = mask.p[i] ? a.p[i] : b.p[i];
+  return r;
+}
+INLINE I bits(F a) {
+  I r;
+  EACH r.p[i] = (Ints)a.p[i];
+  return r;
+}
+INLINE F number(I a) {
+  F r;
+  EACH r.p[i] = (Floats)a.p[i];
+  return r;
+}
+INLINE F to_float(I a) {
+  F r;
+  EACH r.p[i] = __builtin_convertvector(a.p[i], Floats);
+  return r;
+}
+INLINE I to_int(F a) {  // towards zero
+  I r;
+  EACH r.p[i] = __builtin_convertvector(a.p[i], Ints);
+  return r;
+}
+INLINE F absolute(F a) { return number(bits(a) & 0x7fffffff); }
+INLINE F at_most(F a, float top) { return pick(a > top, all(top), a); }  // NaN stays
+INLINE I larger(I a, I b) { return pick(a > b, a, b); }
+
+// Interleave two rows: the first halves, or the second ones.
+INLINE I low(I a, I b) {
+  I r;
+#if W == 16
+  r.p[0] = SHUFFLE(a.p[0], b.p[0], LOW);
+#else
+  for (int i = 0; i < N / 2; i++) {
+    r.p[2 * i] = SHUFFLE(a.p[i], b.p[i], LOW);
+    r.p[2 * i + 1] = SHUFFLE(a.p[i], b.p[i], HIGH);
+  }
+#endif
+  return r;
+}
+INLINE I high(I a, I b) {
+  I r;
+#if W == 16
+  r.p[0] = SHUFFLE(a.p[0], b.p[0], HIGH);
+#else
+  for (int i = 0; i < N / 2; i++) {
+    r.p[2 * i] = SHUFFLE(a.p[i + N / 2], b.p[i + N / 2], LOW);
+    r.p[2 * i + 1] = SHUFFLE(a.p[i + N / 2], b.p[i + N / 2], HIGH);
+  }
+#endif
+  return r;
+}
+INLINE void transpose(F *t) {
+  for (int round = 0; round < 4; round++) {
+    F next[16];
+    for (int i = 0; i < 8; i++) {
+      next[2 * i] = number(low(bits(t[i]), bits(t[i + 8])));
+      next[2 * i + 1] = number(high(bits(t[i]), bits(t[i + 8])));
+    }
+    for (int i = 0; i < 16; i++) t[i] = next[i];
+  }
+}
+INLINE int32_t largest_lane(I a) {
+  int32_t best = a.p[0][0];
+  EACH for (int j = 0; j < W; j++) best = std::max<int32_t>(best, a.p[i][j]);
+  return best;
+}
+INLINE int32_t sum_lanes(I a) {
+  uint32_t sum = 0;
+  EACH for (int j = 0; j < W; j++) sum += (uint32_t)a.p[i][j];
+  return (int32_t)sum;
+}
+INLINE float lane(F a, int n) { return a.p[n / W][n % W]; }
+
+// ---------------------------------------------------------------- numbers
+
+enum { FP32, BF16, FP16 };
+static const float FLT_TOP = 3.4028234663852886e38f, MAGIC = 12582912.f;  // 1.5 * 2^23
+
+INLINE F load(const void *x, int64_t at, int dtype) {
+  F r;
+  if (dtype == FP32) {
+    EACH r.p[i] = *(const LooseFloats *)((const float *)x + at + i * W);
+    return r;
+  }
+  I w;
+  EACH w.p[i] = (Ints)__builtin_convertvector(
+      *(const LooseShorts *)((const uint16_t *)x + at + i * W), Words);
+  if (dtype == BF16) return number(left(w, 16));
+  I magnitude = w & 0x7fff, exponent = magnitude & 0x7c00;
+  I normal = left(magnitude, 13) + (112 << 23);
+  I finite = pick(exponent > all(0x7bff), left(magnitude, 13) | all(0x7f800000), normal);
+  I small = bits(to_float(magnitude) * 5.9604644775390625e-8f);  // 2^-24
+  return number(pick(exponent > all(0), finite, small) | left(w & 0x8000, 16));
+}
+
+template <typename T>
+INLINE void narrow(T *y, I v) {  // as a loop: compilers take conversions of vectors apart
+  const int32_t *numbers = (const int32_t *)&v;
+  for (int i = 0; i < 16; i++) y[i] = (T)numbers[i];
+}
+
+INLINE void store(void *y, int64_t at, F v, int dtype) {
+  if (dtype == FP32) {
+    EACH *(LooseFloats *)((float *)y + at + i * W) = v.p[i];
+    return;
+  }
+  I u = bits(v), a = u & 0x7fffffff, nan = a > all(0x7f800000), r;
+  if (dtype == BF16) {
+    r = right(u + 0x7fff + (right(u, 16) & 1), 16);
+    r = pick(nan, all(0x7fc0), r);
+  } else {
+    r = right(a + 0xfff + (right(a, 13) & 1) - all(112 << 23), 13);
+    I small = bits(number(a) + all(.5f)) - bits(all(.5f));
+    r = pick(a < all(0x38800000), small, r);
+    r = pick(a > all(0x477fffff), all(0x7c00), r);
+    r = pick(nan, all(0x7e00), r) | (right(u, 16) & 0x8000);
+  }
+  narrow((uint16_t *)y + at, r);
+}
+
+INLINE I load_bytes(const uint8_t *x) {
+  I r;
+  EACH r.p[i] = __builtin_convertvector(*(const LooseBytes *)(x + i * W), Ints);
+  return r;
+}
+INLINE void store_bytes(uint8_t *y, I v) {
+  narrow(y, v);
+}
+
+INLINE F by_range(F a, float low, float middle, float high) {
+  return pick(a < 2.f, all(low), pick(a < 4.f, all(middle), all(high)));
+}
+INLINE F nearest(F a) {  // [0, 6] to E2M1, ties to even
+  F magic = by_range(a, .5f * MAGIC, MAGIC, 2 * MAGIC);
+  return (a + magic) - magic;
+}
+INLINE F stochastic(F a, F uniform) {  // as `rounding.round_stochastic`
+  F steps = a * by_range(a, 2, 1, .5f), whole = to_float(to_int(steps));
+  F up = pick(steps - whole > uniform, all(1.f), all(0.f));
+  return pick(a == a, (whole + up) * by_range(a, .5f, 1, 2), a);
+}
+INLINE F e4m3(F v, int up) {  // [0, 448] or NaN, still fp32
+  I b = bits(v), cut;
+  F small;
+  if (up) {
+    cut = b + ((1 << 20) - 1);
+    F units = v * 512.f, whole = to_float(to_int(units));
+    small = (whole + pick(units > whole, all(1.f), all(0.f))) * (1 / 512.f);
+    small = pick(v == v, small, v);
+  } else {
+    cut = b + (right(b, 20) & 1) + ((1 << 19) - 1);
+    F magic = all(MAGIC / 512);
+    small = (v + magic) - magic;
+  }
+  return pick(v >= 0.015625f, number(cut & ~((1 << 20) - 1)), small);
+}
+INLINE I e4m3_bytes(F v) {
+  I normal = right(bits(v) - all(120 << 23), 20), small = to_int(v * 512.f);
+  return pick(v == v, pick(v >= 0.015625f, normal, small), all(0x7f));
+}
+INLINE F e4m3_values(I b) {
+  F normal = number(left(b, 20) + (120 << 23)), small = to_float(b) * (1 / 512.f);
+  I nan = b > all(0x7e);
+  return pick(nan, number(all(0x7fc00000)), pick(b > all(7), normal, small));
+}
+INLINE I e2m1_codes(F rounded, F scaled) {  // NaN gives 0 or 8
+  F last = pick(all(MAGIC) > rounded, rounded * .5f + all(4.f), all(0.f));
+  F code = pick(rounded < 2.f, rounded * 2.f, pick(rounded < 4.f, rounded + all(2.f), last));
+  return to_int(code) | (right(bits(scaled), 28) & 8);
+}
+INLINE F e2m1_values(I code) {
+  F c = to_float(code & 7);
+  F a = pick(c < 4.f, c * .5f, pick(c < 6.f, c - all(2.f), c * 2.f - all(8.f)));
+  return number(bits(a) | left(code & 8, 28));
+}
+
+// ---------------------------------------------------------------- noise, as `noise`
+
+static const uint32_t M1 = 0x7feb352du, M2 = 0x846ca68bu;
+INLINE uint32_t mix(uint32_t h) {
+  h = (h ^ h >> 16) * M1;
+  h = (h ^ h >> 15) * M2;
+  return h ^ h >> 16;
+}
+INLINE F uniform(I block, I lanes) {  // from hashes
+  I h = times(block ^ lanes, M1);
+  h = times(h ^ right(h, 15), M2);
+  I whole;
+  EACH whole.p[i] = h.p[i] >> 8;
+  return to_float(whole) * 5.9604644775390625e-8f + all(.5f);
+}
+
+// ---------------------------------------------------------------- quantizing
+
+enum { ROWS, COLUMNS, SQUARES };
+enum { ABSMAX, TRIED, EDEN };
+
+extern "C" {
+struct Options {
+  int32_t tile, rule, two_level, up, stochastic, scaled, rows, in, out;
+  int32_t tried;  // scales
+  float factors[8];
+  float largest_value, to_code, clip;
+  float smallest_base, largest_error, error_units, largest_product, product_units;
+};
+struct Call {
+  const void *x;
+  const float *minus, *plus, *given;
+  void *y;         // values, or codes
+  uint8_t *scale;  // of packed codes
+  float *decode;
+  int64_t groups, columns;  // of 16 rows, of 16 columns; of row blocks: blocks, 1
+  uint32_t first, second;   // of noise
+};
+}
+
+static const int ABREAST = 4;  // tiles
+
+struct Task {
+  Options o;
+  Call c;
+  I lanes;
+  float largest;
+
+  int64_t tiles() const { return o.tile == ROWS ? (c.groups + 15) / 16 : c.groups * c.columns; }
+  int64_t place(int64_t tile) const {  // of its first row, in rows of 16
+    return o.tile == ROWS ? tile * 16 : tile / c.columns * 16 * c.columns + tile % c.columns;
+  }
+  int64_t step() const { return o.tile == ROWS ? 1 : c.columns; }  // from row to row
+  int count(int64_t tile) const {  // of rows
+    return o.tile == ROWS ? (int)std::min<int64_t>(16, c.groups - tile * 16) : 16;
+  }
+};
+
+INLINE F read(const Task &t, int64_t place) {
+  F x = load(t.c.x, place * 16, t.o.in);
+  return t.c.minus ? x - load(t.c.minus, place * 16, FP32) : x;
+}
+
+// The largest magnitude of each block. As integers: a NaN is larger than all numbers.
+INLINE F block_amax(const F *m, int tile) {
+  I a[16];
+  for (int r = 0; r < 16; r++) a[r] = bits(absolute(m[r]));
+  if (tile == ROWS) {
+    for (int n = 8; n; n /= 2)
+      for (int i = 0; i < n; i++) a[i] = larger(low(a[i], a[i + n]), high(a[i], a[i + n]));
+    return number(a[0]);
+  }
+  for (int r = 1; r < 16; r++) a[0] = larger(a[0], a[r]);
+  return number(tile == SQUARES ? all(largest_lane(a[0])) : a[0]);
+}
+
+struct Scales {
+  F scale, inverse, decode;
+};
+
+INLINE Scales make_scale(F wanted, F decode, const Options &o) {
+  F w = pick(wanted > FLT_TOP, number(all(0x7fc00000)), at_most(wanted, 448.f));
+  F scale = e4m3(w, o.up);
+  F decoded = o.two_level ? scale * decode : scale;
+  return {scale, at_most(all(1.f) / decoded, FLT_TOP), decode};
+}
+
+INLINE I whole(F x, float top, float units) { return to_int(at_most(x, top) * units); }
+
+// The scale of least error, of several; `a`: magnitudes, with a block in each lane.
+INLINE Scales least_error(const F *a, F amax, F encode, F decode, const Options &o) {
+  F base = amax / all(6.f), wanted[16];
+  if (o.two_level) base = base * encode;
+  F to_base = all(1.f) / pick(base < o.smallest_base, all(o.smallest_base), base);
+  for (int e = 0; e < 16; e++)
+    wanted[e] = o.two_level ? at_most(a[e] * encode, FLT_TOP) : a[e];
+  Scales best = {};
+  I least = all(0);
+  for (int k = 0; k < o.tried; k++) {
+    Scales s = make_scale(base * o.factors[k], decode, o);
+    I error = all(0);
+    for (int e = 0; e < 16; e++) {
+      F off = (nearest(at_most(a[e] * s.inverse, 6.f)) * s.scale - wanted[e]) * to_base;
+      error = error + whole(off * off, o.largest_error, o.error_units);
+    }
+    if (o.tile == SQUARES) error = all(sum_lanes(error));
+    I better = k ? error < least : all(-1);
+    best = {pick(better, s.scale, best.scale), pick(better, s.inverse, best.inverse), decode};
+    least = pick(better, error, least);
+  }
+  return best;
+}
+
+// MS-EDEN's correction of a scale; `m`: elements, with a block in each lane.
+INLINE F corrected(const F *m, Scales s, F noise, const Options &o) {
+  I energy = all(0), projection = all(0);
+  for (int e = 0; e < 16; e++) {
+    F a = absolute(m[e] * s.inverse), code = nearest(at_most(a, 6.f));
+    energy = energy + whole(a * a, o.largest_product, o.product_units);
+    projection = projection + whole(a * code, o.largest_product, o.product_units);
+  }
+  if (o.tile == SQUARES) energy = all(sum_lanes(energy)), projection = all(sum_lanes(projection));
+  F shadow = to_float(projection);
+  I usable = (shadow > 0.f) & (s.scale > 0.f);
+  F value = at_most(s.scale * pick(usable, to_float(energy) / shadow, all(1.f)), 448.f);
+  I normal = value >= 0.015625f;
+  F floor = to_float(to_int(value * 512.f)) * (1 / 512.f);
+  F below = pick(normal, number(bits(value) & ~((1 << 20) - 1)), pick(value == value, floor, value));
+  F gap = pick(normal, number(bits(value) & 0x7f800000) * .125f, all(1 / 512.f));
+  return pick(noise * gap < value - below, below + gap, below);
+}
+
+INLINE Scales scales_of(const Task &t, int64_t tile, const F *m, int count) {
+  const Options &o = t.o;
+  F amax = block_amax(m, o.tile), encode = all(1.f), decode = encode, top = all(t.largest);
+  if (o.two_level) {
+    if (o.rows) {
+      float rows[16] = {};
+      for (int r = 0; r < count; r++) rows[r] = t.c.given[tile * 16 + r];
+      top = load(rows, 0, FP32);
+    }
+    encode = pick(top == all(0.f), all(1.f), at_most(all(o.largest_value) / top, FLT_TOP));
+    decode = all(1.f) / encode;
+  }
+  F seen[16];
+  if (o.rule != ABSMAX) {
+    for (int r = 0; r < 16; r++) seen[r] = o.rule == TRIED ? absolute(m[r]) : m[r];
+    if (o.tile == ROWS) transpose(seen);
+    if (o.rule == TRIED) return least_error(seen, amax, encode, decode, o);
+    amax = amax * o.clip;
+  }
+  F to_code = all(o.to_code);
+  Scales s = make_scale(amax * (o.two_level ? encode * to_code : to_code), decode, o);
+  if (o.rule == EDEN) {
+    // A number for each block, in groups of 16: of a square the lane that it is in.
+    int64_t group = o.tile == SQUARES ? tile / 16 : tile;
+    I lanes = t.lanes;
+    if (o.tile == SQUARES) lanes = bits(all(lane(number(lanes), tile % 16)));
+    uint32_t block = mix((uint32_t)group + t.c.first) + t.c.second;
+    s.scale = corrected(seen, s, uniform(all((int32_t)block), lanes), o);
+  }
+  return s;
+}
+
+struct Tile {
+  F m[16];
+  Scales s;
+  float scale[16], inverse[16], decode[16];  // of row blocks
+  I codes[16];
+};
+
+INLINE void prepare(const Task &t, int64_t tile, Tile &w, int count) {
+  w.s = scales_of(t, tile, w.m, count);
+  if (t.o.tile != ROWS) return;
+  store(w.scale, 0, w.s.scale, FP32);
+  store(w.inverse, 0, w.s.inverse, FP32);
+  store(w.decode, 0, w.s.decode, FP32);
+  if (t.o.rows)
+    for (int r = 0; r < count; r++) t.c.decode[tile * 16 + r] = w.decode[r];
+}
+
+template <bool PACK>
+INLINE void round_row(const Task &t, int64_t place, Tile &w, int r) {
+  const Options &o = t.o;
+  bool row = o.tile == ROWS;
+  F y = w.m[r] * (row ? all(w.inverse[r]) : w.s.inverse), a = at_most(absolute(y), 6.f);
+  if (o.stochastic) {
+    uint32_t block = mix((uint32_t)place + t.c.first) + t.c.second;
+    a = stochastic(a, uniform(all((int32_t)block), t.lanes));
+  } else {
+    a = nearest(a);
+  }
+  if (PACK) {
+    w.codes[r] = e2m1_codes(a, y);
+    return;
+  }
+  F v = number(bits(a) | (bits(y) & (int32_t)0x80000000)) * (row ? all(w.scale[r]) : w.s.scale);
+  if (o.two_level && o.scaled) v = v * (row ? all(w.decode[r]) : w.s.decode);
+  if (t.c.plus) v = at_most(v, FLT_TOP) + load(t.c.plus, place * 16, FP32);
+  store(t.c.y, place * 16, v, o.out);
+}
+
+INLINE void write_codes(const Task &t, int64_t tile, const Tile &w, int count) {
+  uint8_t *out = (uint8_t *)t.c.y;
+  I bytes = e4m3_bytes(w.s.scale);
+  if (t.o.tile == ROWS) {
+    for (int r = 0; r + 1 < count; r += 2)
+      store_bytes(out + (tile * 16 + r) * 8, w.codes[r] | left(w.codes[r + 1], 4));
+    uint8_t all_bytes[16];
+    store_bytes(all_bytes, bytes);
+    for (int r = 0; r < count; r++) t.c.scale[tile * 16 + r] = all_bytes[r];
+    return;
+  }
+  int64_t group = tile / t.c.columns, column = tile % t.c.columns;
+  for (int r = 0; r < 8; r++)
+    store_bytes(out + ((group * 8 + r) * t.c.columns + column) * 16,
+                w.codes[r] | left(w.codes[r + 8], 4));
+  if (t.o.tile == SQUARES)
+    t.c.scale[tile] = (uint8_t)bytes.p[0][0];
+  else
+    store_bytes(t.c.scale + tile * 16, bytes);
+}
+
+// Quantize tiles side by side: memory is read and written along the rows of several.
+template <bool PACK>
+INLINE void quantize_tiles(const Task &t, int64_t tile, int tiles) {
+  Tile w[ABREAST];
+  int count = t.count(tile);
+  int64_t place = t.place(tile), step = t.step();
+  for (int r = 0; r < 16; r++)
+    for (int k = 0; k < tiles; k++)
+      w[k].m[r] = r < count ? read(t, place + r * step + k) : all(0.f);
+  for (int k = 0; k < tiles; k++) prepare(t, tile + k, w[k], count);
+  for (int r = 0; r < count; r++)
+    for (int k = 0; k < tiles; k++) round_row<PACK>(t, place + r * step + k, w[k], r);
+  if (PACK)
+    for (int k = 0; k < tiles; k++) write_codes(t, tile + k, w[k], count);
+}
+
+INLINE void unpack_tile(const Task &t, int64_t tile) {
+  const Options &o = t.o;
+  int count = t.count(tile);
+  F s = all(0.f);
+  float scale[16] = {};
+  if (o.tile == ROWS) {
+    uint8_t bytes[16] = {};
+    for (int r = 0; r < count; r++) bytes[r] = t.c.scale[tile * 16 + r];
+    store(scale, 0, e4m3_values(load_bytes(bytes)), FP32);
+  } else if (o.tile == SQUARES) {
+    s = e4m3_values(all((int32_t)t.c.scale[tile]));
+  } else {
+    s = e4m3_values(load_bytes(t.c.scale + tile * 16));
+  }
+  const uint8_t *x = (const uint8_t *)t.c.x;
+  int64_t columns = t.c.columns, group = tile / columns, column = tile % columns;
+  int64_t first = t.place(tile), step = t.step();
+  for (int r = 0; r < count; r++) {
+    bool row = o.tile == ROWS, upper = row ? r % 2 : r > 7;
+    int64_t at = row ? (tile * 16 + r) / 2 : (group * 8 + r % 8) * columns + column;
+    I code = load_bytes(x + at * 16);
+    code = upper ? right(code, 4) : code & 15;
+    int64_t place = first + r * step;
+    F v = e2m1_values(code) * (row ? all(scale[r]) : s);
+    if (t.c.given) v = v * all(o.rows ? t.c.given[tile * 16 + r] : *t.c.given);
+    if (t.c.plus) v = at_most(v, FLT_TOP) + load(t.c.plus, place * 16, FP32);
+    store(t.c.y, place * 16, v, o.out);
+  }
+}
+
+template <typename Work>
+static void share(int64_t tiles, int threads, Work work, int64_t least = 256) {
+  int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, tiles / least));
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < parts; i++)
+    others.emplace_back([=] { work(i, tiles * i / parts, tiles * (i + 1) / parts); });
+  work(0, 0, tiles / parts);
+  for (auto &other : others) other.join();
+}
+
+static Task task_of(const Options *options, const Call *call) {
+  Task t;
+  t.o = *options;
+  t.c = *call;
+  t.largest = 0;
+  EACH for (int j = 0; j < W; j++) t.lanes.p[i][j] = (int32_t)mix(i * W + j);
+  return t;
+}
+
+static float largest_of(const Task &t, int threads) {
+  std::vector<int32_t> found(std::max(threads, 1));
+  int32_t *at = found.data();
+  int64_t rows = t.c.groups * t.c.columns * (t.o.tile == ROWS ? 1 : 16);
+  share(rows, threads, [&t, at](int64_t part, int64_t from, int64_t to) {
+    I best[4] = {all(0), all(0), all(0), all(0)};
+    for (int64_t row = from; row < to; row++)
+      best[row % 4] = larger(best[row % 4], bits(absolute(read(t, row))));
+    at[part] = largest_lane(larger(larger(best[0], best[1]), larger(best[2], best[3])));
+  }, 16 * 256);
+  union {
+    int32_t bits;
+    float number;
+  } largest = {*std::max_element(found.begin(), found.end())};
+  return largest.number;
+}
+
+template <bool PACK>
+static void quantize_all(const Options *options, const Call *call, int threads) {
+  Task t = task_of(options, call);
+  if (t.o.two_level && !t.o.rows) {
+    t.largest = t.c.given ? *t.c.given : largest_of(t, threads);
+    float encode = t.o.largest_value / t.largest;
+    encode = t.largest == 0 ? 1.f : encode > FLT_TOP ? FLT_TOP : encode;
+    *t.c.decode = 1.f / encode;
+  }
+  share(t.tiles(), threads, [&t](int64_t, int64_t from, int64_t to) {
+    int abreast = t.o.tile == ROWS ? 1 : ABREAST;
+    for (int64_t tile = from; tile < to;) {
+      int64_t left = t.o.tile == ROWS ? 1 : t.c.columns - tile % t.c.columns;
+      int tiles = (int)std::min<int64_t>(abreast, std::min(left, to - tile));
+      quantize_tiles<PACK>(t, tile, tiles);
+      tile += tiles;
+    }
+  });
+}
+
+extern "C" {
+void quantize(const Options *options, const Call *call, int threads) {
+  quantize_all<false>(options, call, threads);
+}
+void pack(const Options *options, const Call *call, int threads) {
+  quantize_all<true>(options, call, threads);
+}
+void unpack(const Options *options, const Call *call, int threads) {
+  Task t = task_of(options, call);
+  share(t.tiles(), threads, [&t](int64_t, int64_t from, int64_t to) {
+    for (int64_t tile = from; tile < to; tile++) unpack_tile(t, tile);
+  });
+}
+}

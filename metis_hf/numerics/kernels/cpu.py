@@ -1,0 +1,271 @@
+"""The quantizers for CPUs: `cpu.cpp`, compiled once for this machine and called through ctypes.
+
+The library is kept in `$XDG_CACHE_HOME/metis_hf` (`~/.cache/metis_hf`), under a name made of the
+source, the compiler and the processor's instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metis_hf import noise
+from metis_hf.numerics.formats import NVFP4
+from metis_hf.numerics.kernels.formulation import BLOCK, Specialization
+from metis_hf.numerics.scaling import (
+    EDEN_CLIP,
+    LARGEST_ERROR,
+    LARGEST_PRODUCT,
+    SMALLEST_BASE,
+    TRIED_SCALES,
+    ScaleRule,
+    largest_code,
+    largest_value,
+)
+
+_SOURCE = Path(__file__).with_name("cpu.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+_NATIVE = "-march=native"
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CPU_INFO = Path("/proc/cpuinfo")
+_lock = threading.Lock()
+
+
+class CompilationError(RuntimeError):
+    """Raised where the library could not be compiled or loaded."""
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("tile", "rule", "two_level", "up", "stochastic")),
+        *((name, ctypes.c_int32) for name in ("scaled", "rows", "in_dtype", "out_dtype", "tried")),
+        ("factors", ctypes.c_float * 8),
+        *((name, ctypes.c_float) for name in ("largest_value", "to_code", "clip")),
+        *((name, ctypes.c_float) for name in ("smallest_base", "largest_error", "error_units")),
+        *((name, ctypes.c_float) for name in ("largest_product", "product_units")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "minus", "plus", "given")),
+        *((name, ctypes.c_void_p) for name in ("y", "scale", "decode")),
+        *((name, ctypes.c_int64) for name in ("groups", "columns")),
+        *((name, ctypes.c_uint32) for name in ("first", "second")),
+    ]
+
+
+def missing() -> str | None:
+    """Name the part that compiling lacks; None if nothing."""
+    if _compiler():
+        return None
+    return (
+        "C++ compiler (none of $CXX, g++, clang++ is found); install one, "
+        'for example with "apt-get install g++" or "conda install cxx-compiler"'
+    )
+
+
+@functools.cache
+def _compiler() -> str | None:
+    candidates = [os.environ.get("CXX", ""), "g++", "clang++"]
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+
+
+def run(
+    variant: Specialization, key: noise.Key | None, x: Tensor, *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return one of the functions of `formulation`.
+
+    Args:
+        variant: which, and what it does.
+        key: noise key, where the variant needs one.
+        x: the first argument of the function.
+        others: tensors after it and the noise, in their order, or None.
+
+    Raises:
+        CompilationError: there is no library.
+    """
+    library = load()
+    call = _Call(x=x.data_ptr())
+    if key is not None:
+        call.first, call.second = noise.seeds(key)
+    if variant.task == "unpack":
+        out = _unpack(call, variant, x, *others)
+    else:
+        out = _quantize(call, variant, x, *others)
+    options = _options(variant, x.dtype, x.dim() == 4)
+    getattr(library, variant.task)(options, ctypes.byref(call), torch.get_num_threads())
+    whole = variant.task == "quantize" and variant.scaled
+    return tuple(out[:1] if whole else out)
+
+
+def _quantize(
+    call: _Call,
+    variant: Specialization,
+    x: Tensor,
+    given: Tensor | None = None,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
+) -> list[Tensor]:
+    _set_shape(call, x)
+    call.minus, call.given = _place(minus), _place(given)
+    call.plus = call.minus if variant.same else _place(plus)
+    packs = variant.task == "pack"
+    if packs:
+        halved = (x.shape[0], BLOCK) if x.dim() == 3 else (x.shape[0], BLOCK // 2, *x.shape[2:])
+        shape = [1 if dim in variant.dims else size for dim, size in enumerate(x.shape)]
+        scale = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cpu")
+        out = [torch.empty(halved, dtype=torch.uint8, device="cpu"), scale]
+        call.scale = scale.data_ptr()
+    else:
+        out = [torch.empty(x.shape, dtype=variant.dtype, device="cpu")]
+    call.y = out[0].data_ptr()
+    if variant.two_level:
+        like = given.shape if given is not None else ()
+        decode = torch.empty(like, dtype=torch.float32, device="cpu")
+        call.decode = decode.data_ptr()
+        out.append(decode)
+    return out
+
+
+def _unpack(
+    call: _Call,
+    variant: Specialization,
+    codes: Tensor,
+    scale: Tensor | None = None,
+    decode: Tensor | None = None,
+    plus: Tensor | None = None,
+) -> list[Tensor]:
+    apart = (2, BLOCK) if codes.dim() == 2 else (BLOCK, *codes.shape[2:])
+    shape = (codes.shape[0], *apart)
+    out = torch.empty(shape, dtype=variant.dtype, device="cpu")
+    _set_shape(call, out)
+    call.y, call.scale = out.data_ptr(), _place(scale)
+    call.given, call.plus = _place(decode), _place(plus)
+    return [out]
+
+
+def _place(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _set_shape(call: _Call, x: Tensor) -> None:
+    if x.dim() == 4:
+        call.groups, call.columns = x.shape[0], x.shape[2]
+    else:
+        call.groups, call.columns = x.numel() // BLOCK, 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _options(variant: Specialization, dtype: torch.dtype, across_rows: bool) -> Any:
+    rule = variant.rule
+    tried = TRIED_SCALES.get(rule, ())
+    square = len(variant.dims) > 1
+    count = BLOCK * BLOCK if square else BLOCK
+    return ctypes.byref(
+        _Options(
+            tile=2 if square else int(across_rows),
+            rule=1 if tried else 2 if rule is ScaleRule.EDEN else 0,
+            two_level=variant.two_level,
+            up=variant.scale_up,
+            stochastic=variant.stochastic,
+            scaled=variant.scaled,
+            rows=variant.rows,
+            in_dtype=_DTYPES.get(dtype, 0),
+            out_dtype=_DTYPES[variant.dtype],
+            tried=len(tried),
+            factors=tried,
+            largest_value=largest_value(NVFP4, rule),
+            to_code=1 / largest_code(NVFP4, rule),
+            clip=EDEN_CLIP,
+            smallest_base=SMALLEST_BASE,
+            largest_error=LARGEST_ERROR,
+            error_units=2.0**24 / LARGEST_ERROR / count,
+            largest_product=LARGEST_PRODUCT,
+            product_units=2.0**30 / LARGEST_PRODUCT / count,
+        )
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load the library, after compiling it where this machine has none.
+
+    Raises:
+        CompilationError: that failed.
+    """
+    with _lock:
+        try:
+            library = ctypes.CDLL(str(_built()))
+        except OSError as error:
+            raise CompilationError(f"quantizers could not be compiled or loaded: {error}") from error
+    for name in ("quantize", "pack", "unpack"):
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+        function.restype = None
+    return library
+
+
+def _built() -> Path:
+    file = directory() / f"cpu-{_identity()}.so"
+    if file.exists():
+        return file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / "cpu.so"
+            _compile(made)
+            made.replace(file)  # others never see a half
+        return file
+    except OSError:  # a folder that takes none: kept for this process alone
+        made = Path(tempfile.mkdtemp(prefix="metis_hf-")) / "cpu.so"
+        _compile(made)
+        return made
+
+
+def directory() -> Path:
+    """Return where compiled code is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metis_hf"
+
+
+def _compile(out: Path) -> None:
+    compiler = _compiler()
+    if compiler is None:
+        raise CompilationError(f"there is no {missing()}")
+    command = [compiler, *_FLAGS, "-pthread", str(_SOURCE), "-o", str(out)]
+    done = None
+    for native in ([_NATIVE], []):  # older compilers of some processors do not know the flag
+        done = subprocess.run([*command, *native], capture_output=True, text=True)
+        if not done.returncode:
+            return
+    assert done is not None
+    raise CompilationError(f"{compiler} failed to compile {_SOURCE.name}: {done.stderr.strip()}")
+
+
+@functools.cache
+def _identity() -> str:
+    """Return a name for the source, the compiler and the processor's instructions."""
+    made_for = (_compiler(), _FLAGS, platform.machine(), _instructions())
+    return hashlib.sha256(repr(made_for).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+
+
+def _instructions() -> str:
+    """Name the processor's instructions: the library uses all, and fails on another processor."""
+    with suppress(OSError):
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
