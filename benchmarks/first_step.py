@@ -27,11 +27,8 @@ PROGRAM = """
 import sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from metis_hf import MetisConfig, get_metis_model
-from metis_hf.numerics.kernels import ahead
 
-width, processes = int(sys.argv[1]), int(sys.argv[2])
-if processes:
-    ahead.processes = lambda: processes
+width = int(sys.argv[1])
 shape = dict(vocab_size=256, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8))
 model = get_metis_model(model, MetisConfig(scheme="metis"))
@@ -43,32 +40,19 @@ for _ in range(2):
     times.append(time.perf_counter() - started)
 print(times[0] - times[1])
 """
-SIDE_BY_SIDE, ALONE, KEPT = "side by side", "one at a time", "read from disk"
+EMPTY, KEPT = "compiled", "read from disk"
 ROUNDS = 4
 
 
-def first_step(width: int, folder: str, processes: int) -> float:
-    """Return seconds that the first step takes beyond the second.
-
-    Args:
-        width: of the model.
-        folder: of compiled code.
-        processes: that compile at a time; 0 leaves it to the library.
-    """
-    # Headers that Inductor has compiled lie in the other one, whatever the first one is.
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TMPDIR": folder}
-    return printed_seconds(PROGRAM, str(width), str(processes), environment=environment)
-
-
 def measure(width: int, rounds: int) -> dict[str, list[float]]:
-    """Return the times of each case, round after round."""
-    times: dict[str, list[float]] = {SIDE_BY_SIDE: [], ALONE: [], KEPT: []}
+    """Return seconds that the first step takes beyond the second, round after round."""
+    times: dict[str, list[float]] = {EMPTY: [], KEPT: []}
     for _ in range(rounds):
-        for name, processes in ((SIDE_BY_SIDE, 0), (ALONE, 1)):
-            with tempfile.TemporaryDirectory() as folder:
-                times[name].append(first_step(width, folder, processes))
-                if processes == 0:
-                    times[KEPT].append(first_step(width, folder, processes))
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"XDG_CACHE_HOME": folder}
+            for name in times:
+                seconds = printed_seconds(PROGRAM, str(width), environment=environment)
+                times[name].append(seconds)
     return times
 
 

@@ -35,8 +35,8 @@ from timing import (
 from torch import Tensor
 
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import KERNELS, compiled, pack, unpack, use_kernels
-from metis_hf.numerics.kernels.choice import ENVIRONMENT, triton_backend
+from metis_hf.numerics.kernels import KERNELS, pack, unpack, use_kernels
+from metis_hf.numerics.kernels.choice import ENVIRONMENT
 
 COPY = "copy"
 QUANTIZERS = {
@@ -91,17 +91,14 @@ def available(device: torch.device) -> list[str]:
     """Kernels that run here; METIS_KERNELS=reference leaves that one."""
     if os.environ.get(ENVIRONMENT) == "reference":
         return ["reference"]
-    lacks = compiled.missing(device)
-    if lacks is not None:
-        print(f"only the reference runs: there is no {lacks}", file=sys.stderr)
-        return ["reference"]
-    if device.type != "cuda":
-        return [name for name in KERNELS if name != "triton"]
-    backend = triton_backend()
-    lacks = "package triton" if backend is None else backend.missing(device)
-    if lacks is not None:
-        print(f"the Triton kernels do not run: there is no {lacks}", file=sys.stderr)
-    return [name for name in KERNELS if name != "triton" or lacks is None]
+    found = ["reference"]
+    for name in KERNELS[1:]:
+        lacks = missing(name, device)
+        if lacks is None:
+            found.append(name)
+        elif name == ("triton" if device.type == "cuda" else "compiled"):
+            print(f"only the reference runs: there is no {lacks}", file=sys.stderr)
+    return found
 
 
 def covered(name: str, kernels: str) -> bool:

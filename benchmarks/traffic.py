@@ -1,9 +1,8 @@
 """Bytes that an operand's making moves, counted at the dispatcher: a proxy of time on a GPU.
 
 Every operator that is not a view counts the bytes of its tensor arguments and of its results. A
-compiled quantizer is one call that the dispatcher does not see; it counts what its generated loops
-read and write by the compiler's own account, intermediates in memory included. Caches are not
-modelled: what is read twice counts twice. Multiples are of reading the tensor once and writing it
+compiled quantizer is one call that the dispatcher does not see: it counts its arguments and results,
+and once more what it reads first for the amax. Caches are not modelled. Multiples are of reading the tensor once and writing it
 once, as a copy does.
 """
 
@@ -16,12 +15,10 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from metis_hf.numerics.kernels import choice, compiled, use_kernels
+from metis_hf.numerics.kernels import choice, cpu, use_kernels
 
 _PICKING = ("index", "index_select", "gather")
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
@@ -78,51 +75,21 @@ def _bytes(x: Tensor) -> int:
 @contextlib.contextmanager
 def counting(gemm_from: int | None = None) -> Iterator[Count]:
     """Counts everything inside, compiled quantizers too; see `Count`."""
-    run = compiled.run
+    run = cpu.run
     count = Count(gemm_from)
 
     def counted(variant: Any, key: Any, x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         with _disable_current_modes():
             out = run(variant, key, x, *others)
-        elements = x.numel() * (2 if variant.task == "unpack" else 1)  # two to a byte of codes
-        count.bytes += round(bytes_per_element(compiled.program_of(variant, x)) * elements)
+        count.bytes += size_of((x, others, out))
+        if variant.task != "unpack" and variant.two_level and not variant.given:
+            count.bytes += size_of((x, others[1] if variant.minus else None))  # for the amax
         return out
 
     with (
-        mock.patch.object(compiled, "run", counted),
+        mock.patch.object(cpu, "run", counted),
         # Under a dispatch mode quantizers leave the compiled kernels, for modes that trace.
         mock.patch.object(choice, "_get_current_dispatch_mode", return_value=None),
         count,
     ):
         yield count
-
-
-class _CountedError(Exception):
-    """Ends a compilation whose schedule has been counted."""
-
-
-@functools.lru_cache
-def bytes_per_element(program: compiled.Program) -> float:
-    """What a compiled quantizer reads and writes, for each element of its input.
-
-    From the loops that Inductor schedules, before it writes and compiles code; nothing is cached.
-    """
-    found = []
-
-    def codegen(graph: GraphLowering) -> None:
-        graph._update_scheduler()
-        found.append(graph.count_bytes()[0])
-        raise _CountedError
-
-    first = compiled._examples(program)[0]
-    elements = first.numel() * (2 if program.variant.task == "unpack" else 1)
-    with (
-        _disable_current_modes(),
-        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
-        mock.patch.object(GraphLowering, "codegen", codegen),
-        contextlib.suppress(Exception),
-    ):
-        compiled._build(program)
-    if not found:
-        raise RuntimeError("this version of torch does not count the bytes of compiled code")
-    return found[0] / elements

@@ -101,12 +101,10 @@ def test_import_is_light():
         "print([name for name in heavy if name in sys.modules])\n"
         # torch imports triton where it is installed, once torch's compiler is; metis_hf does not.
         "import metis_hf.layers.gemm\n"
-        "from metis_hf.numerics.kernels import compiled\n"
-        "print([name for name in sys.modules if 'metis_hf' in name and 'triton' in name])\n"
-        "print(compiled.compile_seconds())"
+        "print([name for name in sys.modules if 'metis_hf' in name and 'triton' in name])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["[]", "[]", "{}"]
+    assert out.stdout.split() == ["[]", "[]"]
 
 
 def test_completion_offers_names_that_are_imported_when_first_used(monkeypatch):

@@ -304,13 +304,6 @@ def test_a_layer_that_is_not_taken_apart_has_no_parts():
     assert ("%" in plain, "%" in metis) == (False, True)
 
 
-def test_the_median_of_first_calls_is_that_of_the_middle_two(monkeypatch):
-    times = (1.0, 2.0, 4.0, 9.0)
-    rows = [{"kernels": "compiled", "shape": [1, 1], "first_call_s": time} for time in times]
-    monkeypatch.setattr(report, "read", lambda name: {"rows": rows})
-    assert "| 4 | 1.00 | 3.00 | 9.00 |" in report.compile_markdown()
-
-
 def test_ratios_pair_the_rounds():
     # The machine slows down twofold in the middle; the ratio does not.
     row = timing.summary([2.0, 4.0, 4.0, 2.0], [1.0, 2.0, 2.0, 1.0])

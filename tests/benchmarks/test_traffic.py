@@ -13,13 +13,11 @@ from torch import Tensor
 
 from metis_hf.noise import Key
 from metis_hf.numerics import Quantizer
-from metis_hf.numerics.kernels import compiled
+from metis_hf.numerics.kernels import cpu
 from metis_hf.operands import Operand
 from metis_hf.operands.conditioners.spectral import Spectral
 
-needs_compiler = pytest.mark.skipif(
-    compiled.missing(torch.device("cpu")) is not None, reason="no C++ compiler"
-)
+needs_compiler = pytest.mark.skipif(cpu.missing() is not None, reason="no C++ compiler")
 DIRECT_BOUND = 2.0
 # Projecting reads x once, the low-rank part is written once; for the amax and again for the codes x
 # and the low-rank part are read, the result is written: (1 + 1 + 2 + 2 + 1) / 2 = 3.5 copies. The
@@ -62,13 +60,11 @@ def test_large_gemms_count_as_flops():
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_one_level_is_read_once_and_written_once():
     assert moved(Operand(Quantizer(two_level=False)), "compiled") == pytest.approx(1, abs=0.01)
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_a_direct_operand():
     over_copy = moved(Operand(Quantizer()), "compiled")
     assert 1.5 <= over_copy <= DIRECT_BOUND  # read for amax, read again, written
@@ -77,7 +73,6 @@ def test_a_direct_operand():
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize(("summed", "bound"), [(False, SPLIT_BOUND), (True, SUMMED_BOUND)])
 def test_an_operand_with_the_split(summed, bound):
     split = Spectral(rank=16, summed=summed)

@@ -8,7 +8,7 @@ import reference as ref
 import torch
 from torch import Tensor
 
-from metis_hf.numerics.kernels import compiled
+from metis_hf.numerics.kernels import formulation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SCALE_ROUNDINGS = ["nearest", "up"]
@@ -20,7 +20,7 @@ def seeded(seed: int) -> torch.Generator:
 
 def note_tracing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows each time a quantizer's formulation is traced into a caller's graph."""
-    traced, noted = compiled.traced, []
+    run, noted = formulation.run, []
 
     @torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
     def note(task: str) -> None:
@@ -28,9 +28,9 @@ def note_tracing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noting(variant, *rest):
         note(variant.task)
-        return traced(variant, *rest)
+        return run(variant, *rest)
 
-    monkeypatch.setattr(compiled, "traced", noting)
+    monkeypatch.setattr(formulation, "run", noting)
     return noted
 
 

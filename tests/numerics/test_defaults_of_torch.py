@@ -45,13 +45,7 @@ def test_what_compilers_start_from(default_dtype) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("default_dtype", [torch.bfloat16], indirect=True)
-def test_compiled(default_dtype, monkeypatch, tmp_path) -> None:
-    """Made under another default; what is kept on disk serves processes that have theirs."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("metis_hf.numerics.kernels.compiled._kernels", {})
-    monkeypatch.setattr("metis_hf.numerics.kernels.ahead._rehearsals", {})  # of other tests' layers
+def test_compiled(default_dtype) -> None:
     x = normal(16, 64)
     wanted = fake_quantize(x)
     torch.set_default_dtype(default_dtype)

@@ -65,7 +65,7 @@ def test_what_compilers_start_from(rule):
 
 @pytest.mark.parametrize(
     "kernel",
-    ["reference", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])],
+    ["reference", pytest.param("compiled", marks=needs_compiler)],
 )
 def test_packed_and_stored(kernel):
     quantizer, x = Quantizer(scale_rule="search"), matrix(33, 160)

@@ -95,7 +95,7 @@ def test_rows_of_any_shape(shape):
     assert fake_quantize(x[:0], outer_scale="token").shape == x[:0].shape
 
 
-KERNELS = ["reference", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])]
+KERNELS = ["reference", pytest.param("compiled", marks=needs_compiler)]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -79,7 +79,7 @@ def kernels_for(*tensors: Tensor) -> str:
         return "reference"
     if _chosen is None:
         return _automatic(x.device)
-    lacks = _missing(_chosen, x.device)
+    lacks = missing(_chosen, x.device)
     if lacks:
         raise RuntimeError(
             f"kernels {_chosen!r} were asked for (use_kernels or {ENVIRONMENT}), and there is no "
@@ -88,7 +88,7 @@ def kernels_for(*tensors: Tensor) -> str:
     return _chosen
 
 
-def _missing(kernels: str, device: torch.device) -> str | None:
+def missing(kernels: str, device: torch.device) -> str | None:
     """Name the part that kernels lack on this device; None if nothing."""
     if kernels == "triton":
         triton = triton_backend()
@@ -124,7 +124,7 @@ def _automatic(device: torch.device) -> str:
     kernels = "triton" if device.type == "cuda" else "compiled"
     if device.type not in ("cpu", "cuda") or (kernels == "compiled" and _failed):
         return "reference"
-    lacks = _missing(kernels, device)
+    lacks = missing(kernels, device)
     if lacks is None:
         return kernels
     _warn_slow(f"there is no {lacks}")

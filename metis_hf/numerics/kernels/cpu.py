@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,15 @@ from metis_hf.numerics.scaling import (
 )
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-_NATIVE = "-march=native"
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CPU_INFO = Path("/proc/cpuinfo")
 _lock = threading.Lock()
@@ -70,7 +78,7 @@ class _Call(ctypes.Structure):
 
 def missing() -> str | None:
     """Name the part that compiling lacks; None if nothing."""
-    if _compiler():
+    if compiler():
         return None
     return (
         "C++ compiler (none of $CXX, g++, clang++ is found); install one, "
@@ -79,7 +87,8 @@ def missing() -> str | None:
 
 
 @functools.cache
-def _compiler() -> str | None:
+def compiler() -> str | None:
+    """Return the path of a C++ compiler, or None."""
     candidates = [os.environ.get("CXX", ""), "g++", "clang++"]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
@@ -208,10 +217,48 @@ def load() -> ctypes.CDLL:
         CompilationError: that failed.
     """
     with _lock:
+        file = directory() / f"cpu-{_identity()}.so"
+        if file.exists():
+            return _loaded(file)
         try:
-            library = ctypes.CDLL(str(_built()))
-        except OSError as error:
-            raise CompilationError(f"quantizers could not be compiled or loaded: {error}") from error
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+                library = build(Path(folder) / "cpu.so")
+                (Path(folder) / "cpu.so").replace(file)  # others never see a half
+                return library
+        except OSError:  # a folder that takes none: compiled for this process alone
+            with tempfile.TemporaryDirectory() as folder:
+                return build(Path(folder) / "cpu.so")
+
+
+def build(out: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile the library to a file and load it.
+
+    Args:
+        out: the file.
+        flags: for the compiler, after all others.
+
+    Raises:
+        CompilationError: that failed.
+    """
+    found = compiler()
+    if found is None:
+        raise CompilationError(f"there is no {missing()}")
+    error = ""
+    for native in (["-march=native"], []):  # not every compiler knows it for every processor
+        command = [found, *_FLAGS, *native, *flags, str(_SOURCE), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not done.returncode:
+            return _loaded(out)
+        error = error or done.stderr.strip()
+    raise CompilationError(f"{found} failed to compile {_SOURCE}: {error}")
+
+
+def _loaded(file: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise CompilationError(f"quantizers could not be compiled or loaded: {error}") from error
     for name in ("quantize", "pack", "unpack"):
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
@@ -219,46 +266,15 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _built() -> Path:
-    file = directory() / f"cpu-{_identity()}.so"
-    if file.exists():
-        return file
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / "cpu.so"
-            _compile(made)
-            made.replace(file)  # others never see a half
-        return file
-    except OSError:  # a folder that takes none: kept for this process alone
-        made = Path(tempfile.mkdtemp(prefix="metis_hf-")) / "cpu.so"
-        _compile(made)
-        return made
-
-
 def directory() -> Path:
     """Return where compiled code is kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metis_hf"
 
 
-def _compile(out: Path) -> None:
-    compiler = _compiler()
-    if compiler is None:
-        raise CompilationError(f"there is no {missing()}")
-    command = [compiler, *_FLAGS, "-pthread", str(_SOURCE), "-o", str(out)]
-    done = None
-    for native in ([_NATIVE], []):  # older compilers of some processors do not know the flag
-        done = subprocess.run([*command, *native], capture_output=True, text=True)
-        if not done.returncode:
-            return
-    assert done is not None
-    raise CompilationError(f"{compiler} failed to compile {_SOURCE.name}: {done.stderr.strip()}")
-
-
 @functools.cache
 def _identity() -> str:
     """Return a name for the source, the compiler and the processor's instructions."""
-    made_for = (_compiler(), _FLAGS, platform.machine(), _instructions())
+    made_for = (compiler(), _FLAGS, platform.machine(), _instructions())
     return hashlib.sha256(repr(made_for).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
 
 

@@ -94,8 +94,9 @@ def run(
         source = Noise(noise.static_words(key), data, noise.lane_hashes(x.device))
     if variant.task == "pack":
         return pack(x, variant, source, *others)
-    amax, minus, *plus = others
-    return fake_quantize(x, variant, source, amax, minus, minus if variant.same else plus[0])
+    if variant.same:
+        others = (*others, others[-1])
+    return fake_quantize(x, variant, source, *others)
 
 
 def _stochastic(magnitude: Tensor, uniform: Tensor) -> Tensor:

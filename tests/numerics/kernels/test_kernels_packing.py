@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from design import thinned
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,8 +14,9 @@ from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import (
     Packed,
     choice,
-    compiled,
+    cpu,
     fake_quantize,
+    formulation,
     pack,
     unpack,
     use_kernels,
@@ -23,29 +25,6 @@ from metis_hf.numerics.kernels.layout import packs
 from numerics.cases import assert_same_bits
 from numerics.helpers import seeded
 from numerics.kernels.test_kernels import ALL, TENSORS, needs_compiler
-
-# Each has a program to pack, one to unpack and one to go there and back, all three with a split.
-COMPILED = {
-    "rows, two levels": (Quantizer(), -1, torch.float32),
-    "rows, stochastic, up, bf16": (
-        Quantizer(rounding="stochastic", scale_rounding="up"),
-        -1,
-        torch.bfloat16,
-    ),
-    "columns, one level": (Quantizer(two_level=False), 0, torch.float32),
-    "squares, stochastic": (Quantizer(tile="square", rounding="stochastic"), -1, torch.float32),
-}
-
-
-# A case takes half a minute; test_kernels has the others' roundings and tiles.
-SHORT = ("rows, two levels", "columns, one level")
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Kernels run operation by operation, as compilers see them; works without a compiler."""
-    monkeypatch.setattr(compiled, "run", compiled.traced)
-    monkeypatch.setattr(compiled, "missing", lambda device: None)
 
 
 def finite(x: Tensor) -> bool:
@@ -92,15 +71,32 @@ def low_rank(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape[0], 2, generator=g) @ torch.randn(2, shape[1], generator=g)
 
 
+@pytest.fixture(params=["formulation", pytest.param("C++", marks=needs_compiler)])
+def kernels(request) -> Iterator[None]:
+    """The formulation, operation by operation, or the C++."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "formulation":
+            patched.setattr(cpu, "run", formulation.run)
+            patched.setattr(cpu, "missing", lambda: None)
+        yield
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", TENSORS)
-def test_formulation_packs_as_the_reference(name, traced) -> None:
+def test_kernels_pack_as_the_reference(name) -> None:
     x = TENSORS[name]
     for quantizer in ALL:
         for dim in (-1, 0) if quantizer.tile == "row" else (-1,):
             check(x, quantizer, dim)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@pytest.mark.usefixtures("kernels")
+@settings(
+    deadline=None,
+    max_examples=60,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.integers(1, 40),
     st.integers(1, 70),
@@ -109,35 +105,16 @@ def test_formulation_packs_as_the_reference(name, traced) -> None:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.booleans(),
 )
-def test_formulation_over_shapes_and_strides(rows, columns, quantizer, dim, dtype, flip) -> None:
+def test_shapes_and_strides(rows, columns, quantizer, dim, dtype, flip) -> None:
     """Odd numbers of blocks and of columns among them."""
     x = torch.randn(rows, columns, generator=seeded(rows)).to(dtype)
     low = low_rank(x.shape)
     if flip:
         x, low = x.t().contiguous().t(), low.t().contiguous().t()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled, "run", compiled.traced)
-        patched.setattr(compiled, "missing", lambda device: None)
-        check(x, quantizer, dim, torch.bfloat16 if flip else torch.float32, low)
+    check(x, quantizer, dim, torch.bfloat16 if flip else torch.float32, low)
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("case", thinned(COMPILED, SHORT.__contains__))
-def test_compiled_is_the_reference_to_the_bit(case) -> None:
-    quantizer, dim, dtype = COMPILED[case]
-    for x in TENSORS.values():
-        check(x, quantizer, dim, dtype, low_rank(x.shape))
-    count = len(compiled.compile_seconds())
-    for shape in [(1, 16), (16, 16), (3, 48), (17, 32), (500, 256)]:
-        x = torch.randn(shape, generator=seeded(1))
-        check(x, quantizer, dim, dtype, low_rank(shape))
-        check(x.t().contiguous().t(), quantizer, dim, dtype, low_rank(shape))
-    assert len(compiled.compile_seconds()) == count
-
-
-@needs_compiler
-@pytest.mark.slow
 def test_a_nan_spoils_no_other_block() -> None:
     """Two blocks share bytes; with one level of scales the other one stays what it is."""
     quantizer = Quantizer(two_level=False)
@@ -168,17 +145,17 @@ def test_a_failing_compilation_leaves_the_reference(task, monkeypatch) -> None:
 
     def fail(variant, *rest):
         if variant.task == task:
-            raise compiled.CompilationError("cc1plus: out of memory")
-        return compiled.traced(variant, *rest)
+            raise cpu.CompilationError("cc1plus: out of memory")
+        return formulation.run(variant, *rest)
 
     def there_and_back() -> Tensor:
         packed = pack(x, quantizer, minus=low)
         return unpack(packed, quantizer, shape=(256, 256), plus=low)
 
     monkeypatch.setattr(choice, "_chosen", None)
-    monkeypatch.setattr(compiled, "missing", lambda device: None)
-    monkeypatch.setattr(compiled, "run", fail)
-    monkeypatch.setattr(choice, "_failed", set())
+    monkeypatch.setattr(cpu, "missing", lambda: None)
+    monkeypatch.setattr(cpu, "run", fail)
+    monkeypatch.setattr(choice, "_failed", False)
     monkeypatch.setattr(choice, "_warned", set())
     with pytest.warns(UserWarning, match="out of memory"):
         assert_same_bits(there_and_back(), wanted)
