@@ -36,7 +36,7 @@ from torch import Tensor
 
 from metis_hf.numerics import Quantizer
 from metis_hf.numerics.kernels import KERNELS, pack, unpack, use_kernels
-from metis_hf.numerics.kernels.choice import ENVIRONMENT
+from metis_hf.numerics.kernels.choice import ENVIRONMENT, missing
 
 COPY = "copy"
 QUANTIZERS = {

@@ -1,9 +1,9 @@
 """Bytes that an operand's making moves, counted at the dispatcher: a proxy of time on a GPU.
 
-Every operator that is not a view counts the bytes of its tensor arguments and of its results. A
-compiled quantizer is one call that the dispatcher does not see: it counts its arguments and results,
-and once more what it reads first for the amax. Caches are not modelled. Multiples are of reading the tensor once and writing it
-once, as a copy does.
+Every operator that is not a view counts the bytes of its tensor arguments and of its results. The
+dispatcher does not see a compiled quantizer: that counts its arguments and results, and once more
+the input, where its amax is found first. Caches are not modelled. Multiples are of reading the
+tensor once and writing it once, as a copy does.
 """
 
 from __future__ import annotations

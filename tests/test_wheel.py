@@ -14,6 +14,7 @@ from paths import ROOT
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 DATA = {
+    "metis_hf/numerics/kernels/cpu.cpp",
     "metis_hf/py.typed",
     "metis_hf/lab/evaluate/paper_tables.json",
     "metis_hf/lab/compare/quartet2_grid.json",
