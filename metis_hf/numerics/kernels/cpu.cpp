@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -560,8 +561,14 @@ template <typename Work>
 static void share(int64_t tiles, int threads, Work work, int64_t least = 256) {
   int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, tiles / least));
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < parts; i++)
-    others.emplace_back([=] { work(i, tiles * i / parts, tiles * (i + 1) / parts); });
+  for (int64_t i = 1; i < parts; i++) {
+    auto part = [=] { work(i, tiles * i / parts, tiles * (i + 1) / parts); };
+    try {
+      others.emplace_back(part);
+    } catch (const std::system_error &) {  // no more threads
+      part();
+    }
+  }
   work(0, 0, tiles / parts);
   for (auto &other : others) other.join();
 }

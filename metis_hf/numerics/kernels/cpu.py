@@ -217,17 +217,20 @@ def load() -> ctypes.CDLL:
         CompilationError: that failed.
     """
     with _lock:
-        file = directory() / f"cpu-{_identity()}.so"
-        if file.exists():
-            return _loaded(file)
         try:
+            file = directory() / f"cpu-{_identity()}.so"
+            if file.exists():
+                with suppress(CompilationError):  # damaged: compiled again
+                    return _loaded(file)
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=file.parent) as folder:
                 library = build(Path(folder) / "cpu.so")
                 (Path(folder) / "cpu.so").replace(file)  # others never see a half
                 return library
-        except OSError:  # a folder that takes none: compiled for this process alone
-            with tempfile.TemporaryDirectory() as folder:
+        except (OSError, RuntimeError) as error:  # no folder that takes one, or no home
+            if isinstance(error, CompilationError):
+                raise
+            with tempfile.TemporaryDirectory() as folder:  # for this process alone
                 return build(Path(folder) / "cpu.so")
 
 

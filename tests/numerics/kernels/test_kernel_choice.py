@@ -134,7 +134,7 @@ with use_kernels("reference"):
 @pytest.mark.slow
 @pytest.mark.skipif(cpu.missing() is not None, reason="no C++ compiler")
 def test_processes_share_one_library(monkeypatch, tmp_path) -> None:
-    """Started together, and where the folder for it cannot be made."""
+    """Started together; over a damaged one; and where the folder for it cannot be made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     both = [subprocess.Popen([sys.executable, "-c", PROGRAM]) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
@@ -142,6 +142,9 @@ def test_processes_share_one_library(monkeypatch, tmp_path) -> None:
     before = file.stat().st_mtime_ns
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
     assert file.stat().st_mtime_ns == before
+    file.write_text("damaged")
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+    assert file.stat().st_size > 10_000
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 

@@ -204,7 +204,6 @@ def test_shapes_and_strides(case) -> None:
 @needs_compiler
 @pytest.mark.parametrize("case", COMPILED)
 def test_sizes_alignment_and_dtypes(case) -> None:
-    """Large enough for several threads too."""
     quantizer, dim, dtype = COMPILED[case]
     for shape in [(1, 16), (3, 5), (1, 1), (16, 17), (500, 256), (2048, 32)]:
         x = torch.randn(shape, generator=seeded(1))
@@ -216,6 +215,19 @@ def test_sizes_alignment_and_dtypes(case) -> None:
     both(quantizer, batches, dim=-2 if dim == 0 else -1, dtype=dtype)
     with torch.inference_mode(), torch.autocast("cpu"):
         both(quantizer, TENSORS["normal"] + 1, dim=dim, dtype=dtype)
+
+
+@needs_compiler
+def test_several_threads() -> None:
+    x = torch.randn(1024, 200, generator=seeded(4))  # 800 tiles of 16 x 16 or more
+    x[700, 100] = 1e5
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for quantizer, dim, dtype in COMPILED.values():
+            both(quantizer, x, dim=dim, dtype=dtype)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_compiler
