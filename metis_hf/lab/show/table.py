@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,8 +70,8 @@ def terminal_table(
 
     table = Table(title=Text(title, style="table.title"))
     for index, name in enumerate(header):
-        width = None if index else max([len(cells[0]) for cells in rows], default=None)
-        table.add_column(Text(name), justify="right" if index else "left", min_width=width)
+        justify: Literal["left", "right"] = "right" if index else "left"
+        table.add_column(Text(name), justify=justify, no_wrap=not index, overflow="fold")
     for index, cells in enumerate(rows):
         table.add_row(*map(Text, cells), style=styles[index] if index < len(styles) else None)
     return table
