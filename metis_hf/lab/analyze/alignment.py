@@ -38,13 +38,9 @@ def subspace(x: Tensor, rank: int) -> Tensor:
 
 
 def mean_squared_correlation(a: Tensor, b: Tensor) -> float:
-    """Return the mean squared canonical correlation of two subspaces: |a^T b|_F^2 / k, 0 to 1.
+    """Return the mean squared cosine of the principal angles: |a^T b|_F^2 / k, 0 to 1.
 
-    Canonical correlations are the cosines of the principal angles.
-
-    Args:
-        a: [c k] orthonormal, the subspace asked for.
-        b: [c n] orthonormal; with n < k the k - n directions that it lacks count as 0.
+    a [c k], the subspace asked for, and b [c n] are orthonormal; what b lacks of a counts as 0.
     """
     product = a.double().T @ b.double()
     return float(product.square().sum() / a.shape[1])
@@ -78,22 +74,16 @@ def alignment_data(x: Tensor, rank: int, length: int | None) -> dict:
     for unit, size in units.items():
         total = x.shape[0] // size
         blocks = x[: total * size].view(total, size, -1)
-        curve: dict[str, list[float]] = {
-            key: [] for key in ("ratio", "count", "mean", "low", "high")
-        }
+        points = []
         for count in sorted({round(ratio * total) for ratio in RATIOS} - {0}):
-            draws = [
-                mean_squared_correlation(
-                    whole,
-                    subspace(blocks[pick(count, total, unit, count, draw)].flatten(0, 1), rank),
-                )
-                for draw in range(DRAWS if count < total else 1)
-            ]
+            draws = []
+            for draw in range(DRAWS if count < total else 1):
+                few = blocks[pick(count, total, unit, count, draw)].flatten(0, 1)
+                draws.append(mean_squared_correlation(whole, subspace(few, rank)))
             mean = sum(draws) / len(draws)
-            values = (count / total, float(count), mean, min(draws), max(draws))
-            for key, value in zip(curve, values):
-                curve[key].append(value)
-        data[f"by_{unit}"] = curve
+            points.append((count / total, float(count), mean, min(draws), max(draws)))
+        columns = map(list, zip(*points))
+        data[f"by_{unit}"] = dict(zip(("ratio", "count", "mean", "low", "high"), columns))
     return data
 
 

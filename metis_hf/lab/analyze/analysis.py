@@ -17,37 +17,24 @@ _COLUMNS = ("fraction", "energy", "noise_fraction", "stable_rank", "nvfp4_sqnr_d
 
 @dataclass
 class Analysis:
-    """Results so far; JSON-ready but for the paths.
-
-    Attributes:
-        model: what is analyzed.
-        lines: layer -> kind -> the figures of the table (`tensor_line`).
-        portraits: layer -> kind -> everything (`tensor_portrait`).
-        residuals: layer -> curves (`residual_spectra`).
-        universality: model -> layer, shape and spectrum of its last FFN's weight.
-        ranks: layer -> directions that Metis keeps apart.
-        text: file, sequences and length of the batch; empty without one.
-        control: the other checkpoint, if any.
-        notes: what could not be measured, and why.
-        missing: what is still to be measured; empty once the analysis is complete.
-    """
+    """Results so far, JSON-ready."""
 
     model: str
+    # Layer -> kind -> the figures of the table (`tensor_line`), and everything (`tensor_portrait`).
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
     portraits: dict[str, dict[str, Any]] = field(default_factory=dict)
-    residuals: dict[str, dict[str, Any]] = field(default_factory=dict)
-    universality: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)
-    text: dict[str, Any] = field(default_factory=dict)
-    control: str = ""
-    notes: list[str] = field(default_factory=list)
-    missing: str = ""
+    residuals: dict[str, dict[str, Any]] = field(default_factory=dict)  # layer -> curves
+    universality: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> last FFN
+    ranks: dict[str, int] = field(default_factory=dict)  # layer -> directions kept apart by Metis
+    text: dict[str, Any] = field(default_factory=dict)  # file, sequences and length
+    control: str = ""  # the other checkpoint
+    notes: list[str] = field(default_factory=list)  # what could not be measured, and why
+    missing: str = ""  # what is still to be measured
 
     def risk(self, layer: str) -> float:
         """Return the largest share of singular directions that direct NVFP4 swamps, else NaN."""
-        shares = [line.get("nvfp4_swamped", float("nan")) for line in self.lines[layer].values()]
-        known = [share for share in shares if share == share]
-        return max(known) if known else float("nan")
+        shares = [line.get("nvfp4_swamped", math.nan) for line in self.lines[layer].values()]
+        return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def by_risk(self) -> list[str]:
         """Return the layers: first the ones without a known risk, then the riskiest."""
@@ -56,11 +43,8 @@ class Analysis:
 
     def sort(self, names: Sequence[str], chosen: Sequence[str]) -> None:
         """Sort lines as `names`, portraits and residuals as `chosen`."""
-        for part, order in (
-            (self.lines, names),
-            (self.portraits, chosen),
-            (self.residuals, chosen),
-        ):
+        orders = (self.lines, names), (self.portraits, chosen), (self.residuals, chosen)
+        for part, order in orders:
             for name in [name for name in order if name in part]:
                 part[name] = part.pop(name)
 

@@ -29,12 +29,7 @@ Measure = Callable[[str, str, Tensor], None]  # layer, "activation" or "gradient
 
 
 def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> Tensor:
-    """Return the beginning of a text as sequences of token ids [n length], n <= sequences.
-
-    Raises:
-        FileNotFoundError: no such file; no tokenizer beside the weights.
-        ValueError: as `model_sequences`.
-    """
+    """Return the beginning of a text as sequences of token ids [n length], n <= sequences."""
     for name in _TOKENIZER_FILES:
         with contextlib.suppress(FileNotFoundError):
             source.file(name)
@@ -52,11 +47,7 @@ def token_ids(source: WeightSource, text: Path, sequences: int, length: int) -> 
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
-    """Return the model, in eval mode (no dropout, rounding to nearest), parameters frozen.
-
-    Raises:
-        ValueError: transformers has no class of that name.
-    """
+    """Return the model, in eval mode (no dropout, rounding to nearest), parameters frozen."""
     name = (getattr(source.config, "architectures", None) or ["none"])[0]
     cls: Any = getattr(transformers, name, None)
     if cls is None:
@@ -75,27 +66,16 @@ def has_loss(model: PreTrainedModel) -> bool:
 
 @dataclass
 class Capture:
-    """Hooks on a model's layers while batches run.
+    """Hooks on a model's layers while batches run."""
 
-    Args:
-        keep: layers whose rows are kept.
-        measure: called once per layer and kind with the rows of the first micro-batch.
-        done: called with the number of each micro-batch.
-        kept: (layer, kind) -> rows of all micro-batches so far.
-    """
-
-    keep: set[str]
-    measure: Measure
-    done: Callable[[int], None] = lambda number: None
-    kept: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    keep: set[str]  # layers whose rows are kept
+    measure: Measure  # called once per layer and kind with the rows of the first micro-batch
+    done: Callable[[int], None] = lambda number: None  # called with each micro-batch's number
+    kept: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)  # by layer and kind
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
     def run(self, model: PreTrainedModel, ids: Tensor, layers: Iterable[str]) -> None:
-        """Run forward (and backward, where the model has a loss) over ids [n length].
-
-        Args:
-            layers: names of modules; those that the model lacks are left out.
-        """
+        """Run forward (and backward, where the model has a loss) over ids [n length]."""
         modules = dict(model.named_modules())
         handles = [
             modules[name].register_forward_hook(self._hook(name))

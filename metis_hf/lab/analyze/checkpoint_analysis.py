@@ -122,11 +122,7 @@ def _matching(source: WeightSource, layers: str | None) -> list[str]:
 
 
 def _check_control(control: WeightSource | None, source: WeightSource, name: str) -> None:
-    """Check that the control has a layer of that name and shape.
-
-    Raises:
-        ValueError: it has none: another model.
-    """
+    """Refuse a control without a layer of that name and shape."""
     if control is None:
         return
     if name not in control.names:

@@ -44,25 +44,18 @@ _NVIDIA_ROLES = {"activation": Role.WGRAD_INPUT, "gradient": Role.WGRAD_GRAD_OUT
 
 @dataclass(frozen=True)
 class OperandValues:
-    """A matrix as a scheme's GEMM gets it.
+    """A matrix as a scheme's GEMM gets it."""
 
-    Attributes:
-        values: [t c], fp32.
-        zeroed: share of non-zero elements that become zero, in the matrix that is quantized last
-            (the matrix itself, the rotated one or the residual).
-    """
-
-    values: Tensor
+    values: Tensor  # [t c], fp32
+    # Share of non-zero elements that become zero, in the matrix that is quantized last (the matrix
+    # itself, the rotated one or the residual).
     zeroed: float
 
 
 class Quantizers:
-    """The operands of one layer under every compared scheme.
+    """The operands of one layer [o i] under every compared scheme.
 
-    Args:
-        name: of the layer; noise differs by it.
-        shape: (out_features, in_features).
-        rank: directions that Metis keeps apart; None takes the schemes' own (1.5 %).
+    `rank` directions are kept apart by Metis; None takes the schemes' own (1.5 %).
     """
 
     def __init__(self, name: str, shape: tuple[int, int], rank: int | None = None) -> None:
@@ -78,18 +71,15 @@ class Quantizers:
         return layer_rank(self.config(COMPENSATED), self.shape[1], self.shape[0])
 
     def weight(self, stored: StoredWeight, scheme: str) -> OperandValues:
-        """Return a weight under a scheme: as stored if the checkpoint trained in it, else converted
-        as `get_metis_model` would.
-
-        Raises:
-            ValueError: the scheme's operand depends on the input of a call.
-        """
+        """Return a weight under a scheme: as it is stored if it trained in that, else converted."""
         layer = make_layer(stored.weight, None, self.config(scheme), name=self.name)
         _check_needs_no_call(scheme, layer.scheme.fprop_weight)
         params, form = layer.weight_params(), layer.weight_form
-        if stored.parts is not None and self._is_trained(stored, scheme):
+        parts = stored.parts
+        trained = parts is not None and self.rank in (None, len(parts[1]))
+        if parts is not None and trained and stored.scheme == scheme:
             assert stored.form is not None
-            params, form = stored.parts, stored.form
+            params, form = parts, stored.form
         keys = CallKeys(layer.noise_key(), params[-1], params[-1])
         plan = GemmPlan(layer.scheme, form, torch.float32, keys)
         operand = layer.scheme.fprop_weight
@@ -103,17 +93,8 @@ class Quantizers:
                 last = conditioner.parts(last, quantizer, dim=-1, key=key)[-1].before
         return OperandValues(values, float(element_fates(last, quantizer)[0]))
 
-    def _is_trained(self, stored: StoredWeight, scheme: str) -> bool:
-        """Return whether the parts on disk are those that the scheme would train."""
-        assert stored.parts is not None
-        return stored.scheme == scheme and self.rank in (None, len(stored.parts[1]))
-
     def rows(self, x: Tensor, kind: str, scheme: str) -> OperandValues:
-        """Return an activation or gradient [t c] under a scheme.
-
-        Raises:
-            ValueError: the scheme's operand depends on the weight, or other inputs of the layer.
-        """
+        """Return an activation or gradient [t c] under a scheme."""
         plan = build_scheme(self.config(scheme), self.shape[1], self.shape[0])
         role, operand = plan.resolve((_NVIDIA_ROLES if scheme == "nvidia" else _ROLES)[kind])
         _check_needs_no_call(scheme, operand)
@@ -137,19 +118,12 @@ def _check_needs_no_call(scheme: str, operand: Operand) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """One of the three tensors of a layer, with what quantizes it.
+    """One of the three tensors of a layer, with what quantizes it."""
 
-    Attributes:
-        x: [t c]; a weight is [o i].
-        kind: "weight", "activation" or "gradient".
-        quantizers: of the layer.
-        stored: the weight, for kind "weight".
-    """
-
-    x: Tensor
-    kind: str
+    x: Tensor  # [t c]; a weight is [o i]
+    kind: str  # "weight", "activation" or "gradient"
     quantizers: Quantizers
-    stored: StoredWeight | None = None
+    stored: StoredWeight | None = None  # for kind "weight"
 
     def quantize(self, scheme: str) -> OperandValues:
         """Return this tensor under a scheme."""
@@ -222,8 +196,7 @@ def distortion_data(sample: Sample) -> tuple[dict, dict[str, Tensor]]:
 def swamped_share(sigma: Tensor, x: Tensor, x_hat: Tensor) -> float:
     """Share of the singular values of x [t c] below the spectral norm of x_hat - x.
 
-    By Weyl's and Wedin's inequalities those are the components that the rounding error is large
-    enough to replace: neither their value nor their direction is safe.
+    By Weyl's and Wedin's inequalities the rounding error is large enough to replace them.
     """
     return float((sigma <= spectral_norm(x_hat - x)).float().mean())
 

@@ -31,6 +31,10 @@ def histogram(values: Tensor, edges: np.ndarray) -> list[float]:
     return (counts / (values.numel() * np.diff(edges))).tolist()
 
 
+def _own_histogram(values: Tensor, edges: np.ndarray) -> dict:
+    return {"edges": edges.tolist(), "density": histogram(values, edges)}
+
+
 def even_edges(values: Tensor) -> np.ndarray:
     """Return edges of equal bins, symmetric about zero and over all of `values`."""
     reach = max(float(values.abs().amax()), 1e-30)
@@ -54,6 +58,12 @@ def width(values: Tensor) -> dict[str, float]:
     }
 
 
+def _shown_with_residual(x: Tensor, svd: Svd, removed: int) -> tuple[Tensor, Tensor]:
+    """Return the shown rows of x, and the same without the leading components."""
+    rows, kept = shown_rows(x), slice(0, removed)
+    return x[rows], x[rows] - (svd.left(kept)[rows] * svd.s[kept]) @ svd.right(kept).T
+
+
 def component_data(x: Tensor, svd: Svd) -> dict:
     """Return histograms of x and of s_i u_i v_i^T for i = 0, 16, 128, 1024 where they exist."""
     rows = shown_rows(x)
@@ -61,14 +71,8 @@ def component_data(x: Tensor, svd: Svd) -> dict:
     edges = even_edges(x)
     components: dict[str, dict] = {}
     for index in (i for i in COMPONENTS if i < len(svd.s)):
-        left, right = svd.left([index])[rows], svd.right([index])
-        component = (left * svd.s[index]) @ right.T
-        own = even_edges(component)
-        components[str(index)] = {
-            "edges": own.tolist(),
-            "density": histogram(component, own),
-            **width(component),
-        }
+        component = (svd.left([index])[rows] * svd.s[index]) @ svd.right([index]).T
+        components[str(index)] = _own_histogram(component, even_edges(component)) | width(component)
     return {"edges": edges.tolist(), "full": histogram(x, edges), "components": components}
 
 
@@ -80,16 +84,13 @@ def residual_data(x: Tensor, svd: Svd) -> dict:
         (ratios of those widths); vectors: histograms of left singular vectors by index.
     """
     removed = min(removed_components(len(svd.s)), len(svd.s) - 1)
-    kept, rows = slice(0, removed), shown_rows(x)
-    x = x[rows]
-    residual = x - (svd.left(kept)[rows] * svd.s[kept]) @ svd.right(kept).T
+    x, residual = _shown_with_residual(x, svd, removed)
     edges, own = even_edges(x), even_edges(residual)
     full, rest = width(x), width(residual)
     vectors = {}
     for index in (i for i in COMPONENTS if i < len(svd.s)):
         column = svd.left([index])
-        grid = even_edges(column)[::3]
-        vectors[str(index)] = {"edges": grid.tolist(), "density": histogram(column, grid)}
+        vectors[str(index)] = _own_histogram(column, even_edges(column)[::3])
     return {
         "removed": removed,
         "edges": edges.tolist(),
@@ -105,10 +106,7 @@ def residual_data(x: Tensor, svd: Svd) -> dict:
 
 def preprocessing_data(x: Tensor, svd: Svd, rank: int) -> dict:
     """Return histograms of x, of x under 16 x 16 Hadamard blocks, and of Metis's residual."""
-    kept = slice(0, min(rank, len(svd.s)))
-    rows = shown_rows(x)
-    x = x[rows]
-    residual = x - (svd.left(kept)[rows] * svd.s[kept]) @ svd.right(kept).T
+    x, residual = _shown_with_residual(x, svd, min(rank, len(svd.s)))
     rotated = rotate(x, dim=-1, seed=0)[:, : x.shape[1]]
     variants = {"original": x, "Hadamard": rotated, "Metis residual": residual}
     edges = even_edges(torch.stack([v.abs().amax() for v in variants.values()]))

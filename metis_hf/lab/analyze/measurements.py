@@ -28,7 +28,7 @@ from metis_hf.lab.analyze import (
 from metis_hf.lab.analyze.analysis import KINDS, Analysis
 from metis_hf.lab.analyze.analysis_page import PageWriter
 from metis_hf.lab.analyze.distortion import Quantizers, Sample
-from metis_hf.lab.analyze.stored_weights import StoredWeight, WeightSource, last_ffn
+from metis_hf.lab.analyze.stored_weights import WeightSource, last_ffn
 from metis_hf.lab.show.progress import TaskProgress
 from metis_hf.lab.store import Store, source_digest, task_key
 
@@ -45,25 +45,15 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """A checkpoint, and the parts of it that are analyzed.
-
-    Attributes:
-        source: the checkpoint.
-        control: the one to compare residuals with, if any.
-        models: checkpoints whose last FFNs are compared.
-        names: layers of `source` that get a line in the table.
-        chosen: the layers of `names` that get a portrait.
-        rank: directions that Metis keeps apart; None takes the schemes' own.
-        ids: the text's tokens [n length], if any.
-    """
+    """A checkpoint, and the parts of it that are analyzed."""
 
     source: WeightSource
-    control: WeightSource | None
-    models: Sequence[WeightSource]
-    names: list[str]
-    chosen: list[str]
-    rank: int | None
-    ids: Tensor | None
+    control: WeightSource | None  # to compare residuals with
+    models: Sequence[WeightSource]  # whose last FFNs are compared
+    names: list[str]  # layers of `source` that get a line in the table
+    chosen: list[str]  # and a portrait
+    rank: int | None  # directions that Metis keeps apart; None takes the schemes' own
+    ids: Tensor | None  # the text's tokens [n length]
 
 
 class Measurements:
@@ -152,19 +142,30 @@ class Measurements:
 
     def _weight(self, name: str) -> None:
         """Measure a layer's weight: its line, and what figures show of it."""
+        result, control = self.result, self.request.control
+        stored = functools.cache(lambda: self.source.load(name))  # once it is asked for
+
+        def sample() -> Sample:
+            return Sample(stored().weight, "weight", self.quantizers[name], stored())
+
+        def residual() -> Measured:  # {} where the weight is not stored split
+            parts = stored().parts
+            other = None if control is None else control.load(name)
+            kept = result.ranks[name] if parts is None else len(parts[1])
+            return portrait.residual_spectra(stored(), other, kept) or {}
+
         reused = self._get("line", name, "weight", self.of_weights) is not None
-        weight, result = _Weight(self.source, name, self.quantizers[name]), self.result
         measured = functools.partial(self._measured, name=name, kind="weight")
-        line = measured("line", key=self.of_weights, measure=weight.line)
+        line = measured("line", key=self.of_weights, measure=lambda: portrait.tensor_line(sample()))
         result.lines[name] = {"weight": line}
         if name in self.chosen:
-            shown = measured("portrait", key=self.of_weights, measure=weight.portrait)
-            result.portraits[name] = {"weight": shown}
-            curves = measured(
-                "residual",
-                key=self.of_control,
-                measure=lambda: weight.residual(self.request.control, result.ranks[name]),
+            shown = measured(
+                "portrait",
+                key=self.of_weights,
+                measure=lambda: portrait.tensor_portrait(sample(), None),
             )
+            result.portraits[name] = {"weight": shown}
+            curves = measured("residual", key=self.of_control, measure=residual)
             if curves:
                 result.residuals[name] = curves
         self.bars.advance(WEIGHTS, reused=reused)
@@ -265,32 +266,3 @@ class Measurements:
                     value = self._get(part, name, kind, self.of_text)
                     if value:  # {}: it saw no token
                         by_kind[kind] = value
-
-
-@dataclass
-class _Weight:
-    """A layer's weight, read when it is first asked for."""
-
-    source: WeightSource
-    name: str
-    quantizers: Quantizers
-
-    @functools.cached_property
-    def stored(self) -> StoredWeight:
-        return self.source.load(self.name)
-
-    @property
-    def sample(self) -> Sample:
-        return Sample(self.stored.weight, "weight", self.quantizers, self.stored)
-
-    def line(self) -> Measured:
-        return portrait.tensor_line(self.sample)
-
-    def portrait(self) -> Measured:
-        return portrait.tensor_portrait(self.sample, None)
-
-    def residual(self, control: WeightSource | None, rank: int) -> Measured:
-        """Return the curves of `residual_spectra`; {} where the weight is not stored split."""
-        other = None if control is None else control.load(self.name)
-        kept = rank if self.stored.parts is None else len(self.stored.parts[1])
-        return portrait.residual_spectra(self.stored, other, kept) or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from metis_hf.lab.analyze.spectra import (
 from metis_hf.lab.analyze.stored_weights import StoredWeight
 
 PORTRAIT_ROWS = 4096  # token rows of an activation or gradient, beyond alignment
-NARROW_STATISTIC = "q999"
 
 
 def unusable(x: Tensor) -> str | None:
@@ -32,13 +32,7 @@ def unusable(x: Tensor) -> str | None:
 def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[str, Any]:
     """Return the figures of one tensor in the table of layers; {"note": reason} if it has none.
 
-    Args:
-        sample: the tensor.
-        spectrum: knows the singular values of the tensor before, which may be the same.
-
-    Returns:
-        shape, elbow, fraction, energy, noise_fraction, stable_rank, sigma (all of them), and what
-        `risk_data` gives.
+    They are shape, stable_rank, `spectrum_data` without noise_sigma, and `risk_data`.
     """
     reason = unusable(sample.x)
     if reason is not None:
@@ -54,23 +48,18 @@ def tensor_line(sample: Sample, spectrum: LastSpectrum | None = None) -> dict[st
 
 
 def tensor_portrait(sample: Sample, length: int | None) -> dict[str, Any]:
-    """Return everything that figures show of one tensor.
+    """Return everything that figures show of one tensor; {"note": reason} if it has nothing.
 
-    Args:
-        sample: x [t c]; a zero or non-finite one gives {"note": reason}.
-        length: rows of a sequence, for the alignment of an activation or gradient; None: its rows
-            are no sequences, as an expert's rows.
+    `length` rows are a sequence; None: its rows are no sequences, as an expert's.
     """
+    data: dict[str, Any] = {"shape": list(sample.x.shape)}
     reason = unusable(sample.x)
     if reason is not None:
-        return {"shape": list(sample.x.shape), "note": reason}
-    data: dict[str, Any] = {"shape": list(sample.x.shape)}
-    rank = sample.quantizers.split_rank()
+        return data | {"note": reason}
+    rank, few = sample.quantizers.split_rank(), sample
     if sample.kind != "weight":
         data["alignment"] = alignment.alignment_data(sample.x, rank, length)
-        few = Sample(sample.x[:PORTRAIT_ROWS], sample.kind, sample.quantizers)
-    else:
-        few = sample
+        few = replace(sample, x=sample.x[:PORTRAIT_ROWS])
     x = limit_rows(few.x)
     svd = Svd.of(x)
     data["spectrum"] = spectrum_data(svd.s, x.shape)

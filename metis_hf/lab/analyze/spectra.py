@@ -62,10 +62,6 @@ class Svd:
             return self.short[:, index]
         return self._unit(self.x.T @ self.short[:, index])
 
-    def component(self, index: int) -> Tensor:
-        """Return s_i u_i v_i^T, [t c]."""
-        return (self.left([index]) * self.s[index]) @ self.right([index]).T
-
     @staticmethod
     def _unit(columns: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(columns, dim=0)
@@ -153,12 +149,7 @@ def _smooth(values: np.ndarray, width: float) -> np.ndarray:
 def noise_spectrum(rows: int, columns: int, energy: float) -> np.ndarray:
     """Return singular values of independent normal entries (Marchenko-Pastur quantiles).
 
-    Args:
-        rows, columns: shape of the matrix.
-        energy: its squared Frobenius norm.
-
-    Returns:
-        [min(rows, columns)] descending.
+    They are [min(rows, columns)] descending, and their squares sum to `energy`.
     """
     small, large = sorted((rows, columns))
     beta = small / large
@@ -167,12 +158,6 @@ def noise_spectrum(rows: int, columns: int, energy: float) -> np.ndarray:
     above = (np.sin(angle) ** 2 / squares).cumsum()
     quantiles = np.interp((np.arange(small) + 0.5) / small, above / above[-1], squares)
     return np.sqrt(quantiles * energy / quantiles.sum())
-
-
-def energy_share(values: np.ndarray, count: int) -> float:
-    """Share of the squared Frobenius norm in the leading `count` singular values."""
-    squares = np.square(np.asarray(values, dtype=np.float64))
-    return float(squares[:count].sum() / squares.sum())
 
 
 def spectrum_data(values: Tensor, shape: Sequence[int]) -> dict:
@@ -187,8 +172,9 @@ def spectrum_data(values: Tensor, shape: Sequence[int]) -> dict:
     noise = noise_spectrum(rows, columns, energy=float(np.square(sigma).sum()))
     data: dict = {"rank": len(sigma), "sigma": sigma.tolist(), "noise_sigma": noise.tolist()}
     for prefix, curve in (("", sigma), ("noise_", noise)):
-        found = elbow(curve)
+        found, squares = elbow(curve), np.square(curve)
         data[f"{prefix}elbow"] = found
         data[f"{prefix}fraction"] = None if found is None else found / len(curve)
-        data[f"{prefix}energy"] = None if found is None else energy_share(curve, found)
+        share = squares[:found].sum() / squares.sum()
+        data[f"{prefix}energy"] = None if found is None else float(share)
     return data

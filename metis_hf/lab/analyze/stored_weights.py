@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,13 @@ _KEY = re.compile(r"k_proj|\.key\b|c_attn|query_key_value|qkv_proj|SelfAttention
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as a checkpoint holds it.
+    """A weight as a checkpoint holds it, in fp32."""
 
-    Attributes:
-        name: of the layer.
-        weight: the matrix that it stands for, [o i], fp32.
-        parts: u [o k], s [k], vh [k i], residual [o i] of a split weight, fp32; else None.
-        form: how the parts make the weight.
-        scheme: the scheme that the parts were trained in.
-    """
-
-    name: str
-    weight: Tensor
-    parts: tuple[Tensor, ...] | None = None
-    form: WeightForm | None = None
-    scheme: str | None = None
+    name: str  # of the layer
+    weight: Tensor  # [o i], the matrix that it stands for
+    parts: tuple[Tensor, ...] | None = None  # of a split weight: u [o k], s [k], vh [k i], [o i]
+    form: WeightForm | None = None  # how the parts make the weight
+    scheme: str | None = None  # that the parts were trained in
 
     def rows(self, index: Tensor) -> StoredWeight:
         """Return the same with some of the rows only."""
@@ -117,11 +109,7 @@ class WeightSource:
         return list(self._places)
 
     def file(self, name: str) -> Path:
-        """Return a file of the checkpoint, from the directory or from the hub's cache.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Return a file of the checkpoint, from the directory or from the hub's cache."""
         folder = Path(self.checkpoint)
         if folder.is_dir() or folder.is_absolute() or self.checkpoint.startswith("."):
             if not (folder / name).is_file():
@@ -147,11 +135,7 @@ class WeightSource:
         return [self.file("config.json").read_text(encoding="utf-8"), sizes]
 
     def load(self, name: str) -> StoredWeight:
-        """Read one layer's weight; nothing of it stays here.
-
-        Raises:
-            FileNotFoundError: a shard that the index names is missing.
-        """
+        """Read one layer's weight; nothing of it stays here."""
         place = self._places[name]
         if not place.key.endswith(_SPLIT[-1]):
             weight = self._read(place.key, place.expert)
@@ -208,21 +192,21 @@ class WeightSource:
             name = _in_model(base, known, getattr(skeleton, "base_model_prefix", ""))
             if part == _SPLIT[-1]:
                 found[name] = _Place(key)
-            elif part == "weight" and (name in linears or (name not in known and self._is_2d(key))):
-                if name in linears or not _NO_LINEAR.search(name):
-                    found[name] = _Place(key, transposed=linears.get(name, False))
+            elif part == "weight" and (name in linears or self._is_linear(key, name, known)):
+                found[name] = _Place(key, transposed=linears.get(name, False))
             elif (whole := _in_model(key, linears, "")) in linears:
                 for expert in range(self._shape(key)[0]):
                     found[f"{whole}.{expert}"] = _Place(key, linears[whole], expert)
         order = {name: position for position, name in enumerate(known)}
         return iter(sorted(found.items(), key=lambda item: _position(item[0], order)))
 
+    def _is_linear(self, key: str, name: str, known: Container[str]) -> bool:
+        """Guess of a module that the skeleton does not have."""
+        return name not in known and len(self._shape(key)) == 2 and not _NO_LINEAR.search(name)
+
     def _shape(self, key: str) -> list[int]:
         with safe_open(self._files[key], "pt") as tensors:
             return tensors.get_slice(key).get_shape()
-
-    def _is_2d(self, key: str) -> bool:
-        return len(self._shape(key)) == 2
 
 
 def _skeleton(config: Any) -> nn.Module | None:
@@ -235,10 +219,7 @@ def _skeleton(config: Any) -> nn.Module | None:
 
 
 def _renaming(skeleton: Any) -> Callable[[str], str]:
-    """Return the name in the model of a tensor in a checkpoint, where it is loaded as it is.
-
-    One that it merges with others keeps its name.
-    """
+    """Return a function from tensor names of a checkpoint to the model's; merged ones stay."""
     mapping = [] if skeleton is None else get_model_conversion_mapping(skeleton, None, None)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

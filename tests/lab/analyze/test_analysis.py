@@ -14,9 +14,10 @@ import transformers
 from conftest import VOCAB, gpt2, llama
 from typer.testing import CliRunner
 
+from lab.analyze.analyzed import save_llama
+from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.cli.main import app
-from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.lab.analyze import analyze, capture
 from metis_hf.lab.analyze import spectrum_figures as figures
 from metis_hf.lab.analyze.analysis import KINDS
@@ -26,23 +27,15 @@ from metis_hf.layers.gemm import GemmPlan
 from metis_hf.schemes import Role
 from metis_hf.schemes.noise_keys import CallKeys
 
-TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(400))
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama whose weights Metis stores split, with a tokenizer; and the same before that."""
+    """A Llama with a tokenizer and a text; and the same with weights that Metis stores split."""
     folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=300)
-    model = llama()
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder / "plain")
+    model = save_llama(folder / "plain", folder / "text.py")
     split = MetisConfig(scheme="metis", split_weight=True, rank=16)
+    shutil.copytree(folder / "plain", folder / "metis")
     get_metis_model(model, split).save_pretrained(folder / "metis")
-    for name in ("plain", "metis"):
-        tokenizer.save_pretrained(folder / name)
-    (folder / "text.py").write_text(TEXT)
     return folder
 
 
@@ -67,8 +60,7 @@ def analysis(checkpoint):
     return result, out
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
-@pytest.mark.parametrize("shard", ["5GB", "100KB"])
+@pytest.mark.parametrize(("build", "shard"), [(llama, "5GB"), (gpt2, "100KB")])
 def test_streamed_weights_are_the_models(build, shard, tmp_path):
     model = build()
     model.save_pretrained(tmp_path, max_shard_size=shard)
@@ -84,28 +76,23 @@ def test_streamed_weights_are_the_models(build, shard, tmp_path):
         assert source.shape(name) == tuple(weight.shape)
 
 
-@pytest.mark.parametrize("scheme", ["metis", "metis-paper", "bf16-split"])
-def test_split_weights_are_what_they_represent(scheme, tmp_path):
-    model = get_metis_model(llama(), MetisConfig(scheme=scheme, split_weight=True))
-    with torch.no_grad():
-        for _, layer in metis_layers(model):
-            layer.s.mul_(1.5)  # as training would: no longer the plain decomposition
-    model.save_pretrained(tmp_path)
-    source = WeightSource(tmp_path)
-    for name, layer in metis_layers(model):
-        stored = source.load(name)
-        assert torch.equal(stored.weight, layer.weight)
-        assert torch.equal(stored.residual, layer.weight_residual)
-        assert stored.scheme == scheme
+def test_split_weights_are_what_they_represent(tmp_path):
+    for scheme in ("metis", "metis-paper", "bf16-split"):
+        model = get_metis_model(llama(1), MetisConfig(scheme=scheme, split_weight=True))
+        with torch.no_grad():
+            for _, layer in metis_layers(model):
+                layer.s.mul_(1.5)  # as training would: no longer the plain decomposition
+        model.save_pretrained(tmp_path / scheme)
+        source = WeightSource(tmp_path / scheme)
+        for name, layer in metis_layers(model):
+            stored = source.load(name)
+            assert torch.equal(stored.weight, layer.weight)
+            assert torch.equal(stored.residual, layer.weight_residual)
+            assert stored.scheme == scheme
 
 
 def test_experts_are_read_one_by_one(tmp_path):
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=3,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
-    model.save_pretrained(tmp_path)
+    mixtral(3).save_pretrained(tmp_path)
     source = WeightSource(tmp_path)
     experts = [name for name in source.names if "experts" in name]
     assert len(experts) in (6, 9)  # fused, or w1, w2 and w3 apart

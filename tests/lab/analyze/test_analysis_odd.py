@@ -9,6 +9,8 @@ import torch
 import transformers
 from conftest import VOCAB, llama
 
+from lab.analyze.analyzed import TEXT
+from lab.experts import mixtral
 from metis_hf import MetisConfig, get_metis_model, metis_layers
 from metis_hf.data.corpus import Document, train_tokenizer
 from metis_hf.lab.analyze import alignment, analyze
@@ -36,9 +38,8 @@ def test_a_picture_of_layers_without_a_spectrum():
     assert figures.risk_map(lines).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
+def test_no_two_layers_have_one_short_name():
+    for names in (
         {
             "model.layers.3.self_attn.q_proj": ("3", "q_proj"),
             "model.layers.4.mlp.up_proj": ("4", "up_proj"),
@@ -50,19 +51,11 @@ def test_a_picture_of_layers_without_a_spectrum():
             "h.2.mlp": ("2", "mlp"),
         },
         {
-            "encoder.block.0.layer.0.SelfAttention.q": (
-                "encoder.block 0",
-                "layer.0.SelfAttention.q",
-            ),
-            "decoder.block.0.layer.0.SelfAttention.q": (
-                "decoder.block 0",
-                "layer.0.SelfAttention.q",
-            ),
+            "encoder.block.0.layer.0.q": ("encoder.block 0", "layer.0.q"),
+            "decoder.block.0.layer.0.q": ("decoder.block 0", "layer.0.q"),
         },
-    ],
-)
-def test_no_two_layers_have_one_short_name(names):
-    assert short_names(names) == names
+    ):
+        assert short_names(names) == names
 
 
 def test_the_risk_map_has_a_cell_for_every_layer(monkeypatch):
@@ -77,19 +70,10 @@ def test_a_legend_names_the_curves_of_every_panel(monkeypatch):
     """Where layers have other ranks."""
     monkeypatch.setattr(figures, "as_png", lambda figure: figure)
     curve = {"sigma": [2.0, 1.0], "elbow": None}
-    layers = {
-        f"layer {rank}": {
-            "Metis: residual": curve,
-            f"control: weight without its top {rank}": curve,
-        }
-        for rank in (8, 16)
-    }
+    shared, own = "Metis: residual", [f"control: weight without its top {k}" for k in (8, 16)]
+    layers = {name: {shared: curve, name: curve} for name in own}
     (legend,) = figures.residual_spectra(layers).legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "Metis: residual",
-        "control: weight without its top 8",
-        "control: weight without its top 16",
-    ]
+    assert [text.get_text() for text in legend.get_texts()] == [shared, *own]
 
 
 def test_rows_of_experts_are_no_sequences(monkeypatch):
@@ -110,17 +94,10 @@ class TestConvertedExperts:
         """A converted Mixtral, whose files transformers names otherwise, and what was measured."""
         place = tmp_path_factory.mktemp("mixtral")
         torch.manual_seed(0)
-        text = "\n".join(f"def f{i}(x): return x * {i % 7}" for i in range(99))
-        (place / "text.txt").write_text(text)
-        tokenizer = train_tokenizer([Document("a", text)], vocab_size=300)
-        config = transformers.MixtralConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
-            num_experts_per_tok=1,
-        )  # fmt: skip
-        model = transformers.MixtralForCausalLM(config)
+        (place / "text.txt").write_text(TEXT)
+        model = mixtral(2, 300, num_experts_per_tok=1)
         get_metis_model(model, MetisConfig(scheme="nvfp4-rne")).save_pretrained(place)
-        tokenizer.save_pretrained(place)
+        train_tokenizer([Document("a", TEXT)], vocab_size=300).save_pretrained(place)
         sizes = {"sequences": 4, "length": 16, "rank": 4}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(figures, "as_png", lambda figure: b"")
@@ -136,14 +113,12 @@ class TestConvertedExperts:
         for name in source.names:
             assert torch.equal(source.load(name).weight, layers[name].weight)
 
-    def test_they_see_tokens(self, run):
+    def test_they_see_tokens_which_are_no_sequences(self, run):
         result, _, _ = run
         assert not [note for note in result.notes if "saw no token" in note]
         rows = [line["activation"]["shape"][0] for line in result.lines.values()]
         assert 0 < min(rows) < max(rows) < 4 * 16
-
-    def test_their_rows_are_no_sequences(self, run):
-        portrait = next(iter(run[0].portraits.values()))
+        portrait = next(iter(result.portraits.values()))
         assert "by_sequence" not in portrait["activation"]["alignment"]
         assert "by_row" in portrait["gradient"]["alignment"]
 
@@ -169,18 +144,12 @@ def test_layers_of_unknown_risk_come_first_in_the_table(tmp_path):
     assert [row.split(",")[0] for row in rows] == ["b", "d", "e", "a", "c"]
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (
-            ["/o/runs/bf16/seed-0/model", "/o/runs/metis/seed-0/model"],
-            ["bf16/seed-0", "metis/seed-0"],
-        ),
-        (["a/run/seed-0/model/", "b/run/seed-0"], ["a/run/seed-0", "b/run/seed-0"]),
-        (["org/name"], ["org/name"]),
-        (["run", "run/model"], ["run", "run/model"]),
-    ],
-)
-def test_models_are_told_apart(paths, names):
+def test_models_are_told_apart():
     """Runs of a comparison keep their weights in directories of one name."""
-    assert figures.short_models(paths) == dict(zip(paths, names))
+    for names in (
+        {"/o/bf16/seed-0/model": "bf16/seed-0", "/o/metis/seed-0/model": "metis/seed-0"},
+        {"a/run/seed-0/model/": "a/run/seed-0", "b/run/seed-0": "b/run/seed-0"},
+        {"org/name": "org/name"},
+        {"run": "run", "run/model": "run/model"},
+    ):
+        assert figures.short_models(names) == names

@@ -53,15 +53,13 @@ def test_quantized_rows_are_the_schemes_operands():
         assert len(errors["sigma_error"]) == len(errors["left"]) == 48
 
 
-@pytest.mark.parametrize("scheme", ["smoothquant", "outlier-suppression-plus", "svdquant"])
-def test_operands_that_need_a_call_are_refused(scheme):
+def test_operands_that_need_a_call_are_refused():
     """By themselves they would quantize directly, and pass that off as the scheme's."""
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
     quantizers = Quantizers("layer", (64, 48), rank=4)
-    stored = StoredWeight("layer", x)
-    with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
-        Sample(x, "activation", quantizers).quantize(scheme)
-    with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
-        Sample(x, "weight", quantizers, stored).quantize(scheme)
-    # What does not depend on the call is measured.
-    assert Sample(x, "gradient", quantizers).quantize(scheme).zeroed > 0
+    for scheme in ("smoothquant", "outlier-suppression-plus", "svdquant"):
+        for kind, stored in (("activation", None), ("weight", StoredWeight("layer", x))):
+            with pytest.raises(ValueError, match=f"{scheme}.* by what a call knows"):
+                Sample(x, kind, quantizers, stored).quantize(scheme)
+        # What does not depend on the call is measured.
+        assert Sample(x, "gradient", quantizers).quantize(scheme).zeroed > 0

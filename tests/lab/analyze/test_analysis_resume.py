@@ -7,10 +7,9 @@ import io
 import pytest
 import torch
 import transformers
-from conftest import llama
 from rich.console import Console
 
-from metis_hf.data.corpus import Document, train_tokenizer
+from lab.analyze.analyzed import save_llama
 from metis_hf.lab import store
 from metis_hf.lab.analyze import (
     analyze,
@@ -23,7 +22,6 @@ from metis_hf.lab.analyze import (
 from metis_hf.lab.analyze import spectrum_figures as figures
 from metis_hf.numerics.kernels.choice import chosen_kernels, use_kernels
 
-TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + f{i // 2}(x - {i % 7})" for i in range(99))
 LAYERS = "layers.1.mlp"
 LINES = 3 * 3  # three layers: weight, activation, gradient
 
@@ -31,13 +29,7 @@ LINES = 3 * 3  # three layers: weight, activation, gradient
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([Document("a.py", TEXT)], vocab_size=300)
-    model = llama()
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "text.py").write_text(TEXT)
+    save_llama(folder, folder / "text.py")
     return folder
 
 
@@ -106,10 +98,12 @@ class TestInterrupted:
         self, where, after, said, checkpoint, whole, calls, tmp_path, monkeypatch
     ):
         """The page is there and says what is missing; another run makes the rest alone."""
+        console = Console(file=io.StringIO(), width=300)
         with monkeypatch.context() as patch:
             interrupted(patch, where, after)
             with pytest.raises(KeyboardInterrupt):
-                analyzed(checkpoint, tmp_path / "cut")
+                analyzed(checkpoint, tmp_path / "cut", console=console)
+        assert f"interrupted: {tmp_path}/cut/index.html has the figures" in console.file.getvalue()
         page = (tmp_path / "cut" / "index.html").read_text()
         assert said in page
         assert "the same command goes on from here" in page
@@ -122,19 +116,14 @@ class TestInterrupted:
         assert "Not complete" not in page
         assert page == whole[1]
 
-    def test_says_so(self, checkpoint, calls, tmp_path, monkeypatch):
-        console = Console(file=io.StringIO(), width=300)
-        interrupted(monkeypatch, "tensor_line", 2)
-        with pytest.raises(KeyboardInterrupt):
-            analyzed(checkpoint, tmp_path, console=console)
-        shown = console.file.getvalue()
-        assert f"interrupted: {tmp_path / 'index.html'} has the figures" in shown
-
 
 class TestRepeated:
     def test_nothing_is_made_twice(self, checkpoint, whole, calls, tmp_path):
-        first = analyzed(checkpoint, tmp_path)
+        console = Console(file=io.StringIO(), width=120)
+        first = analyzed(checkpoint, tmp_path, console=console)
         same(first, whole[0])
+        for phase in ("weights", "activations and gradients", "text", "figures"):
+            assert f"{phase} begins" in console.file.getvalue()  # without a terminal
         calls |= dict.fromkeys(calls, 0)
         same(analyzed(checkpoint, tmp_path), first)
         assert set(calls.values()) == {0}
@@ -182,13 +171,6 @@ def test_layers_with_one_input_share_its_spectrum(monkeypatch):
     assert not torch.equal(last.of(x[:20]), first[:16])
     assert torch.equal(last.of(x.clone()), last.of(x))
     assert len(made) == 5
-
-
-def test_phases_are_named_without_a_terminal(checkpoint, calls, tmp_path):
-    console = Console(file=io.StringIO(), width=120)
-    analyzed(checkpoint, tmp_path, console=console)
-    for phase in ("weights", "activations and gradients", "text", "figures"):
-        assert f"{phase} begins" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("asked", "runs"), [(None, "reference"), ("compiled", "compiled")])

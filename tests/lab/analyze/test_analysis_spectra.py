@@ -27,52 +27,37 @@ def with_spectrum(rows, columns, sigma):
     return (u * torch.as_tensor(sigma, dtype=torch.float64)) @ v.T
 
 
-@pytest.mark.parametrize("rate", [8.0, 20.0, 60.0])
-def test_elbow_of_an_exponential(rate):
-    # y = exp(-a x): curvature a^2 y / (1 + a^2 y^2)^1.5 is greatest where a^2 y^2 = 1/2.
+def test_elbow_of_exponentials_and_corners():
     x = np.linspace(0, 1, 2001)
-    expected = math.log(rate * math.sqrt(2)) / rate
-    found = elbow(np.exp(-rate * x))
-    assert found is not None
-    assert found / 2000 == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("corner", [10, 100, 700])
-def test_elbow_of_two_straight_lines(corner):
+    for rate in (8.0, 20.0, 60.0):
+        # y = exp(-a x): curvature a^2 y / (1 + a^2 y^2)^1.5 is greatest where a^2 y^2 = 1/2.
+        expected = math.log(rate * math.sqrt(2)) / rate
+        assert elbow(np.exp(-rate * x)) / 2000 == pytest.approx(expected, rel=0.05)
     x = np.arange(1000)
-    values = np.where(x <= corner, 10 - 9 * x / corner, 1 - 0.9 * (x - corner) / (999 - corner))
-    found = elbow(values)
-    assert found is not None
-    # The smoothing blurs a corner by its own width, 1 % of the arc.
-    assert abs(found - corner) <= 10
-
-
-def test_elbow_does_not_depend_on_scale_and_offset():
-    values = np.exp(-np.linspace(0, 12, 400))
+    for corner in (10, 100, 700):
+        values = np.where(x <= corner, 10 - 9 * x / corner, 1 - 0.9 * (x - corner) / (999 - corner))
+        # The smoothing blurs a corner by its own width, 1 % of the arc.
+        assert abs(elbow(values) - corner) <= 10
+    values = np.exp(-np.linspace(0, 12, 400))  # scale and offset do not matter
     assert elbow(values) == elbow(1e-9 * values) == elbow(3 + values)
 
 
-@pytest.mark.parametrize(
-    "values", [np.ones(50), np.linspace(2, 1, 50), np.array([3.0, 2.0, 1.0]), np.full(9, np.nan)]
-)
-def test_no_elbow_where_nothing_bends(values):
-    assert elbow(values) is None
+def test_no_elbow_where_nothing_bends():
+    """Nor where a curve only turns steeper: it has no dominant head."""
+    for values in (np.ones(50), np.linspace(2, 1, 50), np.array([3.0, 2, 1]), np.full(9, np.nan)):
+        assert elbow(values) is None
+    assert elbow(np.sqrt(1 - np.linspace(0, 1, 500) ** 2)) in (None, 1)
 
 
-def test_elbow_ignores_the_shoulder():
-    """A curve that only turns steeper has no elbow in the sense of a dominant head."""
-    x = np.linspace(0, 1, 500)
-    assert elbow(np.sqrt(1 - x**2)) in (None, 1)
-
-
-@pytest.mark.parametrize("shape", [(96, 64), (64, 96), (1320, 1300)])
-def test_singular_values_against_lapack(shape):
-    x = gaussian(*shape)
-    expected = torch.linalg.svdvals(x.double())
-    error = (singular_values(x).double() - expected).abs().max()
-    # Gram route: |s_hat^2 - s^2| <= c eps s_0^2 sqrt(l), so |s_hat - s| <= the root of that.
-    bound = expected[0] * (FP32 * math.sqrt(max(shape))) ** 0.5
-    assert error <= (bound if min(shape) > spectra.EXACT_SIDE else 10 * FP32 * expected[0])
+def test_singular_values_against_lapack(monkeypatch):
+    for shape in ((96, 64), (64, 96), (132, 130)):
+        monkeypatch.setattr(spectra, "EXACT_SIDE", 100)
+        x = gaussian(*shape)
+        expected = torch.linalg.svdvals(x.double())
+        error = (singular_values(x).double() - expected).abs().max()
+        # Gram route: |s_hat^2 - s^2| <= c eps s_0^2 sqrt(l), so |s_hat - s| <= the root of that.
+        bound = expected[0] * (FP32 * math.sqrt(max(shape))) ** 0.5
+        assert error <= (bound if min(shape) > 100 else 10 * FP32 * expected[0])
 
 
 def test_gram_route_is_accurate_where_it_promises(monkeypatch):
@@ -87,17 +72,17 @@ def test_gram_route_is_accurate_where_it_promises(monkeypatch):
     assert found[~clear].max() <= 11 * drowned
 
 
-@pytest.mark.parametrize("exact_side", [1, 1024])
-@pytest.mark.parametrize("shape", [(40, 70), (70, 40)])
-def test_svd_gives_the_matrix_back(shape, exact_side, monkeypatch):
-    monkeypatch.setattr(spectra, "EXACT_SIDE", exact_side)
-    x = gaussian(*shape)
-    svd = Svd.of(x)
-    whole = slice(0, 40)
-    again = (svd.left(whole) * svd.s) @ svd.right(whole).T
-    assert (again - x).norm() / x.norm() < 200 * FP32
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    assert torch.allclose(svd.component(3), s[3] * torch.outer(u[:, 3], vh[3]), atol=1e-4)
+def test_svd_gives_the_matrix_back(monkeypatch):
+    for shape, exact_side in (((40, 70), 1), ((70, 40), 1), ((70, 40), 1024)):
+        monkeypatch.setattr(spectra, "EXACT_SIDE", exact_side)
+        x = gaussian(*shape)
+        svd = Svd.of(x)
+        whole = slice(0, 40)
+        again = (svd.left(whole) * svd.s) @ svd.right(whole).T
+        assert (again - x).norm() / x.norm() < 200 * FP32
+        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        third = (svd.left([3]) * svd.s[3]) @ svd.right([3]).T
+        assert torch.allclose(third, s[3] * torch.outer(u[:, 3], vh[3]), atol=1e-4)
 
 
 def test_randomized_split_is_within_its_bound():
@@ -115,18 +100,15 @@ def test_randomized_split_is_within_its_bound():
     assert np.abs(split.s.numpy() / sigma[:rank] - 1).max() < 1e-3
 
 
-@pytest.mark.parametrize("shape", [(400, 400), (200, 800)])
-def test_noise_spectrum_is_that_of_normal_entries(shape):
-    x = gaussian(*shape).double()
-    measured = torch.linalg.svdvals(x).numpy()
-    predicted = noise_spectrum(*shape, energy=float(x.square().sum()))
-    # Eigenvalues of such matrices are rigid: they stay within about one spacing of the quantiles.
-    assert np.abs(measured - predicted).max() < 0.03 * measured[0]
-    assert np.square(predicted).sum() == pytest.approx(float(x.square().sum()))
-
-
-def test_noise_has_an_elbow_too():
-    """Why a small share of components left of the elbow is no evidence of anisotropy."""
+def test_noise_spectrum_is_the_spectrum_of_normal_entries():
+    """It has an elbow too: a small share of components left of it is no sign of anisotropy."""
+    for shape in ((400, 400), (200, 800)):
+        x = gaussian(*shape).double()
+        measured = torch.linalg.svdvals(x).numpy()
+        predicted = noise_spectrum(*shape, energy=float(x.square().sum()))
+        # Eigenvalues of such matrices are rigid: within about one spacing of the quantiles.
+        assert np.abs(measured - predicted).max() < 0.03 * measured[0]
+        assert np.square(predicted).sum() == pytest.approx(float(x.square().sum()))
     data = spectra.spectrum_data(torch.linalg.svdvals(gaussian(512, 1024)), (512, 1024))
     assert data["fraction"] < 0.03
     assert data["noise_fraction"] < 0.03
@@ -144,12 +126,12 @@ def test_canonical_correlation_against_scipy():
     assert alignment.mean_squared_correlation(a, a[:, :2]) == pytest.approx(2 / 5)
 
 
-@pytest.mark.parametrize("shape", [(90, 40), (30, 80)])
-def test_subspace_is_that_of_the_svd(shape):
-    x = gaussian(*shape)
-    _, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    found = alignment.subspace(x, 6)
-    assert alignment.mean_squared_correlation(vh[:6].T, found) == pytest.approx(1, abs=1e-6)
+def test_subspace_is_the_svds():
+    for shape in ((90, 40), (30, 80)):
+        x = gaussian(*shape)
+        _, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+        found = alignment.subspace(x, 6)
+        assert alignment.mean_squared_correlation(vh[:6].T, found) == pytest.approx(1, abs=1e-6)
 
 
 def test_alignment_grows_with_the_sample_and_repeats():
@@ -178,9 +160,9 @@ def test_sequences_are_drawn_whole():
     assert data["by_sequence"]["mean"][half] == pytest.approx(10 / 12)
 
 
-@pytest.mark.parametrize(("rank", "removed"), [(4096, 128), (128, 4), (336, 8), (10, 1)])
-def test_removed_components(rank, removed):
-    assert distributions.removed_components(rank) == removed
+def test_removed_components():
+    counts = [distributions.removed_components(rank) for rank in (4096, 128, 336, 10)]
+    assert counts == [128, 4, 8, 1]
 
 
 def test_residual_data_of_a_spike():
@@ -188,8 +170,7 @@ def test_residual_data_of_a_spike():
     x = with_spectrum(64, 96, sigma).float()
     data = distributions.residual_data(x, Svd.of(x))
     assert data["removed"] == 2
-    residual = x - spectral_split(x, 2, n_iter=8).residual
-    rest = x - residual
+    rest = spectral_split(x, 2, n_iter=8).residual
     assert data["residual_width"]["max"] == pytest.approx(float(rest.abs().max()), rel=0.02)
     assert data["narrowing"]["max"] > 10
     for edges, density in (("edges", "full"), ("residual_edges", "residual")):
