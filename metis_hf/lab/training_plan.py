@@ -19,6 +19,7 @@ from metis_hf.conversion.convert import get_metis_model, metis_layers
 from metis_hf.conversion.report import gemm_weights
 from metis_hf.lab.cost import meta_model, model_overhead
 from metis_hf.lab.rank_memory import Workload, blocks_of, count_elements, rank_memory
+from metis_hf.lab.show.table import terminal_table
 from metis_hf.layers.experts import has_fused_experts
 from metis_hf.shared.numbers import gib, si
 
@@ -28,27 +29,17 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "atten
 
 @dataclass(frozen=True)
 class Plan:
-    """The findings of `plan_training`.
+    """The findings of `plan_training`."""
 
-    Attributes:
-        model_type: architecture, as transformers calls it.
-        scheme: of the model.
-        workload: as given.
-        parameters: counts: "total" as stored; "original" before conversion; "converted" weights of
-            the original whose GEMMs are quantized.
-        flops: of one optimizer step over all processes, by kind; see `step_flops`.
-        added_share: multiply-adds of the scheme where FP4 units run its GEMMs, as a share of the
-            converted layers' GEMMs; see `cost.overhead`.
-        memory: bytes on the fullest rank by kind, under "DDP" and "FSDP2"; see `rank_memory`.
-    """
-
-    model_type: str
+    model_type: str  # architecture, as transformers calls it
     scheme: str
     workload: Workload
+    # Counts: "total" as stored; "original" before conversion; "converted" weights of the original
+    # whose GEMMs are quantized.
     parameters: dict[str, int]
-    flops: dict[str, float]
-    added_share: float
-    memory: dict[str, dict[str, int]]
+    flops: dict[str, float]  # of one optimizer step over all processes, by kind: see `step_flops`
+    added_share: float  # multiply-adds beyond the converted layers' GEMMs: see `cost.overhead`
+    memory: dict[str, dict[str, int]]  # bytes by kind, "DDP" and "FSDP2": see `rank_memory`
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan JSON-ready, derived numbers included."""
@@ -138,10 +129,7 @@ def step_flops(
       not taken off.
     - "recomputation": one more forward pass of the blocks under activation checkpointing.
 
-    Args:
-        model: converted.
-        gemms: multiplications of a token by module, of the model as it was (`gemm_weights`).
-        load: what a step takes.
+    `gemms` are multiplications of a token by module before the conversion (`gemm_weights`).
     """
     tokens, config = load.tokens_per_step, model.config
     converted = sum(layer.in_features * layer.out_features for _, layer in metis_layers(model))
@@ -196,9 +184,5 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def _table(title: str, columns, rows) -> Table:
-    table = Table(title, *columns)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, cells in rows.items():
-        table.add_row(name.replace("_", " "), *cells)
-    return table
+    lines = [[name.replace("_", " "), *cells] for name, cells in rows.items()]
+    return terminal_table(["", *columns], lines, title=title)
