@@ -117,7 +117,7 @@ def _floats(stats: dict[str, Tensor]) -> Stats:
 
 
 def _first_stats(x: Tensor) -> dict[str, Tensor]:
-    """Return what can be said of any x [t c]; its stable rank too, if it is finite and not zero."""
+    """Return the share of NaN and inf of x [t c], and its stable rank where that is defined."""
     finite = torch.isfinite(x)
     stats = {"nonfinite": 1 - finite.float().mean()}
     if bool(finite.all()) and x.any():  # ratios of zeros are no numbers
