@@ -6,7 +6,7 @@ parameters: "model.layers.0.mlp.experts.down_proj".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,24 +23,9 @@ from metis_hf.layers.experts import fused_weights, is_fused_experts
 from metis_hf.layers.make import as_linear, linear_shape
 from metis_hf.schemes import build_scheme
 
-
-@dataclass(frozen=True)
-class Naming:
-    """From the names of a model's modules to those by which a config means them.
-
-    Attributes:
-        added: what the config's names have before them.
-        removed: what they lack.
-    """
-
-    added: str = ""
-    removed: str = ""
-
-    def __call__(self, name: str) -> str:
-        return f"{self.added}{name.removeprefix(self.removed)}"
-
-
-AS_THEY_ARE = Naming()
+# From the names of a model's modules to the names by which a config means them.
+Naming = Callable[[str], str]
+AS_THEY_ARE: Naming = str
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,18 @@ def saved_naming(model: Any, config: MetisConfig, files: Iterable[str]) -> Namin
     if not prefix:
         return AS_THEY_ARE
     has_head = hasattr(model, prefix)
-    other = Naming(removed=f"{prefix}.") if has_head else Naming(added=f"{prefix}.")
-    first, second = (other, AS_THEY_ARE) if _renamed(model, files) else (AS_THEY_ARE, other)
-    for naming in (first, second):
+
+    def other(name: str) -> str:
+        return name.removeprefix(f"{prefix}.") if has_head else f"{prefix}.{name}"
+
+    either: list[Naming] = [AS_THEY_ARE, other]
+    if _renamed(model, files):
+        either.reverse()
+    for naming in either:
         with suppress(ValueError):  # a name means nothing
             select_modules(model, config, naming=naming)
             return naming
-    return first  # a part without the head that the config names
+    return either[0]  # a part without the head that the config names
 
 
 def as_in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,7 +143,7 @@ def _renamed(model: Any, files: Iterable[str]) -> bool:
 
 
 def _mapping(model: Any, mapping: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
-    """Return how transformers renames and how it converts the tensors of a model's checkpoints."""
+    """Return transformers' renamings and converters for the tensors of a model's checkpoints."""
     # Not at the top: transformers' models import its quantizers, and these import us.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
