@@ -1,4 +1,4 @@
-"""The output head as a target: with a weight of its own, and with that of the embeddings."""
+"""The output head as a target: with a weight of its own, and with the embeddings' weight."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_merge_and_unload_represents_w_plus_ba(architecture, scheme, token_ids, 
 
 
 def test_refresh_after_a_merge_decomposes_the_sum(token_ids):
-    """The merged delta lies in the residual until the weight is decomposed anew."""
+    """The merged delta lies in the residual until the weight is decomposed again."""
     model, expected = adapted(llama(), "metis", split=True)
     merged = model.merge_and_unload()
     layer = dict(metis_layers(merged))["model.layers.0.mlp.up_proj"]

@@ -104,16 +104,6 @@ def test_all_linear_is_peft_s_on_other_architectures(name):
     assert selected(model) == chosen_by_peft(model, target_modules="all-linear")
 
 
-def test_modules_to_not_convert_is_peft_s_modules_to_save():
-    model = build()
-    targets = ["q_proj", "up_proj"]
-    keep = ["mlp"]  # a container: everything inside stays
-    expected = chosen_by_peft(model, target_modules=targets, modules_to_save=keep)
-    assert selected(model, target_modules=targets, modules_to_not_convert=keep) == expected
-    reasons = skipped(model, target_modules=targets, modules_to_not_convert=keep)
-    assert reasons[MLP_OF.format(1, "up_proj")] == "in modules_to_not_convert"
-
-
 def test_where_all_linear_keeps_more_than_peft():
     """Gates of shared experts and classifiers, which PEFT takes; fused experts, which it leaves."""
     model = build("qwen2-moe")
@@ -177,15 +167,6 @@ def test_blocks_kept_at_both_ends():
     reasons = skipped(model, keep_first_blocks=1, keep_last_blocks=2)
     found = [reasons[MLP_OF.format(index, "up_proj")] for index in (0, 4, 5)]
     assert found == ["keep_first_blocks=1", "keep_last_blocks=2", "keep_last_blocks=2"]
-
-
-def test_blocks_of_a_sequential_are_kept_too():
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
-
-    assert selected(Blocks(), keep_first_blocks=1, keep_last_blocks=1) == {"blocks.1.0"}
 
 
 def test_experts_follow_every_option():
