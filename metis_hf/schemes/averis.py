@@ -18,16 +18,9 @@ _SOURCE = "arXiv 2603.10444 version 2 (Averis), a reading of its abstract"
 def averis(config: MetisConfig, rank: int) -> Scheme:
     """Return x = 1 mu^T + rest, both quantized, of inputs and output gradients, on plain NVFP4.
 
-    | GEMM  | operand     | blocks            | mean apart | rounding   |
-    | fprop | input       | 1x16 along in     | yes        | nearest    |
-    | fprop | weight      | 16x16             | no         | nearest    |
-    | dgrad | grad_output | 1x16 along out    | yes        | stochastic |
-    | dgrad | weight      | the same values   | no         | nearest    |
-    | wgrad | grad_output | 1x16 along tokens | yes        | stochastic |
-    | wgrad | input       | 1x16 along tokens | yes        | nearest    |
-
-    The split is the first version's, as in `mean`. The second compares itself with "vanilla NVFP4"
-    and with NVIDIA's Hadamard: roundings and tiles here are `nvidia`'s. They are assumed.
+    Blocks and roundings are as in `nvidia`, which is assumed; nothing is rotated. The split is the
+    first version's, as in `mean`. The second compares itself with "vanilla NVFP4" and with NVIDIA's
+    Hadamard.
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`; `mean` has that mode.

@@ -14,15 +14,7 @@ from metis_hf.schemes.parts import IF4, MIXFP4, MetisConfig, Scheme, register_sc
     formats=(IF4.name,),
 )
 def if4(config: MetisConfig, rank: int) -> Scheme:
-    """Return the recipe that the authors train with, every operand in IF4.
-
-    | GEMM  | operand     | blocks            | scales         | Hadamard | rounding   |
-    | fprop | input       | 1x16 along in     | nearest        | no       | nearest    |
-    | fprop | weight      | 16x16             | nearest        | no       | nearest    |
-    | dgrad | grad_output | 1x16 along out    | 16/17, nearest | no       | stochastic |
-    | dgrad | weight      | the same values   | nearest        | no       | nearest    |
-    | wgrad | grad_output | 1x16 along tokens | 16/17, nearest | yes      | stochastic |
-    | wgrad | input       | 1x16 along tokens | nearest        | yes      | nearest    |
+    """Return the recipe that the authors train with: `nvidia-unbiased`, every operand in IF4.
 
     A block is chosen by errors of nearest rounding, of gradients too, so that stochastic rounding
     stays unbiased; the authors' code compares one draw of each format. Assumed: 16x16 tiles.
@@ -41,14 +33,6 @@ def if4(config: MetisConfig, rank: int) -> Scheme:
 )
 def mixfp4(config: MetisConfig, rank: int) -> Scheme:
     """Return the recipe of `nvidia`, every operand in MixFP4: the paper has no recipe to train by.
-
-    | GEMM  | operand     | blocks            | Hadamard | rounding   |
-    | fprop | input       | 1x16 along in     | no       | nearest    |
-    | fprop | weight      | 16x16             | no       | nearest    |
-    | dgrad | grad_output | 1x16 along out    | no       | stochastic |
-    | dgrad | weight      | the same values   | no       | nearest    |
-    | wgrad | grad_output | 1x16 along tokens | yes      | stochastic |
-    | wgrad | input       | 1x16 along tokens | yes      | nearest    |
 
     Raises:
         ValueError: `operand_mode="shared"`, as `nvidia`.

@@ -20,16 +20,9 @@ from metis_hf.schemes.parts import (
     source="arXiv 2605.09825; ROCm TransformerEngine MXFP4BlockScaling with its Hadamard",
 )
 def mxfp4_hadamard(config: MetisConfig, rank: int) -> Scheme:
-    """Quantize the operands of each GEMM from the high-precision tensor.
+    """Rotate and round to nearest each GEMM's operands, 1x32 along what it contracts.
 
-    | GEMM  | operand     | blocks            | Hadamard | rounding |
-    | fprop | input       | 1x32 along in     | yes      | nearest  |
-    | fprop | weight      | 1x32 along in     | yes      | nearest  |
-    | dgrad | grad_output | 1x32 along out    | yes      | nearest  |
-    | dgrad | weight      | 1x32 along out    | yes      | nearest  |
-    | wgrad | grad_output | 1x32 along tokens | yes      | nearest  |
-    | wgrad | input       | 1x32 along tokens | yes      | nearest  |
-
+    Every copy is made from the high-precision tensor.
     The rotation is Sylvester's matrix of 16 over 4, two of them in a block. Scales are powers of
     two by the rule "even" of the vendor's kernel: amax comes to between 3.5 and 7 of them.
 

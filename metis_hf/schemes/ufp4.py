@@ -21,16 +21,9 @@ from metis_hf.schemes.parts import (
     source="arXiv 2606.20381 (UFP4)",
 )
 def ufp4(config: MetisConfig, rank: int) -> Scheme:
-    """Quantize the operands of each GEMM from the high-precision tensor.
+    """Rotate each GEMM's operands and quantize them, 1x16 along what it contracts.
 
-    | GEMM  | operand     | blocks            | Hadamard | rounding   |
-    | fprop | input       | 1x16 along in     | yes      | nearest    |
-    | fprop | weight      | 1x16 along in     | yes      | nearest    |
-    | dgrad | grad_output | 1x16 along out    | yes      | stochastic |
-    | dgrad | weight      | 1x16 along out    | yes      | nearest    |
-    | wgrad | grad_output | 1x16 along tokens | yes      | stochastic |
-    | wgrad | input       | 1x16 along tokens | yes      | nearest    |
-
+    Every copy is made from the high-precision tensor; gradients are rounded stochastically.
     A block has one fp32 scale, amax / 7, and integers to 7: the values of E1M2, times a power of
     two. Assumed: the rotation has blocks of 16, and its random signs are fixed by the config's
     seed.
